@@ -1,0 +1,69 @@
+"""The index alone: drawing slots by mass and changing masses, without a ring of fields around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.stratified_draw import draw_slots
+
+from .rows import Rows
+from .subjects import ALPHA
+
+
+class IndexSubject:
+    """The host's mass tree as the buffer uses it, full from the start."""
+
+    add_size: int | None = None
+    has_next_obs = True
+
+    def __init__(self, capacity: int) -> None:
+        self._rule = MassRule.for_slots(capacity, ALPHA, 1e-6, None)
+        self._tree = MassTree(capacity, torch.device("cpu"), "host")
+        self._tree.set_range(0, capacity, self._rule.mass(1.0))
+        self._words = HostWords(seed=0)
+        self._block = 0
+
+    def inputs(self, rows: Rows) -> Any:
+        """Nothing is added to an index."""
+        return None
+
+    def add(self, rows: Any) -> object:
+        """Nothing is added to an index."""
+        return None
+
+    def sample(self, batch: int) -> Any:
+        """(batch,) int64 slots, drawn by mass, and their masses."""
+        words = self._words.take(self._block, batch)
+        self._block += -(-batch // 4)
+        slots, masses, _ = draw_slots(self._tree, words, stratified=True)
+        return slots, masses
+
+    def update(self, sampled: Any, priorities: Tensor) -> object:
+        """Masses of these priorities at the sampled slots, a repeated slot once."""
+        slots, _ = sampled
+        masses, _ = self._rule.masses(priorities.numpy().astype(np.float64))
+        # slots drawn by strata ascend, so a repeated one follows itself; the last priority wins
+        last = np.empty(slots.size, dtype=bool)
+        last[-1] = True
+        np.not_equal(slots[1:], slots[:-1], out=last[:-1])
+        if not last.all():
+            slots, masses = slots[last], masses[last]
+        self._tree.set_slots(slots, masses)
+        return None
+
+    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
+        """An index has no fields."""
+        return {}
+
+    def wrong(self) -> list[str]:
+        """What is wrong with the index: a total that is not the sum of its leaves."""
+        total, leaves = self._tree.total(), int(self._tree.masses.sum())
+        return [] if total == leaves else [f"the total mass is {total}, its leaves sum to {leaves}"]

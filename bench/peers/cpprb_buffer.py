@@ -1,0 +1,53 @@
+"""cpprb: segment trees and rings in C++ behind Cython."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from gpu_replay.bench.rows import DTYPES, Rows
+from torch import Tensor
+
+
+class CpprbBuffer:
+    """`cpprb.PrioritizedReplayBuffer`, which returns NumPy arrays; scalars come as [B, 1]."""
+
+    add_size: int | None = None
+    has_next_obs = True
+
+    def __init__(self, capacity: int, alpha: float, beta: float) -> None:
+        cpprb = importlib.import_module("cpprb")
+        fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in DTYPES.items()}
+        self._buffer = cpprb.PrioritizedReplayBuffer(capacity, fields, alpha=alpha)
+        self._beta = beta
+
+    def inputs(self, rows: Rows) -> Any:
+        """See Subject."""
+        return rows
+
+    def add(self, rows: Any) -> object:
+        """See Subject."""
+        return self._buffer.add(**rows)
+
+    def sample(self, batch: int) -> Any:
+        """See Subject."""
+        drawn = self._buffer.sample(batch, beta=self._beta)
+        tensors = {name: torch.from_numpy(drawn[name]) for name in DTYPES}
+        tensors["weight"] = torch.from_numpy(drawn["weights"])
+        return drawn["indexes"], tensors
+
+    def update(self, sampled: Any, priorities: Tensor) -> object:
+        """See Subject."""
+        return self._buffer.update_priorities(sampled[0], priorities.numpy())
+
+    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
+        """See Subject."""
+        found: Mapping[str, Tensor] = sampled[1]
+        return found
+
+
+def make(capacity: int, alpha: float, beta: float) -> CpprbBuffer:
+    """An empty buffer; ImportError without cpprb."""
+    return CpprbBuffer(capacity, alpha, beta)

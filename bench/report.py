@@ -1,0 +1,194 @@
+"""Markdown tables from records: the only way in which a figure gets into the documentation.
+
+A document marks the place of a table with `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what stands between is
+replaced, so a table is renewed by one command and cannot differ from what was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from .cases import OPERATIONS, short
+from .record import Environment, Record
+from .reference import ELSEWHERE, best_peer
+
+Records = Sequence[Record]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, the first left, the others right."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def joined(line: Sequence[str]) -> str:
+        first, *others = line
+        cells = [first.ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True)]]
+        return "| " + " | ".join(cells) + " |"
+
+    rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([joined(lines[0]), "| " + " | ".join(rule) + " |", *[joined(line) for line in lines[1:]]])
+
+
+def number(value: float) -> str:
+    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def conditions(records: Records) -> str:
+    """One sentence that says where and with what these records were made."""
+    newest = max((record.environment for record in records), key=lambda environment: environment.date)
+    parts = [_machine(newest)]
+    parts += [f"{name} {version}" for name, version in newest.versions.items() if version]
+    commits = list(dict.fromkeys(record.environment.commit for record in records if record.environment.commit))
+    if commits:
+        parts.append("commit " + ", ".join(commits))
+    parts.append(newest.date[:10])
+    bandwidth = max(record.copy_bandwidth for record in records)
+    parts.append(f"plain copy {bandwidth / 1e9:.1f} GB/s read and written")
+    if any(record.quick for record in records):
+        parts.append("QUICK RUN, not to be quoted")
+    return ", ".join(parts) + "."
+
+
+def _machine(environment: Environment) -> str:
+    threads = f"{environment.threads} thread{'s' if environment.threads > 1 else ''}"
+    cpu = f"{environment.cpu} ({environment.cores} cores, {threads})"
+    return cpu if environment.device == "cpu" else f"{environment.device}, {cpu}"
+
+
+def cells_table(records: Records, peers: Records = ()) -> str:
+    """Every timed case with its quantiles, its share of the copy bandwidth and the best peer."""
+    rows = []
+    for record in records:
+        if record.unit != "us":
+            continue
+        peer = best_peer(record.case, peers, record.environment.cpu)
+        share = "" if record.copy_share is None else f"{record.copy_share:.1%}"
+        rows.append(
+            [
+                record.case,
+                *[number(record.quantiles[name]) for name in ("p10", "p50", "p90")],
+                share,
+                f"{number(peer[0])} ({peer[1]})" if peer else "",
+                f"{peer[0] / record.median:.2f}x" if peer else "",
+            ]
+        )
+    return table(["case", "p10 µs", "p50 µs", "p90 µs", "of copy", "to beat, µs", "ahead"], rows)
+
+
+def cycle_table(records: Records, peers: Records = ()) -> str:
+    """The full cycle, capacities down and batch sizes across; each cell says how far ahead of the best peer it is."""
+    cycles = [record for record in records if record.operation == "cycle"]
+    batches = sorted({record.batch for record in cycles})
+    rows = []
+    for capacity in sorted({record.capacity for record in cycles}):
+        cells = {record.batch: record for record in cycles if record.capacity == capacity}
+        rows.append([f"N = {short(capacity)}", *[_cycle_cell(cells.get(batch), peers) for batch in batches]])
+    return table(["full cycle, µs", *[f"B = {batch:,}" for batch in batches]], rows)
+
+
+def _cycle_cell(record: Record | None, peers: Records) -> str:
+    if record is None:
+        return ""
+    peer = best_peer(record.case, peers, record.environment.cpu)
+    return number(record.median) + (f" ({peer[0] / record.median:.2f}x)" if peer else "")
+
+
+def peers_table(records: Records) -> str:
+    """The full cycle of all implementations side by side, one row each."""
+    names = list(dict.fromkeys(record.implementation for record in records))
+    cases = list(dict.fromkeys(record.case for record in records))
+    found = {(record.implementation, record.case): record for record in records}
+    rows = []
+    for name in names:
+        cells = [found.get((name, case)) for case in cases]
+        rows.append([name, *[number(cell.median) if cell else "" for cell in cells]])
+    return table(["µs, median", *[case.removeprefix("cycle/").replace("/", ", ") for case in cases]], rows)
+
+
+def memory_table(records: Records) -> str:
+    """Resident bytes a transition beside the bytes of its fields."""
+    rows = []
+    for record in records:
+        if record.unit == "bytes":
+            payload = record.bytes
+            above = f"{record.median / payload - 1:+.1%}"
+            counted = "" if record.counted is None else f"{record.counted:.1f}"
+            rows.append([record.case, f"{payload:,}", counted, f"{record.median:.1f}", above])
+    return table(["bytes a transition", "of fields", "buffer.nbytes", "resident", "above fields"], rows)
+
+
+def _cpu_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "cpu"]
+    peers = [record for record in records if record.suite == "peers"]
+    text = cycle_table(mine, peers)
+    cpu = mine[0].environment.cpu
+    published = any((best_peer(record.case, peers, cpu) or (0, ""))[1] == ELSEWHERE for record in mine)
+    where = "as measured on another 2-core machine" if published else "measured on the same machine"
+    note = f"One cycle is {OPERATIONS['cycle'].about}. In parentheses: ahead of the best peer of the cell, {where}."
+    return f"{text}\n\n{note} Medians. {conditions(mine)}"
+
+
+def _cells_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "cpu" and record.unit == "us"]
+    peers = [record for record in records if record.suite == "peers"]
+    return f"{cells_table(mine, peers)}\n\n{conditions(mine)}"
+
+
+def _gpu_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "gpu"]
+    return f"{cells_table(mine)}\n\n{conditions(mine)}"
+
+
+def _peers_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "peers"]
+    versions = {r.implementation: r.environment.versions.get(r.implementation) for r in mine}
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return f"{peers_table(mine)}\n\nOne cycle is {OPERATIONS['cycle'].about}. {named}. {conditions(mine)}"
+
+
+def _memory_section(records: Records) -> str:
+    mine = [record for record in records if record.operation == "memory"]
+    return f"{memory_table(mine)}\n\n{conditions(mine)}"
+
+
+# marker name: how its table is made, which records it needs, and the command that makes these
+SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], str]] = {
+    "cpu": (_cpu_section, lambda record: record.suite == "cpu" and record.operation == "cycle", "gpu-replay bench cpu"),
+    "cpu-cells": (_cells_section, lambda record: record.suite == "cpu" and record.unit == "us", "gpu-replay bench cpu"),
+    "gpu": (_gpu_section, lambda record: record.suite == "gpu", "gpu-replay bench gpu"),
+    "peers": (_peers_section, lambda record: record.suite == "peers", "gpu-replay bench peers"),
+    "memory": (_memory_section, lambda record: record.operation == "memory", "gpu-replay bench cpu"),
+}
+
+
+def section(name: str, records: Records) -> str:
+    """The text of one marked place, the command that reproduces it included.
+
+    Raises KeyError for a name that no table has.
+    """
+    if name not in SECTIONS:
+        raise KeyError(f"no table is called {name!r}; there are {', '.join(SECTIONS)}.")
+    make, needed, command = SECTIONS[name]
+    if not any(needed(record) for record in records):
+        return f"Not measured yet: `{command}`."
+    return f"{make(records)} Reproduce: `{command}`."
+
+
+def updated(document: str, records: Records) -> str:
+    """The document with the text between all its markers made anew.
+
+    Raises ValueError for a marker that is not closed and KeyError for one that names no table.
+    """
+    opened = re.findall(r"<!-- bench:([\w-]+) -->", document)
+    for name in opened:
+        mark, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+        before, _, rest = document.partition(mark)
+        _, closed, after = rest.partition(end)
+        if not closed:
+            raise ValueError(f"{mark} is not closed; put {end} where its table ends.")
+        document = f"{before}{mark}\n{section(name, records)}\n{end}{after}"
+    return document

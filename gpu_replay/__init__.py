@@ -1,0 +1,32 @@
+"""A tensor replay buffer for PyTorch that lives on the GPU: exact prioritized sampling with no host in the loop."""
+
+from pathlib import Path
+
+# in a checkout the device code and the benchmarks stand beside the package; installed, they are inside it
+_root = Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file():
+    __path__.append(str(_root))
+
+from gpu_replay.batch import Batch
+from gpu_replay.buffer import ReplayBuffer
+from gpu_replay.errors import CheckpointError
+from gpu_replay.fields import Field
+from gpu_replay.samplers import Combined, Latest, Proportional, Uniform
+from gpu_replay.schedule import LinearSchedule
+from gpu_replay.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ReplayBuffer",
+    "Field",
+    "Batch",
+    "Uniform",
+    "Proportional",
+    "Latest",
+    "Combined",
+    "LinearSchedule",
+    "Stats",
+    "CheckpointError",
+    "__version__",
+]

@@ -1,0 +1,141 @@
+"""The buffer's work on CUDA tensors, through Triton kernels; also on CPU tensors under Triton's interpreter.
+
+Nothing here waits for the device except where the docstring says so. Whatever a replayed graph must move on lives in
+the counters; the host keeps only a lower bound of the size, to refuse a sample from too few transitions without asking.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.ring import launch_gather, launch_write
+from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh
+from gpu_replay.ops.uniform_draw import launch_uniform_draw
+from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.schedule import LinearSchedule
+from gpu_replay.storage import Storage, base_sampler
+
+
+class DeviceEngine:
+    """Appends, draws and updates for one buffer, in at most 3, 3 and 2 launches.
+
+    The buffer has checked all arguments and holds the lock.
+    """
+
+    def __init__(
+        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
+    ) -> None:
+        self._storage = storage
+        self._counters = counters
+        self._device = counters.device
+        self._base = base = base_sampler(sampler)
+        self._newest = sampler.newest if isinstance(sampler, Combined) else 0
+        self._tree = tree
+        self._masses: DeviceMasses | None = None
+        self._source: Counter | None = None
+        self._schedule: Tensor | None = None
+        if tree is not None and isinstance(base, Proportional):
+            initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
+            self._masses = DeviceMasses(tree, rule, rule.mass(initial))
+            self._source = {"running": Counter.TOP, "stored": Counter.EDGE_HIGH}.get(str(base.initial))
+            if isinstance(base.beta, LinearSchedule):
+                beta = base.beta
+                parts = [beta.start, beta.end - beta.start, float(beta.steps)]
+                self._schedule = torch.tensor(parts, dtype=torch.float64, device=self._device)
+        # transitions known to be stored, and whether a captured add may have stored more
+        self._known = 0
+        self._captured = False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside storage, tree and counters."""
+        return 0 if self._masses is None else self._masses.nbytes
+
+    def reseed(self, seed: int) -> None:
+        """Follow a restored state; the counters hold the seed. Waits for the device."""
+        first, added = self.span()
+        self._known = added - first
+
+    def forget(self) -> None:
+        """Follow a `clear`."""
+        self._known = 0
+
+    def span(self) -> tuple[int, int]:
+        """The smallest live key and the next key; waits for the device."""
+        counts = self._counters.tolist()
+        added = counts[Counter.ADDED]
+        return max(counts[Counter.FIRST], added - self._storage.capacity), added
+
+    def size_at_least(self, wanted: int) -> int:
+        """Stored transitions, exact only below `wanted`; waits only when captured adds may have changed the answer."""
+        if self._known < wanted and self._captured and not self._capturing():
+            first, added = self.span()
+            self._known = added - first
+        return self._known
+
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
+        """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
+        storage = self._storage
+        moved = {name: self._moved(value) for name, value in values.items()}
+        highest = self._source is Counter.EDGE_HIGH
+        launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
+        own = None if priorities is None or self._masses is None else self._moved(priorities)
+        keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)
+        if self._capturing():
+            self._captured = True
+        else:
+            self._known = min(storage.capacity, self._known + rows)
+        return keys
+
+    def _moved(self, value: Tensor) -> Tensor:
+        return value.to(self._device, non_blocking=True).contiguous()
+
+    def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` transitions: fields, key, probability and weight; 3 launches by priority, 2 without."""
+        base, counters, storage = self._base, self._counters, self._storage
+        newest = batch if isinstance(base, Latest) else self._newest
+        drawn = batch - newest
+        if isinstance(base, Proportional) and self._tree is not None and drawn > 0:
+            slots, keys, masses, probability = launch_stratified_draw(
+                self._tree,
+                counters,
+                storage.times_sampled,
+                drawn,
+                batch,
+                stratified=base.stratified,
+                lowest_of_all=base.normalize == "buffer",
+            )
+            schedule = self._schedule if beta is None else None
+            exponent = beta if beta is not None else base.beta if isinstance(base.beta, (int, float)) else 0.0
+            weight = launch_weigh(masses, counters, schedule, float(exponent), drawn)
+        else:
+            replacement = isinstance(base, Uniform) and base.replacement
+            slots, keys, probability, weight = launch_uniform_draw(
+                counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
+            )
+        tensors = launch_gather(storage.tensors, storage.fields, slots)
+        return {**tensors, "key": keys, "probability": probability, "weight": weight}
+
+    def read(self, keys: Tensor) -> dict[str, Tensor]:
+        """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
+        first, added = self.span()
+        dead = ((keys < first) | (keys >= added)).nonzero()
+        if dead.numel():
+            key = int(keys[dead[0, 0]])
+            raise KeyError(f"key {key} is not live; the buffer holds the keys from {first} to {added - 1}.")
+        return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None:
+        """Give live keys their new masses; 2 launches."""
+        if keys.numel():
+            launch_update(
+                self._masses, self._counters, self._storage.capacity, self._moved(keys), self._moved(priorities)
+            )

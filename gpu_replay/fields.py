@@ -1,0 +1,122 @@
+"""`Field`: the noun with which users describe what one transition holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+STORABLE = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+RESERVED = frozenset({"key", "weight", "probability", "priority"})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One stored tensor per transition.
+
+    shape:        of one transition, without batch or capacity dimension; `()` is a scalar.
+    dtype:        how it is stored.
+    sample_dtype: how it leaves `sample()`; default `dtype`, or float32 when an integer field has a `scale`.
+    scale:        multiplies the value on its way out, in float32 (float64 when either dtype is float64).
+
+    `Field((84, 84), torch.uint8, torch.float16, 1 / 255)` is stored as bytes and sampled as scaled half floats.
+    Raises TypeError or ValueError for what cannot be stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sample_dtype: torch.dtype | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shape, int) or not all(
+            isinstance(side, int) and not isinstance(side, bool) for side in self.shape
+        ):
+            raise TypeError(f"Field shape must be a tuple of ints such as (84, 84) or (); found {self.shape!r}.")
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if any(side < 1 for side in self.shape):
+            raise ValueError(f"Field shape must have sides of at least 1; found {self.shape}.")
+        for name, dtype in (("dtype", self.dtype), ("sample_dtype", self.sample_dtype)):
+            if dtype is None and name == "sample_dtype":
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"Field {name} must be a torch.dtype such as torch.float32; found {dtype!r}.")
+            if dtype not in STORABLE:
+                allowed = ", ".join(str(each).removeprefix("torch.") for each in STORABLE)
+                raise ValueError(f"Field {name} {dtype} cannot be stored; use one of {allowed}.")
+        if self.scale is not None:
+            if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
+                raise TypeError(f"Field scale must be a number; found {self.scale!r}.")
+            if not math.isfinite(self.scale):
+                raise ValueError(f"Field scale must be finite; found {self.scale}.")
+            if self.sample_dtype is not None and not self.sample_dtype.is_floating_point:
+                raise ValueError(
+                    f"Field scale needs a floating sample_dtype; found {self.sample_dtype}. "
+                    "Use torch.float32, float16 or bfloat16, or leave scale out."
+                )
+        if self.sample_dtype is not None and self.dtype.is_floating_point and not self.sample_dtype.is_floating_point:
+            raise ValueError(
+                f"Field of {self.dtype} cannot be sampled as {self.sample_dtype}: that would cut off fractions. "
+                "Use a floating sample_dtype."
+            )
+
+    @cached_property
+    def elements(self) -> int:
+        """Numbers in one transition."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Stored bytes of one transition."""
+        return self.elements * self.dtype.itemsize
+
+    @cached_property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype that `sample()` returns."""
+        if self.sample_dtype is not None:
+            return self.sample_dtype
+        if self.scale is not None and not self.dtype.is_floating_point:
+            return torch.float32
+        return self.dtype
+
+    @cached_property
+    def converts(self) -> bool:
+        """Whether sampled values differ from stored bytes."""
+        return self.scale is not None or self.output_dtype != self.dtype
+
+    @cached_property
+    def arithmetic_dtype(self) -> torch.dtype:
+        """The dtype in which `scale` is applied."""
+        wide = torch.float64 in (self.dtype, self.output_dtype)
+        return torch.float64 if wide else torch.float32
+
+
+def check_fields(fields: object) -> dict[str, Field]:
+    """The fields as a dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"fields must be a dict of name to Field; found {type(fields).__name__}.")
+    if not fields:
+        raise ValueError('fields must name at least one Field, such as {"obs": Field((4,), torch.float32)}.')
+    for name, field in fields.items():
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"field name {name!r} must be an identifier such as 'obs' or 'obs.camera'.")
+        if name in RESERVED:
+            reserved = ", ".join(sorted(RESERVED))
+            raise ValueError(f"field name {name!r} is reserved ({reserved}); choose another name.")
+        if not isinstance(field, Field):
+            raise TypeError(f"field {name!r} must be a Field(shape, dtype); found {type(field).__name__}.")
+    return dict(fields)

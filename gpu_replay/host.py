@@ -1,0 +1,234 @@
+"""The buffer's work on CPU tensors: NumPy over whole batches, on views of the tensors' own memory.
+
+At these sizes the count of array operations is the cost, so one call makes as few as it can and none per transition.
+`device.py` does the same with kernels; both leave the same integers behind.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import Counter, HostWords, blocks_for
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.ring import carrier, gather_rows, write_rows
+from gpu_replay.ops.stratified_draw import draw_slots, importance_weights
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
+from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.storage import Storage, base_sampler
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+class HostEngine:
+    """Appends, draws and updates for one buffer whose tensors are on the CPU.
+
+    The buffer has checked all arguments and holds the lock.
+    """
+
+    # bytes beside storage, tree and counters
+    scratch_bytes = 0
+
+    def __init__(
+        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
+    ) -> None:
+        self._fields = storage.fields
+        self._capacity = storage.capacity
+        self._rows = {name: carrier(tensor) for name, tensor in storage.tensors.items()}
+        self._times_sampled = storage.times_sampled.numpy()
+        self._sampler = sampler
+        self._base = base_sampler(sampler)
+        self._tree = tree
+        self._rule = rule
+        self._counters = counters.numpy()
+        self._ones = np.ones(0, dtype=np.int32)
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Draw from the stream of this seed, from the counter's position on."""
+        self._words = HostWords(seed)
+
+    # slots and keys
+
+    def _slots(self, keys: np.ndarray) -> np.ndarray:
+        """Slots of live keys: the modulus by one subtraction, since live keys span one turn of the ring."""
+        turn = int(self._counters[Counter.ADDED]) // self._capacity * self._capacity
+        slots = keys - turn
+        slots += (slots < 0) * self._capacity
+        return slots
+
+    def _keys(self, slots: np.ndarray) -> np.ndarray:
+        """Live keys in these slots."""
+        turn, head = divmod(int(self._counters[Counter.ADDED]), self._capacity)
+        keys = slots + turn * self._capacity
+        keys -= (slots >= head) * self._capacity
+        return keys
+
+    def span(self) -> tuple[int, int]:
+        """The smallest live key and the next key."""
+        added = int(self._counters[Counter.ADDED])
+        return max(int(self._counters[Counter.FIRST]), added - self._capacity), added
+
+    def size_at_least(self, wanted: int) -> int:
+        """Stored transitions; an engine that would have to wait to be exact may stop at `wanted`."""
+        first, added = self.span()
+        return added - first
+
+    def forget(self) -> None:
+        """Follow a `clear`."""
+
+    # add
+
+    def append(self, values: dict[str, Tensor | np.ndarray], rows: int, priorities: Tensor | None) -> Tensor:
+        """Store `rows` transitions and return their (rows,) keys."""
+        counters, capacity = self._counters, self._capacity
+        masses = self._entry_masses(rows, priorities)
+        added = int(counters[Counter.ADDED])
+        skipped = max(0, rows - capacity)
+        kept = rows - skipped
+        start = (added + skipped) % capacity
+        for name, value in values.items():
+            source = carrier(value) if isinstance(value, Tensor) else value
+            write_rows(self._rows[name], source[skipped:], start)
+        head = min(kept, capacity - start)
+        self._times_sampled[start : start + head] = 0
+        self._times_sampled[: kept - head] = 0
+        if self._tree is not None:
+            single = isinstance(masses, int)
+            self._tree.set_range(start, start + head, masses if single else masses[skipped : skipped + head])
+            if head < kept:
+                self._tree.set_range(0, kept - head, masses if single else masses[skipped + head :])
+        counters[Counter.ADDED] = added + rows
+        return torch.from_numpy(np.arange(added, added + rows))
+
+    def _entry_masses(self, rows: int, priorities: Tensor | None) -> int | np.ndarray:
+        """The mass of new transitions: what `initial` says, or of their own priorities."""
+        if priorities is not None:
+            if self._tree is None:
+                return 0
+            masses, saturated = self._rule.masses(_numbers(priorities))
+            self._given(masses, saturated)
+            return masses
+        if self._tree is None or not isinstance(self._base, Proportional):
+            return 0
+        if self._base.initial == "running":
+            return int(self._counters[Counter.TOP]) or self._rule.mass(1.0)
+        if self._base.initial == "stored":
+            return self._tree.highest() or self._rule.mass(1.0)
+        return self._rule.mass(float(self._base.initial))
+
+    def _given(self, masses: np.ndarray, saturated: int) -> None:
+        counters = self._counters
+        top = masses.max()
+        if top > counters[Counter.TOP]:
+            counters[Counter.TOP] = top
+        if saturated:
+            counters[Counter.SATURATED] += saturated
+
+    # sample
+
+    def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` transitions: fields, key, probability and weight."""
+        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
+        if isinstance(self._base, Latest):
+            newest = batch
+        drawn = batch - newest
+        slots, probability, weight = self._draw(drawn, beta)
+        keys = self._keys(slots)
+        if newest:
+            added = int(self._counters[Counter.ADDED])
+            last = np.arange(added - newest, added)
+            sure = np.ones(newest, dtype=np.float32)
+            keys = np.concatenate((keys, last))
+            slots = np.concatenate((slots, self._slots(last)))
+            probability = np.concatenate((probability, sure))
+            weight = np.concatenate((weight, sure))
+        self._counters[Counter.STEP] += 1
+        if self._ones.size < batch:
+            self._ones = np.ones(batch, dtype=np.int32)
+        # a slot drawn twice counts twice, which an indexed += would not do
+        np.add.at(self._times_sampled, slots, self._ones[:batch])
+        tensors = self._gather(slots)
+        tensors["key"] = torch.from_numpy(keys)
+        tensors["probability"] = torch.from_numpy(probability)
+        tensors["weight"] = torch.from_numpy(weight)
+        return tensors
+
+    def _draw(self, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, probabilities and weights of the rows that the base sampler draws."""
+        base = self._base
+        if drawn == 0:
+            nothing = np.empty(0, dtype=np.float32)
+            return _NOTHING, nothing, nothing
+        if isinstance(base, Proportional) and self._tree is not None:
+            slots, masses, total = draw_slots(self._tree, self._random(drawn), base.stratified)
+            lowest = int(masses.min()) if base.normalize == "batch" else self._tree.lowest()
+            exponent = beta if beta is not None else self._scheduled(base)
+            return slots, (masses / total).astype(np.float32), importance_weights(masses, lowest, exponent)
+        first, added = self.span()
+        size = added - first
+        if isinstance(base, Uniform) and not base.replacement:
+            ranks = permuted_ranks(size, drawn, self._random(PERMUTATION_WORDS))
+        else:
+            ranks = independent_ranks(size, self._random(drawn))
+        ranks += first
+        return self._slots(ranks), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
+
+    def _scheduled(self, base: Proportional) -> float:
+        return base.beta if isinstance(base.beta, (int, float)) else base.beta(int(self._counters[Counter.STEP]))
+
+    def _random(self, count: int) -> np.ndarray:
+        block = int(self._counters[Counter.RANDOM])
+        self._counters[Counter.RANDOM] = block + blocks_for(count)
+        return self._words.take(block, count)
+
+    def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
+        return {name: gather_rows(self._rows[name], field, slots) for name, field in self._fields.items()}
+
+    def read(self, keys: Tensor) -> dict[str, Tensor]:
+        """The stored transitions of these keys; KeyError naming the first that is not live."""
+        array = keys.numpy()
+        first, added = self.span()
+        dead = np.flatnonzero((array < first) | (array >= added))
+        if dead.size:
+            raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds the keys from {first} to {added - 1}.")
+        return self._gather(self._slots(array))
+
+    # update
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None:
+        """Give live keys their new masses; the last of a repeated key wins, keys that are not live are counted."""
+        numbers = _numbers(priorities)
+        array = keys.numpy()
+        if array.size == 0:
+            return
+        first, added = self.span()
+        if array.min() < first or array.max() >= added:
+            live = (array >= first) & (array < added)
+            array, numbers = array[live], numbers[live]
+            self._counters[Counter.STALE] += live.size - array.size
+        if self._tree is None or array.size == 0:
+            return
+        slots, numbers = _winners(self._slots(array), numbers)
+        masses, saturated = self._rule.masses(numbers)
+        self._given(masses, saturated)
+        self._tree.set_slots(slots, masses)
+
+
+def _winners(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct slots, each with its last number."""
+    # a stratified draw comes back in ascending slots, mostly distinct
+    if not (slots[1:] > slots[:-1]).all():
+        order = np.argsort(slots, kind="stable")
+        slots, numbers = slots[order], numbers[order]
+        last = np.append(slots[1:] != slots[:-1], True)
+        slots, numbers = slots[last], numbers[last]
+    return slots, numbers
+
+
+def _numbers(priorities: Tensor) -> np.ndarray:
+    """Priorities as a float64 array of their own."""
+    wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
+    return wide.numpy().astype(np.float64)

@@ -1,0 +1,165 @@
+"""What users pass in, checked and brought into the dtype and onto the device of the buffer.
+
+Nothing here stores anything: a call that raises leaves the buffer as it was. Values already on a CUDA device are never
+looked at, since that would stall it; there only casts that cannot lose anything by range are made.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+
+_NUMPY_OF = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
+_TORCH_OF = {np.dtype(numpy_type): torch_type for torch_type, numpy_type in _NUMPY_OF.items()}
+
+
+def same_device(found: torch.device, wanted: torch.device) -> bool:
+    """Whether two devices are one, "cuda" without an index being the current one."""
+    if found.type != wanted.type:
+        return False
+    return wanted.index is None or found.index is None or found.index == wanted.index
+
+
+def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    """The value as a detached tensor on the CPU or on `device`, its dtype unchanged.
+
+    Raises TypeError for what is no array, ValueError for a tensor on a third device.
+    """
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" and not same_device(value.device, device):
+            raise ValueError(
+                f"{name!r} is on device {str(value.device)!r}, the buffer on {str(device)!r}; "
+                f"move it with .to({str(device)!r})."
+            )
+        return value.detach() if value.requires_grad else value
+    array = value if isinstance(value, np.ndarray) else _array_from(name, value)
+    if array.dtype not in _TORCH_OF:
+        return torch.from_numpy(_storable(name, array))
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def _array_from(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name!r} must be a tensor or an array; found {type(value).__name__}: {error}") from None
+
+
+def _storable(name: str, array: np.ndarray) -> np.ndarray:
+    """Unsigned and byte-swapped numbers as ones that torch has; TypeError for anything else."""
+    native = array.astype(array.dtype.newbyteorder("="))
+    if native.dtype in _TORCH_OF:
+        return native
+    if native.dtype.kind == "u" and (not native.size or native.max() <= np.iinfo(np.int64).max):
+        return native.astype(np.int64)
+    raise TypeError(f"{name!r} must hold booleans, integers or floating numbers; found NumPy dtype {array.dtype}.")
+
+
+def as_field(name: str, value: Any, field: Field, rows: int | None, device: torch.device) -> Tensor:
+    """The value as `[m, *field.shape]` of the field's dtype, on the CPU or on `device`.
+
+    rows: the `m` that the other fields of this call have, or None.
+    Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
+    """
+    tensor = as_tensor(name, value, device)
+    wanted = field.shape
+    if tensor.shape[1:] != wanted or tensor.dim() == 0:
+        expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
+        hint = " Add the leading batch dimension: value[None]." if tuple(tensor.shape) == wanted else ""
+        raise ValueError(f"field {name!r} needs shape {expected}; found {list(tensor.shape)}.{hint}")
+    if rows is not None and tensor.shape[0] != rows:
+        raise ValueError(f"field {name!r} has {tensor.shape[0]} rows where the others of this add have {rows}.")
+    return tensor if tensor.dtype == field.dtype else cast(name, tensor, field.dtype)
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, refusing what would lose a value by kind or by range."""
+    source = tensor.dtype
+    refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
+    if source.is_complex or source.is_floating_point and not dtype.is_floating_point or dtype == torch.bool:
+        raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
+    if source == torch.bool or torch.can_cast(source, dtype) and torch.promote_types(source, dtype) == dtype:
+        return tensor.to(dtype)
+    if tensor.device.type != "cpu":
+        if source.is_floating_point or dtype.is_floating_point:
+            return tensor.to(dtype)
+        raise TypeError(f"{refusal} Its range cannot be checked on the device without a stall: cast it yourself.")
+    result = tensor.to(dtype)
+    if dtype.is_floating_point:
+        if bool((result.isinf() & tensor.isfinite()).any()):
+            raise ValueError(f"{refusal} The largest value does not fit {dtype}.")
+    elif not torch.equal(result.to(source), tensor) or bool(((result < 0) != (tensor < 0)).any()):
+        raise ValueError(f"{refusal} Values from {tensor.min().item()} to {tensor.max().item()} do not fit {dtype}.")
+    return result
+
+
+def as_keys(value: Any, device: torch.device) -> Tensor:
+    """Keys as (m,) int64: a tensor or array of integers, a list of ints, or one int.
+
+    Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
+    """
+    tensor = as_tensor("keys", value, device)
+    if tensor.dtype != torch.int64:
+        if tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray)):
+            tensor = tensor.to(torch.int64)
+        elif tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            tensor = tensor.to(torch.int64)
+        else:
+            raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    if tensor.dim() != 1:
+        raise ValueError(f"keys must have one dimension [m]; found shape {list(tensor.shape)}.")
+    return tensor
+
+
+def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Tensor:
+    """Priorities as (rows,) of a real dtype, on the CPU or on `device`.
+
+    Raises TypeError for booleans and non-numbers, ValueError for another shape or a third device.
+    """
+    tensor = as_tensor(name, value, device)
+    if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
+    if tensor.dim() != 1 or tensor.shape[0] != rows:
+        raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
+    return tensor
+
+
+def check_finite(name: str, priorities: Tensor) -> None:
+    """Raise ValueError unless all priorities, on the CPU, are finite."""
+    # one sum shows almost always that all are
+    if math.isfinite(priorities.sum()) or bool(priorities.isfinite().all()):
+        return
+    place = int((~priorities.isfinite()).nonzero()[0])
+    raise ValueError(
+        f"{name}[{place}] is {priorities[place].item()}; priorities must be finite. Nothing was changed: look for a "
+        "diverged loss, or leave these transitions out."
+    )
+
+
+def batch_size(value: object) -> int:
+    """A batch size as an int of at least 1, or TypeError / ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"sample needs a whole batch size; found {value!r}.")
+    if value < 1:
+        raise ValueError(f"sample({value}): the batch size must be at least 1.")
+    return int(value)

@@ -1,0 +1,1 @@
+"""The operations: one file each, with the contract, the host implementation and the launcher of the kernel."""

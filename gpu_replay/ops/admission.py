@@ -1,0 +1,121 @@
+"""Launchers that give transitions their masses: new ones as they enter, old ones when their priority is updated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+
+_FANOUT_WITHOUT_TREE = 128
+
+
+class DeviceMasses:
+    """What the mass kernels need beside the tree: the rule's numbers and, for updates, one stamp per slot."""
+
+    def __init__(self, tree: MassTree, rule: MassRule, initial: int) -> None:
+        device = tree.levels[0].device
+        self.tree = tree
+        self.numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
+        self.masses = torch.tensor([initial, rule.limit], dtype=torch.int64, device=device)
+        self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def edges(self) -> tuple[Tensor, ...]:
+        """The extremes that an update must mark."""
+        return tuple(edge for edge in (self.tree.low, self.tree.high) if edge is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the tree's."""
+        return self.numbers.nbytes + self.masses.nbytes + self.stamps.nbytes
+
+
+def launch_admit(
+    masses: DeviceMasses | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    rows: int,
+    priorities: Tensor | None,
+    source: Counter | None,
+) -> Tensor:
+    """Device: count in `rows` transitions that were just written and return their (rows,) keys; one launch.
+
+    source: where the initial mass is found if it is there; else it is the one given to `masses`.
+    """
+    from gpu_replay.kernels.mass_tree import admit_kernel
+
+    device, capacity = counters.device, times_sampled.numel()
+    skipped = max(0, rows - capacity)
+    keys = torch.empty(rows, dtype=torch.int64, device=device)
+    tree = None if masses is None else masses.tree
+    fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
+    blocks = 256 if device.type == "cpu" else 8
+    segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
+    programs = max(2 * segment, -(-skipped // (blocks * fanout)))
+    admit_kernel[(programs,)](
+        () if tree is None else tree.levels,
+        () if masses is None else masses.edges,
+        counters,
+        times_sampled,
+        keys,
+        counters if priorities is None else priorities,
+        counters if masses is None else masses.numbers,
+        counters if masses is None else masses.masses,
+        rows,
+        skipped,
+        capacity,
+        segment,
+        LEVELS=0 if tree is None else len(tree.levels),
+        EDGES=0 if masses is None else len(masses.edges),
+        FANOUT=fanout,
+        SHIFT=fanout.bit_length() - 1,
+        BLOCKS=blocks,
+        GIVEN=priorities is not None,
+        SOURCE=-1 if source is None else int(source),
+        ADDED=int(Counter.ADDED),
+        TOP=int(Counter.TOP),
+        PENDING_TOP=int(Counter.PENDING_TOP),
+        REJECTED=int(Counter.REJECTED),
+        SATURATED=int(Counter.SATURATED),
+        TICKET=int(Counter.TICKET),
+        EDGE_HIGH=int(Counter.EDGE_HIGH),
+    )
+    return keys
+
+
+def launch_update(
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor
+) -> None:
+    """Device: new masses for live keys, the last of a repeated key; two launches, one to count without a tree."""
+    from gpu_replay.kernels.mass_tree import settle_kernel, update_kernel
+
+    batch = keys.numel()
+    draws = 1024 if keys.device.type == "cpu" else 128
+    grid = (-(-batch // draws),)
+    positions = {"ADDED": int(Counter.ADDED), "FIRST": int(Counter.FIRST), "DRAWS": draws}
+    tree = None if masses is None else masses.tree
+    if masses is not None:
+        settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, **positions)
+    update_kernel[grid](
+        keys,
+        priorities,
+        () if tree is None else tree.levels,
+        () if masses is None else masses.edges,
+        counters if masses is None else masses.stamps,
+        counters,
+        counters if masses is None else masses.numbers,
+        counters if masses is None else masses.masses,
+        batch,
+        capacity,
+        LEVELS=0 if tree is None else len(tree.levels),
+        EDGES=0 if masses is None else len(masses.edges),
+        SHIFT=0 if tree is None else tree.fanout.bit_length() - 1,
+        TOP=int(Counter.TOP),
+        STALE=int(Counter.STALE),
+        REJECTED=int(Counter.REJECTED),
+        SATURATED=int(Counter.SATURATED),
+        **positions,
+    )

@@ -1,0 +1,82 @@
+"""The numbers that advance with every call, kept on the device so that a replayed CUDA graph advances them too."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Counter(IntEnum):
+    """Positions in the counters tensor; kernels receive them as compile-time numbers."""
+
+    ADDED = 0  # transitions ever added: the next key
+    FIRST = 1  # smallest key that `clear` has not forgotten
+    RANDOM = 2  # Philox blocks consumed
+    STEP = 3  # samples drawn, the position of the beta schedule
+    TOP = 4  # largest mass ever given, 0 before any
+    PENDING_TOP = 5  # largest mass given by the add in progress
+    STALE = 6  # priority updates of keys that were not live
+    REJECTED = 7  # non-finite priorities
+    SATURATED = 8  # priorities whose mass was cut to the limit
+    SEED = 9  # of the Philox stream, as 64 bits
+    TICKET = 10  # programs of the launch in progress that have finished
+    EDGE_LOW = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
+    EDGE_HIGH = 12  # largest mass seen by the add in progress, 0 between adds
+
+
+# the smallest mass of nothing
+NO_MASS = 2**63 - 1
+# what must outlive a call; the rest belongs to a launch in progress, or follows from the seed
+LASTING = (
+    Counter.ADDED,
+    Counter.FIRST,
+    Counter.RANDOM,
+    Counter.STEP,
+    Counter.TOP,
+    Counter.STALE,
+    Counter.REJECTED,
+    Counter.SATURATED,
+)
+
+
+def counter_values(lasting: dict[str, int], seed: int) -> list[int]:
+    """All counters at rest, given the lasting ones by name (0 where missing) and the seed."""
+    values = [lasting.get(counter.name, 0) for counter in Counter]
+    values[Counter.SEED] = (seed + 2**63) % 2**64 - 2**63
+    values[Counter.EDGE_LOW] = NO_MASS
+    return values
+
+
+def new_counters(device: torch.device, seed: int) -> Tensor:
+    """(len(Counter),) int64 of a buffer that has seen nothing."""
+    return torch.tensor(counter_values({}, seed), dtype=torch.int64, device=device)
+
+
+class HostWords:
+    """Philox-4x64-10 words by position, from one generator that is kept while positions follow each other.
+
+    Block `b` of the stream is what `numpy.random.Philox(counter=b, key=[seed, stream])` gives first.
+
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        self._key = np.array([seed & (2**64 - 1), stream], dtype=np.uint64)
+        self._next = -1
+        self._generator = np.random.Philox(key=self._key)
+
+    def take(self, block: int, count: int) -> np.ndarray:
+        """`count` uint64 words from the start of a block on; whole blocks are consumed."""
+        if block != self._next:
+            self._generator = np.random.Philox(counter=[block, 0, 0, 0], key=self._key)
+        blocks = blocks_for(count)
+        self._next = block + blocks
+        return np.asarray(self._generator.random_raw(blocks * 4))[:count]
+
+
+def blocks_for(words: int) -> int:
+    """Philox blocks that hold so many words."""
+    return -(-words // 4)

@@ -1,0 +1,72 @@
+"""Priorities become masses: integers, so that sums are exact on every device.
+
+mass = clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit), limit = 2**62 // slots: the total of
+all slots fits 63 bits whatever is given. A slot that must not be drawn has mass 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT = float(2**20)
+# priorities below this count as this: log2 of zero has no value
+TINY = 1e-300
+# exponents above this give more than 2**62, beyond any limit, and still fit an int64
+TOP_EXPONENT = 42.5
+
+
+@dataclass(frozen=True)
+class MassRule:
+    """How one buffer turns priorities into masses.
+
+    limit: largest mass of one slot.
+    """
+
+    alpha: float
+    eps: float
+    clip: float
+    limit: int
+
+    @classmethod
+    def for_slots(cls, slots: int, alpha: float, eps: float, clip: float | None) -> MassRule:
+        """The rule for a buffer of so many slots; `clip=None` cuts nothing."""
+        return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
+
+    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int]:
+        """(B,) finite float64 priorities to (B,) int64 masses, and how many were cut to the limit.
+
+        Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
+        """
+        x = np.abs(priorities)
+        x += self.eps
+        if self.clip < math.inf:
+            np.minimum(x, self.clip, out=x)
+        if self.eps < TINY:
+            np.maximum(x, TINY, out=x)
+        np.log2(x, out=x)
+        x *= self.alpha
+        np.minimum(x, TOP_EXPONENT, out=x)
+        np.exp2(x, out=x)
+        x *= UNIT
+        x += 0.5
+        # the cast truncates, which is the floor of a positive number
+        masses = x.astype(np.int64)
+        np.maximum(masses, 1, out=masses)
+        saturated = 0
+        if masses.size and masses.max() > self.limit:
+            saturated = int(np.count_nonzero(masses > self.limit))
+            np.minimum(masses, self.limit, out=masses)
+        return masses, saturated
+
+    def mass(self, priority: float) -> int:
+        """The mass of one priority."""
+        return int(self.masses(np.array([priority], dtype=np.float64))[0][0])
+
+    def priorities(self, masses: np.ndarray) -> np.ndarray:
+        """The priorities that these masses stand for, to the resolution of a mass; nan when alpha is 0."""
+        if self.alpha == 0:
+            return np.full(masses.shape, math.nan)
+        return np.maximum((masses / UNIT) ** (1 / self.alpha) - self.eps, 0.0)

@@ -1,0 +1,149 @@
+"""Rows into the ring and out of it, all fields at once: consecutive slots written, any slots gathered.
+
+Gathered values are cast and scaled where a field says so: `value * scale` in the field's arithmetic dtype, then cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.stratified_draw import edge_blocks_per_program
+
+
+def carrier(tensor: Tensor) -> np.ndarray:
+    """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16."""
+    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def write_rows(store: np.ndarray, rows: np.ndarray, start: int) -> None:
+    """Host: put consecutive rows into the slots from `start` on, in two slices where the ring wraps."""
+    head = min(len(rows), len(store) - start)
+    store[start : start + head] = rows[:head]
+    if head < len(rows):
+        store[: len(rows) - head] = rows[head:]
+
+
+def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
+    """Host: (B, *shape) rows of one field's carrier array, as the field wants them sampled."""
+    raw = torch.from_numpy(rows.take(slots, axis=0))
+    if field.dtype == torch.bfloat16:
+        raw = raw.view(torch.bfloat16)
+    if not field.converts:
+        return raw
+    if field.scale is None:
+        return raw.to(field.output_dtype)
+    return raw.to(field.arithmetic_dtype).mul_(field.scale).to(field.output_dtype)
+
+
+class Tile(NamedTuple):
+    """What one program moves: `rows` rows of `columns` values; a row has `chunks` such pieces."""
+
+    rows: int
+    columns: int
+    chunks: int
+
+
+def tile_for(elements: int, interpreted: bool) -> Tile:
+    """The tile for rows of so many values: about 4096 values together, and powers of two."""
+    values = 65536 if interpreted else 4096
+    columns = min(values, 1 << (elements - 1).bit_length())
+    return Tile(max(1, min(1024, values // columns)), columns, -(-elements // columns))
+
+
+class _Layout(NamedTuple):
+    """The compile-time part of a launch, per field."""
+
+    widths: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+
+    def programs(self, rows: int) -> int:
+        return sum(-(-rows // tile.rows) * tile.chunks for tile in self.tiles)
+
+    def constants(self) -> dict[str, object]:
+        return {
+            "FIELDS": len(self.widths),
+            "WIDTHS": self.widths,
+            "ROWS": tuple(tile.rows for tile in self.tiles),
+            "COLUMNS": tuple(tile.columns for tile in self.tiles),
+            "CHUNKS": tuple(tile.chunks for tile in self.tiles),
+        }
+
+
+def _layout(fields: Sequence[Field], interpreted: bool) -> _Layout:
+    return _Layout(
+        tuple(field.elements for field in fields), tuple(tile_for(field.elements, interpreted) for field in fields)
+    )
+
+
+def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor) -> dict[str, Tensor]:
+    """Device: (B, *shape) rows of every field at (B,) slots; one launch."""
+    from gpu_replay.kernels.ring import gather_kernel
+
+    batch = slots.numel()
+    kinds = list(fields.values())
+    layout = _layout(kinds, slots.device.type == "cpu")
+    outputs = {
+        name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
+        for name, field in fields.items()
+    }
+    gather_kernel[(layout.programs(batch),)](
+        tuple(stores[name] for name in fields),
+        tuple(outputs.values()),
+        slots,
+        batch,
+        SCALES=tuple(field.scale for field in kinds),
+        WIDE=tuple(field.arithmetic_dtype == torch.float64 for field in kinds),
+        **layout.constants(),
+    )
+    return outputs
+
+
+def launch_write(
+    stores: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
+    values: Mapping[str, Tensor],
+    counters: Tensor,
+    tree: MassTree | None,
+    *,
+    highest: bool,
+) -> None:
+    """Device: put m rows of every field after the newest; with `highest`, look up the largest mass too. One launch."""
+    from gpu_replay.kernels.ring import write_kernel
+
+    interpreted = counters.device.type == "cpu"
+    layout = _layout(list(fields.values()), interpreted)
+    first = next(iter(fields))
+    rows, capacity = values[first].shape[0], stores[first].shape[0]
+    skipped = max(0, rows - capacity)
+    fanout, blocks, per_program = 128, 0, edge_blocks_per_program(interpreted)
+    edge_programs = 0
+    high = masses = counters
+    if highest and tree is not None and tree.high is not None:
+        fanout, blocks = tree.fanout, tree.levels[0].numel() // tree.fanout
+        edge_programs = -(-blocks // per_program)
+        high, masses = tree.high, tree.levels[0]
+    write_kernel[(layout.programs(rows - skipped) + edge_programs,)](
+        tuple(values[name] for name in fields),
+        tuple(stores[name] for name in fields),
+        counters,
+        high,
+        masses,
+        rows,
+        skipped,
+        capacity,
+        blocks,
+        ADDED=int(Counter.ADDED),
+        EDGE_HIGH=int(Counter.EDGE_HIGH),
+        HIGHEST=edge_programs > 0,
+        FANOUT=fanout,
+        BLOCKS=per_program,
+        **layout.constants(),
+    )

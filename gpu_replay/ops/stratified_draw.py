@@ -1,0 +1,191 @@
+"""Proportional draws: targets in the total mass, the slots they fall on, probabilities and importance weights.
+
+A target is an integer in [0, total). Stratum `i` of `B` is [i * (T // B) + i * (T % B) // B, the same of i + 1), and the
+target inside it is its start plus floor(u * width) for a 53-bit double `u`: one multiplication and no addition in
+floating point, so that no device can round differently. The slot drawn is the one whose inclusive prefix sum, in slot
+order, first exceeds the target; a slot of mass 0 cannot be it.
+
+Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.uniform_draw import independent_ranks, unit_doubles
+
+
+def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
+    """Place one target in each of `B` equal parts of the total mass.
+
+    total:   mass units, > 0.
+    words:   (B,) uint64 random bits, the only source of randomness.
+    returns: (B,) int64, ascending, each in [0, total).
+    """
+    batch = words.size
+    whole, part = divmod(total, batch)
+    bounds = np.arange(batch + 1, dtype=np.int64)
+    parts = bounds * part
+    parts //= batch
+    bounds *= whole
+    bounds += parts
+    start = bounds[:-1]
+    width = bounds[1:] - start
+    targets = (unit_doubles(words) * width).astype(np.int64)
+    width -= 1
+    np.minimum(targets, width, out=targets)
+    # a stratum without width, when there are more draws than mass, takes the unit it starts in
+    np.maximum(targets, 0, out=targets)
+    targets += start
+    return targets
+
+
+def draw_slots(tree: MassTree, words: np.ndarray, stratified: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """Host: draw one slot per random word.
+
+    returns: (B,) int64 slots, (B,) int64 masses of them, and the total mass; with a total of 0 the first two are empty.
+    """
+    prefix = tree.arrays[-1].cumsum()
+    total = int(prefix[-1])
+    if total == 0:
+        nothing = np.empty(0, dtype=np.int64)
+        return nothing, nothing, 0
+    targets = stratified_targets(total, words) if stratified else independent_ranks(total, words)
+    slots = locate(tree, prefix, targets, total)
+    return slots, tree.arrays[0].take(slots), total
+
+
+def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray, total: int) -> np.ndarray:
+    """Host: the slots on which (B,) targets fall.
+
+    One search serves a whole level: the blocks that the draws reached are laid end to end, summed up in one pass, and
+    searched for the targets raised by the sum of all blocks before theirs. Those sums stay below B * total, so a batch
+    for which that passes 63 bits is done in parts.
+    """
+    most = max(1, (2**63 - 1) // total)
+    if targets.size > most:
+        parts = [
+            locate(tree, root_prefix, targets[i : i + most], total) for i in range(0, targets.size, most)
+        ]
+        return np.concatenate(parts)
+    fanout = tree.fanout
+    node = root_prefix.searchsorted(targets, "right")
+    rest = targets - root_prefix.take(node)
+    rest += tree.arrays[-1].take(node)
+    block_start = np.arange(0, targets.size * fanout, fanout)
+    for rows in tree.rows[-2::-1]:
+        masses = rows.take(node, axis=0).reshape(-1)
+        prefix = masses.cumsum()
+        rest[1:] += prefix[fanout - 1 : -1 : fanout]
+        place = prefix.searchsorted(rest, "right")
+        rest -= prefix.take(place)
+        rest += masses.take(place)
+        place -= block_start
+        node *= fanout
+        node += place
+    return node
+
+
+def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
+    """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
+    ratio = lowest / masses
+    np.log2(ratio, out=ratio)
+    ratio *= beta
+    np.exp2(ratio, out=ratio)
+    return ratio.astype(np.float32)
+
+
+def draws_per_program(batch: int, interpreted: bool) -> int:
+    """Draws of one program: few, so that a small batch spreads over a GPU; many where a program costs a millisecond."""
+    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
+
+
+def edge_blocks_per_program(interpreted: bool) -> int:
+    """Blocks whose extremes one program looks up."""
+    return 256 if interpreted else 32
+
+
+def launch_stratified_draw(
+    tree: MassTree,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    *,
+    stratified: bool,
+    lowest_of_all: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Device: (batch,) slots, keys, masses and probabilities of `drawn` draws by mass and the newest; one launch."""
+    from gpu_replay.kernels.stratified_draw import stratified_draw_kernel
+
+    device = counters.device
+    interpreted = device.type == "cpu"
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
+    masses = torch.empty(batch, dtype=torch.int64, device=device)
+    probability = torch.empty(batch, dtype=torch.float32, device=device)
+    draws = draws_per_program(batch, interpreted)
+    programs = -(-batch // draws)
+    per_program = edge_blocks_per_program(interpreted)
+    blocks = tree.levels[0].numel() // tree.fanout
+    edge_programs = -(-blocks // per_program) if lowest_of_all else 0
+    stratified_draw_kernel[(programs + edge_programs,)](
+        tree.levels,
+        counters if tree.low is None else tree.low,
+        counters,
+        times_sampled,
+        slots,
+        keys,
+        masses,
+        probability,
+        drawn,
+        batch,
+        tree.slots,
+        blocks,
+        programs,
+        LEVELS=len(tree.levels),
+        FANOUT=tree.fanout,
+        DRAWS=draws,
+        BLOCKS=per_program,
+        STRATIFIED=stratified,
+        LOWEST_OF_ALL=lowest_of_all,
+        ADDED=int(Counter.ADDED),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        EDGE_LOW=int(Counter.EDGE_LOW),
+    )
+    return slots, keys, masses, probability
+
+
+def launch_weigh(
+    masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int
+) -> Tensor:
+    """Device: (batch,) float32 weights of the masses just drawn; moves the schedule and the stream on. One launch.
+
+    schedule: (3,) float64 start, change and steps, used instead of `beta`, or None.
+    """
+    from gpu_replay.kernels.stratified_draw import weigh_kernel
+
+    batch = masses.numel()
+    weight = torch.empty(batch, dtype=torch.float32, device=masses.device)
+    draws = 1024
+    weigh_kernel[(-(-batch // draws),)](
+        masses,
+        weight,
+        counters,
+        counters if schedule is None else schedule,
+        batch,
+        blocks_for(drawn),
+        beta,
+        DRAWS=draws,
+        SCHEDULED=schedule is not None,
+        RANDOM=int(Counter.RANDOM),
+        STEP=int(Counter.STEP),
+        TICKET=int(Counter.TICKET),
+        EDGE_LOW=int(Counter.EDGE_LOW),
+    )
+    return weight

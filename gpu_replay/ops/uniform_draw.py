@@ -1,0 +1,121 @@
+"""Draws in which every stored transition is equally likely, and the draw of the newest.
+
+Without replacement, row `i` of a batch is the image of `i` under a random permutation of the stored transitions: a
+Feistel network over a rectangle that just covers them, walked on until the image falls inside. It costs O(B) whatever
+is stored, needs no memory, and gives the same integers everywhere.
+
+Luby and Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import Counter, blocks_for
+
+# measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
+# 16 to 24 rounds over 5 or 6, where the two halves of the network have two or three values each
+ROUNDS = 8
+ROUNDS_OF_FEW = 32
+FEW = 64
+# each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
+PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
+_HALF = np.uint64(32)
+_FRACTION = np.uint64(11)
+_UNIT = 2.0**-53
+
+
+def unit_doubles(words: np.ndarray) -> np.ndarray:
+    """(B,) uint64 words to (B,) float64 in [0, 1), 53 bits each."""
+    return (words >> _FRACTION) * _UNIT
+
+
+def independent_ranks(count: int, words: np.ndarray) -> np.ndarray:
+    """One independent number in [0, count) per word; count > 0; returns (B,) int64."""
+    ranks = (unit_doubles(words) * count).astype(np.int64)
+    return np.minimum(ranks, count - 1, out=ranks)
+
+
+def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
+    """The first `batch` places of a random permutation of [0, count).
+
+    words:   (PERMUTATION_WORDS,) uint64, the only source of randomness.
+    returns: (batch,) int64, distinct; batch <= count.
+    """
+    wide = math.isqrt(count - 1) + 1
+    high = -(-count // wide)
+    if count >= FEW:
+        words = words[: 2 * ROUNDS]
+    ranks = _permute(np.arange(batch, dtype=np.uint64), wide, high, words)
+    outside = np.flatnonzero(ranks >= count)
+    while outside.size:
+        walked = _permute(ranks[outside], wide, high, words)
+        ranks[outside] = walked
+        outside = outside[walked >= count]
+    return ranks.view(np.int64)
+
+
+def _permute(places: np.ndarray, wide: int, high: int, words: np.ndarray) -> np.ndarray:
+    """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round."""
+    row, column = np.divmod(places, np.uint64(wide))
+    for turn in range(0, words.size, 2):
+        # the even turns move the column, the odd ones the row
+        moved, fixed, side = (column, row, wide) if turn % 4 == 0 else (row, column, high)
+        shift = fixed * words[turn]
+        shift += words[turn + 1]
+        shift >>= _HALF
+        shift *= np.uint64(side)
+        shift >>= _HALF
+        moved += shift
+        np.subtract(moved, np.uint64(side), out=moved, where=moved >= side)
+    row *= np.uint64(wide)
+    row += column
+    return row
+
+
+def draws_per_program(batch: int, interpreted: bool) -> int:
+    """Draws of one program: a power of two, few enough to spread over a GPU; many where a program costs a millisecond."""
+    return min(2048 if interpreted else 256, max(16, 1 << (batch - 1).bit_length()))
+
+
+def launch_uniform_draw(
+    counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Device: (batch,) slots, keys, probabilities and weights of `drawn` uniform draws and the newest; one launch."""
+    from gpu_replay.kernels.uniform_draw import uniform_draw_kernel
+
+    device = counters.device
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
+    probability = torch.empty(batch, dtype=torch.float32, device=device)
+    weight = torch.empty(batch, dtype=torch.float32, device=device)
+    words = drawn if replacement else PERMUTATION_WORDS
+    draws = draws_per_program(batch, device.type == "cpu")
+    uniform_draw_kernel[(-(-batch // draws),)](
+        counters,
+        times_sampled,
+        slots,
+        keys,
+        probability,
+        weight,
+        drawn,
+        batch,
+        capacity,
+        blocks_for(words) if drawn else 0,
+        ROUNDS=ROUNDS,
+        ROUNDS_OF_FEW=ROUNDS_OF_FEW,
+        FEW=FEW,
+        DRAWS=draws,
+        REPLACEMENT=replacement or drawn == 0,
+        ADDED=int(Counter.ADDED),
+        FIRST=int(Counter.FIRST),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        STEP=int(Counter.STEP),
+        TICKET=int(Counter.TICKET),
+    )
+    return slots, keys, probability, weight

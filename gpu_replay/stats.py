@@ -1,0 +1,93 @@
+"""What a buffer knows about itself: sizes, priorities, the sampling distribution, ages and reuse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.mass import UNIT, MassRule
+
+# masses looked at together, so that a large buffer is not copied to float64 at once
+_CHUNK = 2**22
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Diagnostics of a buffer at one moment.
+
+    size:                  stored transitions.
+    added:                 transitions ever added.
+    min_priority, mean_priority, max_priority: of what is stored, as the masses hold them (after `clip`, to a
+                           resolution of 2**-20 in priority ** alpha); nan without priorities or with alpha 0.
+    entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
+    effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
+    mean_age, max_age:     in transitions added since; the newest has age 0.
+    mean_times_sampled, max_times_sampled: how often what is stored has been sampled.
+    stale_updates:         priority updates ignored because their key was not live.
+    rejected_priorities:   non-finite priorities ignored on a GPU, where looking at them would stall.
+    saturated_priorities:  priorities so large that their mass was cut to the limit.
+    """
+
+    size: int
+    added: int
+    min_priority: float
+    mean_priority: float
+    max_priority: float
+    entropy: float
+    effective_sample_size: float
+    mean_age: float
+    max_age: int
+    mean_times_sampled: float
+    max_times_sampled: int
+    stale_updates: int
+    rejected_priorities: int
+    saturated_priorities: int
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Priorities and spread of the sampling distribution."""
+
+    min_priority: float
+    mean_priority: float
+    max_priority: float
+    entropy: float
+    effective_sample_size: float
+
+
+def uniform_distribution(size: int) -> Distribution:
+    """Of `size` transitions that are equally likely."""
+    entropy = math.log(size) if size else 0.0
+    return Distribution(math.nan, math.nan, math.nan, entropy, float(size))
+
+
+def mass_distribution(masses: Tensor, rule: MassRule) -> Distribution:
+    """Of (N,) int64 masses; slots of mass 0 do not count."""
+    count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0
+    low, high = math.inf, 0.0
+    for chunk in masses.split(_CHUNK):
+        held = chunk[chunk > 0]
+        if not held.numel():
+            continue
+        count += held.numel()
+        total += int(held.sum())
+        m = held.to(torch.float64)
+        m_log_m += float((m * m.log()).sum())
+        squares += float((m * m).sum())
+        low, high = min(low, float(m.min())), max(high, float(m.max()))
+        if rule.alpha > 0:
+            priorities += float(((m / UNIT) ** (1 / rule.alpha) - rule.eps).clamp_(min=0).sum())
+    if count == 0:
+        return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
+    ends = rule.priorities(torch.tensor([low, high], dtype=torch.float64).numpy())
+    mean = priorities / count if rule.alpha > 0 else math.nan
+    return Distribution(
+        float(ends[0]),
+        mean,
+        float(ends[1]),
+        max(0.0, math.log(total) - m_log_m / total),
+        float(total) ** 2 / squares,
+    )

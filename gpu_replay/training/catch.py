@@ -1,0 +1,85 @@
+"""Catch, in torch on any device: the smallest game on which the whole device-resident path can be tried.
+
+A ball falls straight down, one row a step, from a random column; the paddle on the floor, three columns wide, moves
+left, stays, or moves right. When the ball arrives, the episode ends with +1 if the paddle is under it and -1 if not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.training.environments import EnvironmentSpec, Step
+
+SIDE = 12
+REACH = 1  # columns that the paddle covers on either side of its centre
+
+
+class Catch:
+    """`num_envs` games at once; obs (E, 12, 12) uint8 with 1 where the ball or the paddle is.
+
+    Actions: 0 left, 1 stay, 2 right. Every episode lasts 11 steps. No call waits for the device.
+    """
+
+    spec = EnvironmentSpec(
+        name="catch",
+        observation=Field((SIDE, SIDE), torch.uint8, torch.float32, 1.0),
+        num_actions=3,
+        reward_threshold=0.95,
+        bounds=None,
+    )
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.num_envs = num_envs
+        self.device = device
+        self._generator = torch.Generator(device=device)
+        self._environments = torch.arange(num_envs, device=device)
+
+    def reset(self, seed: int) -> Tensor:
+        """Start all games anew."""
+        self._generator.manual_seed(seed)
+        self._row = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self._column, self._paddle = self._deal()
+        return self._draw()
+
+    def send(self, actions: Tensor) -> None:
+        """actions: (E,) int64."""
+        self._actions = actions
+
+    def recv(self) -> Step:
+        """The step that `send` began."""
+        self._paddle = (self._paddle + self._actions - 1).clamp(REACH, SIDE - 1 - REACH)
+        self._row = self._row + 1
+        terminated = self._row == SIDE - 1
+        caught = (self._column - self._paddle).abs() <= REACH
+        reward = torch.where(caught, 1.0, -1.0) * terminated
+        next_obs = self._draw()
+        column, paddle = self._deal()
+        self._row = torch.where(terminated, 0, self._row)
+        self._column = torch.where(terminated, column, self._column)
+        self._paddle = torch.where(terminated, paddle, self._paddle)
+        return Step(
+            obs=self._draw(),
+            reward=reward,
+            terminated=terminated,
+            truncated=torch.zeros_like(terminated),
+            next_obs=next_obs,
+        )
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _deal(self) -> tuple[Tensor, Tensor]:
+        """A random column for each ball, and a random place for each paddle."""
+        size = (self.num_envs,)
+        column = torch.randint(0, SIDE, size, generator=self._generator, device=self.device)
+        paddle = torch.randint(REACH, SIDE - REACH, size, generator=self._generator, device=self.device)
+        return column, paddle
+
+    def _draw(self) -> Tensor:
+        board = torch.zeros((self.num_envs, SIDE, SIDE), dtype=torch.uint8, device=self.device)
+        for offset in range(-REACH, REACH + 1):
+            board[self._environments, SIDE - 1, self._paddle + offset] = 1
+        board[self._environments, self._row, self._column] = 1
+        return board

@@ -1,0 +1,88 @@
+"""Deep Q-learning: how a sampled batch becomes a step of the network.
+
+Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Wang et al. 2016 (dueling), Schaul et al. 2016 (prioritized).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_replay.batch import Batch
+from gpu_replay.training.exploration import Explorer
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.settings import Settings
+
+
+class Agent:
+    """The online network, its target copy and their optimiser. Nothing here waits for the device but `means`."""
+
+    def __init__(self, network: QNetwork, settings: Settings, device: torch.device, seed: int) -> None:
+        self.settings = settings
+        self.device = device
+        self.online = network.to(device)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.updates = 0
+        self._weights = list(self.online.parameters())
+        self._optimizer = torch.optim.Adam(self._weights, lr=settings.learning_rate, eps=settings.adam_eps, fused=True)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        self._explorer = Explorer(settings.persistence, generator)
+        self._sums = torch.zeros(3, device=device)
+        self._summed = 0
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, epsilon: float) -> Tensor:
+        """obs: (E, *shape) on the agent's device; returns (E,) int64."""
+        return self._explorer.choose(self.online(obs), epsilon)
+
+    def learn(self, batch: Batch) -> Tensor:
+        """One step of the optimiser on an importance-weighted Huber loss; returns (B,) absolute TD errors.
+
+        batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`.
+        """
+        chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
+        target = batch.reward + batch.discount * self._next_value(batch.next_obs)
+        loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._weights, self.settings.max_grad_norm)
+        self._optimizer.step()
+        self.updates += 1
+        if self.updates % self.settings.target_every == 0:
+            self._update_target()
+        with torch.no_grad():
+            td_error = (target - chosen).abs()
+            self._sums += torch.stack((loss, td_error.mean(), chosen.mean()))
+        self._summed += 1
+        return td_error
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The step size of the updates to come."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def means(self) -> tuple[float, float, float]:
+        """Mean loss, absolute TD error and value since the last call; not-a-number without updates in between."""
+        if self._summed == 0:
+            return (float("nan"),) * 3
+        loss, td_error, value = (self._sums / self._summed).tolist()
+        self._sums.zero_()
+        self._summed = 0
+        return loss, td_error, value
+
+    @torch.no_grad()
+    def _next_value(self, next_obs: Tensor) -> Tensor:
+        target_values = self.target(next_obs)
+        if not self.settings.double:
+            return target_values.amax(1)
+        best = self.online(next_obs).argmax(1, keepdim=True)
+        return target_values.gather(1, best).squeeze(1)
+
+    @torch.no_grad()
+    def _update_target(self) -> None:
+        tau = self.settings.target_tau
+        for ours, theirs in zip(self.target.parameters(), self._weights, strict=True):
+            ours.lerp_(theirs, tau)

@@ -1,0 +1,136 @@
+"""How good the greedy policy is, on episodes that training never saw, and which network was the best.
+
+Each of the parallel environments plays exactly one episode, so that short episodes are not counted more often than
+long ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gpu_replay.training.environments import Environment
+from gpu_replay.training.exploration import greedy_actions
+from gpu_replay.training.interrupt import StopRequest
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.seeds import Stream, stream_seed
+from gpu_replay.training.settings import Settings
+
+CONFIRMATIONS = 3
+STANDARD_ERRORS = 3
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Undiscounted returns and lengths of whole episodes."""
+
+    return_mean: float
+    return_std: float
+    length_mean: float
+    episodes: int
+
+
+@dataclass(frozen=True)
+class Best:
+    """The network that did best in an evaluation, and when."""
+
+    network: QNetwork
+    step: int
+    evaluation: Evaluation
+    solved: bool
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Greater is better."""
+        return self.solved, self.evaluation.return_mean
+
+
+class Examiner:
+    """Evaluates networks in environments of its own and keeps the best.
+
+    environment: `settings.eval_episodes` parallel environments.
+    stop:        looked at in every step, because an evaluation of long episodes can take a minute; every method
+                 raises Stopped then.
+    seconds:     time spent here, which is not part of the learning loop's.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        settings: Settings,
+        *,
+        device: torch.device,
+        seed: int,
+        stop: StopRequest,
+    ) -> None:
+        self.best: Best | None = None
+        self.seconds = 0.0
+        self._stop = stop
+        self._environment = environment
+        self._settings = settings
+        self._device = device
+        self._seed = seed
+        self._count = 0
+
+    def examine(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
+        """Evaluate `network`, keep a copy if it is the best so far, and say whether the environment is solved.
+
+        Solved: this evaluation reaches the environment's threshold, and three more on other seeds, taken together,
+        lie above it by three standard errors: a run must not end on luck.
+        A solved network is better than any that is not.
+        """
+        self._count += 1
+        result = self._play(network, "evaluation", self._count)
+        solved = self._reaches(result.return_mean) and self._confirmed(network)
+        candidate = Best(copy.deepcopy(network), step, result, solved)
+        if self.best is None or candidate.rank > self.best.rank:
+            self.best = candidate
+        return result, solved
+
+    def _reaches(self, return_mean: float) -> bool:
+        threshold = self._environment.spec.reward_threshold
+        return threshold is not None and return_mean >= threshold
+
+    def _confirmed(self, network: QNetwork) -> bool:
+        first = CONFIRMATIONS * self._count
+        results = [self._play(network, "confirmation", first + i) for i in range(CONFIRMATIONS)]
+        mean = sum(result.return_mean for result in results) / CONFIRMATIONS
+        variance = sum(result.return_std**2 + (result.return_mean - mean) ** 2 for result in results) / CONFIRMATIONS
+        episodes = sum(result.episodes for result in results)
+        return self._reaches(mean - STANDARD_ERRORS * math.sqrt(variance / episodes))
+
+    def final(self) -> Evaluation | None:
+        """The best network on episodes that had no part in choosing it; None without a best network."""
+        return None if self.best is None else self._play(self.best.network, "final", 0)
+
+    @torch.no_grad()
+    def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
+        began = time.perf_counter()
+        environment, settings = self._environment, self._settings
+        seed = stream_seed(self._seed, stream, index)
+        generator = torch.Generator(device=self._device).manual_seed(seed)
+        obs = environment.reset(seed)
+        returns = torch.zeros(environment.num_envs, device=obs.device)
+        lengths = torch.zeros_like(returns)
+        running = torch.ones_like(returns, dtype=torch.bool)
+        for _ in range(settings.eval_max_steps):
+            self._stop.check()
+            environment.send(greedy_actions(network(obs.to(self._device)), settings.eval_epsilon, generator))
+            outcome = environment.recv()
+            returns += outcome.reward * running
+            lengths += running
+            running &= ~(outcome.terminated | outcome.truncated)
+            if not running.any():
+                break
+            obs = outcome.obs
+        self.seconds += time.perf_counter() - began
+        return Evaluation(
+            return_mean=float(returns.mean()),
+            return_std=float(returns.std(correction=0)),
+            length_mean=float(lengths.mean()),
+            episodes=environment.num_envs,
+        )

@@ -1,0 +1,76 @@
+"""The output folder of a run: what lies in it, and how files get there whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_replay.training.errors import UserError
+
+PROGRESS = "progress.csv"
+CURVE = "curve.png"
+NETWORK = "network.safetensors"
+SETTINGS = "settings.json"
+SUMMARY = "summary.json"
+TENSORBOARD = "tensorboard"
+FILES = (PROGRESS, CURVE, NETWORK, SETTINGS, SUMMARY)
+
+
+class RunFolder:
+    """A folder that holds one run.
+
+    overwrite: remove the run that is there; without it such a folder is refused.
+
+    Raises UserError when the folder holds a run already or cannot be written.
+    """
+
+    def __init__(self, path: Path, overwrite: bool) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            present = [name for name in FILES if (path / name).exists()]
+            if present and not overwrite:
+                raise UserError(
+                    f"--output {path} already holds a run ({', '.join(present)}). Choose another or add --overwrite."
+                )
+            for name in present:
+                (path / name).unlink()
+            shutil.rmtree(path / TENSORBOARD, ignore_errors=True)
+            probe = path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"--output {path} cannot be written: {error.strerror or error}.") from None
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file; numbers that are not finite become null, as JSON has no word for them."""
+        text = json.dumps(_finite(values), indent=2) + "\n"
+        self.replace(name, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def replace(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file beside its place and move it there, so that a reader never sees half of it.
+
+        write: gets the path to write to, which ends as `name` does.
+        """
+        target = self.path / name
+        partial = target.with_name(f".{target.stem}.partial{target.suffix}")
+        try:
+            write(partial)
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,189 @@
+"""Environments that live in host memory: Gymnasium's, and ALE's native vector environment for Atari.
+
+Both run in same-step autoreset mode, in which no bogus transition exists. What is awkward about each stays in this
+file: ALE's `final_obs` is absent on steps where nothing ended and garbage in rows that did not end, its rewards are
+integers and its actions must be arrays; Gymnasium gives `final_obs` as an array of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay.training.errors import UserError
+from gpu_replay.training.settings import Settings
+
+# positions of NOOP, RIGHT and LEFT among Pong's minimal actions
+PONG_ACTIONS = (0, 2, 3)
+
+
+class HostEnvironment:
+    """A Gymnasium vector environment in same-step autoreset mode, whose arrays live in host memory.
+
+    actions: maps the agent's actions to the environment's.
+    layout:  axes of one stored observation in terms of the environment's, or None.
+    """
+
+    def __init__(
+        self,
+        vector: Any,
+        spec: EnvironmentSpec,
+        actions: np.ndarray,
+        layout: tuple[int, ...] | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.num_envs = int(vector.num_envs)
+        self._vector = vector
+        self._actions = actions
+        self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
+        self._asynchronous = asynchronous
+        self._pending = np.zeros(self.num_envs, dtype=np.int64)
+
+    def reset(self, seed: int) -> Tensor:
+        """First observations, each environment with its own seed made from `seed`."""
+        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs, np.uint32).astype(np.int64) >> 1
+        obs, _ = self._vector.reset(seed=seeds if self._asynchronous else seeds.tolist())
+        return self._tensor(obs)
+
+    def send(self, actions: Tensor) -> None:
+        """Start a step; the one place where actions leave the device."""
+        self._pending = self._actions[actions.cpu().numpy()]
+        if self._asynchronous:
+            self._vector.send(self._pending)
+
+    def recv(self) -> Step:
+        """Finish it."""
+        result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
+        obs, reward, terminated, truncated, info = result
+        tensor = self._tensor(obs)
+        ended = np.flatnonzero(terminated | truncated)
+        next_obs = tensor
+        if len(ended):
+            # rows of environments that did not end hold garbage or nothing, so only those that did are read
+            next_obs = tensor.clone()
+            finals = np.stack([np.asarray(info["final_obs"][row]) for row in ended])
+            next_obs[torch.from_numpy(ended)] = self._tensor(finals)
+        return Step(
+            obs=tensor,
+            reward=torch.from_numpy(np.asarray(reward, dtype=np.float32)),
+            terminated=torch.from_numpy(np.asarray(terminated, dtype=np.bool_)),
+            truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
+            next_obs=next_obs,
+        )
+
+    def close(self) -> None:
+        """Release the environments."""
+        self._vector.close()
+
+    def _tensor(self, obs: np.ndarray) -> Tensor:
+        if self._axes is not None:
+            obs = np.ascontiguousarray(obs.transpose(self._axes))
+        tensor = torch.from_numpy(np.ascontiguousarray(obs))
+        return tensor if tensor.dtype == self.spec.observation.dtype else tensor.to(self.spec.observation.dtype)
+
+
+def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
+    """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are the game's own."""
+    from ale_py.vector_env import AtariVectorEnv
+    from gymnasium.vector import AutoresetMode
+
+    vector = AtariVectorEnv(
+        game,
+        num_envs,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+        img_height=settings.frame_size,
+        img_width=settings.frame_size,
+        stack_num=settings.frame_stack,
+        repeat_action_probability=settings.sticky,
+        reward_clipping=False,
+    )
+    actions = np.arange(vector.single_action_space.n, dtype=np.int64)
+    if game == "pong" and settings.reduced_actions:
+        actions = actions[list(PONG_ACTIONS)]
+    shape = tuple(vector.single_observation_space.shape)
+    spec = EnvironmentSpec(
+        name=game,
+        observation=Field(shape, torch.uint8, torch.float32, 1 / 255),
+        num_actions=len(actions),
+        reward_threshold=None,
+        bounds=None,
+    )
+    return HostEnvironment(vector, spec, actions, asynchronous=True)
+
+
+def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
+    """A registered Gymnasium environment with discrete actions and Box observations, stepped in this process.
+
+    Raises UserError for other spaces, and for environments that Gymnasium cannot make.
+    """
+    import gymnasium
+    from gymnasium.spaces import Box, Discrete
+    from gymnasium.vector import AutoresetMode
+
+    with _one_line_errors(name):
+        vector = gymnasium.make_vec(
+            name,
+            num_envs,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+        )
+    observation, action = vector.single_observation_space, vector.single_action_space
+    if not isinstance(action, Discrete):
+        vector.close()
+        raise UserError(f"{name} has actions {action}; this agent needs Discrete ones, as CartPole-v1 has.")
+    if not isinstance(observation, Box):
+        vector.close()
+        raise UserError(f"{name} has observations {observation}; this agent needs a Box, as CartPole-v1 has.")
+    field, layout = _field(observation)
+    vector_like = field.dtype == torch.float32
+    spec = EnvironmentSpec(
+        name=name,
+        observation=field,
+        num_actions=int(action.n),
+        reward_threshold=None if vector.spec is None else vector.spec.reward_threshold,
+        bounds=(torch.from_numpy(observation.low), torch.from_numpy(observation.high)) if vector_like else None,
+    )
+    return HostEnvironment(vector, spec, np.arange(action.n, dtype=np.int64) + int(action.start), layout)
+
+
+def spaces(name: str) -> tuple[Any, Any]:
+    """Observation and action space of a registered environment. Raises UserError when Gymnasium cannot make it."""
+    import gymnasium
+
+    with _one_line_errors(name):
+        environment = gymnasium.make(name)
+    environment.close()
+    return environment.observation_space, environment.action_space
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    import gymnasium
+
+    try:
+        yield
+    except (gymnasium.error.Error, ImportError) as error:
+        raise UserError(f"Gymnasium cannot make {name!r}: {' '.join(str(error).split())}") from None
+
+
+def _field(space: Any) -> tuple[Field, tuple[int, ...] | None]:
+    """How observations of a Box are stored: bytes as bytes (images with channels first), all else as float32."""
+    shape = tuple(space.shape)
+    if space.dtype != np.uint8:
+        return Field(shape, torch.float32), None
+    if is_image(space):
+        return Field((shape[2], *shape[:2]), torch.uint8, torch.float32, 1 / 255), (2, 0, 1)
+    return Field(shape, torch.uint8, torch.float32, 1 / 255), None
+
+
+def is_image(space: Any) -> bool:
+    """Whether a Box holds images (height, width, channels) that are large enough for convolutions."""
+    return space.dtype == np.uint8 and len(space.shape) == 3 and min(space.shape[:2]) >= 36 and space.shape[2] <= 12

@@ -1,0 +1,113 @@
+"""The networks that estimate action values: an MLP for vectors, two stacks of convolutions for images.
+
+Observations come in as they are stored: integers are scaled by the field's `scale` on the way in, and vectors with
+bounds are mapped to [-1, 1]; both are part of the network, so that a saved file needs nothing beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from gpu_replay.fields import Field
+from gpu_replay.training.errors import UserError
+from gpu_replay.training.settings import NetworkName, Settings
+
+# (channels, kernel, stride) of each convolution
+CONVOLUTIONS: dict[NetworkName, tuple[tuple[int, int, int], ...]] = {
+    "mlp": (),
+    "small": ((16, 4, 2), (32, 4, 2), (32, 3, 2)),
+    "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
+}
+
+
+class QNetwork(nn.Module):
+    """Action values of a batch of observations.
+
+    observation: the field that stores them; images are (channels, height, width).
+    bounds:      (low, high) of a vector observation where both are finite, else None.
+
+    Raises UserError when the network does not suit the observation.
+    """
+
+    centre: Tensor
+    stretch: Tensor
+
+    def __init__(
+        self,
+        observation: Field,
+        num_actions: int,
+        settings: Settings,
+        bounds: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale = observation.scale if observation.scale is not None else 1.0
+        self.dueling = settings.dueling
+        self.half_convolutions = settings.bfloat16
+        centre, stretch = _normalisation(observation.shape, bounds)
+        self.register_buffer("centre", centre)
+        self.register_buffer("stretch", stretch)
+        self.normalises = bounds is not None
+        self.convolutions, features = _convolutions(settings.network, observation.shape)
+        layers: list[nn.Module] = []
+        for width in settings.hidden:
+            layers += [nn.Linear(features, width), nn.ReLU()]
+            features = width
+        layers.append(nn.Linear(features, num_actions + (1 if settings.dueling else 0)))
+        self.head = nn.Sequential(*layers)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """obs: (B, *shape) as stored or as sampled; returns (B, actions) float32."""
+        if not obs.is_floating_point():
+            obs = obs.float() * self.scale
+        if self.normalises:
+            obs = (obs - self.centre) * self.stretch
+        if len(self.convolutions):
+            with torch.autocast(obs.device.type, dtype=torch.bfloat16, enabled=self._runs_bfloat16(obs.device)):
+                obs = self.convolutions(obs)
+        out = self.head(obs.flatten(1).float())
+        if not self.dueling:
+            return out
+        value, advantage = out[:, :1], out[:, 1:]
+        return value + advantage - advantage.mean(1, keepdim=True)
+
+    def _runs_bfloat16(self, device: torch.device) -> bool:
+        """Whether convolutions run in bfloat16: on CPUs without instructions for it that would be slower."""
+        return self.half_convolutions and (device.type != "cpu" or _cpu_has_bfloat16())
+
+
+@cache
+def _cpu_has_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Centre and stretch that map bounded components to [-1, 1] and leave the others alone."""
+    if bounds is None:
+        return torch.zeros(()), torch.ones(())
+    low, high = (bound.double().reshape(shape) for bound in bounds)
+    # environments write "unbounded" as infinity or as the largest float
+    known = (low.abs() < 1e6) & (high.abs() < 1e6) & (high > low)
+    centre = torch.where(known, (low + high) / 2, 0.0)
+    stretch = torch.where(known, 2 / (high - low), 1.0)
+    return centre.float(), stretch.float()
+
+
+def _convolutions(name: NetworkName, shape: tuple[int, ...]) -> tuple[nn.Sequential, int]:
+    """The stack of convolutions and the number of features that leave it."""
+    stack = CONVOLUTIONS[name]
+    if not stack:
+        return nn.Sequential(), math.prod(shape)
+    if len(shape) != 3:
+        raise UserError(f"--network {name} needs images (channels, height, width); observations are {shape}. Use mlp.")
+    channels, height, width = shape
+    layers: list[nn.Module] = []
+    for out_channels, kernel, stride in stack:
+        if min(height, width) < kernel:
+            raise UserError(f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use small or mlp.")
+        layers += [nn.Conv2d(channels, out_channels, kernel, stride), nn.ReLU()]
+        channels, height, width = out_channels, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+    return nn.Sequential(*layers), channels * height * width

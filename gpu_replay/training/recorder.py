@@ -1,0 +1,154 @@
+"""What a run shows and leaves behind while it goes: progress bar, CSV rows, TensorBoard events, curve, best network."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from gpu_replay.training.environments import EnvironmentSpec
+from gpu_replay.training.evaluation import Evaluation
+from gpu_replay.training.folder import CURVE, NETWORK, PROGRESS, TENSORBOARD, RunFolder
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.plots import draw_curve
+from gpu_replay.training.settings import Settings
+
+COLUMNS = (
+    "step",
+    "seconds",
+    "episodes",
+    "return_mean",
+    "length_mean",
+    "loss",
+    "td_error",
+    "beta",
+    "epsilon",
+    "updates_per_second",
+    "steps_per_second",
+    "updates",
+    "value_mean",
+    "learning_rate",
+    "stored",
+    "eval_return_mean",
+    "eval_return_std",
+)
+COUNTS = frozenset({"step", "episodes", "updates", "stored"})
+# drawing takes about half a second, so the curve is drawn rarely
+CURVE_SECONDS = 30.0
+
+
+class Recorder:
+    """The listener of a run that writes into `folder` and shows a progress bar on standard error.
+
+    progress.csv is flushed after each row, the other files are replaced whole, so that a run which is killed leaves
+    what it had.
+    """
+
+    def __init__(self, folder: RunFolder, spec: EnvironmentSpec, settings: Settings, seed: int) -> None:
+        from tqdm import tqdm
+
+        self.rows: list[dict[str, float]] = []
+        self._folder = folder
+        self._spec = spec
+        self._settings = settings
+        self._title = f"{spec.name}, seed {seed}"
+        self._evaluations: list[tuple[int, float, float]] = []
+        self._last_evaluation: Evaluation | None = None
+        self._file = (folder.path / PROGRESS).open("w", newline="", encoding="utf-8")
+        self._csv = csv.DictWriter(self._file, COLUMNS)
+        self._csv.writeheader()
+        self._file.flush()
+        self._events = _summary_writer(folder)
+        self._bar: Any = tqdm(
+            total=settings.steps,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            # in a log file every refresh is a line of its own
+            mininterval=0.2 if sys.stderr.isatty() else 30.0,
+        )
+        self._drawn = time.perf_counter()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._bar.update(min(step, self._settings.steps) - self._bar.n)
+
+    def row(self, row: dict[str, float]) -> None:
+        """Write a row, show it beside the bar, and draw the curve when it is time."""
+        evaluation = self._last_evaluation
+        self._last_evaluation = None
+        row = row | {
+            "eval_return_mean": float("nan") if evaluation is None else evaluation.return_mean,
+            "eval_return_std": float("nan") if evaluation is None else evaluation.return_std,
+        }
+        self.rows.append(row)
+        self._csv.writerow({name: int(row[name]) if name in COUNTS else f"{row[name]:.6g}" for name in COLUMNS})
+        self._file.flush()
+        if self._events is not None:
+            for name in COLUMNS[1:]:
+                # not-a-number leaves no mark in the events
+                if row[name] == row[name]:
+                    self._events.add_scalar(name, row[name], int(row["step"]))
+        self._bar.set_postfix_str(
+            f"return {row['return_mean']:.4g}, length {row['length_mean']:.4g}, {row['updates_per_second']:.0f} upd/s",
+            refresh=False,
+        )
+        if time.perf_counter() - self._drawn > CURVE_SECONDS:
+            self.draw()
+
+    def evaluated(self, step: int, evaluation: Evaluation, best: QNetwork | None) -> None:
+        """Say it in a line that stays, and save the network if it is the best so far."""
+        self._last_evaluation = evaluation
+        self._evaluations.append((step, evaluation.return_mean, evaluation.length_mean))
+        self._bar.write(
+            f"step {step:>9,}: evaluation return {evaluation.return_mean:.2f} ± {evaluation.return_std:.2f}, "
+            f"length {evaluation.length_mean:.0f}{', best so far' if best is not None else ''}",
+            file=sys.stderr,
+        )
+        if best is not None:
+            self.save(best, step)
+
+    def save(self, network: QNetwork, step: int) -> None:
+        """Write the weights, with all that is needed to build the network again in the file's metadata."""
+        from safetensors.torch import save_file
+
+        field = self._spec.observation
+        metadata = {
+            "env": self._spec.name,
+            "step": str(step),
+            "actions": str(self._spec.num_actions),
+            "observation": json.dumps({"shape": field.shape, "dtype": str(field.dtype), "scale": field.scale}),
+            "settings": json.dumps(self._settings.to_dict()),
+        }
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+        self._folder.replace(NETWORK, lambda path: save_file(weights, path, metadata))
+
+    def draw(self) -> None:
+        """Write the curve of what there is."""
+        threshold = self._spec.reward_threshold
+        self._folder.replace(CURVE, lambda path: draw_curve(path, self._title, self.rows, self._evaluations, threshold))
+        self._drawn = time.perf_counter()
+
+
+def _summary_writer(folder: RunFolder) -> Any:
+    """A writer of TensorBoard events, or None where TensorBoard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path / TENSORBOARD))

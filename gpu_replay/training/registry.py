@@ -1,0 +1,84 @@
+"""From what a user types (`pong`, `CartPole-v1`, `catch`) to an environment and the defaults that suit it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.environments import Environment
+from gpu_replay.training.errors import UserError, require
+from gpu_replay.training.hosted import is_image, make_atari, make_gymnasium, spaces
+from gpu_replay.training.settings import Family, Settings
+
+
+@dataclass(frozen=True)
+class EnvironmentId:
+    """A name that was recognised. `name` is the ROM name for Atari, the registered id for Gymnasium."""
+
+    name: str
+    kind: Literal["catch", "atari", "gymnasium"]
+
+    def family(self, device: torch.device) -> Family:
+        """The family whose defaults apply on `device`."""
+        if self.kind == "catch":
+            return "catch"
+        if self.kind == "atari":
+            return "atari-cuda" if device.type == "cuda" else "atari"
+        return "image" if is_image(spaces(self.name)[0]) else "vector"
+
+
+def identify(name: str) -> EnvironmentId:
+    """Recognise an environment by name: `catch`, a ROM name or ALE id, or a registered Gymnasium id.
+
+    Raises UserError that names the nearest known ones, or the package that is missing.
+    """
+    if name == "catch":
+        return EnvironmentId("catch", "catch")
+    require("gymnasium", purpose=f"environment {name!r}")
+    import gymnasium
+
+    known = set(gymnasium.registry)
+    if name in known:
+        registered = gymnasium.registry[name]
+        if str(registered.entry_point).startswith("ale_py"):
+            return EnvironmentId(registered.kwargs["game"], "atari")
+        return EnvironmentId(name, "gymnasium")
+    # a ROM name has no version
+    if name.startswith("ALE/") or re.search(r"-v\d+$", name) is None:
+        require("ale_py", purpose=f"environment {name!r}")
+        games = _games()
+        rom = _rom_name(name)
+        if rom in games:
+            return EnvironmentId(rom, "atari")
+        known |= games
+    near = difflib.get_close_matches(name, [*sorted(known), "catch"], n=3, cutoff=0.6)
+    hint = f"Did you mean {' or '.join(near)}?" if near else "Try pong, CartPole-v1 or catch."
+    raise UserError(f"unknown environment {name!r}. {hint}")
+
+
+def make_environment(
+    environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device
+) -> Environment:
+    """`num_envs` parallel environments; `device` is where Catch lives, the others live in host memory."""
+    if environment.kind == "catch":
+        return Catch(num_envs, device)
+    if environment.kind == "atari":
+        return make_atari(environment.name, num_envs, settings)
+    return make_gymnasium(environment.name, num_envs)
+
+
+def _games() -> set[str]:
+    from ale_py import roms
+
+    return set(roms.get_all_rom_ids())
+
+
+def _rom_name(name: str) -> str:
+    """`ALE/MsPacman-v5`, `MsPacman` and `ms_pacman` are all `ms_pacman`."""
+    bare = re.sub(r"-v\d+$", "", name.removeprefix("ALE/"))
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare).lower()

@@ -1,0 +1,200 @@
+"""Masses of new transitions and of updated priorities, and the sums above them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mass_of(priority, alpha, eps, clip, limit):
+    """float64 priorities to int64 masses, 0 where not finite, and whether they were cut to the limit.
+
+    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit).
+    """
+    x = tl.abs(priority)
+    finite = x <= 1.7976931348623157e308
+    x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
+    exponent = tl.minimum(tl.log2(x) * alpha, 42.5)
+    # a factor of 2**20 is exact, so fusing it with the addition changes nothing
+    mass = (tl.exp2(exponent) * 1048576.0 + 0.5).to(tl.int64)
+    return tl.where(finite, tl.minimum(tl.maximum(mass, 1), limit), 0), finite & (mass > limit)
+
+
+@triton.jit
+def admit_kernel(
+    levels,
+    edges,
+    counters_ptr,
+    times_sampled_ptr,
+    keys_ptr,
+    priority_ptr,
+    numbers_ptr,
+    masses_ptr,
+    rows,
+    skipped,
+    capacity,
+    segment,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    FANOUT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    SOURCE: tl.constexpr,
+    ADDED: tl.constexpr,
+    TOP: tl.constexpr,
+    PENDING_TOP: tl.constexpr,
+    REJECTED: tl.constexpr,
+    SATURATED: tl.constexpr,
+    TICKET: tl.constexpr,
+    EDGE_HIGH: tl.constexpr,
+):
+    """Give the transitions just written their keys and masses, and count them.
+
+    The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
+    of FANOUT slots. numbers: alpha, eps, clip. masses: the initial mass, and the limit. The last program to finish
+    moves the ring on.
+    """
+    program = tl.program_id(0)
+    added = tl.load(counters_ptr + ADDED)
+    kept = rows - skipped
+    start = (added + skipped) % capacity
+    wrapped = program >= segment
+    low = tl.where(wrapped, 0, start)
+    high = tl.where(wrapped, start + kept - capacity, tl.minimum(start + kept, capacity))
+    # programs past both segments, there for the keys alone, fall outside
+    local = tl.where(wrapped, program - segment, program).to(tl.int64)
+    block = low // FANOUT + local * BLOCKS + tl.arange(0, BLOCKS)
+    slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+    live = (slot >= low) & (slot < high)
+    row = tl.where(wrapped, slot + capacity - start, slot - start) + skipped
+    tl.store(times_sampled_ptr + slot, tl.zeros([BLOCKS, FANOUT], tl.int32), mask=live)
+    tl.store(keys_ptr + row, added + row, mask=live)
+    # keys of transitions that did not stay, because more came than fit
+    if skipped > 0:
+        for_key = program.to(tl.int64) * BLOCKS * FANOUT + tl.arange(0, BLOCKS * FANOUT)
+        tl.store(keys_ptr + for_key, added + for_key, mask=for_key < skipped)
+
+    if LEVELS > 0:
+        mass = tl.load(masses_ptr)
+        if SOURCE >= 0:
+            # the largest mass, 0 before there was any
+            largest = tl.load(counters_ptr + SOURCE)
+            mass = tl.where(largest > 0, largest, mass)
+        new = tl.zeros([BLOCKS, FANOUT], tl.int64) + mass
+        if GIVEN:
+            priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
+            limit = tl.load(masses_ptr + 1)
+            own, saturated = mass_of(
+                priority, tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), limit
+            )
+            new = tl.where(own > 0, own, new)
+            given = tl.where(live, own, 0)
+            tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
+            rejected = (live & (own == 0)).to(tl.int64)
+            tl.atomic_add(counters_ptr + REJECTED, tl.sum(tl.sum(rejected, axis=1), axis=0), sem="relaxed")
+            cut = (live & saturated).to(tl.int64)
+            tl.atomic_add(counters_ptr + SATURATED, tl.sum(tl.sum(cut, axis=1), axis=0), sem="relaxed")
+        # slots outside the segment keep their mass
+        old = tl.load(levels[0] + slot, mask=live, other=0)
+        tl.store(levels[0] + slot, new, mask=live)
+        change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
+        touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
+        for edge in tl.static_range(EDGES):
+            tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
+        for level in tl.static_range(1, LEVELS):
+            tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
+
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    done = tl.atomic_add(counters_ptr + TICKET, 1)
+    if done == tl.num_programs(0) - 1:
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(counters_ptr + EDGE_HIGH, 0)
+        if GIVEN:
+            given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0)
+            tl.atomic_max(counters_ptr + TOP, given_top)
+            tl.store(counters_ptr + PENDING_TOP, 0)
+        tl.store(counters_ptr + ADDED, added + rows)
+
+
+@triton.jit
+def settle_kernel(
+    keys_ptr,
+    counters_ptr,
+    stamp_ptr,
+    batch,
+    capacity,
+    ADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
+    position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    # positions past the end name no key
+    key = tl.load(keys_ptr + position, mask=position < batch, other=-1)
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    live = (key >= oldest) & (key < added)
+    tl.atomic_max(stamp_ptr + key % capacity, position.to(tl.int32), mask=live, sem="relaxed")
+
+
+@triton.jit
+def update_kernel(
+    keys_ptr,
+    priority_ptr,
+    levels,
+    edges,
+    stamp_ptr,
+    counters_ptr,
+    numbers_ptr,
+    masses_ptr,
+    batch,
+    capacity,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    TOP: tl.constexpr,
+    STALE: tl.constexpr,
+    REJECTED: tl.constexpr,
+    SATURATED: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
+
+    Winners are distinct slots, so a leaf is read and written by one thread only. Without levels, stale keys are counted
+    and nothing else happens.
+    """
+    position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    named = position < batch
+    # positions past the end name no key
+    key = tl.load(keys_ptr + position, mask=named, other=-1)
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    live = (key >= oldest) & (key < added)
+    stale = tl.sum((named & (live == 0)).to(tl.int64), axis=0)
+    tl.atomic_add(counters_ptr + STALE, stale, sem="relaxed")
+    if LEVELS > 0:
+        slot = tl.where(live, key, 0) % capacity
+        # a loser sees the winner's position, or the reset that the winner left
+        winner = live & (tl.load(stamp_ptr + slot, mask=live, other=-1) == position)
+        tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
+        priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
+        limit = tl.load(masses_ptr + 1)
+        new, saturated = mass_of(
+            priority, tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), limit
+        )
+        accepted = winner & (new > 0)
+        old = tl.load(levels[0] + slot, mask=accepted, other=0)
+        tl.store(levels[0] + slot, new, mask=accepted)
+        change = new - old
+        for edge in tl.static_range(EDGES):
+            tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
+        for level in tl.static_range(1, LEVELS):
+            tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
+        tl.atomic_max(counters_ptr + TOP, tl.max(tl.where(accepted, new, 0), axis=0), sem="relaxed")
+        rejected = tl.sum((winner & (new == 0)).to(tl.int64), axis=0)
+        tl.atomic_add(counters_ptr + REJECTED, rejected, sem="relaxed")
+        cut = tl.sum((accepted & saturated).to(tl.int64), axis=0)
+        tl.atomic_add(counters_ptr + SATURATED, cut, sem="relaxed")

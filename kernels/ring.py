@@ -1,0 +1,101 @@
+"""Copies between the ring and a batch: `gather` takes rows out, `write` puts consecutive ones in.
+
+One launch serves all fields. Tensors come as tuples, one pointer a field; what differs between fields is known at
+compile time, so that a field whose rows are multiples of 16 bytes is moved in 16-byte words.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_kernel(
+    sources,
+    outputs,
+    slots_ptr,
+    batch,
+    FIELDS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """outputs[f][i] = sources[f][slots[i]], scaled and cast; a program moves ROWS[f] x COLUMNS[f] values of a field."""
+    program = tl.program_id(0)
+    before = 0
+    for f in tl.static_range(FIELDS):
+        programs = (batch + ROWS[f] - 1) // ROWS[f] * CHUNKS[f]
+        if (program >= before) & (program < before + programs):
+            local = (program - before).to(tl.int64)
+            row = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
+            column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
+            live = (row < batch)[:, None] & (column < WIDTHS[f])[None, :]
+            # rows past the batch read slot 0 under a mask
+            slot = tl.load(slots_ptr + row, mask=row < batch, other=0)
+            values = tl.load(sources[f] + slot[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
+            if SCALES[f] is not None:
+                if WIDE[f]:
+                    values = values.to(tl.float64) * tl.full([], SCALES[f], tl.float64)
+                else:
+                    values = values.to(tl.float32) * tl.full([], SCALES[f], tl.float32)
+            place = row[:, None] * WIDTHS[f] + column[None, :]
+            tl.store(outputs[f] + place, values.to(outputs[f].dtype.element_ty), mask=live)
+        before += programs
+
+
+@triton.jit
+def write_kernel(
+    inputs,
+    stores,
+    counters_ptr,
+    high_ptr,
+    masses_ptr,
+    rows,
+    skipped,
+    capacity,
+    blocks,
+    FIELDS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ADDED: tl.constexpr,
+    EDGE_HIGH: tl.constexpr,
+    HIGHEST: tl.constexpr,
+    FANOUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows.
+
+    With HIGHEST, further programs look up the largest stored mass for the launch that follows.
+    """
+    program = tl.program_id(0)
+    added = tl.load(counters_ptr + ADDED)
+    kept = rows - skipped
+    before = 0
+    for f in tl.static_range(FIELDS):
+        programs = (kept + ROWS[f] - 1) // ROWS[f] * CHUNKS[f]
+        if (program >= before) & (program < before + programs):
+            local = (program - before).to(tl.int64)
+            row = skipped + local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
+            column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
+            live = (row < rows)[:, None] & (column < WIDTHS[f])[None, :]
+            slot = (added + row) % capacity
+            values = tl.load(inputs[f] + row[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
+            place = slot[:, None] * WIDTHS[f] + column[None, :]
+            tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=live)
+        before += programs
+    if HIGHEST:
+        if program >= before:
+            block = (program - before).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+            # blocks past the end hold no mass
+            high = tl.load(high_ptr + block, mask=block < blocks, other=0)
+            stale = high < 0
+            place = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+            # only blocks that changed are looked at again
+            masses = tl.load(masses_ptr + place, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
+            high = tl.where(stale, tl.max(masses, axis=1), high)
+            tl.store(high_ptr + block, high, mask=stale)
+            tl.atomic_max(counters_ptr + EDGE_HIGH, tl.max(high, axis=0), sem="relaxed")

@@ -1,0 +1,151 @@
+"""Draws in proportion to mass, their probabilities, and their importance weights."""
+
+import triton
+import triton.language as tl
+
+from .philox import floor_of_product, words_at
+
+NO_MASS: tl.constexpr = tl.constexpr(2**63 - 1)
+
+
+@triton.jit
+def key_in_slot(slot, added, capacity):
+    """The live key in a slot: the largest below `added` that belongs there."""
+    head = added % capacity
+    key = slot + (added - head)
+    return tl.where(slot >= head, key - capacity, key)
+
+
+@triton.jit
+def stratified_draw_kernel(
+    levels,
+    low_ptr,
+    counters_ptr,
+    times_sampled_ptr,
+    slots_ptr,
+    keys_ptr,
+    masses_ptr,
+    probability_ptr,
+    drawn,
+    batch,
+    capacity,
+    blocks,
+    draw_programs,
+    LEVELS: tl.constexpr,
+    FANOUT: tl.constexpr,
+    DRAWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STRATIFIED: tl.constexpr,
+    LOWEST_OF_ALL: tl.constexpr,
+    ADDED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    SEED: tl.constexpr,
+    EDGE_LOW: tl.constexpr,
+):
+    """Draw `drawn` slots by mass and take the newest for the rest of the batch.
+
+    Leaves the smallest mass of the batch in counters[EDGE_LOW]; with LOWEST_OF_ALL further programs leave the smallest
+    of all slots there instead. The mass of a newest row is written as 0: it was not drawn.
+    """
+    program = tl.program_id(0)
+    if program < draw_programs:
+        draw = program.to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+        child = tl.arange(0, FANOUT).to(tl.int64)
+        root = tl.load(levels[LEVELS - 1] + child)
+        total = tl.sum(root, axis=0)
+        word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
+        strata = tl.zeros([], tl.int64) + drawn
+        if STRATIFIED:
+            whole = total // strata
+            part = total % strata
+            start = draw * whole + draw * part // strata
+            stop = (draw + 1) * whole + (draw + 1) * part // strata
+            target = start + floor_of_product(word, stop - start)
+        else:
+            target = floor_of_product(word, draw * 0 + total)
+        # rows that draw nothing look for the first unit of mass
+        by_mass = draw < drawn
+        rest = tl.where(by_mass, target, 0)
+        node = draw * 0
+        mass = draw * 0
+        for level in tl.static_range(LEVELS):
+            place = node[:, None] * FANOUT + child[None, :]
+            # the last block of a level is padded with zeros, so every place exists
+            masses = tl.load(levels[LEVELS - 1 - level] + place)  # [DRAWS, FANOUT]
+            prefix = tl.cumsum(masses, axis=1)
+            passed = prefix <= rest[:, None]
+            step = tl.minimum(tl.sum(passed.to(tl.int64), axis=1), FANOUT - 1)
+            rest -= tl.max(tl.where(passed, prefix, 0), axis=1)
+            node = node * FANOUT + step
+            mass = tl.sum(tl.where(child[None, :] == step[:, None], masses, 0), axis=1)
+        added = tl.load(counters_ptr + ADDED)
+        live = draw < batch
+        newest = added - batch + draw
+        slot = tl.where(by_mass, node, newest % capacity)
+        key = tl.where(by_mass, key_in_slot(node, added, capacity), newest)
+        chance = mass.to(tl.float64) / total.to(tl.float64)
+        tl.store(slots_ptr + draw, slot, mask=live)
+        tl.store(keys_ptr + draw, key, mask=live)
+        tl.store(masses_ptr + draw, tl.where(by_mass, mass, 0), mask=live)
+        tl.store(probability_ptr + draw, tl.where(by_mass, chance, 1.0).to(tl.float32), mask=live)
+        tl.atomic_add(times_sampled_ptr + slot, tl.full([DRAWS], 1, tl.int32), mask=live, sem="relaxed")
+        if not LOWEST_OF_ALL:
+            lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
+            tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")
+    elif LOWEST_OF_ALL:
+        block = (program - draw_programs).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        # blocks past the end hold no mass
+        low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
+        stale = low < 0
+        place = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+        # only blocks that changed are looked at again
+        masses = tl.load(levels[0] + place, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
+        found = tl.min(tl.where(masses == 0, NO_MASS, masses), axis=1)
+        low = tl.where(stale, found, low)
+        tl.store(low_ptr + block, low, mask=stale)
+        tl.atomic_min(counters_ptr + EDGE_LOW, tl.min(low, axis=0), sem="relaxed")
+
+
+@triton.jit
+def weigh_kernel(
+    masses_ptr,
+    weight_ptr,
+    counters_ptr,
+    schedule_ptr,
+    batch,
+    blocks_drawn,
+    beta,
+    DRAWS: tl.constexpr,
+    SCHEDULED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    STEP: tl.constexpr,
+    TICKET: tl.constexpr,
+    EDGE_LOW: tl.constexpr,
+):
+    """weight = (lowest / mass) ** beta, 1 where the mass is 0; the last program moves schedule and stream on.
+
+    schedule: start, change, steps; used instead of `beta` when SCHEDULED.
+    """
+    draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    live = draw < batch
+    lowest = tl.load(counters_ptr + EDGE_LOW).to(tl.float64)
+    step = tl.load(counters_ptr + STEP)
+    exponent = tl.zeros([], tl.float64) + beta
+    if SCHEDULED:
+        steps = tl.load(schedule_ptr + 2)
+        done = tl.minimum(step.to(tl.float64), steps)
+        exponent = tl.load(schedule_ptr) + tl.load(schedule_ptr + 1) * done / steps
+    # rows that were not drawn have mass 0 and weight 1
+    mass = tl.load(masses_ptr + draw, mask=live, other=0)
+    drawn = mass > 0
+    ratio = tl.where(drawn, lowest / tl.where(drawn, mass, 1).to(tl.float64), 1.0)
+    weight = tl.exp2(tl.log2(ratio) * exponent)
+    tl.store(weight_ptr + draw, weight.to(tl.float32), mask=live)
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    finished = tl.atomic_add(counters_ptr + TICKET, 1)
+    if finished == tl.num_programs(0) - 1:
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(counters_ptr + EDGE_LOW, NO_MASS)
+        tl.store(counters_ptr + STEP, step + 1)
+        tl.store(counters_ptr + RANDOM, tl.load(counters_ptr + RANDOM) + blocks_drawn)

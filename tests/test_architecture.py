@@ -1,0 +1,182 @@
+"""The plan of the house, held by parsing the sources: imports point one way, kernels are leaves, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "gpu_replay"
+MOST_LINES = 450
+
+# From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.
+LAYERS = (
+    ("cli", "__main__"),
+    ("training", "bench"),
+    ("__init__",),
+    ("buffer", "trajectory"),
+    ("host", "device", "persistence"),
+    ("storage", "samplers", "settings", "stats", "checkpoint", "pieces", "durable"),
+    ("ops",),
+    ("kernels",),
+    ("fields", "batch", "errors", "schedule", "inputs", "spaces"),
+)
+RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
+# the programs do not know of one another, nor does the core know of them
+PROGRAMS = LAYERS[1]
+HEAVY = ("triton", "gymnasium", "ale_py", "matplotlib", "tqdm", "safetensors", "tensorboard", "hypothesis")
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """Every module of the package by its installed name: `ops.gather`, `kernels.gather`, `bench.timing`."""
+    found = {}
+    for folder, prefix in ((root / PACKAGE, ""), (root / "kernels", "kernels."), (root / "bench", "bench.")):
+        for path in sorted(folder.rglob("*.py")):
+            name = prefix + ".".join(path.relative_to(folder).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """What a file imports, wherever in the file: modules of the package without its name, others in full."""
+    inside = module.split(".")[:-1]
+    if path.name == "__init__.py" and module != "__init__":
+        inside = module.split(".")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (_own(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*inside[: len(inside) - node.level + 1], *(node.module or "").split(".")]
+                source = ".".join(part for part in base if part) or "__init__"
+            else:
+                source = _own(node.module or "")
+            for alias in node.names:
+                member = alias.name if source == "__init__" else f"{source}.{alias.name}"
+                yield member if member in modules else source
+
+
+def _own(name: str) -> str:
+    """The name within the package, `__init__` for the package itself, or a marked foreign name."""
+    if name == PACKAGE:
+        return "__init__"
+    return name.removeprefix(f"{PACKAGE}.") if name.startswith(f"{PACKAGE}.") else f"foreign {name}"
+
+
+def violations(root: Path) -> list[str]:
+    """Each breach of the plan in a source tree, as a sentence."""
+    modules = sources(root)
+    found = []
+    for module, path in modules.items():
+        layer = module.split(".")[0]
+        if layer not in RANK:
+            found.append(f"{module} has no place in LAYERS")
+            continue
+        for source in imports(module, path, modules):
+            if source.startswith("foreign "):
+                name = source.removeprefix("foreign ")
+                if layer == "kernels" and name.split(".")[0] not in ("triton", "__future__"):
+                    found.append(f"{module} imports {name}; kernels import triton and nothing else")
+                continue
+            target = source.split(".")[0]
+            if target not in RANK:
+                found.append(f"{module} imports {source}, which is not there")
+            elif RANK[target] > RANK[layer]:
+                found.append(f"{module} imports {source}, which lies above it")
+            elif layer == "kernels" and target != "kernels":
+                found.append(f"{module} imports {source}; kernels import triton and nothing else")
+            elif {layer, target} == set(PROGRAMS):
+                found.append(f"{module} imports {source}; the programs do not know of one another")
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    assert len(sources(ROOT)) > 20
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("gpu_replay/ops/gather.py", "from gpu_replay.buffer import ReplayBuffer", "ops.gather imports buffer"),
+        ("gpu_replay/ops/gather.py", "from gpu_replay import ReplayBuffer", "ops.gather imports __init__"),
+        ("gpu_replay/ops/gather.py", "from gpu_replay import buffer", "ops.gather imports buffer"),
+        ("gpu_replay/ops/gather.py", "from .. import buffer", "ops.gather imports buffer"),
+        ("gpu_replay/ops/gather.py", "from ..buffer import ReplayBuffer", "ops.gather imports buffer"),
+        ("gpu_replay/fields.py", "import gpu_replay.ops.gather", "fields imports ops.gather"),
+        ("gpu_replay/buffer.py", "def f():\n    from gpu_replay.training import dqn", "buffer imports training"),
+        ("gpu_replay/buffer.py", "from gpu_replay.bench.timing import Plan", "buffer imports bench.timing"),
+        ("gpu_replay/training/dqn.py", "from gpu_replay.bench import timing", "the programs do not know"),
+        ("gpu_replay/training/dqn.py", "from gpu_replay.cli import main", "training.dqn imports cli"),
+        ("kernels/gather.py", "import torch", "kernels import triton and nothing else"),
+        ("kernels/gather.py", "from gpu_replay.fields import Field", "kernels import triton and nothing else"),
+        ("gpu_replay/helpers.py", "", "helpers has no place in LAYERS"),
+        ("gpu_replay/buffer.py", "from gpu_replay.gone import nothing", "which is not there"),
+    ],
+)
+def test_a_breach_is_seen(tmp_path: Path, file: str, line: str, message: str) -> None:
+    for name in ("gpu_replay/buffer.py", "bench/timing.py", "gpu_replay/ops/gather.py", "gpu_replay/training/dqn.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("from gpu_replay.fields import Field\n")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "gather.py").write_text("import triton.language as tl\nfrom .philox import words\n")
+    (tmp_path / "kernels" / "philox.py").write_text("import triton\n")
+    assert violations(tmp_path) == []
+    (tmp_path / file).write_text(line)
+    (breach,) = violations(tmp_path)
+    assert message in breach
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    # torch brings some of them along where they are installed
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import gpu_replay
+print(*(set({HEAVY}) & (set(sys.modules) - before)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+def test_the_backend_variable_is_the_only_one_read() -> None:
+    readers = []
+    for module, path in sources(ROOT).items():
+        if module.split(".")[0] == "bench":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute | ast.alias):
+                name = node.attr if isinstance(node, ast.Attribute) else node.name
+                if name in ("environ", "environb", "getenv"):
+                    readers.append(module)
+    assert readers == ["ops._backend"]
+    from gpu_replay.ops import _backend
+
+    assert _backend.VARIABLE == "GPU_REPLAY_BACKEND"
+    assert (ROOT / PACKAGE / "ops" / "_backend.py").read_text().count("environ") == 1
+
+
+def test_files_are_short() -> None:
+    files = [*sources(ROOT).values(), *(ROOT / "tests").rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_every_file_says_why_it_exists() -> None:
+    files = [*sources(ROOT).values(), *(ROOT / "tests").rglob("*.py")]
+    silent = [str(path.relative_to(ROOT)) for path in files if ast.get_docstring(ast.parse(path.read_text())) is None]
+    assert silent == []
+
+
+def test_no_assert_stands_in_for_an_error_message() -> None:
+    found = []
+    for module, path in sources(ROOT).items():
+        nodes = ast.walk(ast.parse(path.read_text()))
+        # in device code it is Triton's static_assert or nothing
+        found.extend(f"{module}:{node.lineno}" for node in nodes if isinstance(node, ast.Assert))
+    assert found == []

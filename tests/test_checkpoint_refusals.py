@@ -1,0 +1,202 @@
+"""A save that fails or is refused leaves everything as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import MANIFEST, example, pieces_of, read_everything, saved, snapshot
+from torch import Tensor
+
+from gpu_replay import CheckpointError
+from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
+from gpu_replay.durable import only_saver
+
+
+@pytest.mark.parametrize(
+    ("manifest", "tensors", "error", "message"),
+    [
+        ({"a": {1, 2}}, {}, TypeError, "JSON serializable"),
+        ({}, {"c": torch.zeros(2, dtype=torch.complex128)}, ValueError, "'c' is torch.complex128"),
+        ({}, {"__metadata__": torch.zeros(2)}, ValueError, "reserves"),
+    ],
+)
+def test_what_cannot_be_written_changes_nothing(
+    tmp_path: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+    for path in (tmp_path / "c", tmp_path / "new"):
+        with pytest.raises(error, match=message):
+            write_checkpoint(path, manifest, tensors)
+    assert snapshot(tmp_path) == before
+    with pytest.raises(ValueError, match="piece_bytes"):
+        write_checkpoint(tmp_path / "c", {}, {}, piece_bytes=0)
+
+
+def test_a_folder_with_other_contents_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.txt").write_text("the only copy")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "manifest.json").write_text('{"name": "web page"}')
+    (tmp_path / "file").write_text("text")
+    before = snapshot(tmp_path)
+    for name, message in (("results", "holds thesis.txt"), ("package", "manifest.json"), ("file", "is a file")):
+        with pytest.raises(CheckpointError, match=f"{message}.* Nothing was written"):
+            saved(tmp_path / name)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    pieces_of(tmp_path / "c")[0].unlink()
+    content = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
+    del content["body"]
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
+    assert saved(tmp_path / "c").manifest == MANIFEST
+    assert len(pieces_of(tmp_path / "c")) == len({piece.file for piece in read_checkpoint(tmp_path / "c")._pieces})
+
+
+def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+    with (
+        only_saver(tmp_path / "c", tmp_path / "c"),
+        pytest.raises(CheckpointError, match="another save to .* under way"),
+    ):
+        saved(tmp_path / "c")
+    hidden = tmp_path / ".new.saving"
+    hidden.mkdir()
+    with only_saver(hidden, tmp_path / "new"), pytest.raises(CheckpointError, match="another save to .* under way"):
+        saved(tmp_path / "new")
+    hidden.rmdir()
+    assert snapshot(tmp_path) == before
+
+
+def test_what_a_crashed_first_save_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    saved(tmp_path / ".c.saving")
+    saved(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+    saved(tmp_path / ".c.saving")
+    saved(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_hidden_folder_with_other_contents_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".c.saving").mkdir()
+    (tmp_path / ".c.saving" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds mine.txt"):
+        saved(tmp_path / "c")
+    assert (tmp_path / ".c.saving" / "mine.txt").read_text() == "mine"
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("existing", [True, False], ids=["existing", "first"])
+@pytest.mark.parametrize("failing", range(4))
+def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool, failing: int
+) -> None:
+    path = tmp_path / "c"
+    if existing:
+        saved(path)
+    before = snapshot(tmp_path)
+    sync = os.fsync
+    calls = 0
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="failed: No space left.* (unharmed|no checkpoint before)") as error:
+        write_checkpoint(path, {}, example(), piece_bytes=2000)
+    monkeypatch.undo()
+    assert error.value.errno == errno.ENOSPC
+    assert snapshot(tmp_path) == before
+    assert os.listdir(tmp_path) == (["c"] if existing else [])
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    with pytest.raises(OSError, match=r"\d+ bytes are needed and 100 are free"):
+        saved(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sets a limit that Windows does not have")
+def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+    program = """
+import resource, sys, torch
+from gpu_replay.checkpoint import write_checkpoint
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write_checkpoint(sys.argv[1], {}, {"t": torch.ones(1_000_000)})
+except OSError as error:
+    print(error)
+"""
+    root = str(Path(__file__).resolve().parent.parent)
+    arguments = [sys.executable, "-c", program, str(tmp_path / "c")]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    assert "File too large. The checkpoint that was there is unharmed." in done.stdout
+    assert snapshot(tmp_path) == before
+    read_everything(tmp_path / "c")
+
+
+def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+
+    def interrupt(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "c", {}, {"t": torch.ones(3)})
+    assert snapshot(tmp_path) == before
+
+
+def test_every_piece_is_on_the_disk_before_the_manifest_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "c")
+    log: list[str] = []
+    sync, replace, unlink = os.fsync, os.replace, Path.unlink
+
+    def logged_sync(descriptor: int) -> None:
+        log.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def logged_replace(source: Path, target: Path) -> None:
+        log.append("replace")
+        replace(source, target)
+
+    def logged_unlink(file: Path, missing_ok: bool = False) -> None:
+        log.append("unlink " + file.name)
+        unlink(file, missing_ok)
+
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("names the descriptors through /proc")
+    old = [piece.name for piece in pieces_of(tmp_path / "c")]
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(Path, "unlink", logged_unlink)
+    saved(tmp_path / "c")
+    monkeypatch.undo()
+    new = [piece.name for piece in pieces_of(tmp_path / "c")]
+    pieces, rest = log[: len(new)], log[len(new) :]
+    assert sorted(pieces) == [f"sync {name}" for name in new]
+    assert rest[:4] == ["sync c", "sync .manifest.json.saving", "replace", "sync c"]
+    assert sorted(rest[4:]) == [f"unlink {name}" for name in old]

@@ -1,0 +1,138 @@
+"""Memory: what a buffer takes is what it says, and what does not fit is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import host_only
+from transitions import FIELDS, NUMBER, SAMPLERS, fill, make
+
+from gpu_replay import Field, Proportional, ReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+
+
+def run(program: str) -> dict[str, int]:
+    """Run a program in a fresh process and return what it printed: lines of a name and a number of bytes."""
+    helper = (
+        "def held(entry):\n"
+        "    with open('/proc/self/status') as status:\n"
+        "        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(entry))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", helper + program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: int(value) for name, value in (line.split() for line in done.stdout.splitlines())}
+
+
+@needs_proc
+@host_only
+def test_resident_memory_of_one_million_transitions_is_the_payload() -> None:
+    found = run(
+        """
+import torch
+from gpu_replay import Field, Proportional, ReplayBuffer
+torch.set_num_threads(1)
+fields = {
+    "obs": Field((32,), torch.float32), "action": Field((), torch.int64), "reward": Field((), torch.float32),
+    "next_obs": Field((32,), torch.float32), "terminated": Field((), torch.bool),
+}
+rows = {name: torch.ones((1000, *field.shape), dtype=field.dtype) for name, field in fields.items()}
+# everything that is loaded at first use is loaded by a small buffer
+small = ReplayBuffer(2000, fields, sampler=Proportional(), device="cpu")
+for buffer in (small,):
+    small.add(**rows)
+    small.update_priorities(small.sample(256).key, torch.ones(256))
+before = held("VmRSS")
+buffer = ReplayBuffer(1_000_000, fields, sampler=Proportional(), device="cpu")
+for _ in range(1005):
+    buffer.add(**rows)
+for _ in range(20):
+    buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
+print("payload", 1_000_000 * sum(field.row_bytes for field in fields.values()))
+print("resident", held("VmRSS") - before)
+print("peak", held("VmHWM") - before)
+print("nbytes", buffer.nbytes)
+"""
+    )
+    payload = found["payload"]
+    assert payload == 269_000_000
+    assert 0.95 * payload < found["resident"] < 1.1 * payload
+    assert found["peak"] < 1.1 * payload
+    assert payload <= found["nbytes"] < 1.1 * payload
+    assert abs(found["nbytes"] - found["resident"]) < 0.05 * payload
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_nbytes_holds_the_payload_and_little_more(name: str, device: str) -> None:
+    capacity = 10_007
+    buffer = make(capacity, SAMPLERS[name], device=device)
+    payload = capacity * sum(field.row_bytes for field in FIELDS.values())
+    # beside the payload: a mass and its share of the tree, a count, and a constant
+    assert payload <= buffer.nbytes <= payload + 32 * capacity + 65_536
+    before = buffer.nbytes
+    fill(buffer, 100)
+    buffer.sample(50)
+    assert buffer.nbytes == before
+
+
+ABSURD = {
+    "obs": Field((1024, 1024, 3), torch.uint8),
+    "action": Field((), torch.int64),
+    "speed": Field((), torch.float32),
+}
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=repr)
+def test_capacity_that_does_not_fit_is_refused_with_a_table_of_fields(
+    sampler: Uniform | Proportional, device: str
+) -> None:
+    with pytest.raises(MemoryError) as refused:
+        ReplayBuffer(1_000_000_000, ABSURD, sampler=sampler, device=device)
+    lines = str(refused.value).splitlines()
+    for name in ABSURD:
+        assert any(name in line and any(sign.isdigit() for sign in line) for line in lines), f"no line for {name}"
+    assert len(lines) > len(ABSURD)
+    assert any("free" in line.lower() or "available" in line.lower() for line in lines)
+
+
+@needs_proc
+@host_only
+def test_nothing_is_allocated_before_the_refusal() -> None:
+    found = run(
+        """
+import torch
+from gpu_replay import Field, ReplayBuffer
+ReplayBuffer(10, {"small": Field((), torch.float32)}, device="cpu")
+before = held("VmPeak")
+try:
+    # the first field alone would fit
+    fields = {"small": Field((4,), torch.uint8), "large": Field((1024, 1024), torch.float32)}
+    ReplayBuffer(500_000_000, fields, device="cpu")
+except MemoryError:
+    print("allocated", held("VmPeak") - before)
+"""
+    )
+    assert found["allocated"] < 1_000_000_000
+
+
+def test_largest_capacity_is_only_a_matter_of_memory(device: str) -> None:
+    with pytest.raises(MemoryError, match="obs"):
+        ReplayBuffer(2**31 - 1, ABSURD, device=device)
+
+
+def test_refused_buffer_does_not_stand_in_the_way(device: str) -> None:
+    with pytest.raises(MemoryError):
+        ReplayBuffer(1_000_000_000, ABSURD, device=device)
+    buffer = ReplayBuffer(10, NUMBER, device=device)
+    buffer.add(number=torch.arange(3, device=device))
+    assert len(buffer) == 3

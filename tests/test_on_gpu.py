@@ -1,0 +1,161 @@
+"""bench/on_gpu.sh without a GPU: its commands exist, its parts leave records, its failures are seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "bench" / "on_gpu.sh"
+PARTS = ("tests", "kernels-and-bench", "train")
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="a shell script")
+
+# stands in for Python on a machine with a GPU: describes it, has every library, and fails or dawdles where told to
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    -) cat >/dev/null; printf 'NVIDIA Test 9000\\t2.11.0\\t3.6.0\\n' ;;
+    -c*) exit 0 ;;
+    *"$FAILING"*) echo "failing on purpose"; exit 3 ;;
+    *"$SLOW"*) sleep 30 ;;
+    *) echo "ran $* with $PYTHONPATH" ;;
+esac
+"""
+
+
+def on_gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FAILING": "no such thing", "SLOW": "no such thing", **variables}
+    return subprocess.run(["bash", str(SCRIPT), *arguments], env=environment, capture_output=True, text=True)
+
+
+def dry_run(*arguments: str) -> list[list[str]]:
+    done = on_gpu("--dry-run", "--python", sys.executable, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    file = tmp_path / "python"
+    file.write_text(PYTHON)
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_dry_run_prints_every_command_within_nine_minutes() -> None:
+    lines = dry_run()
+    assert [line for part in PARTS for line in dry_run(part)] == lines
+    assert len(lines) >= 4
+    for line in lines:
+        assert line[:3] == ["timeout", "-k", "10"]
+        assert 0 < int(line[3]) <= 540
+        assert line[4:6] == [sys.executable, "-m"]
+
+
+@pytest.mark.slow
+def test_the_programs_know_the_options_that_are_given_to_them() -> None:
+    seen = set()
+    for line in dry_run():
+        module, *arguments = line[6:]
+        if module == "pytest":
+            command = [*line[4:], "--collect-only", "-q"]
+            environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+            junit = [word for word in command if word.startswith("--junitxml")]
+            command = [word for word in command if word not in junit]
+        else:
+            assert module == "gpu_replay"
+            command = [*line[4:], "--help"]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if module == "gpu_replay":
+            options = {word for word in arguments if word.startswith("--")}
+            assert all(option in done.stdout for option in options)
+        seen.add(module)
+    assert seen == {"pytest", "gpu_replay"}
+
+
+def test_every_step_leaves_its_record(tmp_path: Path, python: str) -> None:
+    out = tmp_path / "out"
+    done = on_gpu("--python", python, "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    for part in PARTS:
+        steps = [json.loads(line) for line in (out / f"{part}.steps.jsonl").read_text().splitlines()]
+        assert steps
+        for step in steps:
+            assert step["part"] == part
+            assert (step["status"], step["gpu"], step["torch"]) == (0, "NVIDIA Test 9000", "2.11.0")
+            log = (out / f"{step['step']}.log").read_text()
+            assert log.startswith("ran -m ")
+            # the package is found without being installed
+            assert f"with {ROOT}:" in log
+
+
+def test_records_go_to_a_folder_named_after_the_gpu(tmp_path: Path, python: str) -> None:
+    lines = on_gpu("--python", python, "--dry-run").stdout
+    assert f"{ROOT}/bench/results/no-gpu/" in lines
+    copy = tmp_path / "checkout"
+    (copy / "bench").mkdir(parents=True)
+    (copy / "bench" / "on_gpu.sh").write_text(SCRIPT.read_text())
+    done = subprocess.run(
+        ["bash", str(copy / "bench" / "on_gpu.sh"), "tests", "--python", python],
+        env={**os.environ, "FAILING": "nothing", "SLOW": "nothing"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (copy / "bench" / "results" / "nvidia-test-9000" / "tests.log").is_file()
+
+
+def test_a_failing_step_is_recorded_and_the_rest_still_runs(tmp_path: Path, python: str) -> None:
+    done = on_gpu("--python", python, "--output", str(tmp_path / "out"), FAILING="bench gpu")
+    assert done.returncode == 1
+    assert "bench ended with status 3" in done.stdout
+    assert (tmp_path / "out" / "bench.log").read_text() == "failing on purpose\n"
+    assert json.loads((tmp_path / "out" / "kernels-and-bench.steps.jsonl").read_text().splitlines()[-1])["status"] == 3
+    assert (tmp_path / "out" / "train.steps.jsonl").is_file()
+
+
+def test_a_part_ends_when_its_time_is_over(tmp_path: Path, python: str) -> None:
+    out = tmp_path / "out"
+    done = on_gpu("train", "--python", python, "--output", str(out), "--seconds", "1", SLOW="train catch")
+    assert done.returncode == 1
+    catch, pong = (json.loads(line) for line in (out / "train.steps.jsonl").read_text().splitlines())
+    assert catch["status"] == 124
+    assert catch["seconds"] < 10
+    assert pong["status"] == 124
+    assert (out / "pong.log").read_text() == "no time was left for it\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bogus",), "unknown part or option 'bogus'"),
+        (("--output",), "--output needs a value"),
+        (("--seconds", "soon"), "--seconds must be a whole number; found 'soon'"),
+        (("--workers", "0"), "--workers must be a whole number; found '0'"),
+        (("--wheels", "/no/such/folder"), "--wheels /no/such/folder is not a folder"),
+        (("--python", "/no/such/python"), "there is no /no/such/python"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = on_gpu(*arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = on_gpu("--python", sys.executable)
+    assert done.returncode == 2
+    assert "PyTorch finds no GPU" in done.stderr

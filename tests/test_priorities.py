@@ -1,0 +1,345 @@
+"""Priorities: what mass they become, who may change them, and which value wins."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from oracle import UNIT, mass_of
+from tolerances import close
+from transitions import EXACT, contents, fill, make, same_draws
+
+from gpu_replay import Combined, Latest, Proportional, ReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+
+
+def update(buffer: ReplayBuffer, keys: list[int], priorities: list[float]) -> None:
+    device = buffer.device
+    buffer.update_priorities(
+        torch.tensor(keys, dtype=torch.int64, device=device),
+        torch.tensor(priorities, dtype=torch.float64, device=device),
+    )
+
+
+def units(buffer: ReplayBuffer) -> list[float]:
+    """The masses in units of priority 1."""
+    return [mass / UNIT for mass in buffer.masses().tolist()]
+
+
+def test_update_sets_the_masses_of_its_keys_only(device: str) -> None:
+    buffer = make(7, EXACT, device=device)
+    fill(buffer, 5)
+    update(buffer, [4, 0], [8.0, 0.5])
+    assert units(buffer) == [0.5, 1, 1, 1, 8, 0, 0]
+    assert buffer.total_mass() == int(11.5 * UNIT)
+
+
+@pytest.mark.parametrize("form", ["tensor", "numpy", "list"])
+def test_keys_in_every_form(form: str, device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 6)
+    forms: dict[str, Any] = {"tensor": torch.tensor([5, 2]), "numpy": np.array([5, 2], dtype=np.int32), "list": [5, 2]}
+    buffer.update_priorities(forms[form], torch.tensor([2.0, 4.0]))
+    assert units(buffer) == [1, 2, 4, 1]
+
+
+def test_priorities_that_require_grad(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    keys = fill(buffer, 2)
+    buffer.update_priorities(keys, torch.tensor([2.0, 4.0], device=device, requires_grad=True) * 2)
+    assert units(buffer) == [4, 8, 0, 0]
+
+
+def test_update_with_repeated_key_keeps_the_last(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 4)
+    update(buffer, [1, 2, 1, 1, 2], [9.0, 7.0, 3.0, 0.5, 0.25])
+    assert units(buffer) == [1, 0.5, 0.25, 1]
+    assert buffer.total_mass() == int(2.75 * UNIT)
+
+
+@pytest.mark.parametrize("count", [2, 33, 257, 1025])
+def test_update_of_one_key_many_times_keeps_the_last(count: int, device: str) -> None:
+    buffer = make(3, EXACT, device=device)
+    fill(buffer, 3)
+    update(buffer, [1] * count, [float(value) for value in range(count, 0, -1)])
+    assert units(buffer) == [1, 1, 1]
+    update(buffer, [1] * count, [float(value) for value in range(1, count + 1)])
+    assert units(buffer) == [1, count, 1]
+
+
+@pytest.mark.parametrize("count", [100, 1000, 5000])
+def test_repeated_keys_in_a_long_shuffled_update(count: int, device: str) -> None:
+    buffer = make(61, EXACT, device=device)
+    fill(buffer, 61)
+    generator = random.Random(count)
+    keys = [generator.randrange(61) for _ in range(count)]
+    priorities = [float(generator.randrange(1, 1000)) for _ in range(count)]
+    update(buffer, keys, priorities)
+    last = dict(zip(keys, priorities, strict=True))
+    assert units(buffer) == [last.get(key, 1.0) for key in range(61)]
+    assert buffer.total_mass() == sum(buffer.masses().tolist())
+
+
+def test_overwritten_key_is_ignored_and_counted(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 6)
+    # keys 0 and 1 were overwritten by 4 and 5, which hold their slots now
+    update(buffer, [0, 2, 1], [50.0, 3.0, 60.0])
+    assert units(buffer) == [1, 1, 3, 1]
+    assert buffer.stats().stale_updates == 2
+    update(buffer, [1, 5], [70.0, 2.0])
+    assert units(buffer) == [1, 2, 3, 1]
+    assert buffer.stats().stale_updates == 3
+
+
+@pytest.mark.parametrize("order", [[1, 5], [5, 1]])
+def test_late_key_does_not_win_over_the_key_that_took_its_slot(order: list[int], device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 6)
+    update(buffer, order, [float(10 * key) for key in order])
+    assert units(buffer) == [1, 50, 1, 1]
+    assert buffer.stats().stale_updates == 1
+
+
+def test_late_key_after_several_rounds_of_the_ring(device: str) -> None:
+    buffer = make(3, EXACT, device=device)
+    fill(buffer, 3)
+    for rounds in range(1, 6):
+        fill(buffer, 3)
+        update(buffer, [2, buffer.added - 4], [99.0, 99.0])
+        assert units(buffer) == [1, 1, 1]
+        assert buffer.stats().stale_updates == 2 * rounds
+
+
+@pytest.mark.parametrize("key", [-1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
+def test_keys_that_never_were_are_ignored_and_counted(key: int, device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 6)
+    update(buffer, [key, 3], [50.0, 2.0])
+    assert units(buffer) == [1, 1, 1, 2]
+    assert buffer.stats().stale_updates == 1
+
+
+def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
+    buffer = make(10, EXACT, device=device)
+    fill(buffer, 3)
+    update(buffer, [3, 9], [5.0, 5.0])
+    assert buffer.total_mass() == 3 * UNIT
+    assert buffer.stats().stale_updates == 2
+
+
+def test_late_update_does_not_raise_the_running_maximum(device: str) -> None:
+    buffer = make(2, EXACT, device=device)
+    fill(buffer, 4)
+    update(buffer, [0, 7, 3], [500.0, 600.0, 2.0])
+    fill(buffer, 1)
+    assert units(buffer) == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
+    place: int, value: float, dtype: torch.dtype
+) -> None:
+    buffer, twin = make(5, EXACT, device="cpu"), make(5, EXACT, device="cpu")
+    for each in (buffer, twin):
+        fill(each, 8, priority=range(1, 9))
+    before = contents(buffer, prioritized=True)
+    priorities = torch.full((5,), 100.0, dtype=dtype)
+    priorities[place] = value
+    with pytest.raises(ValueError, match=r"(?i)finite|nan|inf"):
+        buffer.update_priorities(torch.tensor([3, 4, 5, 6, 0]), priorities)
+    assert contents(buffer, prioritized=True) == before
+    same_draws(buffer, twin, 4)
+    for each in (buffer, twin):
+        fill(each, 1)
+    assert units(buffer) == units(twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_on_cuda_a_priority_that_is_not_finite_keeps_the_old_one_and_is_counted(value: float) -> None:
+    buffer = make(4, EXACT, device="cuda")
+    fill(buffer, 4, priority=[1, 2, 3, 4])
+    update(buffer, [0, 1, 2], [8.0, value, 0.5])
+    assert units(buffer) == [8, 2, 0.5, 4]
+    assert buffer.stats().rejected_priorities == 1
+    fill(buffer, 1)
+    assert units(buffer) == [8, 2, 0.5, 4]
+
+
+def test_sign_of_a_priority_is_dropped(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 3, priority=[-2.0, 3.0, -0.0])
+    assert units(buffer) == [2, 3, 1 / UNIT, 0]
+    update(buffer, [1], [-16.0])
+    assert units(buffer) == [2, 16, 1 / UNIT, 0]
+    fill(buffer, 1)
+    assert units(buffer)[3] == 16
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize("eps, clip", [(0.0, None), (1e-6, None), (0.1, 2.0), (0.0, 0.5)])
+def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, device: str) -> None:
+    settings = Proportional(alpha=alpha, eps=eps, clip=clip)
+    priorities = [0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 1.0, 1.9, 2.0, 2.1, 10.0, 1e4, 1e8]
+    expected = [mass_of(priority, settings, 13) for priority in priorities]
+    added, updated = make(13, settings, device=device), make(13, settings, device=device)
+    fill(added, 13, priority=priorities)
+    fill(updated, 13)
+    update(updated, list(range(13)), priorities)
+    assert close(added.masses(), expected, "mass")
+    assert added.masses().tolist() == updated.masses().tolist()
+    assert added.total_mass() == sum(added.masses().tolist())
+
+
+def test_alpha_of_zero_is_uniform(device: str) -> None:
+    buffer = make(50, Proportional(alpha=0.0, eps=0.0), device=device)
+    fill(buffer, 50, priority=[0.0, 1e-30, 1e30, *range(47)])
+    assert buffer.masses().tolist() == [UNIT] * 50
+    assert buffer.sample(50).key.tolist() == list(range(50))
+
+
+def test_priority_of_zero_can_still_be_drawn(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 4, priority=[0.0, 0.0, 0.0, 0.0])
+    assert buffer.masses().tolist() == [1, 1, 1, 1]
+    assert buffer.sample(4).key.tolist() == [0, 1, 2, 3]
+
+
+def test_masses_are_rounded_to_the_nearest(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 4, priority=[10.4 / UNIT, 10.49 / UNIT, 10.51 / UNIT, 0.4 / UNIT])
+    assert buffer.masses().tolist() == [10, 10, 11, 1]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 1000])
+def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, device: str) -> None:
+    buffer = make(capacity, EXACT, device=device)
+    fill(buffer, capacity)
+    limit = 2**62 // capacity
+    update(buffer, list(range(capacity)), [1e300 if key % 2 else 3e38 for key in range(capacity)])
+    assert buffer.masses().tolist() == [limit] * capacity
+    assert buffer.total_mass() == capacity * limit
+    assert buffer.stats().saturated_priorities == capacity
+    assert sorted(set(buffer.sample(capacity).key.tolist())) == list(range(capacity))
+    update(buffer, [0], [1.0])
+    assert buffer.total_mass() == (capacity - 1) * limit + UNIT
+
+
+def test_nothing_saturates_in_ordinary_use(device: str) -> None:
+    buffer = make(1000, Proportional(), device=device)
+    fill(buffer, 1000, priority=[10 ** (key / 200 - 3) for key in range(1000)])
+    assert buffer.stats().saturated_priorities == 0
+    assert buffer.stats().rejected_priorities == 0
+
+
+def test_new_transitions_enter_with_one_before_any_priority_was_given(device: str) -> None:
+    buffer = make(4, EXACT, device=device)
+    fill(buffer, 2)
+    fill(buffer, 1)
+    assert units(buffer) == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("how", ["add", "update"])
+def test_running_initial_is_the_largest_ever_given_even_when_it_is_small(how: str, device: str) -> None:
+    buffer = make(3, EXACT, device=device)
+    if how == "add":
+        fill(buffer, 2, priority=[0.25, 0.125])
+    else:
+        fill(buffer, 2)
+        update(buffer, [0, 1], [0.25, 0.125])
+    fill(buffer, 1)
+    assert units(buffer) == [0.25, 0.125, 0.25]
+
+
+def test_running_initial_never_falls(device: str) -> None:
+    buffer = make(2, EXACT, device=device)
+    fill(buffer, 2)
+    update(buffer, [0, 1], [8.0, 2.0])
+    update(buffer, [0, 1], [0.5, 0.5])
+    fill(buffer, 3)
+    assert units(buffer) == [8, 8]
+    buffer.clear()
+    fill(buffer, 1)
+    assert max(units(buffer)) == 8
+
+
+def test_running_initial_takes_the_winner_of_repeated_keys(device: str) -> None:
+    buffer = make(3, EXACT, device=device)
+    fill(buffer, 2)
+    update(buffer, [0, 0], [64.0, 2.0])
+    fill(buffer, 1)
+    assert units(buffer) == [2, 1, 2]
+
+
+def test_stored_initial_is_the_largest_among_those_stored(device: str) -> None:
+    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial="stored"), device=device)
+    fill(buffer, 2)
+    assert units(buffer) == [1, 1, 0, 0]
+    update(buffer, [0, 1], [8.0, 2.0])
+    update(buffer, [0], [0.5])
+    fill(buffer, 1)
+    assert units(buffer) == [0.5, 2, 2, 0]
+    update(buffer, [0, 1, 2], [0.25, 0.25, 0.25])
+    fill(buffer, 1)
+    assert units(buffer) == [0.25, 0.25, 0.25, 0.25]
+    buffer.clear()
+    fill(buffer, 1)
+    assert max(units(buffer)) == 1
+
+
+def test_stored_initial_forgets_what_was_overwritten(device: str) -> None:
+    buffer = make(3, Proportional(alpha=1.0, eps=0.0, initial="stored"), device=device)
+    fill(buffer, 3, priority=[8, 2, 4])
+    fill(buffer, 1, priority=[1])
+    # the 8 is gone
+    fill(buffer, 1)
+    assert units(buffer) == [1, 4, 4]
+
+
+@pytest.mark.parametrize("number", [0.5, 0, 3, 100.0])
+def test_initial_that_is_a_number(number: float, device: str) -> None:
+    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial=number), device=device)
+    fill(buffer, 2)
+    update(buffer, [0], [700.0])
+    fill(buffer, 1)
+    mass = max(number, 1 / UNIT)
+    assert units(buffer) == [700, mass, mass, 0]
+
+
+def test_initial_is_subject_to_eps_clip_and_alpha(device: str) -> None:
+    settings = Proportional(alpha=0.5, eps=0.25, clip=9.0)
+    buffer = make(4, settings, device=device)
+    fill(buffer, 1)
+    update(buffer, [0], [1e6])
+    fill(buffer, 1)
+    assert close(buffer.masses()[:2], [mass_of(1e6, settings, 4)] * 2, "mass")
+    assert close(buffer.masses()[1:2], [3 * UNIT], "mass")
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), Uniform(replacement=True), Latest(), Combined(Uniform())], ids=repr)
+def test_update_of_a_sampler_without_priorities_changes_no_draw(sampler: Any, device: str) -> None:
+    buffer, twin = make(9, sampler, device=device), make(9, sampler, device=device)
+    fill(buffer, 9)
+    fill(twin, 9)
+    buffer.update_priorities(torch.arange(9, device=device), torch.full((9,), 1e6, device=device))
+    same_draws(buffer, twin, 5)
+
+
+def test_update_through_a_combined_sampler_changes_its_base(device: str) -> None:
+    buffer = make(8, Combined(EXACT, newest=1), device=device)
+    keys = fill(buffer, 8)
+    priorities = torch.full((8,), 1 / UNIT, device=device)
+    priorities[3] = 2.0**30
+    buffer.update_priorities(keys, priorities)
+    for _ in range(scale(20, 3)):
+        assert buffer.sample(5).key.tolist() == [3, 3, 3, 3, 7]

@@ -1,0 +1,270 @@
+"""Proportional sampling: what is drawn is the stated distribution, exactly, at every scale of the masses.
+
+Draws are compared with the plain-Python oracle where both must agree bit for bit, and with exact probabilities by
+chi-square tests (one in a million is the stated rate of false alarms of each).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import accumulate
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from distribution import check_counts
+from oracle import UNIT, OracleBuffer, stratum
+from tolerances import close
+from transitions import EXACT, NUMBER, fill, make, with_masses
+
+from gpu_replay import Proportional, ReplayBuffer
+
+pytestmark = pytest.mark.contract
+
+INDEPENDENT = Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False)
+AWKWARD = [1, 2, 7, 97, 127, 128, 129, 1000]
+
+
+def spread_masses(count: int, seed: int, decades: float) -> list[int]:
+    """Masses log-uniform over so many decades, the smallest about 1,000."""
+    generator = random.Random(seed)
+    return [int(1000 * 10 ** generator.uniform(0, decades)) for _ in range(count)]
+
+
+def played(masses: list[int], settings: Proportional, seed: int) -> OracleBuffer:
+    """The oracle of a buffer made by `with_masses`."""
+    oracle = OracleBuffer(len(masses), settings, seed)
+    oracle.add(len(masses), [mass / UNIT for mass in masses])
+    return oracle
+
+
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+@pytest.mark.parametrize("capacity", AWKWARD)
+def test_draws_probabilities_and_weights_are_those_of_the_oracle(
+    capacity: int, settings: Proportional, device: str
+) -> None:
+    masses = spread_masses(capacity, capacity, 5.0)
+    buffer = with_masses(masses, settings, device=device, seed=capacity)
+    oracle = played(masses, settings, capacity)
+    for count in (1, 3, 4, 5, 64, 257):
+        batch, drawn = buffer.sample(count), oracle.sample(count)
+        assert batch.key.tolist() == drawn.keys
+        assert batch.number.tolist() == drawn.keys
+        assert close(batch.probability, drawn.probability, "probability")
+        assert close(batch.weight, drawn.weight, "weight")
+
+
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+def test_frequencies_are_the_exact_probabilities(settings: Proportional, device: str) -> None:
+    masses = spread_masses(97, 5, 3.0)
+    buffer = with_masses(masses, settings, device=device, seed=11)
+    counts: Counter[int] = Counter()
+    for _ in range(scale(250, 10)):
+        counts.update(buffer.sample(scale(4096, 1024)).key.tolist())
+    check_counts(counts, dict(enumerate(masses)))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_every_row_of_a_stratified_batch_follows_its_own_stratum(row: int, device: str) -> None:
+    masses = [3 * UNIT, UNIT, 5 * UNIT, UNIT // 2, 2 * UNIT, 4 * UNIT, 3 * UNIT, UNIT]
+    buffer = with_masses(masses, device=device, seed=2)
+    low, high = stratum(row, 4, sum(masses))
+    ends = list(accumulate(masses))
+    overlap = {
+        slot: max(0, min(high, end) - max(low, end - mass))
+        for slot, (mass, end) in enumerate(zip(masses, ends, strict=True))
+    }
+    check_counts(Counter(buffer.sample(4).key[row].item() for _ in range(scale(4000, 150))), overlap)
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 50, 100])
+def test_one_draw_in_each_of_the_equal_parts(count: int, device: str) -> None:
+    buffer = with_masses([3 * UNIT] * 100, device=device)
+    for _ in range(scale(20, 3)):
+        assert [key * count // 100 for key in buffer.sample(count).key.tolist()] == list(range(count))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_draw_in_each_part_of_unequal_masses(seed: int, device: str) -> None:
+    masses = spread_masses(37, seed, 4.0)
+    buffer = with_masses(masses, device=device, seed=seed)
+    ends = list(accumulate(masses))
+    for count in (2, 5, 64, 100):
+        for part, key in enumerate(buffer.sample(count).key.tolist()):
+            low, high = stratum(part, count, ends[-1])
+            assert ends[key] > low
+            assert ends[key] - masses[key] < high
+
+
+def test_batch_larger_than_what_is_stored(device: str) -> None:
+    buffer = with_masses([UNIT, UNIT, 2 * UNIT], device=device)
+    assert Counter(buffer.sample(400).key.tolist()) == {0: 100, 1: 100, 2: 200}
+
+
+def test_more_draws_than_units_of_mass(device: str) -> None:
+    buffer = with_masses([1, 1, 1], device=device, seed=4)
+    oracle = played([1, 1, 1], EXACT, 4)
+    for count in (1, 2, 3, 10):
+        keys = buffer.sample(count).key.tolist()
+        assert keys == oracle.sample(count).keys
+    assert set(keys) == {0, 1, 2}
+
+
+def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) -> None:
+    masses = [UNIT, 2 * UNIT, 3 * UNIT]
+    buffer = with_masses(masses, INDEPENDENT, device=device, seed=9)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for _ in range(scale(100, 8)):
+        keys = buffer.sample(256).key.tolist()
+        pairs.update(zip(keys[::2], keys[1::2], strict=True))
+    expected = {(one, two): masses[one] * masses[two] for one in range(3) for two in range(3)}
+    check_counts(pairs, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 4095, 4096, 4097])
+def test_first_and_last_slot_are_reachable(size: int, device: str) -> None:
+    buffer = with_masses([UNIT] * size, device=device)
+    assert buffer.sample(size).key.tolist() == list(range(size))
+
+
+def test_last_of_100_003_equal_masses_is_reachable(device: str) -> None:
+    size = 100_003
+    buffer = ReplayBuffer(size, NUMBER, sampler=EXACT, device=device, seed=1)
+    buffer.add(number=torch.arange(size, device=device))
+    assert buffer.total_mass() == size * UNIT
+    # as many equal parts as equal masses: each part is one slot
+    assert torch.equal(buffer.sample(size).key.cpu(), torch.arange(size))
+    # 97 parts: the last of them holds the last 1,030 slots
+    last = [buffer.sample(97).key[-1].item() for _ in range(scale(200, 4))]
+    assert min(last) >= size - 1031
+    assert max(last) < size
+
+
+@pytest.mark.parametrize("size", [8, 300, 5000])
+def test_tiny_masses_behind_a_huge_one(size: int, device: str) -> None:
+    tiny = UNIT
+    # 1 / 64 of the total: less than single precision keeps beside the huge mass, slot by slot
+    masses = [63 * tiny * (size - 1)] + [tiny] * (size - 1)
+    buffer = with_masses(masses, device=device, seed=size)
+    total = sum(masses)
+    parts = 64 * (size - 1)
+    keys = buffer.sample(parts).key
+    assert total // parts == tiny
+    assert keys[: 63 * (size - 1)].eq(0).all()
+    assert keys[63 * (size - 1) :].tolist() == list(range(1, size))
+
+
+def test_huge_mass_behind_tiny_ones(device: str) -> None:
+    masses = [1] * 999 + [2**50]
+    buffer = with_masses(masses, device=device, seed=6)
+    assert buffer.total_mass() == 2**50 + 999
+    batch = buffer.sample(512)
+    assert set(batch.key.tolist()) <= set(range(1000))
+    assert batch.key[1:].eq(999).all()
+
+
+def test_mass_of_one_beside_the_largest_is_counted_exactly(device: str) -> None:
+    buffer = with_masses([2**60, 1], device=device)
+    assert buffer.total_mass() == 2**60 + 1
+    assert set(buffer.sample(1000).key.tolist()) <= {0, 1}
+    buffer.update_priorities(torch.tensor([0], device=device), torch.tensor([1 / UNIT], device=device))
+    assert buffer.total_mass() == 2
+    assert buffer.sample(2).key.tolist() == [0, 1]
+
+
+def test_nothing_is_left_of_a_huge_mass_that_shrank(device: str) -> None:
+    size = 1000
+    buffer = with_masses([UNIT] * size, device=device)
+    for slot in (0, 499, 999):
+        key = torch.tensor([slot], device=device)
+        buffer.update_priorities(key, torch.tensor([2.0**31], device=device))
+        assert buffer.total_mass() == 2**51 + (size - 1) * UNIT
+        assert buffer.sample(4096).key.eq(slot).sum() >= 4090
+        buffer.update_priorities(key, torch.tensor([1.0], device=device))
+        assert buffer.total_mass() == size * UNIT
+        assert buffer.sample(size).key.tolist() == list(range(size))
+
+
+def test_total_is_the_exact_sum_after_many_updates_over_ten_orders_of_magnitude(device: str) -> None:
+    size, rounds, width = 1009, scale(200, 12), 500
+    buffer = make(size, EXACT, device=device, **NUMBER)
+    buffer.add(number=torch.arange(size, device=device))
+    generator = torch.Generator().manual_seed(0)
+    exact = [UNIT] * size
+    for _ in range(rounds):
+        keys = torch.randint(0, size, (width,), generator=generator)
+        exponents = torch.rand(width, generator=generator, dtype=torch.float64) * 10 - 5
+        masses = (10**exponents * UNIT).round().long().clamp(min=1)
+        buffer.update_priorities(keys.to(device), (masses.double() / UNIT).to(device))
+        for key, mass in zip(keys.tolist(), masses.tolist(), strict=True):
+            exact[key] = mass
+        assert buffer.total_mass() == sum(exact)
+    assert buffer.masses().tolist() == exact
+    buffer.update_priorities(torch.arange(size, device=device), torch.ones(size, device=device))
+    assert buffer.total_mass() == size * UNIT
+    assert buffer.sample(size).key.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer"])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, 2.5])
+def test_weights_are_powers_of_the_ratio_to_the_lowest_mass(normalize: str, beta: float, device: str) -> None:
+    settings = Proportional(alpha=1.0, beta=beta, eps=0.0, normalize=normalize)
+    masses = [1000, *([UNIT * 3, UNIT * 50, UNIT // 4] * 5)]
+    buffer = with_masses(masses, settings, device=device, seed=3)
+    # fewer draws than would ever meet the lowest mass of the buffer
+    batch = buffer.sample(6)
+    drawn = [masses[key] for key in batch.key.tolist()]
+    lowest = 1000 if normalize == "buffer" else min(drawn)
+    assert 1000 not in drawn
+    assert close(batch.weight, [(lowest / mass) ** beta for mass in drawn], "weight")
+    assert close(batch.probability, [mass / sum(masses) for mass in drawn], "probability")
+    if normalize == "batch":
+        assert batch.weight.max().item() == 1.0
+
+
+def test_buffer_weights_follow_the_lowest_mass_as_it_changes(device: str) -> None:
+    settings = Proportional(alpha=1.0, beta=1.0, eps=0.0, normalize="buffer")
+    buffer = make(4, settings, device=device)
+    fill(buffer, 3, priority=[1, 2, 4])
+    for keys, priorities, lowest in [([0], [8.0], 2.0), ([1], [0.5], 0.5), ([1], [16.0], 4.0), ([], [], 4.0)]:
+        if keys:
+            buffer.update_priorities(torch.tensor(keys), torch.tensor(priorities))
+        batch = buffer.sample(8)
+        stored = [mass / UNIT for mass in buffer.masses().tolist()]
+        assert close(batch.weight, [lowest / stored[key % 4] for key in batch.key.tolist()], "weight")
+    fill(buffer, 2, priority=[1.0, 3.0])
+    # key 0 was overwritten; 16, 4, 1 and 3 are left
+    batch = buffer.sample(8)
+    assert close(batch.weight, [{1: 1 / 16, 2: 1 / 4, 3: 1.0, 4: 1 / 3}[key] for key in batch.key.tolist()], "weight")
+
+
+def test_equal_masses_weigh_one(device: str) -> None:
+    for settings in (Proportional(), Proportional(normalize="buffer")):
+        buffer = make(10, settings, device=device)
+        fill(buffer, 7)
+        batch = buffer.sample(20)
+        assert batch.weight.tolist() == [1.0] * 20
+        assert close(batch.probability, [1 / 7] * 20, "probability")
+
+
+def test_seeds_give_different_draws_and_equal_seeds_equal_ones(device: str) -> None:
+    masses = spread_masses(1000, 1, 1.0)
+    draws = [with_masses(masses, device=device, seed=seed).sample(64).key.tolist() for seed in (0, 0, 1, 2**63, -1)]
+    assert draws[0] == draws[1]
+    assert len({tuple(keys) for keys in draws}) == 4
+
+
+def test_successive_samples_are_new_draws(device: str) -> None:
+    buffer = with_masses([UNIT] * 1000, INDEPENDENT, device=device)
+    seen = {tuple(buffer.sample(16).key.tolist()) for _ in range(scale(50, 5))}
+    assert len(seen) == scale(50, 5)
+
+
+def test_what_was_never_given_mass_is_never_drawn_while_the_ring_fills(device: str) -> None:
+    buffer = make(1000, EXACT, device=device)
+    for count in (1, 2, 125, 128, 129, 600):
+        fill(buffer, count)
+        keys = buffer.sample(buffer.added).key.tolist()
+        assert keys == list(range(min(buffer.added, 1000)))

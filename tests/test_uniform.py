@@ -1,0 +1,172 @@
+"""Uniform sampling: distinct transitions in random order, every set and every order equally likely."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from distribution import check_counts
+from transitions import check_rows, fill, make
+
+from gpu_replay import ReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+
+AWKWARD = [1, 2, 3, 7, 8, 97, 127, 128, 129, 1000]
+REPLACEMENT = Uniform(replacement=True)
+
+
+def stored(size: int, *, device: str, sampler: Uniform | None = None, seed: int = 0, spare: int = 0) -> ReplayBuffer:
+    """A buffer that holds `size` transitions, whose oldest key is 0 when nothing was overwritten."""
+    buffer = make(size + spare, sampler, device=device, seed=seed)
+    fill(buffer, size)
+    return buffer
+
+
+def tally(buffer: ReplayBuffer, count: int, times: int, outcome: Callable[[list[int]], tuple[int, ...]]) -> Counter:
+    """How often each outcome came, over so many samples."""
+    first = buffer.added - len(buffer)
+    return Counter(outcome([key - first for key in buffer.sample(count).key.tolist()]) for _ in range(times))
+
+
+@pytest.mark.parametrize("size", AWKWARD)
+def test_draws_without_replacement_are_distinct_and_live(size: int, device: str) -> None:
+    buffer = stored(size, device=device, spare=3)
+    for count in sorted({1, 2, size // 2, size - 1, size} & set(range(1, size + 1))):
+        for _ in range(scale(10, 2)):
+            batch = buffer.sample(count)
+            keys = batch.key.tolist()
+            assert len(set(keys)) == count
+            assert set(keys) <= set(range(size))
+            check_rows(batch)
+
+
+@pytest.mark.parametrize("size", AWKWARD)
+def test_batch_of_everything_is_a_permutation(size: int, device: str) -> None:
+    buffer = stored(size, device=device)
+    wrapped = len(fill(buffer, size // 2 + 1))
+    for _ in range(scale(10, 2)):
+        assert sorted(buffer.sample(size).key.tolist()) == list(range(wrapped, wrapped + size))
+
+
+def test_batch_of_everything_in_a_large_buffer(device: str) -> None:
+    buffer = stored(100_003, device=device)
+    keys = buffer.sample(100_003).key
+    assert torch.equal(keys.sort().values.cpu(), torch.arange(100_003))
+    assert not torch.equal(keys.cpu(), torch.arange(100_003))
+
+
+def test_more_than_is_stored_is_refused_without_replacement(device: str) -> None:
+    buffer = stored(5, device=device, spare=5)
+    with pytest.raises(ValueError, match=r"(?s)6.*5|5.*6"):
+        buffer.sample(6)
+    assert sorted(buffer.sample(5).key.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_more_than_is_stored_is_drawn_with_replacement(device: str) -> None:
+    buffer = stored(5, device=device, sampler=REPLACEMENT, spare=5)
+    assert set(buffer.sample(500).key.tolist()) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_probability_and_weight(sampler: Uniform, device: str) -> None:
+    buffer = stored(7, device=device, sampler=sampler, spare=4)
+    batch = buffer.sample(3)
+    assert batch.probability.tolist() == torch.full((3,), 1 / 7, dtype=torch.float32).tolist()
+    assert batch.weight.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+@pytest.mark.parametrize("size", [2, 3, 7, 97])
+def test_every_transition_is_equally_likely_in_every_row(sampler: Uniform, size: int, device: str) -> None:
+    buffer = stored(size, device=device, sampler=sampler, seed=size)
+    fill(buffer, 2)
+    rows = min(size, 4)
+    places: list[Counter[int]] = [Counter() for _ in range(rows)]
+    for _ in range(scale(2000, 400 if size < 97 else 600)):
+        for place, key in zip(places, buffer.sample(rows).key.tolist(), strict=True):
+            place[key - 2] += 1
+    for place in places:
+        check_counts(place, dict.fromkeys(range(size), 1.0))
+
+
+@pytest.mark.parametrize("size, count", [(2, 2), (3, 2), (3, 3), (4, 3), (4, 4), (5, 2), (6, 2), (7, 2), (9, 2)])
+def test_every_ordered_choice_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
+    buffer = stored(size, device=device, seed=1)
+    outcomes = list(itertools.permutations(range(size), count))
+    times = scale(max(2000, 60 * len(outcomes)), max(200, 10 * len(outcomes)))
+    check_counts(tally(buffer, count, times, tuple), dict.fromkeys(outcomes, 1.0))
+
+
+@pytest.mark.parametrize("size, count", [(5, 3), (6, 3), (8, 4), (9, 7)])
+def test_every_set_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
+    buffer = stored(size, device=device, seed=2)
+    outcomes = list(itertools.combinations(range(size), count))
+    times = scale(max(2000, 60 * len(outcomes)), 10 * len(outcomes))
+    found = tally(buffer, count, times, lambda keys: tuple(sorted(keys)))
+    check_counts(found, dict.fromkeys(outcomes, 1.0))
+
+
+@pytest.mark.parametrize("size", [11, 97])
+def test_distance_of_two_rows_without_replacement_is_uniform(size: int, device: str) -> None:
+    buffer = stored(size, device=device, seed=3)
+    places = [(0, 1), (0, 3), (2, 3)]
+    distances: list[Counter[int]] = [Counter() for _ in places]
+    for _ in range(scale(3000, 10 * size)):
+        keys = buffer.sample(4).key.tolist()
+        for (one, other), distance in zip(places, distances, strict=True):
+            distance[(keys[other] - keys[one]) % size] += 1
+    for distance in distances:
+        check_counts(distance, dict.fromkeys(range(1, size), 1.0))
+
+
+def test_order_of_a_batch_of_everything_is_random(device: str) -> None:
+    buffer = stored(40, device=device, seed=4)
+    ascents: Counter[bool] = Counter()
+    for _ in range(scale(400, 30)):
+        keys = buffer.sample(40).key.tolist()
+        ascents.update(first < second for first, second in zip(keys[::2], keys[1::2], strict=True))
+    check_counts(ascents, {True: 1.0, False: 1.0})
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_successive_samples_do_not_depend_on_each_other(sampler: Uniform, device: str) -> None:
+    buffer = stored(7, device=device, sampler=sampler, seed=5)
+    pairs: Counter[tuple[int, int]] = Counter()
+    previous = buffer.sample(2).key.tolist()
+    for _ in range(scale(3000, 500)):
+        keys = buffer.sample(2).key.tolist()
+        pairs[previous[1], keys[0]] += 1
+        previous = keys
+    check_counts(pairs, dict.fromkeys(itertools.product(range(7), range(7)), 1.0))
+
+
+def test_rows_with_replacement_do_not_depend_on_each_other(device: str) -> None:
+    buffer = stored(6, device=device, sampler=REPLACEMENT, seed=6)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for _ in range(scale(200, 20)):
+        keys = buffer.sample(128).key.tolist()
+        pairs.update(zip(keys[::2], keys[1::2], strict=True))
+    check_counts(pairs, dict.fromkeys(itertools.product(range(6), range(6)), 1.0))
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_seeds_differ_and_repeat(sampler: Uniform, device: str) -> None:
+    draws = [stored(1000, device=device, sampler=sampler, seed=seed).sample(32).key.tolist() for seed in (0, 0, 1, 2)]
+    assert draws[0] == draws[1]
+    assert len({tuple(keys) for keys in draws}) == 3
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_both_ends_of_a_large_buffer_are_reached(sampler: Uniform, device: str) -> None:
+    buffer = stored(100_003, device=device, sampler=sampler, seed=7)
+    buckets: Counter[int] = Counter()
+    for _ in range(scale(40, 6)):
+        buckets.update((buffer.sample(1024).key * 97 // 100_003).tolist())
+    # the 97 parts differ by at most one transition of 1,031
+    check_counts(buckets, dict.fromkeys(range(97), 1.0))

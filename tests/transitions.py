@@ -1,0 +1,102 @@
+"""Transitions that carry their own number, and the buffers that hold them.
+
+Every field of transition `n` is a function of `n`, so that a row taken from the wrong slot, torn between two
+transitions or cast wrongly shows itself, whatever the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from oracle import UNIT
+from torch import Tensor
+
+from gpu_replay import Batch, Combined, Field, Latest, Proportional, ReplayBuffer, Uniform
+
+FIELDS = {
+    "obs": Field((2, 3), torch.float32),
+    "action": Field((), torch.int64),
+    "reward": Field((), torch.float32),
+    "next_obs": Field((2, 3), torch.float32),
+    "terminated": Field((), torch.bool),
+}
+NUMBER = {"number": Field((), torch.int64)}
+SAMPLERS: dict[str, Uniform | Proportional | Latest | Combined] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "proportional": Proportional(),
+    "independent": Proportional(stratified=False),
+    "latest": Latest(),
+    "combined-uniform": Combined(Uniform()),
+    "combined-proportional": Combined(Proportional(), newest=2),
+}
+EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else
+
+
+def transitions(numbers: Iterable[int]) -> dict[str, Tensor]:
+    """The fields of the transitions with these numbers, on the CPU."""
+    number = torch.tensor(list(numbers), dtype=torch.int64)
+    cells = torch.arange(6).reshape(2, 3) / 8
+    obs = number[:, None, None] + cells
+    return {
+        "obs": obs.float(),
+        "action": number * 1_000_003,
+        "reward": -number.float(),
+        "next_obs": obs.float() + 1,
+        "terminated": number % 3 == 0,
+    }
+
+
+def make(capacity: int, sampler: Any = None, *, device: str = "cpu", seed: int = 0, **fields: Field) -> ReplayBuffer:
+    """An empty buffer of the numbered transitions, or of other fields."""
+    settings = Uniform() if sampler is None else sampler
+    return ReplayBuffer(capacity, fields or FIELDS, sampler=settings, device=device, seed=seed)
+
+
+def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = None) -> Tensor:
+    """Add the next `count` numbered transitions; the number of each is its key."""
+    first = buffer.added
+    given = None if priority is None else torch.tensor(priority, dtype=torch.float64, device=buffer.device)
+    fields = {name: value.to(buffer.device) for name, value in transitions(range(first, first + count)).items()}
+    return buffer.add(**fields, priority=given)
+
+
+def with_masses(masses: Sequence[int], settings: Proportional = EXACT, *, device: str, seed: int = 0) -> ReplayBuffer:
+    """A full buffer of numbers with exactly these masses in slot order."""
+    capacity = len(masses)
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=settings, device=device, seed=seed)
+    given = torch.tensor(masses, dtype=torch.float64) / UNIT
+    buffer.add(number=torch.arange(capacity, device=device), priority=given.to(device))
+    assert buffer.masses().tolist() == list(masses)
+    return buffer
+
+
+def check_rows(batch: Batch) -> None:
+    """Fail unless every row of the batch is the transition that its key says."""
+    keys = batch.key.tolist()
+    for name, expected in transitions(keys).items():
+        found = batch[name].cpu()
+        assert found.dtype == expected.dtype, name
+        assert torch.equal(found, expected), f"field {name} of keys {keys}"
+
+
+def same_draws(one: ReplayBuffer, other: ReplayBuffer, count: int, times: int = 3) -> None:
+    """Fail unless the next samples of both buffers are equal in every tensor."""
+    for _ in range(times):
+        first, second = one.sample(count), other.sample(count)
+        assert set(first) == set(second)
+        for name in first:
+            assert torch.equal(first[name].cpu(), second[name].cpu()), name
+
+
+def contents(buffer: ReplayBuffer, *, prioritized: bool = False) -> dict[str, Any]:
+    """What a call that raised must leave as it was."""
+    live = list(range(buffer.added - len(buffer), buffer.added))
+    found: dict[str, Any] = {"added": buffer.added, "size": len(buffer), "stats": repr(buffer.stats())}
+    if live:
+        found |= {name: tensor.cpu().tolist() for name, tensor in buffer[live].items()}
+    if prioritized:
+        found |= {"masses": buffer.masses().tolist(), "total": buffer.total_mass()}
+    return found
