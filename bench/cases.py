@@ -176,7 +176,7 @@ def index_cases(
     return [Case("index", capacity, batch, 0) for capacity in capacities for batch in batches]
 
 
-def cycle_cases(capacities: tuple[int, ...] = (1_000_000,), batches: tuple[int, ...] = BATCHES) -> list[Case]:
+def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:
     """Full cycles only, as all peers are measured."""
     return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
 

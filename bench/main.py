@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from . import memory, report
 from .cases import BATCHES, CAPACITIES, Case, chosen, cycle_cases, index_cases, step_cases
+from .environment import current_environment
 from .index_subject import IndexSubject
 from .progress import Progress
-from .record import Record, checkout, current_environment, read, write
+from .record import Record
+from .results import default_file, read, recorded_files, write
 from .runner import Maker, Refused, Run
 from .subjects import PEERS, MissingPeer, ReplaySubject, make_peer, peer_version
 from .timing import Plan, copy_bandwidth
@@ -28,11 +31,18 @@ QUICK_CAPACITIES = (10_000,)
 QUICK_BATCHES = (32, 256)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command of `gpu-replay bench`; returns the exit status.
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line; usage is a matter for --help."""
 
-    A run that cannot be made says why in one line on standard error and returns 1. What was measured before an
-    interruption is recorded.
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command of `gpu-replay bench`; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
+
+    A run that cannot be made says why in one line on standard error. What was measured before an interruption is
+    recorded.
     """
     options = _parser().parse_args(argv)
     threads = torch.get_num_threads()
@@ -40,16 +50,22 @@ def main(argv: Sequence[str]) -> int:
     try:
         status: int = options.run(options)
         return status
-    except (ValueError, KeyError, OSError, RuntimeError, MemoryError, MissingPeer, Refused) as error:
+    except KeyboardInterrupt:
+        print("gpu-replay bench: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, KeyError) as error:
         # str() of a KeyError is the repr of its message
         print(f"gpu-replay bench: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError, MemoryError, MissingPeer, Refused) as error:
+        print(f"gpu-replay bench: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
         torch.set_num_threads(threads)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu-replay bench", description="Measures buffers, records the result.")
+    parser = _Parser(prog="gpu-replay bench", description="Measures buffers and records the result.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     suites = {
         "cpu": (_cpu, "add, sample, update, full cycles, the index alone and memory, on the CPU with one thread"),
@@ -59,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     for name, (run, about) in suites.items():
         command = commands.add_parser(name, help=about, description=f"Measures {about}.")
         command.add_argument(
-            "--output", type=Path, metavar="FILE", help=f"JSON lines; its cases are renewed (default: {_default(name)})"
+            "--output",
+            type=Path,
+            metavar="FILE",
+            help=f"JSON lines; its cases are renewed (default: {default_file(name)})",
         )
         command.add_argument("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         command.add_argument(
@@ -136,7 +155,7 @@ def _peers(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    files = options.files or _recorded()
+    files = options.files or recorded_files()
     records = [record for file in files for record in read(file)]
     for document in options.update or []:
         text = document.read_text()
@@ -158,7 +177,7 @@ def _prepared(suite: str, device: torch.device, quick: bool) -> Run:
 @contextmanager
 def _session(options: argparse.Namespace, total: int) -> Iterator[tuple[list[Record], Progress]]:
     """Records to fill and a progress bar; the records are written at the end, however it comes."""
-    output = options.output or _default(f"{options.suite}-quick" if options.quick else options.suite)
+    output = options.output or default_file(f"{options.suite}-quick" if options.quick else options.suite)
     records: list[Record] = []
     try:
         with Progress(total, f"bench {options.suite}") as progress:
@@ -169,24 +188,9 @@ def _session(options: argparse.Namespace, total: int) -> Iterator[tuple[list[Rec
             print(f"{len(records)} records written to {output}", file=sys.stderr)
 
 
-def _default(name: str) -> Path:
-    """Where results go that no option places: into the checkout, else into the current folder."""
-    root = checkout()
-    return root / "bench" / "results" / f"{name}.jsonl" if root else Path(f"gpu-replay-bench-{name}.jsonl")
-
-
-def _recorded() -> list[Path]:
-    """The results files there are, trial runs left out."""
-    pattern = _default("*")
-    found = [file for file in sorted(pattern.parent.glob(pattern.name)) if not file.stem.endswith("-quick")]
-    if not found:
-        raise ValueError(f"no results at {pattern}; run `gpu-replay bench cpu` first, or name the files.")
-    return found
-
-
 def _print(records: list[Record]) -> None:
     """All tables that these records fill, beside the peers recorded earlier."""
-    earlier = _default("peers")
+    earlier = default_file("peers")
     peers = read(earlier) if earlier.is_file() else []
     parts = [report.cells_table(records, peers)]
     if any(record.operation == "cycle" for record in records):

@@ -19,8 +19,8 @@ import torch
 
 from .cases import short
 from .record import Record
-from .rows import ROW_BYTES, described
-from .runner import Run, fill
+from .rows import ROW_BYTES, Rows, described, make_rows
+from .runner import Run
 from .subjects import ReplaySubject
 from .timing import quantiles
 
@@ -79,14 +79,24 @@ def _main() -> None:
     capacity = parser.parse_args().capacity
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    # a small buffer first, so that code and scratch memory of all calls are there before the reading
-    fill(ReplaySubject(10_000, device), 10_000, device, rounds=8)
-    gc.collect()
+    rows = make_rows(4096, np.random.default_rng(0))
+    # a small buffer first, kept, so that code and scratch memory of all calls are there before the reading
+    small = ReplaySubject(8192, device)
+    _use(small, 8192, rows)
     before = resident_bytes()
     subject = ReplaySubject(capacity, device)
-    fill(subject, capacity, device, rounds=256)
-    gc.collect()
+    _use(subject, capacity, rows)
     print(json.dumps({"resident": resident_bytes() - before, "counted": subject.nbytes}))
+
+
+def _use(subject: ReplaySubject, capacity: int, rows: Rows) -> None:
+    """Write every slot, then sample and update for a while."""
+    for _ in range(-(-capacity // len(rows["obs"]))):
+        subject.add(rows)
+    for _ in range(64):
+        sampled = subject.sample(256)
+        subject.update(sampled, torch.ones(256))
+    gc.collect()
 
 
 if __name__ == "__main__":

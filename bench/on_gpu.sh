@@ -133,7 +133,7 @@ step() {
 pytest() {
     local plugins=() name=$1
     shift
-    if [[ -n $dry ]] || has xdist; then
+    if has xdist; then
         ((${workers:-4} > 1)) && plugins+=(-p xdist.plugin -n "${workers:-4}")
     fi
     step "$name" "$python" -m pytest "${plugins[@]}" -p no:cacheprovider -m gpu "--junitxml=$output/$name.xml" "$@"

@@ -41,7 +41,9 @@ def conditions(records: Records) -> str:
     """One sentence that says where and with what these records were made."""
     newest = max((record.environment for record in records), key=lambda environment: environment.date)
     parts = [_machine(newest)]
-    parts += [f"{name} {version}" for name, version in newest.versions.items() if version]
+    # implementations that were compared add their own versions
+    versions = {name: version for record in records for name, version in record.environment.versions.items()}
+    parts += [f"{name} {version}" for name, version in versions.items() if version]
     commits = list(dict.fromkeys(record.environment.commit for record in records if record.environment.commit))
     if commits:
         parts.append("commit " + ", ".join(commits))
@@ -98,15 +100,20 @@ def _cycle_cell(record: Record | None, peers: Records) -> str:
 
 
 def peers_table(records: Records) -> str:
-    """The full cycle of all implementations side by side, one row each."""
+    """The full cycle of all implementations, cases down and implementations across; the last column compares.
+
+    The last column is the best other implementation's time over that of the first.
+    """
     names = list(dict.fromkeys(record.implementation for record in records))
-    cases = list(dict.fromkeys(record.case for record in records))
-    found = {(record.implementation, record.case): record for record in records}
+    found = {(record.case, record.implementation): record.median for record in records}
     rows = []
-    for name in names:
-        cells = [found.get((name, case)) for case in cases]
-        rows.append([name, *[number(cell.median) if cell else "" for cell in cells]])
-    return table(["µs, median", *[case.removeprefix("cycle/").replace("/", ", ") for case in cases]], rows)
+    for case in dict.fromkeys(record.case for record in records):
+        times = [found.get((case, name)) for name in names]
+        others = [time for time in times[1:] if time is not None]
+        ahead = f"{min(others) / times[0]:.2f}x" if times[0] and others else ""
+        label = case.removeprefix("cycle/").replace("/", ", ")
+        rows.append([label, *["" if time is None else number(time) for time in times], ahead])
+    return table(["full cycle, µs", *names, "ahead"], rows)
 
 
 def memory_table(records: Records) -> str:
@@ -124,12 +131,11 @@ def memory_table(records: Records) -> str:
 def _cpu_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "cpu"]
     peers = [record for record in records if record.suite == "peers"]
-    text = cycle_table(mine, peers)
     cpu = mine[0].environment.cpu
-    published = any((best_peer(record.case, peers, cpu) or (0, ""))[1] == ELSEWHERE for record in mine)
-    where = "as measured on another 2-core machine" if published else "measured on the same machine"
-    note = f"One cycle is {OPERATIONS['cycle'].about}. In parentheses: ahead of the best peer of the cell, {where}."
-    return f"{text}\n\n{note} Medians. {conditions(mine)}"
+    best = [best_peer(record.case, peers, cpu) for record in mine if record.operation == "cycle"]
+    where = "as measured on another 2-core machine" if any(b and b[1] == ELSEWHERE for b in best) else "on this machine"
+    note = f"One cycle: {OPERATIONS['cycle'].about}. In parentheses, times ahead of the best peer of the cell, {where}."
+    return f"{cycle_table(mine, peers)}\n\n{note} Medians. {conditions(mine)}"
 
 
 def _cells_section(records: Records) -> str:
@@ -145,9 +151,8 @@ def _gpu_section(records: Records) -> str:
 
 def _peers_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "peers"]
-    versions = {r.implementation: r.environment.versions.get(r.implementation) for r in mine}
-    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"{peers_table(mine)}\n\nOne cycle is {OPERATIONS['cycle'].about}. {named}. {conditions(mine)}"
+    note = f"One cycle: {OPERATIONS['cycle'].about}; all sampled fields and weights come as torch tensors."
+    return f"{peers_table(mine)}\n\n{note} Medians. {conditions(mine)}"
 
 
 def _memory_section(records: Records) -> str:
@@ -166,16 +171,26 @@ SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], st
 
 
 def section(name: str, records: Records) -> str:
-    """The text of one marked place, the command that reproduces it included.
+    """The text of one marked place, the command that reproduces it included; one table per machine.
 
     Raises KeyError for a name that no table has.
     """
     if name not in SECTIONS:
         raise KeyError(f"no table is called {name!r}; there are {', '.join(SECTIONS)}.")
     make, needed, command = SECTIONS[name]
-    if not any(needed(record) for record in records):
+    machines = dict.fromkeys(
+        (record.environment.device, record.environment.cpu) for record in records if needed(record)
+    )
+    if not machines:
         return f"Not measured yet: `{command}`."
-    return f"{make(records)} Reproduce: `{command}`."
+    texts = []
+    for device, cpu in machines:
+        # peers are measured on the CPU, whatever the device of the table
+        here = [
+            r for r in records if r.environment.cpu == cpu and (r.environment.device == device or r.suite == "peers")
+        ]
+        texts.append(make(here))
+    return "\n\n".join(texts) + f" Reproduce: `{command}`."
 
 
 def updated(document: str, records: Records) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpu_replay import Field, Proportional, ReplayBuffer
 
-from .record import installed_version
+from .environment import installed_version
 from .rows import DTYPES, Rows
 
 ALPHA = 0.6

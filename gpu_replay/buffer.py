@@ -23,7 +23,6 @@ from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ring import carrier
 from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
 from gpu_replay.settings import describe_field, describe_sampler, field_from, sampler_from
 from gpu_replay.stats import Stats, mass_distribution, uniform_distribution
@@ -66,6 +65,7 @@ class ReplayBuffer:
             raise TypeError(f"sampler must be Uniform(), Proportional(), Latest() or Combined(); found {sampler!r}.")
         self._device = check_device(device)
         self._seed = _check_seed(seed)
+        self._on_cpu = self._device.type == "cpu"
         self._backend = choose(self._device)
         self._lock = threading.RLock()
         check_memory(estimate(self._capacity, self._fields, self._sampler, self._backend), self._device)
@@ -81,12 +81,12 @@ class ReplayBuffer:
             self._tree = MassTree(self._capacity, self._device, self._backend, low=low, high=high)
         self._counters = new_counters(self._device, self._seed)
         self._engine = self._make_engine()
-        # the carrier arrays let a NumPy input of the right dtype and shape through without a detour
-        self._arrays = (
-            {name: carrier(t) for name, t in self._storage.tensors.items() if t.dtype != torch.bfloat16}
-            if self._backend == "host"
-            else {}
-        )
+        # the NumPy dtype that each field takes as it is; object, which no input has, where there is none
+        host = self._backend == "host"
+        self._plain_dtypes: dict[str, np.dtype[Any]] = {
+            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else np.dtype(object)
+            for name, tensor in self._storage.tensors.items()
+        }
 
     def _make_engine(self) -> HostEngine | DeviceEngine:
         parts = (self._storage, self._sampler, self._tree, self._rule, self._counters, self._seed)
@@ -186,17 +186,17 @@ class ReplayBuffer:
         with self._lock:
             return self._engine.append(values, rows, priorities)
 
-    def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Tensor | np.ndarray], int]:
-        """The given values in the fields' dtypes, and how many transitions they are."""
+    def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The given values as tensors, or as arrays that can be copied as they are, and how many transitions they are."""
         if given.keys() != self._fields.keys():
             _refuse_names(given, self._fields)
         rows: int | None = None
-        values: dict[str, Tensor | np.ndarray] = {}
+        values: dict[str, Any] = {}
         for name, field in self._fields.items():
             value: Any = given[name]
-            store = self._arrays.get(name)
-            plain = type(value) is np.ndarray and store is not None and value.dtype == store.dtype
-            if not plain or value.ndim == 0 or value.shape[1:] != field.shape or rows not in (None, len(value)):
+            # an array that can be copied as it is needs no more than this look
+            plain = type(value) is np.ndarray and value.dtype == self._plain_dtypes[name] and value.ndim > 0
+            if not plain or value.shape[1:] != field.shape or (rows is not None and len(value) != rows):
                 value = inputs.as_field(name, value, field, rows, self._device)
             values[name] = value
             rows = len(value)
@@ -205,11 +205,9 @@ class ReplayBuffer:
         return values, rows
 
     def _checked_priorities(self, name: str, given: Any, rows: int) -> Tensor:
-        """The priorities as (rows,) numbers; on the CPU all are finite."""
+        """The priorities as (rows,) numbers; on the CPU in float64 and all finite."""
         priorities = inputs.as_priorities(name, given, rows, self._device)
-        if self._device.type == "cpu":
-            inputs.check_finite(name, priorities)
-        return priorities
+        return inputs.finite_numbers(name, priorities) if self._on_cpu else priorities
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Draw `B` transitions as a Batch on the buffer's device.

@@ -198,7 +198,7 @@ def _info(options: argparse.Namespace) -> int:
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     for device in devices:
         try:
-            code = choose(device)
+            code: str = choose(device)
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")

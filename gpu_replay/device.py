@@ -37,7 +37,7 @@ class DeviceEngine:
         self._newest = sampler.newest if isinstance(sampler, Combined) else 0
         self._tree = tree
         self._masses: DeviceMasses | None = None
-        self._source: Counter | None = None
+        self._source: int | None = None
         self._schedule: Tensor | None = None
         if tree is not None and isinstance(base, Proportional):
             initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
@@ -85,7 +85,7 @@ class DeviceEngine:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
         storage = self._storage
         moved = {name: self._moved(value) for name, value in values.items()}
-        highest = self._source is Counter.EDGE_HIGH
+        highest = self._source == Counter.EDGE_HIGH
         launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
         own = None if priorities is None or self._masses is None else self._moved(priorities)
         keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)

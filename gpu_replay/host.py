@@ -34,9 +34,9 @@ class HostEngine:
     def __init__(
         self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
     ) -> None:
-        self._fields = storage.fields
         self._capacity = storage.capacity
         self._rows = {name: carrier(tensor) for name, tensor in storage.tensors.items()}
+        self._columns = [(name, self._rows[name], field) for name, field in storage.fields.items()]
         self._times_sampled = storage.times_sampled.numpy()
         self._sampler = sampler
         self._base = base_sampler(sampler)
@@ -52,24 +52,23 @@ class HostEngine:
 
     # slots and keys
 
-    def _slots(self, keys: np.ndarray) -> np.ndarray:
-        """Slots of live keys: the modulus by one subtraction, since live keys span one turn of the ring."""
-        turn = int(self._counters[Counter.ADDED]) // self._capacity * self._capacity
-        slots = keys - turn
-        slots += (slots < 0) * self._capacity
+    def _slots(self, ages: np.ndarray, first: int) -> np.ndarray:
+        """Slots of the live keys `first + ages`: one subtraction does for a modulus, since they span one turn."""
+        slots = ages + first % self._capacity
+        slots -= (slots >= self._capacity) * self._capacity
         return slots
 
     def _keys(self, slots: np.ndarray) -> np.ndarray:
         """Live keys in these slots."""
-        turn, head = divmod(int(self._counters[Counter.ADDED]), self._capacity)
+        turn, head = divmod(self._counters.item(Counter.ADDED), self._capacity)
         keys = slots + turn * self._capacity
         keys -= (slots >= head) * self._capacity
         return keys
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""
-        added = int(self._counters[Counter.ADDED])
-        return max(int(self._counters[Counter.FIRST]), added - self._capacity), added
+        added = self._counters.item(Counter.ADDED)
+        return max(self._counters.item(Counter.FIRST), added - self._capacity), added
 
     def size_at_least(self, wanted: int) -> int:
         """Stored transitions; an engine that would have to wait to be exact may stop at `wanted`."""
@@ -85,21 +84,22 @@ class HostEngine:
         """Store `rows` transitions and return their (rows,) keys."""
         counters, capacity = self._counters, self._capacity
         masses = self._entry_masses(rows, priorities)
-        added = int(counters[Counter.ADDED])
+        added = counters.item(Counter.ADDED)
         skipped = max(0, rows - capacity)
         kept = rows - skipped
         start = (added + skipped) % capacity
         for name, value in values.items():
             source = carrier(value) if isinstance(value, Tensor) else value
-            write_rows(self._rows[name], source[skipped:], start)
+            write_rows(self._rows[name], source[skipped:] if skipped else source, start)
         head = min(kept, capacity - start)
         self._times_sampled[start : start + head] = 0
-        self._times_sampled[: kept - head] = 0
+        if head < kept:
+            self._times_sampled[: kept - head] = 0
         if self._tree is not None:
-            single = isinstance(masses, int)
-            self._tree.set_range(start, start + head, masses if single else masses[skipped : skipped + head])
+            turn = skipped + head
+            self._tree.set_range(start, start + head, masses if isinstance(masses, int) else masses[skipped:turn])
             if head < kept:
-                self._tree.set_range(0, kept - head, masses if single else masses[skipped + head :])
+                self._tree.set_range(0, kept - head, masses if isinstance(masses, int) else masses[turn:])
         counters[Counter.ADDED] = added + rows
         return torch.from_numpy(np.arange(added, added + rows))
 
@@ -108,21 +108,21 @@ class HostEngine:
         if priorities is not None:
             if self._tree is None:
                 return 0
-            masses, saturated = self._rule.masses(_numbers(priorities))
+            masses, saturated = self._rule.masses(priorities.numpy())
             self._given(masses, saturated)
             return masses
         if self._tree is None or not isinstance(self._base, Proportional):
             return 0
         if self._base.initial == "running":
-            return int(self._counters[Counter.TOP]) or self._rule.mass(1.0)
+            return self._counters.item(Counter.TOP) or self._rule.mass(1.0)
         if self._base.initial == "stored":
             return self._tree.highest() or self._rule.mass(1.0)
         return self._rule.mass(float(self._base.initial))
 
     def _given(self, masses: np.ndarray, saturated: int) -> None:
         counters = self._counters
-        top = masses.max()
-        if top > counters[Counter.TOP]:
+        top = int(masses.max())
+        if top > counters.item(Counter.TOP):
             counters[Counter.TOP] = top
         if saturated:
             counters[Counter.SATURATED] += saturated
@@ -138,11 +138,11 @@ class HostEngine:
         slots, probability, weight = self._draw(drawn, beta)
         keys = self._keys(slots)
         if newest:
-            added = int(self._counters[Counter.ADDED])
+            added = self._counters.item(Counter.ADDED)
             last = np.arange(added - newest, added)
             sure = np.ones(newest, dtype=np.float32)
             keys = np.concatenate((keys, last))
-            slots = np.concatenate((slots, self._slots(last)))
+            slots = np.concatenate((slots, last % self._capacity))
             probability = np.concatenate((probability, sure))
             weight = np.concatenate((weight, sure))
         self._counters[Counter.STEP] += 1
@@ -173,19 +173,18 @@ class HostEngine:
             ranks = permuted_ranks(size, drawn, self._random(PERMUTATION_WORDS))
         else:
             ranks = independent_ranks(size, self._random(drawn))
-        ranks += first
-        return self._slots(ranks), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
+        return self._slots(ranks, first), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
 
     def _scheduled(self, base: Proportional) -> float:
-        return base.beta if isinstance(base.beta, (int, float)) else base.beta(int(self._counters[Counter.STEP]))
+        return base.beta if isinstance(base.beta, (int, float)) else base.beta(self._counters.item(Counter.STEP))
 
     def _random(self, count: int) -> np.ndarray:
-        block = int(self._counters[Counter.RANDOM])
+        block = self._counters.item(Counter.RANDOM)
         self._counters[Counter.RANDOM] = block + blocks_for(count)
         return self._words.take(block, count)
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
-        return {name: gather_rows(self._rows[name], field, slots) for name, field in self._fields.items()}
+        return {name: gather_rows(rows, field, slots) for name, rows, field in self._columns}
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""
@@ -193,25 +192,27 @@ class HostEngine:
         first, added = self.span()
         dead = np.flatnonzero((array < first) | (array >= added))
         if dead.size:
-            raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds the keys from {first} to {added - 1}.")
-        return self._gather(self._slots(array))
+            held = f"the keys from {first} to {added - 1}" if added > first else "no transitions"
+            raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds {held}.")
+        return self._gather(self._slots(array - first, first))
 
     # update
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; the last of a repeated key wins, keys that are not live are counted."""
-        numbers = _numbers(priorities)
-        array = keys.numpy()
-        if array.size == 0:
-            return
         first, added = self.span()
-        if array.min() < first or array.max() >= added:
-            live = (array >= first) & (array < added)
-            array, numbers = array[live], numbers[live]
-            self._counters[Counter.STALE] += live.size - array.size
-        if self._tree is None or array.size == 0:
+        ages = keys.numpy() - first
+        if ages.size == 0:
             return
-        slots, numbers = _winners(self._slots(array), numbers)
+        numbers = priorities.numpy()
+        # seen as unsigned, a negative age is a large one
+        if ages.view(np.uint64).max() >= added - first:
+            live = (ages >= 0) & (ages < added - first)
+            ages, numbers = ages[live], numbers[live]
+            self._counters[Counter.STALE] += live.size - ages.size
+        if self._tree is None or ages.size == 0:
+            return
+        slots, numbers = _winners(self._slots(ages, first), numbers)
         masses, saturated = self._rule.masses(numbers)
         self._given(masses, saturated)
         self._tree.set_slots(slots, masses)
@@ -227,8 +228,3 @@ def _winners(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.nda
         slots, numbers = slots[last], numbers[last]
     return slots, numbers
 
-
-def _numbers(priorities: Tensor) -> np.ndarray:
-    """Priorities as a float64 array of their own."""
-    wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
-    return wide.numpy().astype(np.float64)

@@ -6,7 +6,6 @@ looked at, since that would stall it; there only casts that cannot lose anything
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     Raises TypeError for what is no array, ValueError for a tensor on a third device.
     """
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" and not same_device(value.device, device):
+        if not value.is_cpu and not same_device(value.device, device):
             raise ValueError(
                 f"{name!r} is on device {str(value.device)!r}, the buffer on {str(device)!r}; "
                 f"move it with .to({str(device)!r})."
@@ -96,7 +95,9 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
     if source.is_complex or source.is_floating_point and not dtype.is_floating_point or dtype == torch.bool:
         raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
-    if source == torch.bool or torch.can_cast(source, dtype) and torch.promote_types(source, dtype) == dtype:
+    # integers up to 2**63 fit every floating dtype but the half floats
+    roomy = source == torch.bool or dtype != torch.float16
+    if roomy and torch.promote_types(source, dtype) == dtype:
         return tensor.to(dtype)
     if tensor.device.type != "cpu":
         if source.is_floating_point or dtype.is_floating_point:
@@ -144,16 +145,17 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Ten
     return tensor
 
 
-def check_finite(name: str, priorities: Tensor) -> None:
-    """Raise ValueError unless all priorities, on the CPU, are finite."""
-    # one sum shows almost always that all are
-    if math.isfinite(priorities.sum()) or bool(priorities.isfinite().all()):
-        return
-    place = int((~priorities.isfinite()).nonzero()[0])
-    raise ValueError(
-        f"{name}[{place}] is {priorities[place].item()}; priorities must be finite. Nothing was changed: look for a "
-        "diverged loss, or leave these transitions out."
-    )
+def finite_numbers(name: str, priorities: Tensor) -> Tensor:
+    """Priorities on the CPU as float64; ValueError unless all are finite."""
+    wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
+    numbers = wide.numpy().astype(np.float64, copy=False)
+    if not np.isfinite(numbers).all():
+        place = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise ValueError(
+            f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "
+            "loss, or leave these transitions out."
+        )
+    return torch.from_numpy(numbers)
 
 
 def batch_size(value: object) -> int:

@@ -118,11 +118,11 @@ class Saved:
 
 def _counters_of(buffer: Persistent) -> dict[str, int]:
     counts = buffer.counters().tolist()
-    return {counter.name: counts[counter] for counter in LASTING}
+    return {name: counts[place] for name, place in LASTING.items()}
 
 
 def _checked_counters(counters: Any) -> dict[str, int]:
-    found = {counter.name: counters[counter.name] for counter in LASTING}
+    found = {name: counters[name] for name in LASTING}
     for name, count in found.items():
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")

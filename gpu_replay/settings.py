@@ -1,4 +1,4 @@
-"""Fields and samplers as plain JSON values and back: what a state and a checkpoint say about the buffer they came from."""
+"""Fields and samplers as plain JSON values and back: what a checkpoint says about the buffer it came from."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ def classic_fields(observation_space: Space[Any], action_space: Space[Any]) -> d
 def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
     from gymnasium import spaces
 
+    if not isinstance(space, spaces.Space):
+        raise TypeError(f"{name} needs a Gymnasium space such as Box or Discrete; found {space!r}.")
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         found: dict[str, Field] = {}

@@ -8,11 +8,17 @@ millisecond and every count goes through `scale`.
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 import pytest
 
+Amount = TypeVar("Amount")
+
 INTERPRETED = os.environ.get("GPU_REPLAY_BACKEND") == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
+statistical = pytest.mark.skipif(
+    INTERPRETED, reason="thousands of samples; the kernels draw what the host code draws, see test_same_everywhere.py"
+)
 host_only = pytest.mark.skipif(INTERPRETED, reason="measures the process, not the kernels")
 
 
@@ -22,6 +28,6 @@ def device_fixture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def scale(host: int, interpreted: int) -> int:
-    """How often to do something: `interpreted` times where kernels are interpreted, else `host` times."""
+def scale(host: Amount, interpreted: Amount) -> Amount:
+    """How much to do: `interpreted` where kernels are interpreted, else `host`."""
     return interpreted if INTERPRETED else host

@@ -9,7 +9,7 @@ from devices import device_fixture as device_fixture
 from tolerances import close
 from transitions import EXACT, check_rows, fill, make, transitions
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -71,7 +71,7 @@ def test_inputs_of_mixed_origin(device: str) -> None:
 @pytest.mark.parametrize("dtype", STORED, ids=short)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (17,)], ids=str)
 def test_every_dtype_and_shape_comes_back_unchanged(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
-    buffer = ReplayBuffer(5, {"value": Field(shape, dtype)}, device=device)
+    buffer = ReplayBuffer(5, {"value": Field(shape, dtype)}, sampler=Uniform(replacement=True), device=device)
     values = torch.randint(0, 256, (8, *shape), generator=torch.Generator().manual_seed(1))
     values = (values % 2 == 0) if dtype is torch.bool else (values % 128).to(dtype)
     buffer.add(value=values[:3].to(device))
@@ -196,6 +196,8 @@ def test_scaled_bytes_leave_as_half_floats(device: str) -> None:
         Field((3,), torch.uint8, torch.float32, 1 / 255),
         Field((3,), torch.int16, torch.float32, 0.5),
         Field((3,), torch.uint8, torch.bfloat16),
+        Field((3,), torch.uint8, torch.bfloat16, 0.5),
+        Field((3,), torch.bfloat16, torch.float32, 0.5),
         Field((3,), torch.uint8, torch.int64),
         Field((3,), torch.float32, torch.float16),
         Field((3,), torch.float32, None, -2.0),

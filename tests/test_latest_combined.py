@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import statistical
 from distribution import check_counts
 from oracle import UNIT, OracleBuffer
 from tolerances import close
@@ -52,8 +52,8 @@ def test_latest_of_more_than_is_stored_is_refused(device: str) -> None:
 @pytest.mark.parametrize("newest", [1, 2, 5, 8])
 @pytest.mark.parametrize("base", [Uniform(), Uniform(replacement=True), Proportional()], ids=repr)
 def test_combined_ends_with_the_newest(base: Uniform | Proportional, newest: int, device: str) -> None:
-    buffer = make(11, Combined(base, newest=newest), device=device)
-    for add in (8, 1, 5, 11, 30):
+    buffer = make(71, Combined(base, newest=newest), device=device)
+    for add in (66, 1, 5, 71, 190):
         fill(buffer, add)
         batch = buffer.sample(8)
         assert batch.key.tolist()[8 - newest :] == list(range(buffer.added - newest, buffer.added))
@@ -77,11 +77,12 @@ def test_combined_rows_of_a_proportional_base_are_its_own_draws(device: str) -> 
         assert close(batch.probability, (base.probability if base else []) + [1.0] * 3, "probability")
 
 
+@statistical
 def test_combined_rows_of_a_uniform_base_are_distinct_and_uniform(device: str) -> None:
     buffer = make(7, Combined(Uniform(), newest=1), device=device, seed=2)
     fill(buffer, 9)
     counts: Counter[int] = Counter()
-    for _ in range(scale(2000, 200)):
+    for _ in range(2000):
         keys = buffer.sample(4).key.tolist()
         assert len(set(keys[:3])) == 3
         counts.update(keys[:1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import host_only
-from transitions import FIELDS, NUMBER, SAMPLERS, fill, make
+from transitions import NUMBER, SAMPLERS, STORED, fill, make
 
 from gpu_replay import Field, Proportional, ReplayBuffer, Uniform
 
@@ -76,7 +76,7 @@ print("nbytes", buffer.nbytes)
 def test_nbytes_holds_the_payload_and_little_more(name: str, device: str) -> None:
     capacity = 10_007
     buffer = make(capacity, SAMPLERS[name], device=device)
-    payload = capacity * sum(field.row_bytes for field in FIELDS.values())
+    payload = capacity * sum(field.row_bytes for field in STORED.values())
     # beside the payload: a mass and its share of the tree, a count, and a constant
     assert payload <= buffer.nbytes <= payload + 32 * capacity + 65_536
     before = buffer.nbytes

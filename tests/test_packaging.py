@@ -56,11 +56,9 @@ print(json.dumps({
 """
 
 
-def installed_names() -> dict[str, Path]:
-    """Every module by its full name, and the file of the checkout that it is."""
-    names = {f"gpu_replay.{name}".removesuffix(".__init__"): path for name, path in sources(ROOT).items()}
-    # modules whose names other Pythons reserve for programs
-    return {name: path for name, path in names.items() if not name.endswith(".__main__")}
+def installed_names(checkout: Path) -> dict[str, Path]:
+    """Every module by its full name, and its file in the checkout."""
+    return {f"gpu_replay.{name}".removesuffix(".__init__"): path for name, path in sources(checkout).items()}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +104,8 @@ class Environment:
         (self.site / "kernels").mkdir()
         (self.site / "kernels" / "__init__.py").write_text('NAME = "the other distribution"')
 
-    def answers(self, cwd: Path, **variables: str) -> dict[str, Any]:
-        names = json.dumps(list(installed_names()))
+    def answers(self, checkout: Path, cwd: Path, **variables: str) -> dict[str, Any]:
+        names = json.dumps(list(installed_names(checkout)))
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         command = [self.python, "-W", "error", "-c", QUESTIONS, names]
         found: dict[str, Any] = json.loads(run(command, cwd=cwd, env={**environment, **variables}))
@@ -141,10 +139,10 @@ def build_wheel(source: Path, out: Path) -> Path:
     return archive
 
 
-def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if ".dist-info/" not in name}
-    modules = {name: path for name, path in sources(ROOT).items()}
+    modules = sources(checkout)
     expected = {"gpu_replay/py.typed"}
     for name, path in modules.items():
         file = "/".join(name.split("."))
@@ -207,10 +205,10 @@ def test_every_installation_finds_all_modules_and_leaves_the_other_kernels_alone
     variables = install(environment, checkout, wheel)
     (tmp_path / "elsewhere").mkdir()
     for cwd in (tmp_path / "elsewhere", checkout, checkout / "tests"):
-        answers = environment.answers(cwd, **variables)
+        answers = environment.answers(checkout, cwd, **variables)
         assert answers["other"] == "the other distribution"
         assert answers["typed"]
-        for name, path in installed_names().items():
+        for name, path in installed_names(checkout).items():
             assert answers["files"][name] is not None, f"{name} cannot be imported from {cwd}"
             assert Path(answers["files"][name]).read_bytes() == path.read_bytes()
 

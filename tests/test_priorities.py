@@ -145,7 +145,7 @@ def test_late_update_does_not_raise_the_running_maximum(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("place", [0, 4])
 def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
     place: int, value: float, dtype: torch.dtype
 ) -> None:
@@ -158,7 +158,7 @@ def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
     with pytest.raises(ValueError, match=r"(?i)finite|nan|inf"):
         buffer.update_priorities(torch.tensor([3, 4, 5, 6, 0]), priorities)
     assert contents(buffer, prioritized=True) == before
-    same_draws(buffer, twin, 4)
+    same_draws(buffer, twin, 4, times=1)
     for each in (buffer, twin):
         fill(each, 1)
     assert units(buffer) == units(twin)
@@ -328,10 +328,10 @@ def test_initial_is_subject_to_eps_clip_and_alpha(device: str) -> None:
 
 @pytest.mark.parametrize("sampler", [Uniform(), Uniform(replacement=True), Latest(), Combined(Uniform())], ids=repr)
 def test_update_of_a_sampler_without_priorities_changes_no_draw(sampler: Any, device: str) -> None:
-    buffer, twin = make(9, sampler, device=device), make(9, sampler, device=device)
-    fill(buffer, 9)
-    fill(twin, 9)
-    buffer.update_priorities(torch.arange(9, device=device), torch.full((9,), 1e6, device=device))
+    buffer, twin = make(65, sampler, device=device), make(65, sampler, device=device)
+    fill(buffer, 65)
+    fill(twin, 65)
+    buffer.update_priorities(torch.arange(65, device=device), torch.full((65,), 1e6, device=device))
     same_draws(buffer, twin, 5)
 
 

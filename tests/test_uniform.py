@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import scale, statistical
 from distribution import check_counts
 from transitions import check_rows, fill, make
 
@@ -17,7 +17,7 @@ from gpu_replay import ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
-AWKWARD = [1, 2, 3, 7, 8, 97, 127, 128, 129, 1000]
+AWKWARD = scale([1, 2, 3, 7, 8, 97, 127, 128, 129, 1000], [1, 2, 7, 97, 129])
 REPLACEMENT = Uniform(replacement=True)
 
 
@@ -38,7 +38,7 @@ def tally(buffer: ReplayBuffer, count: int, times: int, outcome: Callable[[list[
 def test_draws_without_replacement_are_distinct_and_live(size: int, device: str) -> None:
     buffer = stored(size, device=device, spare=3)
     for count in sorted({1, 2, size // 2, size - 1, size} & set(range(1, size + 1))):
-        for _ in range(scale(10, 2)):
+        for _ in range(scale(10, 1)):
             batch = buffer.sample(count)
             keys = batch.key.tolist()
             assert len(set(keys)) == count
@@ -50,15 +50,16 @@ def test_draws_without_replacement_are_distinct_and_live(size: int, device: str)
 def test_batch_of_everything_is_a_permutation(size: int, device: str) -> None:
     buffer = stored(size, device=device)
     wrapped = len(fill(buffer, size // 2 + 1))
-    for _ in range(scale(10, 2)):
+    for _ in range(scale(10, 1)):
         assert sorted(buffer.sample(size).key.tolist()) == list(range(wrapped, wrapped + size))
 
 
 def test_batch_of_everything_in_a_large_buffer(device: str) -> None:
-    buffer = stored(100_003, device=device)
-    keys = buffer.sample(100_003).key
-    assert torch.equal(keys.sort().values.cpu(), torch.arange(100_003))
-    assert not torch.equal(keys.cpu(), torch.arange(100_003))
+    size = scale(100_003, 4099)
+    buffer = stored(size, device=device)
+    keys = buffer.sample(size).key
+    assert torch.equal(keys.sort().values.cpu(), torch.arange(size))
+    assert not torch.equal(keys.cpu(), torch.arange(size))
 
 
 def test_more_than_is_stored_is_refused_without_replacement(device: str) -> None:
@@ -81,6 +82,7 @@ def test_probability_and_weight(sampler: Uniform, device: str) -> None:
     assert batch.weight.tolist() == [1.0] * 3
 
 
+@statistical
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 @pytest.mark.parametrize("size", [2, 3, 7, 97])
 def test_every_transition_is_equally_likely_in_every_row(sampler: Uniform, size: int, device: str) -> None:
@@ -88,36 +90,39 @@ def test_every_transition_is_equally_likely_in_every_row(sampler: Uniform, size:
     fill(buffer, 2)
     rows = min(size, 4)
     places: list[Counter[int]] = [Counter() for _ in range(rows)]
-    for _ in range(scale(2000, 400 if size < 97 else 600)):
+    for _ in range(2000):
         for place, key in zip(places, buffer.sample(rows).key.tolist(), strict=True):
             place[key - 2] += 1
     for place in places:
         check_counts(place, dict.fromkeys(range(size), 1.0))
 
 
+@statistical
 @pytest.mark.parametrize("size, count", [(2, 2), (3, 2), (3, 3), (4, 3), (4, 4), (5, 2), (6, 2), (7, 2), (9, 2)])
 def test_every_ordered_choice_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
     buffer = stored(size, device=device, seed=1)
     outcomes = list(itertools.permutations(range(size), count))
-    times = scale(max(2000, 60 * len(outcomes)), max(200, 10 * len(outcomes)))
+    times = max(2000, 60 * len(outcomes))
     check_counts(tally(buffer, count, times, tuple), dict.fromkeys(outcomes, 1.0))
 
 
+@statistical
 @pytest.mark.parametrize("size, count", [(5, 3), (6, 3), (8, 4), (9, 7)])
 def test_every_set_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
     buffer = stored(size, device=device, seed=2)
     outcomes = list(itertools.combinations(range(size), count))
-    times = scale(max(2000, 60 * len(outcomes)), 10 * len(outcomes))
+    times = max(2000, 60 * len(outcomes))
     found = tally(buffer, count, times, lambda keys: tuple(sorted(keys)))
     check_counts(found, dict.fromkeys(outcomes, 1.0))
 
 
+@statistical
 @pytest.mark.parametrize("size", [11, 97])
 def test_distance_of_two_rows_without_replacement_is_uniform(size: int, device: str) -> None:
     buffer = stored(size, device=device, seed=3)
     places = [(0, 1), (0, 3), (2, 3)]
     distances: list[Counter[int]] = [Counter() for _ in places]
-    for _ in range(scale(3000, 10 * size)):
+    for _ in range(3000):
         keys = buffer.sample(4).key.tolist()
         for (one, other), distance in zip(places, distances, strict=True):
             distance[(keys[other] - keys[one]) % size] += 1
@@ -125,31 +130,34 @@ def test_distance_of_two_rows_without_replacement_is_uniform(size: int, device: 
         check_counts(distance, dict.fromkeys(range(1, size), 1.0))
 
 
+@statistical
 def test_order_of_a_batch_of_everything_is_random(device: str) -> None:
     buffer = stored(40, device=device, seed=4)
     ascents: Counter[bool] = Counter()
-    for _ in range(scale(400, 30)):
+    for _ in range(400):
         keys = buffer.sample(40).key.tolist()
         ascents.update(first < second for first, second in zip(keys[::2], keys[1::2], strict=True))
     check_counts(ascents, {True: 1.0, False: 1.0})
 
 
+@statistical
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_successive_samples_do_not_depend_on_each_other(sampler: Uniform, device: str) -> None:
     buffer = stored(7, device=device, sampler=sampler, seed=5)
     pairs: Counter[tuple[int, int]] = Counter()
     previous = buffer.sample(2).key.tolist()
-    for _ in range(scale(3000, 500)):
+    for _ in range(3000):
         keys = buffer.sample(2).key.tolist()
         pairs[previous[1], keys[0]] += 1
         previous = keys
     check_counts(pairs, dict.fromkeys(itertools.product(range(7), range(7)), 1.0))
 
 
+@statistical
 def test_rows_with_replacement_do_not_depend_on_each_other(device: str) -> None:
     buffer = stored(6, device=device, sampler=REPLACEMENT, seed=6)
     pairs: Counter[tuple[int, int]] = Counter()
-    for _ in range(scale(200, 20)):
+    for _ in range(200):
         keys = buffer.sample(128).key.tolist()
         pairs.update(zip(keys[::2], keys[1::2], strict=True))
     check_counts(pairs, dict.fromkeys(itertools.product(range(6), range(6)), 1.0))
@@ -162,11 +170,12 @@ def test_seeds_differ_and_repeat(sampler: Uniform, device: str) -> None:
     assert len({tuple(keys) for keys in draws}) == 3
 
 
+@statistical
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_both_ends_of_a_large_buffer_are_reached(sampler: Uniform, device: str) -> None:
     buffer = stored(100_003, device=device, sampler=sampler, seed=7)
     buckets: Counter[int] = Counter()
-    for _ in range(scale(40, 6)):
+    for _ in range(40):
         buckets.update((buffer.sample(1024).key * 97 // 100_003).tolist())
     # the 97 parts differ by at most one transition of 1,031
     check_counts(buckets, dict.fromkeys(range(97), 1.0))

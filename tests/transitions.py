@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from devices import INTERPRETED
 from oracle import UNIT
 from torch import Tensor
 
@@ -22,6 +23,8 @@ FIELDS = {
     "next_obs": Field((2, 3), torch.float32),
     "terminated": Field((), torch.bool),
 }
+# what `make` stores: every field costs the interpreter as much again
+STORED = {name: FIELDS[name] for name in ("obs", "action")} if INTERPRETED else FIELDS
 NUMBER = {"number": Field((), torch.int64)}
 SAMPLERS: dict[str, Uniform | Proportional | Latest | Combined] = {
     "uniform": Uniform(),
@@ -35,31 +38,34 @@ SAMPLERS: dict[str, Uniform | Proportional | Latest | Combined] = {
 EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else
 
 
-def transitions(numbers: Iterable[int]) -> dict[str, Tensor]:
-    """The fields of the transitions with these numbers, on the CPU."""
+def transitions(numbers: Iterable[int], names: Iterable[str] = tuple(STORED)) -> dict[str, Tensor]:
+    """The fields with these names of the transitions with these numbers, on the CPU."""
     number = torch.tensor(list(numbers), dtype=torch.int64)
     cells = torch.arange(6).reshape(2, 3) / 8
     obs = number[:, None, None] + cells
-    return {
+    fields = {
         "obs": obs.float(),
         "action": number * 1_000_003,
         "reward": -number.float(),
         "next_obs": obs.float() + 1,
         "terminated": number % 3 == 0,
     }
+    return {name: fields[name] for name in names}
 
 
 def make(capacity: int, sampler: Any = None, *, device: str = "cpu", seed: int = 0, **fields: Field) -> ReplayBuffer:
     """An empty buffer of the numbered transitions, or of other fields."""
     settings = Uniform() if sampler is None else sampler
-    return ReplayBuffer(capacity, fields or FIELDS, sampler=settings, device=device, seed=seed)
+    return ReplayBuffer(capacity, fields or STORED, sampler=settings, device=device, seed=seed)
 
 
 def fill(buffer: ReplayBuffer, count: int, priority: Sequence[float] | None = None) -> Tensor:
     """Add the next `count` numbered transitions; the number of each is its key."""
     first = buffer.added
     given = None if priority is None else torch.tensor(priority, dtype=torch.float64, device=buffer.device)
-    fields = {name: value.to(buffer.device) for name, value in transitions(range(first, first + count)).items()}
+    fields = {
+        name: value.to(buffer.device) for name, value in transitions(range(first, first + count), buffer.fields).items()
+    }
     return buffer.add(**fields, priority=given)
 
 
@@ -76,7 +82,9 @@ def with_masses(masses: Sequence[int], settings: Proportional = EXACT, *, device
 def check_rows(batch: Batch) -> None:
     """Fail unless every row of the batch is the transition that its key says."""
     keys = batch.key.tolist()
-    for name, expected in transitions(keys).items():
+    names = [name for name in batch if name not in ("key", "probability", "weight")]
+    assert names
+    for name, expected in transitions(keys, names).items():
         found = batch[name].cpu()
         assert found.dtype == expected.dtype, name
         assert torch.equal(found, expected), f"field {name} of keys {keys}"

@@ -39,7 +39,7 @@ def launch_admit(
     times_sampled: Tensor,
     rows: int,
     priorities: Tensor | None,
-    source: Counter | None,
+    source: int | None,
 ) -> Tensor:
     """Device: count in `rows` transitions that were just written and return their (rows,) keys; one launch.
 

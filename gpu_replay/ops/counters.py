@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 import torch
 from torch import Tensor
 
 
-class Counter(IntEnum):
-    """Positions in the counters tensor; kernels receive them as compile-time numbers."""
+class Counter:
+    """Positions in the counters tensor; kernels receive them as compile-time numbers.
+
+    Plain ints: indexing an array with a member of an enum takes five times as long.
+    """
 
     ADDED = 0  # transitions ever added: the next key
     FIRST = 1  # smallest key that `clear` has not forgotten
@@ -25,33 +26,36 @@ class Counter(IntEnum):
     TICKET = 10  # programs of the launch in progress that have finished
     EDGE_LOW = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
     EDGE_HIGH = 12  # largest mass seen by the add in progress, 0 between adds
+    COUNT = 13
 
 
 # the smallest mass of nothing
 NO_MASS = 2**63 - 1
 # what must outlive a call; the rest belongs to a launch in progress, or follows from the seed
-LASTING = (
-    Counter.ADDED,
-    Counter.FIRST,
-    Counter.RANDOM,
-    Counter.STEP,
-    Counter.TOP,
-    Counter.STALE,
-    Counter.REJECTED,
-    Counter.SATURATED,
-)
+LASTING = {
+    "ADDED": Counter.ADDED,
+    "FIRST": Counter.FIRST,
+    "RANDOM": Counter.RANDOM,
+    "STEP": Counter.STEP,
+    "TOP": Counter.TOP,
+    "STALE": Counter.STALE,
+    "REJECTED": Counter.REJECTED,
+    "SATURATED": Counter.SATURATED,
+}
 
 
 def counter_values(lasting: dict[str, int], seed: int) -> list[int]:
     """All counters at rest, given the lasting ones by name (0 where missing) and the seed."""
-    values = [lasting.get(counter.name, 0) for counter in Counter]
+    values = [0] * Counter.COUNT
+    for name, place in LASTING.items():
+        values[place] = lasting.get(name, 0)
     values[Counter.SEED] = (seed + 2**63) % 2**64 - 2**63
     values[Counter.EDGE_LOW] = NO_MASS
     return values
 
 
 def new_counters(device: torch.device, seed: int) -> Tensor:
-    """(len(Counter),) int64 of a buffer that has seen nothing."""
+    """(Counter.COUNT,) int64 of a buffer that has seen nothing."""
     return torch.tensor(counter_values({}, seed), dtype=torch.int64, device=device)
 
 

@@ -25,10 +25,13 @@ def carrier(tensor: Tensor) -> np.ndarray:
 
 def write_rows(store: np.ndarray, rows: np.ndarray, start: int) -> None:
     """Host: put consecutive rows into the slots from `start` on, in two slices where the ring wraps."""
-    head = min(len(rows), len(store) - start)
-    store[start : start + head] = rows[:head]
-    if head < len(rows):
-        store[: len(rows) - head] = rows[head:]
+    stop = start + len(rows)
+    if stop <= len(store):
+        store[start:stop] = rows
+        return
+    head = len(store) - start
+    store[start:] = rows[:head]
+    store[: stop - len(store)] = rows[head:]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:

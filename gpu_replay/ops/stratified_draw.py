@@ -1,6 +1,6 @@
 """Proportional draws: targets in the total mass, the slots they fall on, probabilities and importance weights.
 
-A target is an integer in [0, total). Stratum `i` of `B` is [i * (T // B) + i * (T % B) // B, the same of i + 1), and the
+A target is an integer in [0, total). Stratum `i` of `B` is [i * (T // B) + i * (T % B) // B, the same of i + 1); the
 target inside it is its start plus floor(u * width) for a 53-bit double `u`: one multiplication and no addition in
 floating point, so that no device can round differently. The slot drawn is the one whose inclusive prefix sum, in slot
 order, first exceeds the target; a slot of mass 0 cannot be it.
@@ -18,6 +18,14 @@ from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.uniform_draw import independent_ranks, unit_doubles
 
+# below this width the largest double under 1 times the width stays under the width
+_EXACT = 2**52
+# from this many draws on, comparing whole blocks beats a binary search for each draw
+_COMPARED = 512
+# a product with it adds up the eight bytes of a word in the highest one
+_SUM_OF_BYTES = np.uint64(0x0101010101010101)
+_TOP_BYTE = np.uint64(56)
+
 
 def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
     """Place one target in each of `B` equal parts of the total mass.
@@ -28,18 +36,20 @@ def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
     """
     batch = words.size
     whole, part = divmod(total, batch)
-    bounds = np.arange(batch + 1, dtype=np.int64)
-    parts = bounds * part
-    parts //= batch
-    bounds *= whole
-    bounds += parts
+    stratum = np.arange(batch + 1, dtype=np.int64)
+    bounds = stratum * part
+    bounds //= batch
+    stratum *= whole
+    bounds += stratum
     start = bounds[:-1]
     width = bounds[1:] - start
     targets = (unit_doubles(words) * width).astype(np.int64)
-    width -= 1
-    np.minimum(targets, width, out=targets)
-    # a stratum without width, when there are more draws than mass, takes the unit it starts in
-    np.maximum(targets, 0, out=targets)
+    if not 0 < whole < _EXACT:
+        # a wide product may round up to the width; a stratum without width, when there are more draws than mass, takes
+        # the unit it starts in
+        width -= 1
+        np.minimum(targets, width, out=targets)
+        np.maximum(targets, 0, out=targets)
     targets += start
     return targets
 
@@ -81,13 +91,26 @@ def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray, total: 
         masses = rows.take(node, axis=0).reshape(-1)
         prefix = masses.cumsum()
         rest[1:] += prefix[fanout - 1 : -1 : fanout]
-        place = prefix.searchsorted(rest, "right")
+        if rest.size < _COMPARED:
+            place = prefix.searchsorted(rest, "right")
+            child = place - block_start
+        else:
+            child = _passed(prefix.reshape(-1, fanout), rest)
+            place = child + block_start
         rest -= prefix.take(place)
         rest += masses.take(place)
-        place -= block_start
         node *= fanout
-        node += place
+        node += child
     return node
+
+
+def _passed(prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """How many of each row's 16 prefix sums the row's target has reached: (B,) int64."""
+    reached = (prefix <= targets[:, None]).view(np.uint64)
+    count = reached[:, 0] + reached[:, 1]
+    count *= _SUM_OF_BYTES
+    count >>= _TOP_BYTE
+    return count.view(np.int64)
 
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:

@@ -105,10 +105,11 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
         repeat_action_probability=settings.sticky,
         reward_clipping=False,
     )
-    actions = np.arange(vector.single_action_space.n, dtype=np.int64)
+    space: Any = vector.single_action_space
+    actions = np.arange(space.n, dtype=np.int64)
     if game == "pong" and settings.reduced_actions:
         actions = actions[list(PONG_ACTIONS)]
-    shape = tuple(vector.single_observation_space.shape)
+    shape = (settings.frame_stack, settings.frame_size, settings.frame_size)
     spec = EnvironmentSpec(
         name=game,
         observation=Field(shape, torch.uint8, torch.float32, 1 / 255),
@@ -135,7 +136,9 @@ def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
         )
-    observation, action = vector.single_observation_space, vector.single_action_space
+    # what gymnasium promises of these spaces is wider than what is checked here
+    observation: Any = vector.single_observation_space
+    action: Any = vector.single_action_space
     if not isinstance(action, Discrete):
         vector.close()
         raise UserError(f"{name} has actions {action}; this agent needs Discrete ones, as CartPole-v1 has.")
@@ -143,15 +146,16 @@ def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
         vector.close()
         raise UserError(f"{name} has observations {observation}; this agent needs a Box, as CartPole-v1 has.")
     field, layout = _field(observation)
-    vector_like = field.dtype == torch.float32
+    low, high = (torch.from_numpy(np.asarray(bound)) for bound in (observation.low, observation.high))
     spec = EnvironmentSpec(
         name=name,
         observation=field,
         num_actions=int(action.n),
         reward_threshold=None if vector.spec is None else vector.spec.reward_threshold,
-        bounds=(torch.from_numpy(observation.low), torch.from_numpy(observation.high)) if vector_like else None,
+        bounds=(low, high) if field.dtype == torch.float32 else None,
     )
-    return HostEnvironment(vector, spec, np.arange(action.n, dtype=np.int64) + int(action.start), layout)
+    actions = np.arange(int(action.n), dtype=np.int64) + int(action.start)
+    return HostEnvironment(vector, spec, actions, layout)
 
 
 def spaces(name: str) -> tuple[Any, Any]:

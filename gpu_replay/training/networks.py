@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gpu_replay.fields import Field
 from gpu_replay.training.errors import UserError
-from gpu_replay.training.settings import NetworkName, Settings
+from gpu_replay.training.settings import Settings
 
 # (channels, kernel, stride) of each convolution
-CONVOLUTIONS: dict[NetworkName, tuple[tuple[int, int, int], ...]] = {
+CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "mlp": (),
-    "small": ((16, 4, 2), (32, 4, 2), (32, 3, 2)),
+    "small": ((16, 6, 3), (32, 4, 2), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
 
@@ -96,7 +96,7 @@ def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None)
     return centre.float(), stretch.float()
 
 
-def _convolutions(name: NetworkName, shape: tuple[int, ...]) -> tuple[nn.Sequential, int]:
+def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int]:
     """The stack of convolutions and the number of features that leave it."""
     stack = CONVOLUTIONS[name]
     if not stack:

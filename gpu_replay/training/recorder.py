@@ -125,7 +125,7 @@ class Recorder:
 
     def save(self, network: QNetwork, step: int) -> None:
         """Write the weights, with all that is needed to build the network again in the file's metadata."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         field = self._spec.observation
         metadata = {
@@ -136,7 +136,7 @@ class Recorder:
             "settings": json.dumps(self._settings.to_dict()),
         }
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-        self._folder.replace(NETWORK, lambda path: save_file(weights, path, metadata))
+        self._folder.replace(NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
 
     def draw(self) -> None:
         """Write the curve of what there is."""

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from gpu_replay.training.errors import UserError
 
 Family = Literal["catch", "vector", "image", "atari", "atari-cuda"]
-SamplerName = Literal["proportional", "uniform", "combined"]
-NetworkName = Literal["mlp", "small", "nature"]
 
 
 def knob(default: Any, reason: str, at_least: float | None = None, at_most: float | None = None) -> Any:
@@ -28,12 +26,12 @@ def knob(default: Any, reason: str, at_least: float | None = None, at_most: floa
 class Settings:
     """How the agent learns. Raises UserError for a value outside its range."""
 
-    steps: int = knob(100_000, "environment steps of the run, all environments together", 1)
+    steps: int = knob(25_000, "environment steps of the run, all environments together", 1)
     num_envs: int = knob(32, "environments stepped at once; their streams decorrelate each other", 1)
-    capacity: int = knob(50_000, "transitions kept; more than the run needs helps little here", 1)
+    capacity: int = knob(50_000, "transitions kept; old ones stay useful while rewards are rare", 1)
     warmup: int = knob(1_000, "transitions stored before learning starts, so that first batches are not all alike", 1)
     batch_size: int = knob(64, "transitions of one update", 1)
-    updates: int = knob(4, "updates per step of all environments", 0)
+    updates: int = knob(2, "updates per step of all environments; more reuse costs time and gains little", 0)
     learning_rate: float = knob(1e-3, "Adam's step size at the start; a small MLP bears a large one", 0.0)
     learning_rate_end: float = knob(1e-3, "Adam's step size at the end of --steps, reached linearly", 0.0)
     adam_eps: float = knob(1.5e-4, "Rainbow's value: keeps rare gradients from making huge steps", 0.0)
@@ -42,7 +40,7 @@ class Settings:
     n_step: int = knob(3, "steps until bootstrapping: rewards travel faster, and the bias stays small", 1)
     double: bool = knob(True, "double Q-learning: the online network chooses, the target network values")
     dueling: bool = knob(True, "value and advantage are learned apart")
-    network: NetworkName = knob(  # noqa: RUF009
+    network: Literal["mlp", "small", "nature"] = knob(
         "mlp", "mlp for vectors, small (conv 16/32/32) or nature (32/64/64) for images"
     )
     hidden: tuple[int, ...] = knob((128, 128), "widths of the fully connected layers")
@@ -50,11 +48,9 @@ class Settings:
     target_tau: float = knob(1.0, "share of the online network in each copy; 1 is a hard copy", 0.0, 1.0)
     epsilon_start: float = knob(1.0, "share of random actions at the start", 0.0, 1.0)
     epsilon_end: float = knob(0.02, "share of random actions after --epsilon-steps", 0.0, 1.0)
-    epsilon_steps: int = knob(30_000, "environment steps over which epsilon falls", 1)
+    epsilon_steps: int = knob(10_000, "environment steps over which epsilon falls", 1)
     persistence: float = knob(0.0, "probability that a random action is repeated: swings build up", 0.0, 1.0)
-    sampler: SamplerName = knob(  # noqa: RUF009
-        "proportional", "how the replay buffer draws"
-    )
+    sampler: Literal["proportional", "uniform", "combined"] = knob("proportional", "how the replay buffer draws")
     alpha: float = knob(0.6, "how much priorities count: 0 is uniform, 1 fully proportional", 0.0)
     beta_start: float = knob(0.4, "importance correction at the start", 0.0)
     beta_end: float = knob(1.0, "importance correction at the end of --steps: unbiased when it matters most", 0.0)
@@ -70,9 +66,9 @@ class Settings:
     eval_episodes: int = knob(256, "episodes of one evaluation, on seeds that training never sees", 1)
     eval_epsilon: float = knob(0.0, "share of random actions in evaluations", 0.0, 1.0)
     eval_max_steps: int = knob(10_000, "evaluation episodes are cut off after these steps", 1)
-    early_stop: bool = knob(True, "stop once an evaluation and a second one both reach the environment's threshold")
+    early_stop: bool = knob(True, "stop when the environment is solved: two evaluations, the second a longer one")
     return_window: int = knob(100, "finished training episodes in the means of return and length", 1)
-    log_every: int = knob(1_000, "environment steps between rows of progress.csv", 1)
+    log_every: int = knob(500, "environment steps between rows of progress.csv", 1)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -148,13 +144,13 @@ _ATARI: dict[str, Any] = {
     "eval_max_steps": 6_000,
 }
 PRESETS: dict[Family, dict[str, Any]] = {
-    "catch": {},
+    # the run is short, and its end shows what the agent earns while it explores
+    "catch": {"early_stop": False},
     "vector": {
         "steps": 200_000,
         "num_envs": 16,
         "capacity": 100_000,
         "batch_size": 128,
-        "updates": 2,
         "learning_rate_end": 1e-4,
         "eval_every": 10_000,
         "n_step": 10,

@@ -1,0 +1,60 @@
+"""The files of records: where they lie, how they are read, and how a new run is written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .environment import checkout
+from .record import Record
+
+# what a run on a GPU leaves in the folder of its machine is called bench.jsonl
+NAMES = ("cpu", "gpu", "peers", "bench")
+
+
+def default_file(name: str) -> Path:
+    """Where a run writes when no option says so: into the checkout, else into the current folder."""
+    root = checkout()
+    return root / "bench" / "results" / f"{name}.jsonl" if root else Path(f"gpu-replay-bench-{name}.jsonl")
+
+
+def recorded_files() -> list[Path]:
+    """The results files that runs have left, those in folders of machines too; trial runs are left out.
+
+    Raises ValueError when there is none.
+    """
+    root = checkout()
+    if root:
+        found = sorted(file for name in NAMES for file in (root / "bench" / "results").rglob(f"{name}.jsonl"))
+    else:
+        found = [file for file in map(default_file, NAMES) if file.is_file()]
+    if not found:
+        raise ValueError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
+    return found
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, oldest first; ValueError names the line that is none."""
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                records.append(Record.parse(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return records
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write records beside those that the file holds; a record of the same thing replaces the older one.
+
+    So a run of a few cases renews these and keeps the others. The file is replaced in one step.
+    """
+    merged = {record.identity: record for record in (read(path) if path.is_file() else [])}
+    for record in records:
+        merged.pop(record.identity, None)
+        merged[record.identity] = record
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sibling = path.with_name(path.name + ".part")
+    sibling.write_text("".join(record.line() + "\n" for record in merged.values()))
+    sibling.replace(path)

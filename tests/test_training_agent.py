@@ -1,0 +1,243 @@
+"""The agent's arithmetic against numbers worked out by hand: targets, losses, networks, exploration, counting."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, Uniform
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.dqn import Agent
+from gpu_replay.training.episodes import EpisodeStatistics
+from gpu_replay.training.errors import UserError
+from gpu_replay.training.exploration import Explorer
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.seeds import stream_seed
+from gpu_replay.training.settings import PRESETS, Settings
+from gpu_replay.training.stopwatch import Stopwatch
+from gpu_replay.training.trainer import make_buffer
+
+CPU = torch.device("cpu")
+VECTOR = Field((2,), torch.float32)
+
+
+class Table(torch.nn.Module):
+    """Two actions whose values are the weights, whatever is observed; observation 1 asks for the second row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [5.0, 3.0]]))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.values[obs.long()]
+
+
+def table_agent(**changes: object) -> Agent:
+    agent = Agent(Table(), Settings(**changes), CPU, seed=0)  # type: ignore[arg-type]
+    # the target disagrees with the online network about which next action is best
+    agent.target.values.data = torch.tensor([[0.0, 0.0], [10.0, 20.0]])
+    return agent
+
+
+def batch(**changes: Tensor) -> Batch:
+    plain = {
+        "obs": torch.tensor([0.0, 0.0]),
+        "action": torch.tensor([0, 1]),
+        "reward": torch.tensor([1.0, -1.0]),
+        "next_obs": torch.tensor([1.0, 1.0]),
+        "discount": torch.tensor([0.5, 0.0]),
+        "weight": torch.tensor([1.0, 1.0]),
+    }
+    return Batch(plain | changes)
+
+
+def test_double_learning_values_the_online_choice_with_the_target_network() -> None:
+    # online prefers action 0 in the next state, which the target values 10: 1 + 0.5 * 10 - 1, and -1 + 0 - 2
+    assert table_agent(double=True).learn(batch()).tolist() == [5.0, 3.0]
+
+
+def test_plain_learning_takes_the_largest_target_value() -> None:
+    assert table_agent(double=False).learn(batch()).tolist() == [10.0, 3.0]
+
+
+def test_loss_is_huber_weighted_by_importance() -> None:
+    agent = table_agent()
+    agent.learn(batch(weight=torch.tensor([1.0, 0.5])))
+    loss, td_error, value = agent.means()
+    assert loss == pytest.approx((1.0 * 4.5 + 0.5 * 2.5) / 2)
+    assert td_error == pytest.approx(4.0)
+    assert value == pytest.approx(1.5)
+    # read once, forgotten
+    assert all(mean != mean for mean in agent.means())
+
+
+def test_a_weight_of_zero_teaches_nothing() -> None:
+    agent = table_agent()
+    before = agent.online.values.detach().clone()
+    agent.learn(batch(weight=torch.zeros(2)))
+    assert torch.equal(agent.online.values, before)
+
+
+def test_learning_moves_towards_the_target_and_nothing_flows_into_the_target_network() -> None:
+    agent = table_agent(target_every=10_000)
+    target = agent.target.values.clone()
+    first = agent.learn(batch())
+    for _ in range(50):
+        last = agent.learn(batch())
+    assert (last < first).all()
+    assert torch.equal(agent.target.values, target)
+
+
+@pytest.mark.parametrize("tau, share", [(1.0, 1.0), (0.25, 0.25)])
+def test_target_network_follows_every_so_many_updates(tau: float, share: float) -> None:
+    agent = table_agent(target_every=3, target_tau=tau)
+    before = agent.target.values.clone()
+    for _ in range(2):
+        agent.learn(batch())
+    assert torch.equal(agent.target.values, before)
+    agent.learn(batch())
+    expected = before + share * (agent.online.values.detach() - before)
+    torch.testing.assert_close(agent.target.values, expected)
+
+
+def test_dueling_head_is_value_plus_centred_advantage() -> None:
+    network = QNetwork(VECTOR, 3, Settings(hidden=(4,), dueling=True))
+    obs = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    raw = network.head(obs)
+    expected = raw[:, :1] + raw[:, 1:] - raw[:, 1:].mean(1, keepdim=True)
+    torch.testing.assert_close(network(obs), expected)
+    torch.testing.assert_close(network(obs).mean(1), raw[:, 0])
+
+
+def test_stored_bytes_and_sampled_floats_have_the_same_values() -> None:
+    image = Field((4, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    network = QNetwork(image, 3, Settings(network="small", hidden=(8,)))
+    frames = torch.randint(0, 256, (2, 4, 42, 42), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(network(frames), network(frames.float() / 255))
+
+
+def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
+    bounds = (torch.tensor([-2.0, -3.4e38]), torch.tensor([4.0, 3.4e38]))
+    network = QNetwork(VECTOR, 2, Settings(), bounds)
+    seen = (torch.tensor([[4.0, 7.0], [-2.0, -7.0], [1.0, 0.0]]) - network.centre) * network.stretch
+    assert seen.tolist() == [[1.0, 7.0], [-1.0, -7.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name, shape", [("nature", (84, 84)), ("nature", (3, 16, 16)), ("small", (2,))])
+def test_a_network_that_does_not_suit_the_observation_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    settings = Settings(network=name)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"--network {name}"):
+        QNetwork(Field(shape, torch.float32), 2, settings)
+
+
+@pytest.mark.parametrize("persistence", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("epsilon", [0.1, 0.5, 1.0])
+def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(persistence: float, epsilon: float) -> None:
+    explorer = Explorer(persistence, torch.Generator().manual_seed(0))
+    # 50 actions of which the last is the best: a random action is nearly never the greedy one
+    values = torch.arange(50.0).repeat(400, 1)
+    chosen = torch.stack([explorer.choose(values, epsilon) for _ in range(150)])[50:]
+    share = float((chosen != 49).float().mean())
+    # 40,000 actions, in runs of ten at the most: a standard error below 0.008
+    assert share == pytest.approx(epsilon * 49 / 50, abs=0.03)
+    repeated = float((chosen[1:] == chosen[:-1])[chosen[:-1] != 49].float().mean())
+    assert repeated == pytest.approx(persistence, abs=0.04)
+
+
+def test_without_epsilon_the_best_action_is_taken() -> None:
+    values = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Explorer(0.9, torch.Generator()).choose(values, 0.0), values.argmax(1))
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_episode_statistics_against_lists(window: int) -> None:
+    generator = torch.Generator().manual_seed(window)
+    statistics = EpisodeStatistics(4, window, CPU)
+    finished: list[tuple[float, int]] = []
+    running = [(0.0, 0)] * 4
+    assert statistics.read()[0] == 0
+    for _ in range(60):
+        reward = torch.randint(-2, 3, (4,), generator=generator).float()
+        ended = torch.rand(4, generator=generator) < 0.3
+        statistics.push(reward, ended)
+        for env in range(4):
+            running[env] = (running[env][0] + float(reward[env]), running[env][1] + 1)
+            if ended[env]:
+                finished.append(running[env])
+                running[env] = (0.0, 0)
+        count, mean_return, mean_length = statistics.read()
+        assert count == len(finished)
+        last = finished[-window:]
+        if last:
+            assert mean_return == pytest.approx(sum(each[0] for each in last) / len(last), abs=1e-4)
+            assert mean_length == pytest.approx(sum(each[1] for each in last) / len(last), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", PRESETS)
+def test_settings_survive_a_trip_through_json(family: str) -> None:
+    settings = Settings.for_family(family, gamma=0.5, hidden=(7, 9))  # type: ignore[arg-type]
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+
+
+def test_unknown_settings_are_named() -> None:
+    with pytest.raises(UserError, match="unknown settings: gama, lr"):
+        Settings.from_dict({"lr": 1, "gama": 2})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"steps": 0}, "--steps must be at least 1; found 0"),
+        ({"gamma": 1.5}, "--gamma must be from 0 to 1; found 1.5"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be at least 0; found nan"),
+        ({"hidden": ()}, "--hidden must name widths"),
+        ({"warmup": 100, "capacity": 99}, "--warmup 100 does not fit in --capacity 99"),
+        ({"batch_size": 64, "warmup": 63}, "--warmup 63 must be at least --batch-size 64"),
+        ({"sampler": "combined", "newest": 65}, "--newest 65 does not fit in --batch-size 64"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Settings(**changes)  # type: ignore[arg-type]
+
+
+def test_schedules_go_from_start_to_end_and_stay() -> None:
+    settings = Settings(
+        steps=1_000, epsilon_start=1.0, epsilon_end=0.1, epsilon_steps=90, learning_rate=1.0, learning_rate_end=0.0
+    )
+    assert [settings.epsilon(step) for step in (0, 45, 90, 900)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert [settings.learning_rate_at(step) for step in (0, 500, 1_000, 2_000)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_updates() -> None:
+    made = {}
+    for name in ("proportional", "uniform", "combined"):
+        settings = Settings(sampler=name, newest=3, steps=3_200, num_envs=32, updates=2, warmup=0 + 64)  # type: ignore[arg-type]
+        made[name] = make_buffer(Catch.spec, settings, CPU, seed=0).sampler
+    beta = LinearSchedule(0.4, 1.0, steps=(3_200 - 64) // 32 * 2)
+    assert made["proportional"] == Proportional(alpha=0.6, beta=beta)
+    assert made["uniform"] == Uniform()
+    assert made["combined"] == Combined(Proportional(alpha=0.6, beta=beta), newest=3)
+
+
+def test_streams_of_seeds_differ_and_repeat() -> None:
+    seeds = {stream_seed(seed, stream, i) for seed in (0, 1) for stream in ("training", "final") for i in range(50)}
+    assert len(seeds) == 200
+    assert stream_seed(5, "network") == stream_seed(5, "network")
+
+
+def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 13.0, 20.0, 20.0, 24.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    watch = Stopwatch(CPU)
+    watch.begin()
+    watch.lap("act")
+    watch.lap("replay")
+    watch.lap("learn")
+    watch.begin()
+    watch.lap("replay")
+    assert watch.seconds == {"env": 0.0, "act": 1.0, "replay": 6.0, "learn": 7.0}
+    assert watch.shares()["replay"] == pytest.approx(6 / 14)

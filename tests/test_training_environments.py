@@ -1,0 +1,189 @@
+"""Environments behind one interface: endings, truncations, real Atari frames, and names that are recognised or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_replay.training.errors import UserError
+from gpu_replay.training.hosted import HostEnvironment, make_gymnasium
+from gpu_replay.training.registry import identify, make_environment
+from gpu_replay.training.settings import Settings
+
+pytest.importorskip("gymnasium")
+CPU = torch.device("cpu")
+
+
+def cartpole_alone(seed: int, actions: list[int]) -> list[tuple[list[float], bool]]:
+    """Observations and endings of one environment, stepped by hand until it ends."""
+    import gymnasium
+
+    environment = gymnasium.make("CartPole-v1")
+    obs, _ = environment.reset(seed=seed)
+    found = [(obs.tolist(), False)]
+    for action in actions:
+        obs, _, terminated, _, _ = environment.step(action)
+        found.append((obs.tolist(), bool(terminated)))
+        if terminated:
+            break
+    return found
+
+
+def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> None:
+    environment = make_gymnasium("CartPole-v1", 3)
+    obs = environment.reset(11)
+    seeds = np.random.SeedSequence(11).generate_state(3, np.uint32).astype(np.int64) >> 1
+    # pushing one way lets the pole fall within a dozen steps
+    alone = [cartpole_alone(int(seed), [1] * 30) for seed in seeds]
+    assert obs.tolist() == [steps[0][0] for steps in alone]
+    over = set()
+    for t in range(1, 15):
+        environment.send(torch.ones(3, dtype=torch.int64))
+        step = environment.recv()
+        for env in set(range(3)) - over:
+            expected, ended = alone[env][t]
+            assert step.next_obs[env].tolist() == expected
+            assert bool(step.terminated[env]) == ended
+            assert (step.obs[env].tolist() == expected) != ended
+            if ended:
+                over.add(env)
+                # a new episode starts near zero
+                assert step.obs[env].abs().max() <= 0.05
+    assert over == {0, 1, 2}
+    assert step.reward.dtype == torch.float32
+    environment.close()
+
+
+def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
+    environment = make_gymnasium("MountainCar-v0", 2)
+    environment.reset(0)
+    for t in range(1, 202):
+        environment.send(torch.tensor([0, 1]))
+        step = environment.recv()
+        assert not step.terminated.any()
+        assert step.truncated.tolist() == [t == 200] * 2
+        assert torch.equal(step.obs, step.next_obs) == (t != 200)
+    environment.close()
+
+
+class StartsAtFive:
+    """A vector environment whose actions are 5 and 6, to see that the agent's 0 and 1 become those."""
+
+    num_envs = 2
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, object]]:
+        self.seen = actions.tolist()
+        nothing = np.zeros(2, dtype=bool)
+        return np.zeros((2, 4), dtype=np.float64), np.array([1, 2], dtype=np.int32), nothing, nothing, {}
+
+
+def test_actions_are_mapped_and_rewards_and_observations_cast() -> None:
+    vector = StartsAtFive()
+    spec = make_gymnasium("CartPole-v1", 1).spec
+    environment = HostEnvironment(vector, spec, np.array([5, 6]))
+    environment.send(torch.tensor([1, 0]))
+    step = environment.recv()
+    assert vector.seen == [6, 5]
+    assert step.obs.dtype == step.reward.dtype == torch.float32
+    assert step.reward.tolist() == [1.0, 2.0]
+
+
+def test_pong_frames_are_whole_stacks_that_go_on_from_step_to_step() -> None:
+    pytest.importorskip("ale_py")
+    settings = Settings.for_family("atari", sticky=0.0)
+    environment = make_environment(identify("pong"), 4, settings, CPU)
+    assert environment.spec.num_actions == 3
+    assert environment.spec.observation.shape == (4, 42, 42)
+    obs = environment.reset(5)
+    generator = torch.Generator().manual_seed(0)
+    scored = 0
+    for _ in range(300):
+        environment.send(torch.randint(0, 3, (4,), generator=generator))
+        step = environment.recv()
+        assert step.next_obs.dtype == torch.uint8
+        # the stack moved on by one frame, oldest first
+        assert torch.equal(step.next_obs[:, :-1], obs[:, 1:])
+        assert set(step.reward.tolist()) <= {-1.0, 0.0, 1.0}
+        scored += int(step.reward.abs().sum())
+        obs = step.obs
+    assert scored > 5
+    assert len(obs.unique()) > 3
+    environment.close()
+
+
+def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_clean() -> None:
+    pytest.importorskip("ale_py")
+    environment = make_environment(identify("ALE/Pong-v5"), 2, Settings.for_family("atari"), CPU)
+    environment.reset(1)
+    score = torch.zeros(2)
+    for _ in range(1_500):
+        environment.send(torch.zeros(2, dtype=torch.int64))
+        step = environment.recv()
+        score += step.reward
+        ended = step.terminated | step.truncated
+        if ended.any():
+            break
+    (row,) = ended.nonzero()[:1, 0].tolist()
+    assert abs(score[row]) == 21
+    assert not torch.equal(step.obs[row], step.next_obs[row])
+    # ALE's stacks are zero before the first frame of an episode
+    assert step.obs[row, :-1].sum() == 0
+    assert (step.next_obs[row] > 0).any(dim=(1, 2)).all()
+    assert torch.equal(step.obs[~ended], step.next_obs[~ended])
+    environment.close()
+
+
+def test_the_same_seed_gives_the_same_pong() -> None:
+    pytest.importorskip("ale_py")
+    frames = []
+    for _ in range(2):
+        environment = make_environment(identify("pong"), 2, Settings.for_family("atari"), CPU)
+        environment.reset(3)
+        for _ in range(40):
+            environment.send(torch.tensor([1, 2]))
+            step = environment.recv()
+        frames.append(step.obs)
+        environment.close()
+    assert torch.equal(*frames)
+
+
+@pytest.mark.parametrize("name", ["pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4"])
+def test_every_name_of_pong_is_pong(name: str) -> None:
+    pytest.importorskip("ale_py")
+    found = identify(name)
+    assert (found.name, found.kind) == ("pong", "atari")
+    assert found.family(CPU) == "atari"
+    assert found.family(torch.device("cuda")) == "atari-cuda"
+
+
+@pytest.mark.parametrize(
+    "name, kind, family", [("catch", "catch", "catch"), ("Acrobot-v1", "gymnasium", "vector")]
+)
+def test_other_names(name: str, kind: str, family: str) -> None:
+    found = identify(name)
+    assert (found.name, found.kind, found.family(CPU)) == (name, kind, family)
+
+
+def test_camel_case_games_have_snake_case_roms() -> None:
+    pytest.importorskip("ale_py")
+    assert identify("ALE/MsPacman-v5").name == identify("MsPacman").name == identify("ms_pacman").name == "ms_pacman"
+
+
+@pytest.mark.parametrize(
+    "name, hint", [("CartPol-v1", "CartPole-v1"), ("pongg", "pong"), ("xyzzy-v3", "Try pong"), ("ALE/Pnog-v5", "Pong")]
+)
+def test_an_unknown_name_is_answered_with_near_ones(name: str, hint: str) -> None:
+    pytest.importorskip("ale_py")
+    with pytest.raises(UserError, match=f"unknown environment '{name}'.*{hint}"):
+        identify(name)
+
+
+@pytest.mark.parametrize("name, message", [("Pendulum-v1", "actions Box"), ("Taxi-v4", "observations Discrete")])
+def test_spaces_that_the_agent_cannot_use_are_refused(name: str, message: str) -> None:
+    import gymnasium
+
+    if name not in gymnasium.registry:
+        name = "Taxi-v3"
+    with pytest.raises(UserError, match=message):
+        make_gymnasium(name, 2)
