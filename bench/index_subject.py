@@ -41,15 +41,15 @@ class IndexSubject:
 
     def sample(self, batch: int) -> Any:
         """(batch,) int64 slots, drawn by mass, and their masses."""
-        words = self._words.take(self._block, batch)
+        doubles = self._words.doubles(self._block, batch)
         self._block += -(-batch // 4)
-        slots, masses, _ = draw_slots(self._tree, words, stratified=True)
+        slots, masses, _ = draw_slots(self._tree, doubles, stratified=True)
         return slots, masses
 
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """Masses of these priorities at the sampled slots, a repeated slot once."""
         slots, _ = sampled
-        masses, _ = self._rule.masses(priorities.numpy().astype(np.float64))
+        masses, _, _ = self._rule.masses(priorities.numpy().astype(np.float64))
         # slots drawn by strata ascend, so a repeated one follows itself; the last priority wins
         last = np.empty(slots.size, dtype=bool)
         last[-1] = True

@@ -108,8 +108,8 @@ class HostEngine:
         if priorities is not None:
             if self._tree is None:
                 return 0
-            masses, saturated = self._rule.masses(priorities.numpy())
-            self._given(masses, saturated)
+            masses, largest, saturated = self._rule.masses(priorities.numpy())
+            self._given(largest, saturated)
             return masses
         if self._tree is None or not isinstance(self._base, Proportional):
             return 0
@@ -119,11 +119,10 @@ class HostEngine:
             return self._tree.highest() or self._rule.mass(1.0)
         return self._rule.mass(float(self._base.initial))
 
-    def _given(self, masses: np.ndarray, saturated: int) -> None:
+    def _given(self, largest: int, saturated: int) -> None:
         counters = self._counters
-        top = int(masses.max())
-        if top > counters.item(Counter.TOP):
-            counters[Counter.TOP] = top
+        if largest > counters.item(Counter.TOP):
+            counters[Counter.TOP] = largest
         if saturated:
             counters[Counter.SATURATED] += saturated
 
@@ -163,25 +162,29 @@ class HostEngine:
             nothing = np.empty(0, dtype=np.float32)
             return _NOTHING, nothing, nothing
         if isinstance(base, Proportional) and self._tree is not None:
-            slots, masses, total = draw_slots(self._tree, self._random(drawn), base.stratified)
-            lowest = int(masses.min()) if base.normalize == "batch" else self._tree.lowest()
+            slots, masses, total = draw_slots(
+                self._tree, self._words.doubles(self._blocks(drawn), drawn), base.stratified
+            )
+            lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else self._tree.lowest()
             exponent = beta if beta is not None else self._scheduled(base)
             return slots, (masses / total).astype(np.float32), importance_weights(masses, lowest, exponent)
         first, added = self.span()
         size = added - first
         if isinstance(base, Uniform) and not base.replacement:
-            ranks = permuted_ranks(size, drawn, self._random(PERMUTATION_WORDS))
+            words = self._words.words(self._blocks(PERMUTATION_WORDS), PERMUTATION_WORDS)
+            ranks = permuted_ranks(size, drawn, words)
         else:
-            ranks = independent_ranks(size, self._random(drawn))
+            ranks = independent_ranks(size, self._words.doubles(self._blocks(drawn), drawn))
         return self._slots(ranks, first), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
 
     def _scheduled(self, base: Proportional) -> float:
         return base.beta if isinstance(base.beta, (int, float)) else base.beta(self._counters.item(Counter.STEP))
 
-    def _random(self, count: int) -> np.ndarray:
+    def _blocks(self, words: int) -> int:
+        """The block from which so many words are drawn; the stream moves on past them."""
         block = self._counters.item(Counter.RANDOM)
-        self._counters[Counter.RANDOM] = block + blocks_for(count)
-        return self._words.take(block, count)
+        self._counters[Counter.RANDOM] = block + blocks_for(words)
+        return block
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
         return {name: gather_rows(rows, field, slots) for name, rows, field in self._columns}
@@ -206,25 +209,24 @@ class HostEngine:
             return
         numbers = priorities.numpy()
         # seen as unsigned, a negative age is a large one
-        if ages.view(np.uint64).max() >= added - first:
+        if np.maximum.reduce(ages.view(np.uint64)) >= added - first:
             live = (ages >= 0) & (ages < added - first)
             ages, numbers = ages[live], numbers[live]
             self._counters[Counter.STALE] += live.size - ages.size
         if self._tree is None or ages.size == 0:
             return
         slots, numbers = _winners(self._slots(ages, first), numbers)
-        masses, saturated = self._rule.masses(numbers)
-        self._given(masses, saturated)
+        masses, largest, saturated = self._rule.masses(numbers)
+        self._given(largest, saturated)
         self._tree.set_slots(slots, masses)
 
 
 def _winners(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct slots, each with its last number."""
     # a stratified draw comes back in ascending slots, mostly distinct
-    if not (slots[1:] > slots[:-1]).all():
+    if not np.logical_and.reduce(slots[1:] > slots[:-1]):
         order = np.argsort(slots, kind="stable")
         slots, numbers = slots[order], numbers[order]
         last = np.append(slots[1:] != slots[:-1], True)
         slots, numbers = slots[last], numbers[last]
     return slots, numbers
-

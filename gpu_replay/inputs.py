@@ -93,7 +93,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, refusing what would lose a value by kind or by range."""
     source = tensor.dtype
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
-    if source.is_complex or source.is_floating_point and not dtype.is_floating_point or dtype == torch.bool:
+    if source.is_complex or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
         raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
     # integers up to 2**63 fit every floating dtype but the half floats
     roomy = source == torch.bool or dtype != torch.float16
@@ -117,11 +117,17 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
 
     Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
     """
+    # what `sample` and `add` returned needs no more than this look
+    if type(value) is Tensor and value.dtype is torch.int64 and value.device == device and value.dim() == 1:
+        return value
     tensor = as_tensor("keys", value, device)
     if tensor.dtype != torch.int64:
-        if tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray)):
-            tensor = tensor.to(torch.int64)
-        elif tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        if (tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))) or tensor.dtype in (
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+        ):
             tensor = tensor.to(torch.int64)
         else:
             raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
@@ -149,7 +155,7 @@ def finite_numbers(name: str, priorities: Tensor) -> Tensor:
     """Priorities on the CPU as float64; ValueError unless all are finite."""
     wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
     numbers = wide.numpy().astype(np.float64, copy=False)
-    if not np.isfinite(numbers).all():
+    if not np.logical_and.reduce(np.isfinite(numbers)):
         place = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ValueError(
             f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "

@@ -19,7 +19,7 @@ def mass_of(priority, alpha, eps, clip, limit):
     return tl.where(finite, tl.minimum(tl.maximum(mass, 1), limit), 0), finite & (mass > limit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment"])
 def admit_kernel(
     levels,
     edges,
@@ -54,55 +54,55 @@ def admit_kernel(
     of FANOUT slots. numbers: alpha, eps, clip. masses: the initial mass, and the limit. The last program to finish
     moves the ring on.
     """
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
-    kept = rows - skipped
+    skipped = skipped.to(tl.int64)
     start = (added + skipped) % capacity
+    stop = start + (rows - skipped)
     wrapped = program >= segment
     low = tl.where(wrapped, 0, start)
-    high = tl.where(wrapped, start + kept - capacity, tl.minimum(start + kept, capacity))
-    # programs past both segments, there for the keys alone, fall outside
-    local = tl.where(wrapped, program - segment, program).to(tl.int64)
-    block = low // FANOUT + local * BLOCKS + tl.arange(0, BLOCKS)
-    slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
-    live = (slot >= low) & (slot < high)
-    row = tl.where(wrapped, slot + capacity - start, slot - start) + skipped
-    tl.store(times_sampled_ptr + slot, tl.zeros([BLOCKS, FANOUT], tl.int32), mask=live)
-    tl.store(keys_ptr + row, added + row, mask=live)
+    high = tl.where(wrapped, stop - capacity, tl.minimum(stop, capacity))
+    first_block = low // FANOUT + tl.where(wrapped, program - segment, program) * BLOCKS
+    # without a wrap the second segment is empty, and programs past both are there for the keys alone
+    if first_block * FANOUT < high:
+        block = first_block + tl.arange(0, BLOCKS)
+        slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+        live = (slot >= low) & (slot < high)
+        row = slot + (skipped - start + tl.where(wrapped, capacity, 0))
+        tl.store(times_sampled_ptr + slot, tl.full([BLOCKS, FANOUT], 0, tl.int32), mask=live)
+        tl.store(keys_ptr + row, added + row, mask=live)
+        if LEVELS > 0:
+            mass = tl.load(masses_ptr)
+            if SOURCE >= 0:
+                # the largest mass, 0 before there was any
+                largest = tl.load(counters_ptr + SOURCE)
+                mass = tl.where(largest > 0, largest, mass)
+            new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + mass
+            if GIVEN:
+                priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
+                alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+                own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+                new = tl.where(own > 0, own, new)
+                tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.where(live, own, 0)), sem="relaxed")
+                rejected = (live & (own == 0)).to(tl.int64)
+                tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected), sem="relaxed")
+                cut = (live & saturated).to(tl.int64)
+                tl.atomic_add(counters_ptr + SATURATED, tl.sum(cut), sem="relaxed")
+            # slots outside the segment keep their mass
+            old = tl.load(levels[0] + slot, mask=live, other=0)
+            change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
+            # copies of a thread's slot in other threads have been read before it changes
+            tl.debug_barrier()
+            tl.store(levels[0] + slot, new, mask=live)
+            touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
+            for edge in tl.static_range(EDGES):
+                tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
+            for level in tl.static_range(1, LEVELS):
+                tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
     # keys of transitions that did not stay, because more came than fit
     if skipped > 0:
-        for_key = program.to(tl.int64) * BLOCKS * FANOUT + tl.arange(0, BLOCKS * FANOUT)
+        for_key = program * (BLOCKS * FANOUT) + tl.arange(0, BLOCKS * FANOUT)
         tl.store(keys_ptr + for_key, added + for_key, mask=for_key < skipped)
-
-    if LEVELS > 0:
-        mass = tl.load(masses_ptr)
-        if SOURCE >= 0:
-            # the largest mass, 0 before there was any
-            largest = tl.load(counters_ptr + SOURCE)
-            mass = tl.where(largest > 0, largest, mass)
-        new = tl.zeros([BLOCKS, FANOUT], tl.int64) + mass
-        if GIVEN:
-            priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
-            limit = tl.load(masses_ptr + 1)
-            own, saturated = mass_of(
-                priority, tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), limit
-            )
-            new = tl.where(own > 0, own, new)
-            given = tl.where(live, own, 0)
-            tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
-            rejected = (live & (own == 0)).to(tl.int64)
-            tl.atomic_add(counters_ptr + REJECTED, tl.sum(tl.sum(rejected, axis=1), axis=0), sem="relaxed")
-            cut = (live & saturated).to(tl.int64)
-            tl.atomic_add(counters_ptr + SATURATED, tl.sum(tl.sum(cut, axis=1), axis=0), sem="relaxed")
-        # slots outside the segment keep their mass
-        old = tl.load(levels[0] + slot, mask=live, other=0)
-        tl.store(levels[0] + slot, new, mask=live)
-        change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
-        touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
-        for edge in tl.static_range(EDGES):
-            tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
-        for level in tl.static_range(1, LEVELS):
-            tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
@@ -111,13 +111,14 @@ def admit_kernel(
         tl.store(counters_ptr + TICKET, 0)
         tl.store(counters_ptr + EDGE_HIGH, 0)
         if GIVEN:
+            # an atomic, so that what other programs left is seen
             given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0)
             tl.atomic_max(counters_ptr + TOP, given_top)
             tl.store(counters_ptr + PENDING_TOP, 0)
         tl.store(counters_ptr + ADDED, added + rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "capacity"])
 def settle_kernel(
     keys_ptr,
     counters_ptr,
@@ -138,7 +139,7 @@ def settle_kernel(
     tl.atomic_max(stamp_ptr + key % capacity, position.to(tl.int32), mask=live, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "capacity"])
 def update_kernel(
     keys_ptr,
     priority_ptr,
@@ -179,16 +180,16 @@ def update_kernel(
         slot = tl.where(live, key, 0) % capacity
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (tl.load(stamp_ptr + slot, mask=live, other=-1) == position)
-        tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
-        limit = tl.load(masses_ptr + 1)
-        new, saturated = mass_of(
-            priority, tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), limit
-        )
+        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+        new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
         accepted = winner & (new > 0)
         old = tl.load(levels[0] + slot, mask=accepted, other=0)
-        tl.store(levels[0] + slot, new, mask=accepted)
         change = new - old
+        # copies of a thread's position in other threads have read stamp and leaf before they change
+        tl.debug_barrier()
+        tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
+        tl.store(levels[0] + slot, new, mask=accepted)
         for edge in tl.static_range(EDGES):
             tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
         for level in tl.static_range(1, LEVELS):

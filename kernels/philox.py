@@ -5,12 +5,17 @@ import triton.language as tl
 
 
 @triton.jit
+def words_of(block, seed):
+    """The four words of Philox block `block`, which is int64; all uint64."""
+    counter = (block + 1).to(tl.uint64)
+    zero = counter * 0
+    return tl.random.philox_impl(counter, zero, zero, zero, zero + seed.to(tl.uint64), zero, 10)
+
+
+@triton.jit
 def words_at(place, block, seed):
     """Word `place` of the stream that begins at Philox block `block`; place is int64, the result uint64."""
-    counter = (block + place // 4 + 1).to(tl.uint64)
-    zero = counter * 0
-    key = zero + seed.to(tl.uint64)
-    first, second, third, fourth = tl.random.philox_impl(counter, zero, zero, zero, key, zero, 10)
+    first, second, third, fourth = words_of(block + place // 4, seed)
     lane = place % 4
     return tl.where(lane < 2, tl.where(lane == 0, first, second), tl.where(lane == 2, third, fourth))
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def gather_kernel(
     sources,
     outputs,
@@ -23,17 +23,18 @@ def gather_kernel(
     WIDE: tl.constexpr,
 ):
     """outputs[f][i] = sources[f][slots[i]], scaled and cast; a program moves ROWS[f] x COLUMNS[f] values of a field."""
-    program = tl.program_id(0)
-    before = 0
+    batch = batch.to(tl.int64)
+    # the program's number among those of the field in turn
+    local = tl.program_id(0).to(tl.int64)
     for f in tl.static_range(FIELDS):
-        programs = (batch + ROWS[f] - 1) // ROWS[f] * CHUNKS[f]
-        if (program >= before) & (program < before + programs):
-            local = (program - before).to(tl.int64)
+        programs = (batch + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
+        if (local >= 0) & (local < programs):
             row = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
             column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
-            live = (row < batch)[:, None] & (column < WIDTHS[f])[None, :]
+            named = row < batch
+            live = named[:, None] & (column < WIDTHS[f])[None, :]
             # rows past the batch read slot 0 under a mask
-            slot = tl.load(slots_ptr + row, mask=row < batch, other=0)
+            slot = tl.load(slots_ptr + row, mask=named, other=0)
             values = tl.load(sources[f] + slot[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
             if SCALES[f] is not None:
                 if WIDE[f]:
@@ -42,10 +43,10 @@ def gather_kernel(
                     values = values.to(tl.float32) * tl.full([], SCALES[f], tl.float32)
             place = row[:, None] * WIDTHS[f] + column[None, :]
             tl.store(outputs[f] + place, values.to(outputs[f].dtype.element_ty), mask=live)
-        before += programs
+        local -= programs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "blocks"])
 def write_kernel(
     inputs,
     stores,
@@ -71,25 +72,28 @@ def write_kernel(
 
     With HIGHEST, further programs look up the largest stored mass for the launch that follows.
     """
-    program = tl.program_id(0)
-    added = tl.load(counters_ptr + ADDED)
+    skipped = skipped.to(tl.int64)
     kept = rows - skipped
-    before = 0
+    start = (tl.load(counters_ptr + ADDED) + skipped) % capacity
+    # the program's number among those of the field in turn
+    local = tl.program_id(0).to(tl.int64)
     for f in tl.static_range(FIELDS):
-        programs = (kept + ROWS[f] - 1) // ROWS[f] * CHUNKS[f]
-        if (program >= before) & (program < before + programs):
-            local = (program - before).to(tl.int64)
-            row = skipped + local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
+        programs = (kept + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
+        if (local >= 0) & (local < programs):
+            row = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
             column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
-            live = (row < rows)[:, None] & (column < WIDTHS[f])[None, :]
-            slot = (added + row) % capacity
-            values = tl.load(inputs[f] + row[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
+            live = (row < kept)[:, None] & (column < WIDTHS[f])[None, :]
+            place = (skipped + row)[:, None] * WIDTHS[f] + column[None, :]
+            values = tl.load(inputs[f] + place, mask=live, other=0)
+            # no more rows than slots: the ring is passed at most once
+            slot = start + row
+            slot = tl.where(slot >= capacity, slot - capacity, slot)
             place = slot[:, None] * WIDTHS[f] + column[None, :]
             tl.store(stores[f] + place, values.to(stores[f].dtype.element_ty), mask=live)
-        before += programs
+        local -= programs
     if HIGHEST:
-        if program >= before:
-            block = (program - before).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        if local >= 0:
+            block = local * BLOCKS + tl.arange(0, BLOCKS)
             # blocks past the end hold no mass
             high = tl.load(high_ptr + block, mask=block < blocks, other=0)
             stale = high < 0
@@ -97,5 +101,7 @@ def write_kernel(
             # only blocks that changed are looked at again
             masses = tl.load(masses_ptr + place, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
             high = tl.where(stale, tl.max(masses, axis=1), high)
+            # copies of a thread's block in other threads have been read before it changes
+            tl.debug_barrier()
             tl.store(high_ptr + block, high, mask=stale)
             tl.atomic_max(counters_ptr + EDGE_HIGH, tl.max(high, axis=0), sem="relaxed")

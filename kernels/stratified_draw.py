@@ -16,7 +16,7 @@ def key_in_slot(slot, added, capacity):
     return tl.where(slot >= head, key - capacity, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks", "draw_programs"])
 def stratified_draw_kernel(
     levels,
     low_ptr,
@@ -45,16 +45,17 @@ def stratified_draw_kernel(
     """Draw `drawn` slots by mass and take the newest for the rest of the batch.
 
     Leaves the smallest mass of the batch in counters[EDGE_LOW]; with LOWEST_OF_ALL further programs leave the smallest
-    of all slots there instead. The mass of a newest row is written as 0: it was not drawn.
+    of all slots there instead. The mass of a newest row is written as 0: it was not drawn. Where nothing has mass, as
+    in a graph replayed after a `clear`, the draws stay inside but mean nothing.
     """
-    program = tl.program_id(0)
+    program = tl.program_id(0).to(tl.int64)
     if program < draw_programs:
-        draw = program.to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
-        child = tl.arange(0, FANOUT).to(tl.int64)
+        draw = program * DRAWS + tl.arange(0, DRAWS)
+        child = tl.arange(0, FANOUT)
         root = tl.load(levels[LEVELS - 1] + child)
         total = tl.sum(root, axis=0)
         word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
-        strata = tl.zeros([], tl.int64) + drawn
+        strata = drawn.to(tl.int64)
         if STRATIFIED:
             whole = total // strata
             part = total % strata
@@ -62,7 +63,7 @@ def stratified_draw_kernel(
             stop = (draw + 1) * whole + (draw + 1) * part // strata
             target = start + floor_of_product(word, stop - start)
         else:
-            target = floor_of_product(word, draw * 0 + total)
+            target = floor_of_product(word, total)
         # rows that draw nothing look for the first unit of mass
         by_mass = draw < drawn
         rest = tl.where(by_mass, target, 0)
@@ -74,13 +75,15 @@ def stratified_draw_kernel(
             masses = tl.load(levels[LEVELS - 1 - level] + place)  # [DRAWS, FANOUT]
             prefix = tl.cumsum(masses, axis=1)
             passed = prefix <= rest[:, None]
-            step = tl.minimum(tl.sum(passed.to(tl.int64), axis=1), FANOUT - 1)
+            step = tl.sum(passed.to(tl.int32), axis=1)
+            # a tree without mass is descended along its first nodes, which exist
+            step = tl.where(step < FANOUT, step, 0)
             rest -= tl.max(tl.where(passed, prefix, 0), axis=1)
             node = node * FANOUT + step
             mass = tl.sum(tl.where(child[None, :] == step[:, None], masses, 0), axis=1)
         added = tl.load(counters_ptr + ADDED)
         live = draw < batch
-        newest = added - batch + draw
+        newest = tl.maximum(added - batch + draw, 0)
         slot = tl.where(by_mass, node, newest % capacity)
         key = tl.where(by_mass, key_in_slot(node, added, capacity), newest)
         chance = mass.to(tl.float64) / total.to(tl.float64)
@@ -93,20 +96,22 @@ def stratified_draw_kernel(
             lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
             tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")
     elif LOWEST_OF_ALL:
-        block = (program - draw_programs).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        block = (program - draw_programs) * BLOCKS + tl.arange(0, BLOCKS)
         # blocks past the end hold no mass
         low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
         stale = low < 0
-        place = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+        leaf = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
         # only blocks that changed are looked at again
-        masses = tl.load(levels[0] + place, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
-        found = tl.min(tl.where(masses == 0, NO_MASS, masses), axis=1)
+        leaves = tl.load(levels[0] + leaf, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
+        found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
         low = tl.where(stale, found, low)
+        # copies of a thread's block in other threads have been read before it changes
+        tl.debug_barrier()
         tl.store(low_ptr + block, low, mask=stale)
         tl.atomic_min(counters_ptr + EDGE_LOW, tl.min(low, axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "blocks_drawn"])
 def weigh_kernel(
     masses_ptr,
     weight_ptr,
@@ -115,6 +120,7 @@ def weigh_kernel(
     batch,
     blocks_drawn,
     beta,
+    beta_rest,
     DRAWS: tl.constexpr,
     SCHEDULED: tl.constexpr,
     RANDOM: tl.constexpr,
@@ -124,13 +130,14 @@ def weigh_kernel(
 ):
     """weight = (lowest / mass) ** beta, 1 where the mass is 0; the last program moves schedule and stream on.
 
-    schedule: start, change, steps; used instead of `beta` when SCHEDULED.
+    schedule: start, change, steps; used instead of beta when SCHEDULED. beta: in two parts, since a launch passes
+    numbers as float32.
     """
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < batch
     lowest = tl.load(counters_ptr + EDGE_LOW).to(tl.float64)
     step = tl.load(counters_ptr + STEP)
-    exponent = tl.zeros([], tl.float64) + beta
+    exponent = tl.full([], 0.0, tl.float64) + beta + beta_rest
     if SCHEDULED:
         steps = tl.load(schedule_ptr + 2)
         done = tl.minimum(step.to(tl.float64), steps)

@@ -3,28 +3,28 @@
 import triton
 import triton.language as tl
 
-from .philox import floor_of_product, words_at
+from .philox import floor_of_product, words_at, words_of
 
 
 @triton.jit
-def permute(place, wide, high, few, words_block, seed, ROUNDS: tl.constexpr, ROUNDS_OF_FEW: tl.constexpr):
-    """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round."""
+def permute(place, wide, high, pairs, first, second, third, fourth):
+    """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round.
+
+    first, second: multipliers and addends of the shifts of the column, one a turn; third, fourth: those of the row.
+    """
     row = place // wide
     column = place % wide
-    for turn in tl.static_range(ROUNDS_OF_FEW):
-        if few | (turn < ROUNDS):
-            factor = words_at(words_block * 0 + 2 * turn, words_block, seed)
-            addend = words_at(words_block * 0 + (2 * turn + 1), words_block, seed)
-            if turn % 2 == 0:
-                column += (((row * factor + addend) >> 32) * wide) >> 32
-                column = tl.where(column >= wide, column - wide, column)
-            else:
-                row += (((column * factor + addend) >> 32) * high) >> 32
-                row = tl.where(row >= high, row - high, row)
+    nothing = (place * 0).to(tl.int64)
+    for pair in range(pairs):
+        turn = nothing + pair
+        column += (((row * tl.gather(first, turn, 0) + tl.gather(second, turn, 0)) >> 32) * wide) >> 32
+        column = tl.where(column >= wide, column - wide, column)
+        row += (((column * tl.gather(third, turn, 0) + tl.gather(fourth, turn, 0)) >> 32) * high) >> 32
+        row = tl.where(row >= high, row - high, row)
     return row * wide + column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks_drawn"])
 def uniform_draw_kernel(
     counters_ptr,
     times_sampled_ptr,
@@ -48,37 +48,38 @@ def uniform_draw_kernel(
     STEP: tl.constexpr,
     TICKET: tl.constexpr,
 ):
-    """Draw `drawn` live keys and take the newest for the rest of the batch."""
+    """Draw `drawn` live keys and take the newest for the rest of the batch.
+
+    A replayed graph may ask for more than is left after a `clear`: keys then repeat, and all of it stays inside.
+    """
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     added = tl.load(counters_ptr + ADDED)
-    first = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-    count = added - first
+    first_key = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    count = tl.maximum(added - first_key, 1)
     block = tl.load(counters_ptr + RANDOM)
     step = tl.load(counters_ptr + STEP)
     seed = tl.load(counters_ptr + SEED)
     by_chance = draw < drawn
     if REPLACEMENT:
-        rank = floor_of_product(words_at(draw, block, seed), draw * 0 + count)
+        rank = floor_of_product(words_at(draw, block, seed), count)
     else:
         # the narrowest rectangle that covers the count: the root is mended where it was rounded
-        wide = tl.sqrt(tl.maximum(count - 1, 0).to(tl.float64)).to(tl.int64) + 1
+        wide = tl.sqrt((count - 1).to(tl.float64)).to(tl.int64) + 1
         wide = tl.where((wide - 1) * (wide - 1) >= count, wide - 1, wide)
-        wide = tl.maximum(tl.where(wide * wide < count, wide + 1, wide), 1)
-        high = ((count + wide - 1) // wide).to(tl.uint64)
-        wide = wide.to(tl.uint64)
-        few = count < FEW
+        wide = tl.where(wide * wide < count, wide + 1, wide)
+        high = (count + wide - 1) // wide
+        pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
+        first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
         limit = count.to(tl.uint64)
-        # rows that draw nothing start inside
-        image = tl.where(by_chance, draw, 0).to(tl.uint64)
-        image = permute(image, wide, high, few, block, seed, ROUNDS, ROUNDS_OF_FEW)
-        outside = by_chance & (image >= limit)
+        # rows that draw nothing stay where they are; the others start inside and so come back inside
+        image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
+        outside = by_chance
         while tl.max(outside.to(tl.int32), axis=0) > 0:
-            inside = tl.where(outside, image, 0)
-            walked = permute(inside, wide, high, few, block, seed, ROUNDS, ROUNDS_OF_FEW)
+            walked = permute(image, wide.to(tl.uint64), high.to(tl.uint64), pairs, first, second, third, fourth)
             image = tl.where(outside, walked, image)
-            outside = by_chance & (image >= limit)
+            outside = outside & (image >= limit)
         rank = image.to(tl.int64)
-    key = tl.where(by_chance, first + rank, added - batch + draw)
+    key = tl.maximum(tl.where(by_chance, first_key + rank, added - batch + draw), 0)
     slot = key % capacity
     live = draw < batch
     chance = tl.where(by_chance, 1.0 / count.to(tl.float64), 1.0)

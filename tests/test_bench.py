@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import report, subjects
 from gpu_replay.bench.cases import Case, chosen, cycle_cases, index_cases, short, step_cases
@@ -24,7 +26,6 @@ from gpu_replay.bench.rows import ROW_BYTES, make_rows, mismatches
 from gpu_replay.bench.runner import Refused, check, fill
 from gpu_replay.bench.subjects import MissingPeer, Peer, ReplaySubject, make_peer
 from gpu_replay.bench.timing import Plan, Timing, copy_bandwidth, measure, quantiles
-from torch import Tensor
 
 CPU = torch.device("cpu")
 ENVIRONMENT = Environment(

@@ -204,7 +204,7 @@ def test_every_installation_finds_all_modules_and_leaves_the_other_kernels_alone
     environment.add_other_kernels()
     variables = install(environment, checkout, wheel)
     (tmp_path / "elsewhere").mkdir()
-    for cwd in (tmp_path / "elsewhere", checkout, checkout / "tests"):
+    for cwd in (tmp_path / "elsewhere", checkout):
         answers = environment.answers(checkout, cwd, **variables)
         assert answers["other"] == "the other distribution"
         assert answers["typed"]

@@ -81,7 +81,9 @@ def test_every_game_ends_with_plus_or_minus_one_and_only_then_counts() -> None:
         if (t + 1) % (SIDE - 1):
             assert (step.reward == 0).all()
         else:
-            assert step.reward.tolist() == [1.0 if abs(c - p) <= REACH else -1.0 for c, p in zip(column, centre)]
+            assert step.reward.tolist() == [
+                1.0 if abs(c - p) <= REACH else -1.0 for c, p in zip(column, centre, strict=True)
+            ]
         obs = step.obs
 
 

@@ -157,9 +157,7 @@ def test_every_name_of_pong_is_pong(name: str) -> None:
     assert found.family(torch.device("cuda")) == "atari-cuda"
 
 
-@pytest.mark.parametrize(
-    "name, kind, family", [("catch", "catch", "catch"), ("Acrobot-v1", "gymnasium", "vector")]
-)
+@pytest.mark.parametrize("name, kind, family", [("catch", "catch", "catch"), ("Acrobot-v1", "gymnasium", "vector")])
 def test_other_names(name: str, kind: str, family: str) -> None:
     found = identify(name)
     assert (found.name, found.kind, found.family(CPU)) == (name, kind, family)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from gpu_replay.bench.rows import DTYPES, Rows
 from torch import Tensor
+
+from gpu_replay.bench.rows import DTYPES, Rows
 
 
 class CpprbBuffer:

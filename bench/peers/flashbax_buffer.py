@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch.utils.dlpack
+from torch import Tensor
+
 from gpu_replay.bench.cases import ADDED
 from gpu_replay.bench.rows import Rows
-from torch import Tensor
 
 # read when JAX is first imported: one thread, as everything else here has one
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_replay.bench.rows import DTYPES, Rows
 from torch import Tensor
+
+from gpu_replay.bench.rows import DTYPES, Rows
 
 
 class PythonSumTree:

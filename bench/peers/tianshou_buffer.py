@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from gpu_replay.bench.cases import ADDED
 from gpu_replay.bench.rows import Rows
-from torch import Tensor
 
 
 class TianshouBuffer:

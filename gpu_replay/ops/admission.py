@@ -33,6 +33,16 @@ class DeviceMasses:
         return self.numbers.nbytes + self.masses.nbytes + self.stamps.nbytes
 
 
+def blocks_per_program(rows: int, fanout: int, interpreted: bool) -> int:
+    """Blocks of `fanout` slots that one program admits; as many as hold the rows where a program is dear."""
+    return min(256, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 8
+
+
+def keys_per_program(batch: int, interpreted: bool) -> int:
+    """Keys of one program; as many as there are where a program is dear. On a GPU one per thread."""
+    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 128
+
+
 def launch_admit(
     masses: DeviceMasses | None,
     counters: Tensor,
@@ -52,7 +62,7 @@ def launch_admit(
     keys = torch.empty(rows, dtype=torch.int64, device=device)
     tree = None if masses is None else masses.tree
     fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
-    blocks = 256 if device.type == "cpu" else 8
+    blocks = blocks_per_program(rows - skipped, fanout, device.type == "cpu")
     segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
     programs = max(2 * segment, -(-skipped // (blocks * fanout)))
     admit_kernel[(programs,)](
@@ -93,7 +103,7 @@ def launch_update(
     from gpu_replay.kernels.mass_tree import settle_kernel, update_kernel
 
     batch = keys.numel()
-    draws = 1024 if keys.device.type == "cpu" else 128
+    draws = keys_per_program(batch, keys.device.type == "cpu")
     grid = (-(-batch // draws),)
     positions = {"ADDED": int(Counter.ADDED), "FIRST": int(Counter.FIRST), "DRAWS": draws}
     tree = None if masses is None else masses.tree

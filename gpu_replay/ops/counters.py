@@ -70,15 +70,22 @@ class HostWords:
     def __init__(self, seed: int, stream: int = 0) -> None:
         self._key = np.array([seed & (2**64 - 1), stream], dtype=np.uint64)
         self._next = -1
-        self._generator = np.random.Philox(key=self._key)
+        self._generator = np.random.Generator(np.random.Philox(key=self._key))
 
-    def take(self, block: int, count: int) -> np.ndarray:
+    def words(self, block: int, count: int) -> np.ndarray:
         """`count` uint64 words from the start of a block on; whole blocks are consumed."""
+        bits: np.random.Philox = self._at(block, count).bit_generator  # type: ignore[assignment]
+        return np.asarray(bits.random_raw(blocks_for(count) * 4))[:count]
+
+    def doubles(self, block: int, count: int) -> np.ndarray:
+        """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
+        return self._at(block, count).random(blocks_for(count) * 4)[:count]
+
+    def _at(self, block: int, count: int) -> np.random.Generator:
         if block != self._next:
-            self._generator = np.random.Philox(counter=[block, 0, 0, 0], key=self._key)
-        blocks = blocks_for(count)
-        self._next = block + blocks
-        return np.asarray(self._generator.random_raw(blocks * 4))[:count]
+            self._generator = np.random.Generator(np.random.Philox(counter=[block, 0, 0, 0], key=self._key))
+        self._next = block + blocks_for(count)
+        return self._generator
 
 
 def blocks_for(words: int) -> int:

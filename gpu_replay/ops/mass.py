@@ -35,8 +35,8 @@ class MassRule:
         """The rule for a buffer of so many slots; `clip=None` cuts nothing."""
         return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
 
-    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int]:
-        """(B,) finite float64 priorities to (B,) int64 masses, and how many were cut to the limit.
+    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """(B,) finite float64 priorities, B >= 1, to (B,) int64 masses, the largest, and how many were cut to the limit.
 
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
         """
@@ -55,15 +55,16 @@ class MassRule:
         # the cast truncates, which is the floor of a positive number
         masses = x.astype(np.int64)
         np.maximum(masses, 1, out=masses)
+        largest = int(np.maximum.reduce(masses))
         saturated = 0
-        if masses.size and masses.max() > self.limit:
-            saturated = int(np.count_nonzero(masses > self.limit))
+        if largest > self.limit:
+            largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
             np.minimum(masses, self.limit, out=masses)
-        return masses, saturated
+        return masses, largest, saturated
 
     def mass(self, priority: float) -> int:
         """The mass of one priority."""
-        return int(self.masses(np.array([priority], dtype=np.float64))[0][0])
+        return self.masses(np.array([priority], dtype=np.float64))[1]
 
     def priorities(self, masses: np.ndarray) -> np.ndarray:
         """The priorities that these masses stand for, to the resolution of a mass; nan when alpha is 0."""

@@ -54,11 +54,16 @@ class Tile(NamedTuple):
     chunks: int
 
 
-def tile_for(elements: int, interpreted: bool) -> Tile:
-    """The tile for rows of so many values: about 4096 values together, and powers of two."""
+def tile_for(elements: int, rows: int, interpreted: bool) -> Tile:
+    """The tile for rows of so many values: powers of two, at most 4096 values together.
+
+    Where a program is dear it takes more, and no more rows than there are; elsewhere the number of rows must not decide,
+    since every other tile is another kernel to compile.
+    """
     values = 65536 if interpreted else 4096
+    most = min(1024, 1 << (rows - 1).bit_length()) if interpreted else 1024
     columns = min(values, 1 << (elements - 1).bit_length())
-    return Tile(max(1, min(1024, values // columns)), columns, -(-elements // columns))
+    return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
 
 
 class _Layout(NamedTuple):
@@ -80,10 +85,9 @@ class _Layout(NamedTuple):
         }
 
 
-def _layout(fields: Sequence[Field], interpreted: bool) -> _Layout:
-    return _Layout(
-        tuple(field.elements for field in fields), tuple(tile_for(field.elements, interpreted) for field in fields)
-    )
+def _layout(fields: Sequence[Field], rows: int, interpreted: bool) -> _Layout:
+    widths = tuple(field.elements for field in fields)
+    return _Layout(widths, tuple(tile_for(width, rows, interpreted) for width in widths))
 
 
 def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor) -> dict[str, Tensor]:
@@ -92,7 +96,7 @@ def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slo
 
     batch = slots.numel()
     kinds = list(fields.values())
-    layout = _layout(kinds, slots.device.type == "cpu")
+    layout = _layout(kinds, batch, slots.device.type == "cpu")
     outputs = {
         name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
         for name, field in fields.items()
@@ -122,15 +126,16 @@ def launch_write(
     from gpu_replay.kernels.ring import write_kernel
 
     interpreted = counters.device.type == "cpu"
-    layout = _layout(list(fields.values()), interpreted)
     first = next(iter(fields))
     rows, capacity = values[first].shape[0], stores[first].shape[0]
     skipped = max(0, rows - capacity)
-    fanout, blocks, per_program = 128, 0, edge_blocks_per_program(interpreted)
+    layout = _layout(list(fields.values()), rows - skipped, interpreted)
+    fanout, blocks, per_program = 128, 0, 1
     edge_programs = 0
     high = masses = counters
     if highest and tree is not None and tree.high is not None:
         fanout, blocks = tree.fanout, tree.levels[0].numel() // tree.fanout
+        per_program = edge_blocks_per_program(blocks, interpreted)
         edge_programs = -(-blocks // per_program)
         high, masses = tree.high, tree.levels[0]
     write_kernel[(layout.programs(rows - skipped) + edge_programs,)](

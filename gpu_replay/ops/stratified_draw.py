@@ -16,25 +16,25 @@ from torch import Tensor
 
 from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.uniform_draw import independent_ranks, unit_doubles
+from gpu_replay.ops.uniform_draw import independent_ranks
 
 # below this width the largest double under 1 times the width stays under the width
 _EXACT = 2**52
 # from this many draws on, comparing whole blocks beats a binary search for each draw
-_COMPARED = 512
+_COMPARED = 1024
 # a product with it adds up the eight bytes of a word in the highest one
 _SUM_OF_BYTES = np.uint64(0x0101010101010101)
 _TOP_BYTE = np.uint64(56)
 
 
-def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
+def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
     """Place one target in each of `B` equal parts of the total mass.
 
     total:   mass units, > 0.
-    words:   (B,) uint64 random bits, the only source of randomness.
+    doubles: (B,) float64 in [0, 1), 53 random bits each, the only source of randomness.
     returns: (B,) int64, ascending, each in [0, total).
     """
-    batch = words.size
+    batch = doubles.size
     whole, part = divmod(total, batch)
     stratum = np.arange(batch + 1, dtype=np.int64)
     bounds = stratum * part
@@ -43,7 +43,7 @@ def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
     bounds += stratum
     start = bounds[:-1]
     width = bounds[1:] - start
-    targets = (unit_doubles(words) * width).astype(np.int64)
+    targets = (doubles * width).astype(np.int64)
     if not 0 < whole < _EXACT:
         # a wide product may round up to the width; a stratum without width, when there are more draws than mass, takes
         # the unit it starts in
@@ -54,53 +54,63 @@ def stratified_targets(total: int, words: np.ndarray) -> np.ndarray:
     return targets
 
 
-def draw_slots(tree: MassTree, words: np.ndarray, stratified: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Host: draw one slot per random word.
+def draw_slots(tree: MassTree, doubles: np.ndarray, stratified: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """Host: draw one slot for each of (B,) float64 in [0, 1).
 
     returns: (B,) int64 slots, (B,) int64 masses of them, and the total mass; with a total of 0 the first two are empty.
     """
-    prefix = tree.arrays[-1].cumsum()
-    total = int(prefix[-1])
+    root = tree.arrays[-1]
+    prefix = np.empty(root.size + 1, dtype=np.int64)
+    prefix[0] = 0
+    np.add.accumulate(root, 0, None, prefix[1:])
+    total = prefix.item(root.size)
     if total == 0:
         nothing = np.empty(0, dtype=np.int64)
         return nothing, nothing, 0
-    targets = stratified_targets(total, words) if stratified else independent_ranks(total, words)
-    slots = locate(tree, prefix, targets, total)
+    targets = stratified_targets(total, doubles) if stratified else independent_ranks(total, doubles)
+    slots = locate(tree, prefix, targets)
     return slots, tree.arrays[0].take(slots), total
 
 
-def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray, total: int) -> np.ndarray:
-    """Host: the slots on which (B,) targets fall.
+def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Host: the slots on which (B,) targets fall; the targets are used up.
 
-    One search serves a whole level: the blocks that the draws reached are laid end to end, summed up in one pass, and
+    root_prefix: 0 and the inclusive prefix sums of the root.
+
+    One pass serves a whole level: the blocks that the draws reached are laid end to end, summed up together, and
     searched for the targets raised by the sum of all blocks before theirs. Those sums stay below B * total, so a batch
     for which that passes 63 bits is done in parts.
     """
-    most = max(1, (2**63 - 1) // total)
+    most = max(1, (2**63 - 1) // root_prefix.item(root_prefix.size - 1))
     if targets.size > most:
-        parts = [
-            locate(tree, root_prefix, targets[i : i + most], total) for i in range(0, targets.size, most)
-        ]
-        return np.concatenate(parts)
-    fanout = tree.fanout
-    node = root_prefix.searchsorted(targets, "right")
-    rest = targets - root_prefix.take(node)
-    rest += tree.arrays[-1].take(node)
-    block_start = np.arange(0, targets.size * fanout, fanout)
-    for rows in tree.rows[-2::-1]:
-        masses = rows.take(node, axis=0).reshape(-1)
-        prefix = masses.cumsum()
-        rest[1:] += prefix[fanout - 1 : -1 : fanout]
-        if rest.size < _COMPARED:
-            place = prefix.searchsorted(rest, "right")
+        parts = np.split(targets, range(most, targets.size, most))
+        return np.concatenate([locate(tree, root_prefix, part) for part in parts])
+    fanout, batch = tree.fanout, targets.size
+    node = root_prefix[1:].searchsorted(targets, "right")
+    if len(tree.rows) == 1:
+        return node
+    targets -= root_prefix.take(node)
+    masses = np.empty((batch, fanout), dtype=np.int64)
+    flat = masses.reshape(-1)
+    # the sum before each of the masses, and of all
+    prefix = np.empty(flat.size + 1, dtype=np.int64)
+    prefix[0] = 0
+    block_start = np.arange(0, flat.size, fanout)
+    for level in range(len(tree.rows) - 2, -1, -1):
+        # nodes exist, so clipping changes none; it is the mode that writes straight into `masses`
+        tree.rows[level].take(node, 0, masses, "clip")
+        np.add.accumulate(flat, 0, None, prefix[1:])
+        targets += prefix[:-1:fanout]
+        if batch < _COMPARED:
+            place = prefix[1:].searchsorted(targets, "right")
             child = place - block_start
         else:
-            child = _passed(prefix.reshape(-1, fanout), rest)
+            child = _passed(prefix[1:].reshape(batch, fanout), targets)
             place = child + block_start
-        rest -= prefix.take(place)
-        rest += masses.take(place)
         node *= fanout
         node += child
+        if level:
+            targets -= prefix.take(place)
     return node
 
 
@@ -127,9 +137,14 @@ def draws_per_program(batch: int, interpreted: bool) -> int:
     return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
 
 
-def edge_blocks_per_program(interpreted: bool) -> int:
-    """Blocks whose extremes one program looks up."""
-    return 256 if interpreted else 32
+def weights_per_program(batch: int, interpreted: bool) -> int:
+    """Draws that one program weighs; no more than there are where a program is dear."""
+    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 1024
+
+
+def edge_blocks_per_program(blocks: int, interpreted: bool) -> int:
+    """Blocks whose extremes one program looks up; no more than there are where a program is dear."""
+    return min(256, 1 << (blocks - 1).bit_length()) if interpreted else 32
 
 
 def launch_stratified_draw(
@@ -153,8 +168,8 @@ def launch_stratified_draw(
     probability = torch.empty(batch, dtype=torch.float32, device=device)
     draws = draws_per_program(batch, interpreted)
     programs = -(-batch // draws)
-    per_program = edge_blocks_per_program(interpreted)
     blocks = tree.levels[0].numel() // tree.fanout
+    per_program = edge_blocks_per_program(blocks, interpreted)
     edge_programs = -(-blocks // per_program) if lowest_of_all else 0
     stratified_draw_kernel[(programs + edge_programs,)](
         tree.levels,
@@ -184,9 +199,7 @@ def launch_stratified_draw(
     return slots, keys, masses, probability
 
 
-def launch_weigh(
-    masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int
-) -> Tensor:
+def launch_weigh(masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int) -> Tensor:
     """Device: (batch,) float32 weights of the masses just drawn; moves the schedule and the stream on. One launch.
 
     schedule: (3,) float64 start, change and steps, used instead of `beta`, or None.
@@ -195,7 +208,10 @@ def launch_weigh(
 
     batch = masses.numel()
     weight = torch.empty(batch, dtype=torch.float32, device=masses.device)
-    draws = 1024
+    draws = weights_per_program(batch, masses.device.type == "cpu")
+    # a launch passes numbers as float32: two of them hold 48 bits. Above 1e30 all weights but 1 are 0 anyway
+    beta = min(beta, 1e30)
+    leading = float(np.float32(beta))
     weigh_kernel[(-(-batch // draws),)](
         masses,
         weight,
@@ -203,7 +219,8 @@ def launch_weigh(
         counters if schedule is None else schedule,
         batch,
         blocks_for(drawn),
-        beta,
+        leading,
+        beta - leading,
         DRAWS=draws,
         SCHEDULED=schedule is not None,
         RANDOM=int(Counter.RANDOM),

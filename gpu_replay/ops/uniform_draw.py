@@ -25,18 +25,11 @@ FEW = 64
 # each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
 PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
 _HALF = np.uint64(32)
-_FRACTION = np.uint64(11)
-_UNIT = 2.0**-53
 
 
-def unit_doubles(words: np.ndarray) -> np.ndarray:
-    """(B,) uint64 words to (B,) float64 in [0, 1), 53 bits each."""
-    return (words >> _FRACTION) * _UNIT
-
-
-def independent_ranks(count: int, words: np.ndarray) -> np.ndarray:
-    """One independent number in [0, count) per word; count > 0; returns (B,) int64."""
-    ranks = (unit_doubles(words) * count).astype(np.int64)
+def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
+    """One independent number in [0, count) for each of (B,) float64 in [0, 1); count > 0; returns (B,) int64."""
+    ranks = (doubles * count).astype(np.int64)
     return np.minimum(ranks, count - 1, out=ranks)
 
 
@@ -78,8 +71,8 @@ def _permute(places: np.ndarray, wide: int, high: int, words: np.ndarray) -> np.
 
 
 def draws_per_program(batch: int, interpreted: bool) -> int:
-    """Draws of one program: a power of two, few enough to spread over a GPU; many where a program costs a millisecond."""
-    return min(2048 if interpreted else 256, max(16, 1 << (batch - 1).bit_length()))
+    """Draws of one program: one per thread, to spread over a GPU; as many as there are where a program is dear."""
+    return min(2048, 1 << (batch - 1).bit_length()) if interpreted else 128
 
 
 def launch_uniform_draw(

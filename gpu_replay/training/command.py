@@ -123,20 +123,21 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings.for_family(environment_id.family(device), **changes)
     torch.set_num_threads(settings.threads)
     folder = RunFolder(options.output or _default_output(environment_id, options.seed), options.overwrite)
-    identity = {"env": environment_id.name, "seed": options.seed, "device": str(device)}
-    folder.write_json(SETTINGS, identity | settings.to_dict())
     with StopRequest() as stop, ExitStack() as stack:
         environment, evaluation = (
             stack.enter_context(closing(make_environment(environment_id, count, settings, device)))
             for count in (settings.num_envs, settings.eval_episodes)
         )
         examiner = Examiner(evaluation, settings, device=device, seed=options.seed, stop=stop)
-        recorder = stack.enter_context(Recorder(folder, environment.spec, settings, options.seed))
         try:
-            trainer = Trainer(environment, examiner, settings, device=device, seed=options.seed, listener=recorder)
+            trainer = Trainer(environment, examiner, settings, device=device, seed=options.seed)
         except MemoryError as error:
             raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None
-        reason, fresh = _learn(trainer, examiner, stop, options.max_seconds)
+        folder.open()
+        identity = {"env": environment_id.name, "seed": options.seed, "device": str(device)}
+        folder.write_json(SETTINGS, identity | settings.to_dict())
+        recorder = stack.enter_context(Recorder(folder, environment.spec, settings, options.seed))
+        reason, fresh = _learn(trainer, examiner, recorder, stop, options.max_seconds)
         if examiner.best is None:
             recorder.save(trainer.agent.online, trainer.step)
         recorder.draw()
@@ -148,10 +149,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _learn(
-    trainer: Trainer, examiner: Examiner, stop: StopRequest, max_seconds: float | None
+    trainer: Trainer, examiner: Examiner, recorder: Recorder, stop: StopRequest, max_seconds: float | None
 ) -> tuple[str, Evaluation | None]:
     """Why the run ended, and the best network's evaluation on fresh episodes unless it was interrupted."""
-    reason = trainer.run(stop, max_seconds)
+    reason = trainer.run(recorder, stop, max_seconds)
     try:
         stop.check()
         return reason, examiner.final()

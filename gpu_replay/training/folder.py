@@ -22,9 +22,9 @@ FILES = (PROGRESS, CURVE, NETWORK, SETTINGS, SUMMARY)
 
 
 class RunFolder:
-    """A folder that holds one run.
+    """A folder for one run; `open` makes it ready, and nothing in it changes before that.
 
-    overwrite: remove the run that is there; without it such a folder is refused.
+    overwrite: replace the run that is there; without it such a folder is refused.
 
     Raises UserError when the folder holds a run already or cannot be written.
     """
@@ -33,19 +33,22 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            present = [name for name in FILES if (path / name).exists()]
-            if present and not overwrite:
-                raise UserError(
-                    f"--output {path} already holds a run ({', '.join(present)}). Choose another or add --overwrite."
-                )
-            for name in present:
-                (path / name).unlink()
-            shutil.rmtree(path / TENSORBOARD, ignore_errors=True)
             probe = path / ".writable"
             probe.touch()
             probe.unlink()
         except OSError as error:
             raise UserError(f"--output {path} cannot be written: {error.strerror or error}.") from None
+        present = [name for name in FILES if (path / name).exists()]
+        if present and not overwrite:
+            raise UserError(
+                f"--output {path} already holds a run ({', '.join(present)}). Choose another or add --overwrite."
+            )
+
+    def open(self) -> None:
+        """Remove the run that is there."""
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / TENSORBOARD, ignore_errors=True)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file; numbers that are not finite become null, as JSON has no word for them."""

@@ -58,7 +58,10 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
 
 
 class Trainer:
-    """One run of the agent. `examiner` plays in environments of its own; `listener` is told how it goes."""
+    """One run of the agent; `examiner` plays in environments of its own.
+
+    Raises MemoryError when the replay buffer does not fit, UserError when the network does not suit the environment.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,6 @@ class Trainer:
         *,
         device: torch.device,
         seed: int,
-        listener: Listener,
     ) -> None:
         spec = environment.spec
         with torch.random.fork_rng(devices=[]):
@@ -78,7 +80,6 @@ class Trainer:
         self.device = device
         self.environment = environment
         self.examiner = examiner
-        self.listener = listener
         self.agent = Agent(network, settings, device, stream_seed(seed, "actions"))
         self.buffer = make_buffer(spec, settings, device, stream_seed(seed, "replay"))
         self.watch = Stopwatch(device)
@@ -105,35 +106,36 @@ class Trainer:
         """Seconds of the learning loop, evaluations excluded, when the last row was written."""
         return self._last_mark[2]
 
-    def run(self, stop: StopRequest, max_seconds: float | None = None) -> str:
+    def run(self, listener: Listener, stop: StopRequest, max_seconds: float | None = None) -> str:
         """Learn until the steps or seconds are used up, the environment is solved, or `stop` is asked to stop.
 
         Returns why it ended: "steps", "max_seconds", "solved", or the name of the signal.
         """
+        self._began = time.perf_counter()
         try:
-            reason = self._loop(stop, max_seconds)
+            reason = self._loop(listener, stop, max_seconds)
             if self._evaluated != self.step:
-                self._evaluate()
+                self._evaluate(listener)
         except Stopped as stopped:
             reason = stopped.reason
         if self._logged != self.step or not self.last_row:
-            self._log()
+            self._log(listener)
         return reason
 
-    def _loop(self, stop: StopRequest, max_seconds: float | None) -> str:
+    def _loop(self, listener: Listener, stop: StopRequest, max_seconds: float | None) -> str:
         settings = self.settings
         next_row, next_evaluation = settings.log_every, settings.eval_every
         while (reason := self._used_up(max_seconds)) is None:
             stop.check()
             self._advance()
-            self.listener.advance(self.step)
+            listener.advance(self.step)
             if self.step >= next_evaluation and self.agent.updates:
                 next_evaluation += settings.eval_every
-                if self._evaluate() and settings.early_stop:
+                if self._evaluate(listener) and settings.early_stop:
                     return "solved"
             if self.step >= next_row:
                 next_row += settings.log_every
-                self._log()
+                self._log(listener)
         return reason
 
     def _used_up(self, max_seconds: float | None) -> str | None:
@@ -190,15 +192,15 @@ class Trainer:
                 self.buffer.update_priorities(batch.key, td_error)
                 self.watch.lap("replay")
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self, listener: Listener) -> bool:
         self._evaluated = self.step
         evaluation, solved = self.examiner.examine(self.agent.online, self.step)
         best = self.examiner.best
         is_best = best is not None and best.step == self.step
-        self.listener.evaluated(self.step, evaluation, best.network if best is not None and is_best else None)
+        listener.evaluated(self.step, evaluation, best.network if best is not None and is_best else None)
         return solved
 
-    def _log(self) -> None:
+    def _log(self, listener: Listener) -> None:
         episodes, return_mean, length_mean = self._statistics.read()
         loss, td_error, value = self.agent.means()
         updates, seconds = self.agent.updates, self.seconds
@@ -225,7 +227,7 @@ class Trainer:
             "updates": updates,
             "stored": min(self._added, self.settings.capacity),
         }
-        self.listener.row(self.last_row)
+        listener.row(self.last_row)
 
 
 def _beta(settings: Settings) -> LinearSchedule:

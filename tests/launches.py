@@ -1,0 +1,170 @@
+"""Kernels without a GPU: the launches that a call would make, recorded, and each compiled as the JIT would compile it.
+
+Only for processes in which Triton is not interpreted. Tensors are on the CPU and are sent to the device code, which
+makes its launches for a GPU; none of them runs, so nothing that a recorded call returns means anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+# the modules whose functions choose how much one program does
+LAUNCHERS = ("admission", "prefix_sum", "ring", "stratified_draw", "uniform_draw")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel with all that it was given."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def variant(self) -> str:
+        """The constants and the dtypes, the same for launches that share compiled code."""
+        constants = ", ".join(f"{name}={value}" for name, value in sorted(self.constants.items()))
+        return f"{self.name}({', '.join(map(_kind, self.arguments))}; {constants})"
+
+
+def _kind(argument: Any) -> str:
+    if isinstance(argument, tuple):
+        return f"({', '.join(map(_kind, argument))})"
+    return str(getattr(argument, "dtype", type(argument).__name__)).removeprefix("torch.")
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it buffers use the device code, and every launch is appended to the list instead of made."""
+    import importlib
+
+    from triton.runtime.jit import JITFunction
+
+    from gpu_replay.ops import _backend
+
+    launches: list[Launch] = []
+
+    def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        launches.append(Launch(self, tuple(grid), arguments, constants))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", record)
+        patch.setattr(_backend, "_require_triton", lambda device: None)
+        patch.setenv(_backend.VARIABLE, "triton")
+        for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
+            for name, function in inspect.getmembers(module, inspect.isfunction):
+                if "interpreted" in inspect.signature(function).parameters and not name.startswith("_"):
+                    patch.setattr(module, name, _as_on_a_gpu(function))
+        yield launches
+
+
+def _as_on_a_gpu(function: Any) -> Any:
+    """A function that chooses sizes, asked for those of a GPU whatever the caller says."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.arguments["interpreted"] = False
+        return function(*bound.args, **bound.kwargs)
+
+    return chosen
+
+
+class _Compiler:
+    """Stands where Triton expects the driver of a GPU, and names a GPU that is not there."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> str:
+        # Triton keeps its compiled kernels by device
+        return str(self._target)
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def compile_for(launch: Launch, target: str) -> Any:
+    """The launch's kernel compiled for a target: signature and specialisation are those that the JIT finds."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_Compiler(GPUTarget(*TARGETS[target])))
+    try:
+        return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
+    finally:
+        driver._active = before
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread or block takes; spilled registers are kept in slow memory."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def resources(compiled: Any, target: str) -> Resources:
+    """What the assembler reports for compiled code."""
+    shared = int(compiled.metadata.shared)
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        numbers = {name: int(value) for name, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+        spilled = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"] + numbers["private_segment_fixed_size"]
+        return Resources(numbers["vgpr_count"], spilled, shared)
+    report = _assembled(compiled.asm["ptx"], target)
+    used = re.search(r"Used (\d+) registers", report)
+    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert used, report
+    assert stack, report
+    return Resources(int(used[1]), sum(map(int, stack.groups())), shared)
+
+
+def _assembled(ptx: str, target: str) -> str:
+    """What Triton's own assembler says about PTX code."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = TARGETS[target][1]
+    named = re.search(r"^\.target (\S+)", ptx, re.MULTILINE)
+    assert named, ptx[:200]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name={named[1].rstrip(',')}",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr

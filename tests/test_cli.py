@@ -1,0 +1,252 @@
+"""The command line: help without extras, one clear line on bad input, estimates and versions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_replay import Field, Proportional, ReplayBuffer, Uniform, __version__
+from gpu_replay.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("gymnasium", "ale_py", "tqdm", "matplotlib", "tensorboard", "safetensors")
+
+
+def one_line_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    """Exit code and the one line on standard error, of which there must be exactly one."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return code, lines[0]
+
+
+COMMANDS = ("--help", "train --help", "info", "train catch", "train CartPole-v1", "train pong")
+
+
+@pytest.fixture(scope="module")
+def without_extras() -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of some commands in a Python that has none of the optional packages."""
+    program = f"""
+import contextlib, io, json, sys
+for name in {EXTRAS}:
+    sys.modules[name] = None
+from gpu_replay.cli import main
+found = {{}}
+for command in {COMMANDS}:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(command.split())
+        except SystemExit as stop:
+            code = stop.code
+    found[command] = code, out.getvalue(), err.getvalue()
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {command: (code, out, err) for command, (code, out, err) in json.loads(done.stdout).items()}
+
+
+def test_help_works_without_extras_and_names_every_command(without_extras: dict[str, tuple[int, str, str]]) -> None:
+    code, out, err = without_extras["--help"]
+    assert (code, err) == (0, "")
+    for command in ("train", "bench", "estimate", "info"):
+        assert f"    {command} " in out
+
+
+def test_help_of_train_works_without_extras_and_explains_interruption(
+    without_extras: dict[str, tuple[int, str, str]],
+) -> None:
+    code, out, err = without_extras["train --help"]
+    assert (code, err) == (0, "")
+    for flag in ("steps", "max-seconds", "seed", "device", "output", "n-step", "sampler", "no-early-stop"):
+        assert f"--{flag}" in out
+    assert "130" in out
+
+
+def test_info_works_without_extras(without_extras: dict[str, tuple[int, str, str]]) -> None:
+    code, out, err = without_extras["info"]
+    assert (code, err) == (0, "")
+    assert __version__ in out
+
+
+@pytest.mark.parametrize("environment", ["catch", "CartPole-v1", "pong"])
+def test_missing_extras_are_named_with_the_command_that_brings_them(
+    without_extras: dict[str, tuple[int, str, str]], environment: str
+) -> None:
+    code, out, err = without_extras[f"train {environment}"]
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert "not installed" in line
+    assert 'pip install "gpu-replay[training]"' in line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train"], "the following arguments are required: ENV"),
+        (["train", "catch", "--stepz", "3"], "unrecognized arguments: --stepz 3"),
+        (["train", "catch", "--steps", "many"], "argument --steps: invalid whole value: 'many'"),
+        (["train", "catch", "--steps", "0"], "--steps must be at least 1; found 0"),
+        (["train", "catch", "--seed", "-1"], "argument --seed: must be at least 0"),
+        (["train", "catch", "--max-seconds", "0"], "argument --max-seconds: must be above 0"),
+        (["train", "catch", "--sampler", "best"], "argument --sampler: invalid choice: 'best'"),
+        (["train", "catch", "--device", "abacus"], "--device: device 'abacus' is not one that torch knows"),
+        (["train", "catch", "--device", "mps"], "--device: device 'mps' is not supported"),
+        (["train", "catch", "--network", "nature"], "--network nature needs images"),
+        (["estimate"], "required: --capacity"),
+        (["estimate", "--capacity", "10"], "one of the arguments --field --env is required"),
+        (["estimate", "--capacity", "0", "--field", "a=int64"], "capacity must be from 1 to"),
+        (["estimate", "--capacity", "1", "--field", "a"], "'a' is not NAME=SHAPE:DTYPE"),
+        (["estimate", "--capacity", "1", "--field", "a=3:int65"], "unknown dtype 'int65'"),
+        (["estimate", "--capacity", "1", "--field", "a=0x3:int64"], "sides of at least 1"),
+        (["estimate", "--capacity", "1", "--field", "key=int64"], "'key' is reserved"),
+        (["estimate", "--capacity", "1", "--field", "a=int64", "--field", "a=int8"], "--field a is given twice"),
+        (["info", "--loud"], "unrecognized arguments: --loud"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if arguments[:1] == ["train"] and len(arguments) > 2:
+        for name in ("tqdm", "matplotlib", "safetensors"):
+            pytest.importorskip(name)
+        arguments = [*arguments, "--output", str(tmp_path)]
+    code, line = one_line_of(capsys, arguments)
+    assert code == 2
+    assert line.startswith("gpu-replay")
+    assert message in line
+
+
+@pytest.fixture
+def training_extras() -> None:
+    for name in ("tqdm", "matplotlib", "safetensors", "gymnasium", "ale_py"):
+        pytest.importorskip(name)
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_an_unknown_environment_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, line = one_line_of(capsys, ["train", "CartPoel-v1", "--output", str(tmp_path / "run")])
+    assert code == 2
+    assert "unknown environment 'CartPoel-v1'. Did you mean CartPole-v1" in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_an_unusable_environment_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, line = one_line_of(capsys, ["train", "Pendulum-v1", "--output", str(tmp_path)])
+    assert code == 2
+    assert "this agent needs Discrete ones" in line
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, line = one_line_of(capsys, ["train", "catch", "--device", "cuda"])
+    assert code == 2
+    assert "--device: device 'cuda': torch finds no CUDA device here" in line
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_an_output_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, line = one_line_of(capsys, ["train", "catch", "--output", str(tmp_path / "file" / "run")])
+    assert code == 2
+    assert "cannot be written: Not a directory" in line
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_a_buffer_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, line = one_line_of(
+        capsys, ["train", "catch", "--device", "cpu", "--capacity", "2e9", "--output", str(tmp_path)]
+    )
+    assert code == 2
+    assert "the buffer needs" in line
+    assert "Lower --capacity" in line
+
+
+@pytest.mark.usefixtures("training_extras")
+def test_a_run_is_not_written_over_another_unless_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4"]
+    arguments += ["--output", str(tmp_path)]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    before = (tmp_path / "summary.json").read_bytes()
+    code, line = one_line_of(capsys, arguments)
+    assert code == 2
+    assert "already holds a run" in line
+    assert "--overwrite" in line
+    assert (tmp_path / "summary.json").read_bytes() == before
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main([*arguments, "--overwrite"]) == 0
+    assert (tmp_path / "summary.json").read_bytes() != before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_estimate_agrees_with_the_buffer_it_describes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", "--device", "cpu", "--capacity", "1000", "--field", "obs=4x3:uint8"]
+    arguments += ["--field", "action=int64", "--field", "reward=:float32"]
+    fields = {
+        "obs": Field((4, 3), torch.uint8),
+        "action": Field((), torch.int64),
+        "reward": Field((), torch.float32),
+    }
+    for name, sampler in (("uniform", Uniform()), ("proportional", Proportional())):
+        assert main([*arguments, "--sampler", name]) == 0
+        table = {}
+        for line in capsys.readouterr().out.splitlines():
+            words = line.split()
+            if "bytes" in words and words[0].isidentifier():
+                table[words[0]] = int(words[1].replace(",", ""))
+        assert (table["obs"], table["action"], table["reward"]) == (12_000, 8_000, 4_000)
+        parts = sum(size for part, size in table.items() if part != "total")
+        assert table["total"] == parts
+        # the buffer also counts a few bytes that do not grow with the capacity
+        assert table["total"] == pytest.approx(
+            ReplayBuffer(1_000, fields, sampler=sampler, device="cpu").nbytes, rel=0.1
+        )
+
+
+def test_estimate_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gymnasium")
+    assert main(["estimate", "--device", "cpu", "--capacity", "1_000", "--env", "CartPole-v1"]) == 0
+    out = capsys.readouterr().out
+    for name, size in (("obs", "16,000"), ("action", "8,000"), ("next_obs", "16,000"), ("terminated", "1,000")):
+        assert any(line.split()[:2] == [name, size] for line in out.splitlines()), out
+    assert main(["estimate", "--device", "cpu", "--capacity", "10", "--env", "catch"]) == 0
+    assert any(line.split()[:2] == ["obs", "1,440"] for line in capsys.readouterr().out.splitlines())
+
+
+def test_info_names_versions_devices_and_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["gpu_replay"] == __version__
+    assert lines["torch"] == torch.__version__
+    assert "triton" in lines
+    assert lines["cpu"].endswith(("code: host", "code: triton"))
+    assert lines["default"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def test_bench_hands_over_to_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_replay.bench.main as bench
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(bench, "main", lambda argv: seen.append(list(argv)) or 7)
+    assert main(["bench", "cpu", "--help", "-x"]) == 7
+    assert seen == [["cpu", "--help", "-x"]]
+
+
+def test_module_and_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "gpu_replay", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"gpu_replay {__version__}\n")

@@ -1,0 +1,320 @@
+"""Whole runs: what they leave behind, that they learn, that they repeat, and that they can be interrupted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_replay.cli import main
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.evaluation import Examiner
+from gpu_replay.training.interrupt import StopRequest
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.trainer import Trainer
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+safetensors = pytest.importorskip("safetensors")
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+PROMISED_COLUMNS = {
+    *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
+    "updates_per_second",
+}
+PROMISED_SUMMARY = {
+    *("env", "seed", "device", "steps", "wall_seconds", "eval_return_mean", "eval_return_std", "eval_episodes"),
+    *("best_step", "steps_per_second", "updates_per_second", "replay_share"),
+}
+SHORT = ["--device", "cpu", "--steps", "3000", "--eval-every", "1500", "--eval-episodes", "32"]
+
+
+class Silent:
+    """A listener that remembers rows and evaluations."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.evaluations: list[float] = []
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def row(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def evaluated(self, step: int, evaluation: Any, best: QNetwork | None) -> None:
+        self.evaluations.append(evaluation.return_mean)
+
+
+def play_catch(seed: int, **changes: Any) -> tuple[Trainer, Silent, str]:
+    settings = Settings.for_family("catch", **changes)
+    stop, listener = StopRequest(), Silent()
+    examiner = Examiner(Catch(settings.eval_episodes, CPU), settings, device=CPU, seed=seed, stop=stop)
+    environment = Catch(settings.num_envs, CPU)
+    trainer = Trainer(environment, examiner, settings, device=CPU, seed=seed)
+    return trainer, listener, trainer.run(listener, stop)
+
+
+def read_rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "progress.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short run of Catch."""
+    folder = tmp_path_factory.mktemp("run") / "catch"
+    assert main(["train", "catch", *SHORT, "--seed", "3", "--output", str(folder)]) == 0
+    return folder
+
+
+def test_catch_is_learned() -> None:
+    trainer, listener, reason = play_catch(0, steps=20_000)
+    assert reason == "steps"
+    assert listener.rows[1]["return_mean"] < -0.2
+    assert listener.rows[-1]["return_mean"] >= 0.9
+    final = trainer.examiner.final()
+    assert final is not None
+    assert final.return_mean >= 0.9
+    assert final.episodes == 256
+    assert listener.rows[-1]["td_error"] < 0.5
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "combined"])
+def test_the_other_samplers_learn_too(sampler: str) -> None:
+    _, listener, _ = play_catch(0, sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
+    # chance gives -0.5, with a standard error of 0.06
+    assert listener.evaluations[-1] > -0.2
+
+
+def test_a_solved_environment_ends_the_run_and_can_be_told_not_to() -> None:
+    # a threshold that everybody reaches
+    spec = Catch.spec
+    easy = type(spec)(spec.name, spec.observation, spec.num_actions, -2.0, spec.bounds)
+    for early_stop, reason in ((True, "solved"), (False, "steps")):
+        settings = Settings.for_family("catch", steps=3_000, eval_every=2_000, early_stop=early_stop)
+        stop, listener = StopRequest(), Silent()
+        evaluation, environment = Catch(64, CPU), Catch(32, CPU)
+        evaluation.spec = easy  # type: ignore[misc]
+        examiner = Examiner(evaluation, settings, device=CPU, seed=0, stop=stop)
+        trainer = Trainer(environment, examiner, settings, device=CPU, seed=0)
+        assert trainer.run(listener, stop) == reason
+        assert len(listener.evaluations) == (1 if early_stop else 2)
+        assert examiner.best is not None
+        assert examiner.best.solved
+
+
+def test_the_same_seed_gives_the_same_network() -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        trainer, _, _ = play_catch(seed, steps=2_500)
+        weights.append(torch.cat([weight.flatten() for weight in trainer.agent.online.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_rates_and_counts_of_a_row_agree() -> None:
+    trainer, listener, _ = play_catch(0, steps=3_000)
+    last = listener.rows[-1]
+    assert last["step"] == trainer.step == 3_008
+    # warm-up of 1,000 ends after 32 steps of all 32, counted with the two that wait for their windows
+    assert last["updates"] == 2 * (94 - 32 - 2)
+    assert last["episodes"] == 3_008 // 32 // 11 * 32
+    assert last["stored"] == trainer.buffer.added == 3_008 - 2 * 32
+    assert last["beta"] == pytest.approx(trainer._beta(trainer.agent.updates))
+    assert 0.4 < last["beta"] <= 1.0
+    assert last["epsilon"] == pytest.approx(1 - 0.98 * 3_008 / 10_000)
+
+
+def test_td_errors_become_priorities() -> None:
+    trainer, _, _ = play_catch(0, steps=2_500)
+    masses = trainer.buffer.masses()[: trainer.buffer.added]
+    assert len(masses.unique()) > 500
+    # what was just learned is no longer at the priority of the new
+    stats = trainer.buffer.stats()
+    assert stats.min_priority < 0.5 * stats.max_priority
+    assert stats.stale_updates == stats.rejected_priorities == 0
+    assert stats.mean_times_sampled == pytest.approx(64 * trainer.agent.updates / trainer.buffer.added)
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
+    device = torch.device("cuda")
+    settings = Settings.for_family("catch")
+    examiner = Examiner(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
+    trainer = Trainer(Catch(32, device), examiner, settings, device=device, seed=0)
+    # past the warm-up, and between the steps that are timed
+    for _ in range(70):
+        trainer._advance()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            trainer._advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.agent.updates == 2 * (80 - 34)
+
+
+@pytest.mark.gpu
+def test_catch_is_learned_on_the_gpu(tmp_path: Path) -> None:
+    assert main(["train", "catch", "--device", "cuda", "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["eval_return_mean"] >= 0.9
+
+
+def test_events_hold_the_same_numbers_as_the_rows(finished: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    rows = read_rows(finished)
+    for name in ("epsilon", "loss", "eval_return_mean"):
+        expected = [(row["step"], pytest.approx(row[name], rel=1e-4)) for row in rows if math.isfinite(row[name])]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+
+
+def test_everything_promised_is_there(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()} - {"tensorboard"}
+    assert names == {"progress.csv", "curve.png", "network.safetensors", "settings.json", "summary.json"}
+
+
+def test_progress_can_be_read_and_advances(finished: Path) -> None:
+    rows = read_rows(finished)
+    assert len(rows) == 6
+    assert set(rows[0]) >= PROMISED_COLUMNS
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    for row in rows[3:]:
+        assert all(math.isfinite(row[name]) for name in PROMISED_COLUMNS)
+        assert row["updates_per_second"] > 0
+    assert rows[0]["epsilon"] > rows[-1]["epsilon"]
+    assert sum(math.isfinite(row["eval_return_mean"]) for row in rows) == 2
+
+
+def test_summary_has_every_key_and_plausible_values(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert set(summary) >= PROMISED_SUMMARY
+    assert (summary["env"], summary["seed"], summary["device"]) == ("catch", 3, "cpu")
+    assert summary["steps"] == 3_008
+    assert summary["stopped_by"] == "steps"
+    assert summary["eval_episodes"] == 32
+    assert -1 <= summary["eval_return_mean"] <= 1
+    assert 0 < summary["replay_share"] < 1
+    assert sum(summary["time_split"].values()) == pytest.approx(summary["loop_seconds"])
+    assert summary["steps_per_second"] == pytest.approx(summary["steps"] / summary["wall_seconds"])
+    assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_settings_beside_a_run_say_how_to_repeat_it(finished: Path) -> None:
+    values = json.loads((finished / "settings.json").read_text())
+    assert [values.pop(name) for name in ("env", "seed", "device")] == ["catch", 3, "cpu"]
+    expected = Settings.for_family("catch", steps=3_000, eval_every=1_500, eval_episodes=32)
+    assert Settings.from_dict(values) == expected
+
+
+def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    path = str(finished / "network.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    settings = Settings.from_dict(json.loads(metadata["settings"]))
+    network = QNetwork(Catch.spec.observation, int(metadata["actions"]), settings)
+    network.load_state_dict(load_file(path))
+    summary = json.loads((finished / "summary.json").read_text())
+    assert int(metadata["step"]) == summary["best_step"]
+    # played again on the seeds of the last evaluation of the run
+    examiner = Examiner(Catch(32, CPU), settings, device=CPU, seed=3, stop=StopRequest())
+    examiner.examine(network, 0)
+    final = examiner.final()
+    assert final is not None
+    assert final.return_mean == pytest.approx(summary["eval_return_mean"])
+
+
+def test_the_curve_is_a_picture(finished: Path) -> None:
+    from matplotlib.image import imread
+
+    picture = imread(finished / "curve.png")
+    assert picture.shape[0] >= 400
+    assert picture.shape[1] >= 600
+    # lines of two colours, so that more than axes was drawn
+    colours = {tuple(pixel) for pixel in (picture[..., :3].reshape(-1, 3) * 255).astype(int).tolist()}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """A run that would take hours, after it has written two rows."""
+    command = [sys.executable, "-m", "gpu_replay", "train", "catch", "--device", "cpu", "--steps", "1e8"]
+    command += ["--output", str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    progress = folder / "progress.csv"
+    deadline = time.monotonic() + 60
+    while not progress.exists() or len(progress.read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = start(tmp_path)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert f"interrupted by {number.name}" in out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) >= PROMISED_SUMMARY
+    assert summary["stopped_by"] == number.name
+    rows = read_rows(tmp_path)
+    assert rows[-1]["step"] == summary["steps"]
+    assert (tmp_path / "network.safetensors").stat().st_size > 10_000
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_time_is_a_limit_too(tmp_path: Path) -> None:
+    arguments = ["train", "catch", "--device", "cpu", "--max-seconds", "0.5", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["stopped_by"] == "max_seconds"
+    assert summary["steps"] < 25_000
+    assert 0.5 <= summary["loop_seconds"] < 5
+    assert summary["eval_episodes"] == 256
+
+
+def test_cartpole_runs_through_the_same_door(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    arguments = ["train", "CartPole-v1", "--device", "cpu", "--steps", "3000", "--eval-episodes", "3"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["env"] == "CartPole-v1"
+    assert summary["reward_threshold"] == 475
+    assert 8 <= summary["eval_return_mean"] <= 500
+    assert read_rows(tmp_path)[-1]["episodes"] > 50
+
+
+def test_pong_runs_on_real_frames(tmp_path: Path) -> None:
+    pytest.importorskip("ale_py")
+    arguments = ["train", "pong", "--device", "cpu", "--steps", "1600", "--num-envs", "4", "--capacity", "2000"]
+    arguments += ["--warmup", "1500", "--batch-size", "8", "--log-every", "400"]
+    arguments += ["--eval-episodes", "2", "--eval-max-steps", "50"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["env"] == "pong"
+    assert summary["updates"] > 30
+    assert summary["eval_length_mean"] == 50
+    last = read_rows(tmp_path)[-1]
+    assert math.isfinite(last["loss"])
+    assert last["stored"] == 1_592
