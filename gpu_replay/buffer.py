@@ -187,7 +187,7 @@ class ReplayBuffer:
             return self._engine.append(values, rows, priorities)
 
     def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The given values as tensors, or as arrays that can be copied as they are, and how many transitions they are."""
+        """The given values as tensors, or as arrays that can be copied as they are, and their number of rows."""
         if given.keys() != self._fields.keys():
             _refuse_names(given, self._fields)
         rows: int | None = None

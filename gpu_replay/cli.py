@@ -41,26 +41,30 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; `argv` is without the program's name. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    name = " ".join(["gpu-replay", *arguments[:1]])
+    try:
+        return _run(arguments)
+    except (OSError, MemoryError) as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         from gpu_replay.bench.main import main as bench
 
-        return bench(arguments[1:])
+        return int(bench(arguments[1:]))
     from gpu_replay.training.errors import UserError
 
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
-        return status
+        return int(options.run(options))
     except UserError as error:
         print(f"gpu-replay {options.command}: {error}", file=sys.stderr)
         return 2
-    except (OSError, MemoryError) as error:
-        print(f"gpu-replay {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"gpu-replay {options.command}: interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,9 @@ the counters; the host keeps only a lower bound of the size, to refuse a sample 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -50,6 +53,24 @@ class DeviceEngine:
         # transitions known to be stored, and whether a captured add may have stored more
         self._known = 0
         self._captured = False
+        self._last_stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """On a GPU: its own device is the current one, and this stream waits for the stream of the last call.
+
+        Two threads that work on streams of their own then never overlap on the device; the host waits for nothing.
+        """
+        if self._device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self._device):
+            if not self._capturing():
+                stream = torch.cuda.current_stream()
+                if self._last_stream is not None and self._last_stream != stream:
+                    stream.wait_stream(self._last_stream)
+                self._last_stream = stream
+            yield
 
     @property
     def scratch_bytes(self) -> int:
@@ -84,11 +105,12 @@ class DeviceEngine:
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
         storage = self._storage
-        moved = {name: self._moved(value) for name, value in values.items()}
         highest = self._source == Counter.EDGE_HIGH
-        launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
-        own = None if priorities is None or self._masses is None else self._moved(priorities)
-        keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)
+        with self._turn():
+            moved = {name: self._moved(value) for name, value in values.items()}
+            own = None if priorities is None or self._masses is None else self._moved(priorities)
+            launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
+            keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)
         if self._capturing():
             self._captured = True
         else:
@@ -96,10 +118,20 @@ class DeviceEngine:
         return keys
 
     def _moved(self, value: Tensor) -> Tensor:
-        return value.to(self._device, non_blocking=True).contiguous()
+        """The value on the device, in one piece; waits only for a copy from pinned memory, which the caller may reuse."""
+        if value.device != self._device:
+            value = value.to(self._device, non_blocking=not value.is_pinned())
+        return value.contiguous()
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight; 3 launches by priority, 2 without."""
+        with self._turn():
+            slots, drawn = self._drawn(batch, beta)
+            tensors = launch_gather(self._storage.tensors, self._storage.fields, slots)
+        return {**tensors, **drawn}
+
+    def _drawn(self, batch: int, beta: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Slots, and key, probability and weight, of the next `batch` draws."""
         base, counters, storage = self._base, self._counters, self._storage
         newest = batch if isinstance(base, Latest) else self._newest
         drawn = batch - newest
@@ -121,21 +153,21 @@ class DeviceEngine:
             slots, keys, probability, weight = launch_uniform_draw(
                 counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
             )
-        tensors = launch_gather(storage.tensors, storage.fields, slots)
-        return {**tensors, "key": keys, "probability": probability, "weight": weight}
+        return slots, {"key": keys, "probability": probability, "weight": weight}
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
-        first, added = self.span()
-        dead = ((keys < first) | (keys >= added)).nonzero()
-        if dead.numel():
-            key = int(keys[dead[0, 0]])
-            raise KeyError(f"key {key} is not live; the buffer holds the keys from {first} to {added - 1}.")
-        return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
+        with self._turn():
+            first, added = self.span()
+            dead = ((keys < first) | (keys >= added)).nonzero()
+            if dead.numel():
+                key = int(keys[dead[0, 0]])
+                raise KeyError(f"key {key} is not live; the buffer holds the keys from {first} to {added - 1}.")
+            return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; 2 launches."""
         if keys.numel():
-            launch_update(
-                self._masses, self._counters, self._storage.capacity, self._moved(keys), self._moved(priorities)
-            )
+            with self._turn():
+                moved, numbers = self._moved(keys), self._moved(priorities)
+                launch_update(self._masses, self._counters, self._storage.capacity, moved, numbers)

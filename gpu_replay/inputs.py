@@ -25,6 +25,7 @@ _NUMPY_OF = {
     torch.float32: np.float32,
     torch.float64: np.float64,
 }
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _TORCH_OF = {np.dtype(numpy_type): torch_type for torch_type, numpy_type in _NUMPY_OF.items()}
 
 
@@ -121,16 +122,11 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     if type(value) is Tensor and value.dtype is torch.int64 and value.device == device and value.dim() == 1:
         return value
     tensor = as_tensor("keys", value, device)
-    if tensor.dtype != torch.int64:
-        if (tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))) or tensor.dtype in (
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-        ):
-            tensor = tensor.to(torch.int64)
-        else:
-            raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
+    # an empty list has no type of its own
+    untyped = tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))
+    if tensor.dtype not in _INTEGERS and not untyped:
+        raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
+    tensor = tensor.to(torch.int64)
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     if tensor.dim() != 1:

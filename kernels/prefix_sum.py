@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "count"])
 def block_sums_kernel(values_ptr, sums_ptr, length, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """sums[i] = sum of values[i * BLOCK : (i + 1) * BLOCK]; each program makes ROWS of them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -14,7 +14,7 @@ def block_sums_kernel(values_ptr, sums_ptr, length, count, BLOCK: tl.constexpr, 
     tl.store(sums_ptr + row, tl.sum(values, axis=1), mask=row < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def scan_kernel(values_ptr, before_ptr, out_ptr, length, BLOCK: tl.constexpr, FIRST: tl.constexpr):
     """out[i] = values[0] + ... + values[i]; before[p] is the sum of all blocks up to and including block p."""
     program = tl.program_id(0).to(tl.int64)

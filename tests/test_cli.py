@@ -99,6 +99,7 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(
         (["train", "catch", "--stepz", "3"], "unrecognized arguments: --stepz 3"),
         (["train", "catch", "--steps", "many"], "argument --steps: invalid whole value: 'many'"),
         (["train", "catch", "--steps", "0"], "--steps must be at least 1; found 0"),
+        (["train", "catch", "--capacity", "3e9"], "--capacity must be from 1 to 2,147,483,647; found 3000000000"),
         (["train", "catch", "--seed", "-1"], "argument --seed: must be at least 0"),
         (["train", "catch", "--max-seconds", "0"], "argument --max-seconds: must be above 0"),
         (["train", "catch", "--sampler", "best"], "argument --sampler: invalid choice: 'best'"),

@@ -15,7 +15,8 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from distribution import check_counts
-from oracle import UNIT, OracleBuffer, stratum
+from numpy.random import Philox
+from oracle import UNIT, OracleBuffer, place, stratum
 from tolerances import close
 from transitions import EXACT, NUMBER, fill, make, with_masses
 
@@ -130,6 +131,21 @@ def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) 
 def test_every_slot_from_first_to_last_is_reachable(size: int, mass: int, device: str) -> None:
     buffer = with_masses([mass] * size, device=device)
     assert buffer.sample(size).key.tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+@pytest.mark.parametrize("size", [129, 4097, 70_001])
+def test_with_masses_of_one_a_draw_is_its_target(size: int, settings: Proportional, device: str) -> None:
+    buffer = with_masses([1] * size, settings, device=device, seed=5)
+    words = Philox(key=[5, 0])
+    for count in (1, 5, 100, 1000):
+        bits = words.random_raw(-(-count // 4) * 4)[:count].tolist()
+        if settings.stratified:
+            parts = [stratum(row, count, size) for row in range(count)]
+            targets = [low + place(word, high - low) for (low, high), word in zip(parts, bits, strict=True)]
+        else:
+            targets = [place(word, size) for word in bits]
+        assert buffer.sample(count).key.tolist() == targets
 
 
 def test_last_of_100_003_equal_masses_is_reachable(device: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_replay import Field
 from gpu_replay.training.errors import UserError
 from gpu_replay.training.hosted import HostEnvironment, make_gymnasium
 from gpu_replay.training.registry import identify, make_environment
@@ -87,6 +88,56 @@ def test_actions_are_mapped_and_rewards_and_observations_cast() -> None:
     assert vector.seen == [6, 5]
     assert step.obs.dtype == step.reward.dtype == torch.float32
     assert step.reward.tolist() == [1.0, 2.0]
+
+
+def register(name: str, observation: object, start: int = 0) -> None:
+    """A Gymnasium environment that shows one thing for ever and pays the number of its action."""
+    import gymnasium
+
+    class Paying(gymnasium.Env):  # type: ignore[type-arg]
+        observation_space = observation  # type: ignore[assignment]
+        action_space = gymnasium.spaces.Discrete(3, start=start)
+
+        def reset(self, *, seed: int | None = None, options: object = None) -> tuple[object, dict[str, object]]:
+            super().reset(seed=seed)
+            self.shown = self.observation_space.sample()
+            return self.shown, {}
+
+        def step(self, action: int) -> tuple[object, float, bool, bool, dict[str, object]]:
+            return self.shown, float(action), False, False, {}
+
+    gymnasium.register(name, entry_point=Paying, disable_env_checker=True)
+
+
+def test_pictures_are_stored_with_channels_first_and_actions_may_start_anywhere() -> None:
+    from gymnasium.spaces import Box
+
+    register("Paying-v0", Box(0, 255, (40, 50, 3), np.uint8), start=4)
+    found = identify("Paying-v0")
+    assert found.family(CPU) == "image"
+    environment = make_environment(found, 2, Settings.for_family("image"), CPU)
+    assert environment.spec.observation == Field((3, 40, 50), torch.uint8, torch.float32, 1 / 255)
+    obs = environment.reset(0)
+    environment.send(torch.tensor([0, 2]))
+    step = environment.recv()
+    assert step.reward.tolist() == [4.0, 6.0]
+    shown = np.stack([env.unwrapped.shown for env in environment._vector.envs])  # type: ignore[attr-defined]
+    assert obs.shape == (2, 3, 40, 50)
+    assert (obs.permute(0, 2, 3, 1).numpy() == shown).all()
+    environment.close()
+
+
+@pytest.mark.parametrize("shape", [(128,), (8, 8, 3)])
+def test_bytes_that_are_no_pictures_go_to_the_mlp(shape: tuple[int, ...]) -> None:
+    from gymnasium.spaces import Box
+
+    name = f"Bytes{len(shape)}-v0"
+    register(name, Box(0, 255, shape, np.uint8))
+    found = identify(name)
+    assert found.family(CPU) == "vector"
+    environment = make_environment(found, 1, Settings.for_family("vector"), CPU)
+    assert environment.spec.observation == Field(shape, torch.uint8, torch.float32, 1 / 255)
+    environment.close()
 
 
 def test_pong_frames_are_whole_stacks_that_go_on_from_step_to_step() -> None:

@@ -106,7 +106,7 @@ def test_a_solved_environment_ends_the_run_and_can_be_told_not_to() -> None:
         settings = Settings.for_family("catch", steps=3_000, eval_every=2_000, early_stop=early_stop)
         stop, listener = StopRequest(), Silent()
         evaluation, environment = Catch(64, CPU), Catch(32, CPU)
-        evaluation.spec = easy  # type: ignore[misc]
+        evaluation.spec = easy
         examiner = Examiner(evaluation, settings, device=CPU, seed=0, stop=stop)
         trainer = Trainer(environment, examiner, settings, device=CPU, seed=0)
         assert trainer.run(listener, stop) == reason

@@ -35,7 +35,7 @@ class DeviceMasses:
 
 def blocks_per_program(rows: int, fanout: int, interpreted: bool) -> int:
     """Blocks of `fanout` slots that one program admits; as many as hold the rows where a program is dear."""
-    return min(256, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 8
+    return min(1024, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 8
 
 
 def keys_per_program(batch: int, interpreted: bool) -> int:

@@ -36,9 +36,9 @@ class MassRule:
         return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
 
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
-        """(B,) finite float64 priorities, B >= 1, to (B,) int64 masses, the largest, and how many were cut to the limit.
+        """The (B,) int64 masses of (B,) finite float64 priorities, the largest of them, and how many were cut.
 
-        Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
+        B is at least 1. Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
         """
         x = np.abs(priorities)
         x += self.eps

@@ -59,7 +59,8 @@ def _launch_block_sums(values: Tensor, block: int) -> Tensor:
     count = -(-values.numel() // block)
     sums = torch.empty(count, dtype=torch.int64, device=values.device)
     rows = blocks_per_program(block)
-    block_sums_kernel[(-(-count // rows),)](values, sums, values.numel(), count, BLOCK=block, ROWS=rows)
+    with torch.cuda.device_of(values):
+        block_sums_kernel[(-(-count // rows),)](values, sums, values.numel(), count, BLOCK=block, ROWS=rows)
     return sums
 
 
@@ -76,4 +77,7 @@ def _scan(values: Tensor, out: Tensor) -> None:
         sums = _launch_block_sums(values, block)
         before = torch.empty_like(sums)
         _scan(sums, before)
-    scan_kernel[(programs,)](values, before, out, length, BLOCK=block, FIRST=programs == 1)
+    with torch.cuda.device_of(values):
+        # 16 values a thread: more would take most of its registers
+        warps = max(1, block // 512)
+        scan_kernel[(programs,)](values, before, out, length, BLOCK=block, FIRST=programs == 1, num_warps=warps)

@@ -54,14 +54,15 @@ class Tile(NamedTuple):
     chunks: int
 
 
-def tile_for(elements: int, rows: int, interpreted: bool) -> Tile:
-    """The tile for rows of so many values: powers of two, at most 4096 values together.
+def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
+    """The tile for rows of a field: powers of two, together at most 8 KB, in or out, and 4096 values.
 
     Where a program is dear it takes more, and no more rows than there are; elsewhere the number of rows must not decide,
     since every other tile is another kernel to compile.
     """
-    values = 65536 if interpreted else 4096
-    most = min(1024, 1 << (rows - 1).bit_length()) if interpreted else 1024
+    elements = field.elements
+    values = 65536 if interpreted else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
+    most = 1 << (rows - 1).bit_length() if interpreted else 1024
     columns = min(values, 1 << (elements - 1).bit_length())
     return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
 
@@ -86,8 +87,8 @@ class _Layout(NamedTuple):
 
 
 def _layout(fields: Sequence[Field], rows: int, interpreted: bool) -> _Layout:
-    widths = tuple(field.elements for field in fields)
-    return _Layout(widths, tuple(tile_for(width, rows, interpreted) for width in widths))
+    tiles = tuple(tile_for(field, rows, interpreted) for field in fields)
+    return _Layout(tuple(field.elements for field in fields), tiles)
 
 
 def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor) -> dict[str, Tensor]:

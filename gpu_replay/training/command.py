@@ -27,21 +27,27 @@ Train a double DQN with prioritized replay. ENV is catch, an Atari game (pong, b
 Gymnasium id with discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...).
 
 --output receives progress.csv (a row now and then, flushed), curve.png (redrawn as it grows), network.safetensors
-(the network that did best in evaluation), settings.json, summary.json, and TensorBoard events where tensorboard is
-installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code
-is then 130 or 143. Bad input exits with 2."""
+(the network that did best in evaluation), settings.json, summary.json, and TensorBoard events where tensorboard
+is installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code is then 130 or 143, and bad
+input gives 2. A second Ctrl-C ends it at once."""
+FAMILIES = (
+    "The first default is that of catch; others follow for Gymnasium environments with vectors or images as "
+    "observations, and for Atari on a CPU or on CUDA, where they differ."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags: those of a run, and one for each setting of the agent."""
     parser.add_argument("env", metavar="ENV", help="catch, pong, any ALE game or any discrete Gymnasium id")
     run = parser.add_argument_group("the run")
-    run.add_argument("--max-seconds", type=positive_float, help="stop after this many seconds (default: no limit)")
-    run.add_argument("--seed", type=natural, default=0, help="of everything that is random (default: 0)")
+    run.add_argument(
+        "--max-seconds", type=positive_float, metavar="X", help="stop after this many seconds (default: no limit)"
+    )
+    run.add_argument("--seed", type=natural, default=0, metavar="N", help="of everything that is random (default: 0)")
     run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda when there is one)")
     run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
     run.add_argument("--overwrite", action="store_true", help="replace the run that --output holds")
-    agent = parser.add_argument_group("the agent", "Defaults depend on the environment and the device.")
+    agent = parser.add_argument_group("the agent", FAMILIES)
     types = get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
         flag = f"--{field.name.replace('_', '-')}"

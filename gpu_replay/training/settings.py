@@ -17,7 +17,7 @@ from gpu_replay.training.errors import UserError
 Family = Literal["catch", "vector", "image", "atari", "atari-cuda"]
 
 
-def knob(default: Any, reason: str, at_least: float | None = None, at_most: float | None = None) -> Any:
+def knob(default: Any, reason: str, at_least: int | None = None, at_most: int | None = None) -> Any:
     """A dataclass field that knows why it has its default and which numbers make sense."""
     return dataclasses.field(default=default, metadata={"reason": reason, "at_least": at_least, "at_most": at_most})
 
@@ -28,15 +28,15 @@ class Settings:
 
     steps: int = knob(25_000, "environment steps of the run, all environments together", 1)
     num_envs: int = knob(32, "environments stepped at once; their streams decorrelate each other", 1)
-    capacity: int = knob(50_000, "transitions kept; old ones stay useful while rewards are rare", 1)
+    capacity: int = knob(50_000, "transitions kept; old ones stay useful while rewards are rare", 1, 2**31 - 1)
     warmup: int = knob(1_000, "transitions stored before learning starts, so that first batches are not all alike", 1)
     batch_size: int = knob(64, "transitions of one update", 1)
     updates: int = knob(2, "updates per step of all environments; more reuse costs time and gains little", 0)
-    learning_rate: float = knob(1e-3, "Adam's step size at the start; a small MLP bears a large one", 0.0)
-    learning_rate_end: float = knob(1e-3, "Adam's step size at the end of --steps, reached linearly", 0.0)
-    adam_eps: float = knob(1.5e-4, "Rainbow's value: keeps rare gradients from making huge steps", 0.0)
-    max_grad_norm: float = knob(10.0, "gradients are clipped to this norm, as in dueling networks", 0.0)
-    gamma: float = knob(0.99, "discount per step", 0.0, 1.0)
+    learning_rate: float = knob(1e-3, "Adam's step size at the start; a small MLP bears a large one", 0)
+    learning_rate_end: float = knob(1e-3, "Adam's step size at the end of --steps, reached linearly", 0)
+    adam_eps: float = knob(1.5e-4, "Rainbow's value: keeps rare gradients from making huge steps", 0)
+    max_grad_norm: float = knob(10.0, "gradients are clipped to this norm, as in dueling networks", 0)
+    gamma: float = knob(0.99, "discount per step", 0, 1)
     n_step: int = knob(3, "steps until bootstrapping: rewards travel faster, and the bias stays small", 1)
     double: bool = knob(True, "double Q-learning: the online network chooses, the target network values")
     dueling: bool = knob(True, "value and advantage are learned apart")
@@ -45,26 +45,26 @@ class Settings:
     )
     hidden: tuple[int, ...] = knob((128, 128), "widths of the fully connected layers")
     target_every: int = knob(200, "updates between copies to the target network", 1)
-    target_tau: float = knob(1.0, "share of the online network in each copy; 1 is a hard copy", 0.0, 1.0)
-    epsilon_start: float = knob(1.0, "share of random actions at the start", 0.0, 1.0)
-    epsilon_end: float = knob(0.02, "share of random actions after --epsilon-steps", 0.0, 1.0)
+    target_tau: float = knob(1.0, "share of the online network in each copy; 1 is a hard copy", 0, 1)
+    epsilon_start: float = knob(1.0, "share of random actions at the start", 0, 1)
+    epsilon_end: float = knob(0.02, "share of random actions after --epsilon-steps", 0, 1)
     epsilon_steps: int = knob(10_000, "environment steps over which epsilon falls", 1)
-    persistence: float = knob(0.0, "probability that a random action is repeated: swings build up", 0.0, 1.0)
+    persistence: float = knob(0.0, "probability that a random action is repeated: swings build up", 0, 1)
     sampler: Literal["proportional", "uniform", "combined"] = knob("proportional", "how the replay buffer draws")
-    alpha: float = knob(0.6, "how much priorities count: 0 is uniform, 1 fully proportional", 0.0)
-    beta_start: float = knob(0.4, "importance correction at the start", 0.0)
-    beta_end: float = knob(1.0, "importance correction at the end of --steps: unbiased when it matters most", 0.0)
+    alpha: float = knob(0.6, "how much priorities count: 0 is uniform, 1 fully proportional", 0)
+    beta_start: float = knob(0.4, "importance correction at the start", 0)
+    beta_end: float = knob(1.0, "importance correction at the end of --steps: unbiased when it matters most", 0)
     newest: int = knob(1, "newest transitions in every batch of the combined sampler", 1)
     clip_reward: bool = knob(False, "learn from the sign of rewards; returns are always reported unclipped")
     bfloat16: bool = knob(False, "convolutions in bfloat16 where the device computes in it; heads stay in float32")
     threads: int = knob(1, "torch threads on the CPU: spinning barriers ruin more threads when cores are shared", 1)
     frame_size: int = knob(84, "side of an Atari frame in pixels", 36)
     frame_stack: int = knob(4, "newest Atari frames that make one observation", 1)
-    sticky: float = knob(0.0, "Atari: chance that the emulator repeats the last action (ALE's v5 ids: 0.25)", 0.0, 1.0)
+    sticky: float = knob(0.0, "Atari: chance that the emulator repeats the last action (ALE's v5 ids: 0.25)", 0, 1)
     reduced_actions: bool = knob(True, "Pong: only NOOP, RIGHT, LEFT; the other three do the same")
     eval_every: int = knob(5_000, "environment steps between evaluations, by which the best network is kept", 1)
     eval_episodes: int = knob(256, "episodes of one evaluation, on seeds that training never sees", 1)
-    eval_epsilon: float = knob(0.0, "share of random actions in evaluations", 0.0, 1.0)
+    eval_epsilon: float = knob(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = knob(10_000, "evaluation episodes are cut off after these steps", 1)
     early_stop: bool = knob(True, "stop when the environment is solved: two evaluations, the second a longer one")
     return_window: int = knob(100, "finished training episodes in the means of return and length", 1)
@@ -82,7 +82,7 @@ class Settings:
                 continue
             low, high = field.metadata["at_least"], field.metadata["at_most"]
             if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-                bound = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+                bound = f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
                 raise UserError(f"{flag} must be {bound}; found {value}.")
         if self.warmup > self.capacity:
             raise UserError(
@@ -131,77 +131,78 @@ class Settings:
         return cls(**{**PRESETS[family], **changes})
 
 
-# what the families change; an "atari-cuda" agent is an "atari" one with more of everything
+# what the families change, each line with its reason
+_IMAGES: dict[str, Any] = {
+    "hidden": (512,),  # as in DQN (Mnih et al. 2015)
+    "bfloat16": True,  # a quarter less time; the best action differs in 2% of states, all near ties
+    "target_every": 500,  # with a small step size the target may lag longer
+    "epsilon_end": 0.05,  # below that, Pong ends in endless rallies until the score is positive
+    "eval_epsilon": 0.01,  # a greedy policy can go in circles for ever
+    "eval_episodes": 10,  # whole games are long
+}
 _ATARI: dict[str, Any] = {
-    "clip_reward": True,
-    "n_step": 3,
-    "hidden": (512,),
-    "bfloat16": True,
-    "target_every": 500,
-    "epsilon_end": 0.05,
-    "epsilon_steps": 250_000,
-    "eval_epsilon": 0.01,
-    "eval_max_steps": 6_000,
+    **_IMAGES,
+    "steps": 3_000_000,  # Pong is won after one to three million
+    "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
+    "capacity": 200_000,  # more does not help Pong
+    "eval_max_steps": 6_000,  # long rallies of an agent that cannot score yet say nothing new
 }
 PRESETS: dict[Family, dict[str, Any]] = {
-    # the run is short, and its end shows what the agent earns while it explores
-    "catch": {"early_stop": False},
+    "catch": {
+        "early_stop": False,  # the run is short, and its end shows what the agent earns while it explores
+    },
     "vector": {
-        "steps": 200_000,
-        "num_envs": 16,
-        "capacity": 100_000,
-        "batch_size": 128,
-        "learning_rate_end": 1e-4,
-        "eval_every": 10_000,
-        "n_step": 10,
-        "target_every": 100,
-        "epsilon_steps": 40_000,
-        "persistence": 0.8,
-        "eval_episodes": 20,
-        "log_every": 2_000,
+        "steps": 200_000,  # five seeds of CartPole needed 10,000 to 50,000, MountainCar up to 100,000
+        "num_envs": 16,  # they are stepped one after another, in this process
+        "capacity": 100_000,  # half of the run
+        "batch_size": 128,  # with two updates sixteen samples a step
+        "learning_rate_end": 1e-4,  # calmer at the end, where CartPole then stays at 500
+        "n_step": 10,  # values near 100 must be learned from rewards of 1: three steps took far longer
+        "target_every": 100,  # short runs need fresh targets
+        "epsilon_steps": 40_000,  # Acrobot reaches its goal by chance before that
+        "persistence": 0.8,  # without it Acrobot and MountainCar never reach their goals
+        "eval_every": 10_000,  # an evaluation takes a second
+        "eval_episodes": 20,  # what thresholds are usually judged by
+        "log_every": 2_000,  # about a row a second
     },
     "image": {
-        **_ATARI,
-        "steps": 1_000_000,
-        "num_envs": 8,
-        "warmup": 5_000,
-        "updates": 1,
-        "network": "nature",
-        "learning_rate": 2.5e-4,
-        "learning_rate_end": 1e-4,
-        "clip_reward": False,
-        "eval_every": 50_000,
-        "eval_episodes": 10,
-        "eval_max_steps": 2_000,
+        **_IMAGES,
+        "steps": 1_000_000,  # hours on a CPU
+        "num_envs": 8,  # simulators with pictures are slow
+        "warmup": 5_000,  # a few episodes
+        "updates": 1,  # eight samples a step, as for Atari
+        "network": "nature",  # for pictures of any size from 36 pixels
+        "learning_rate": 2.5e-4,  # Fast Rainbow (Schmidt and Schmied 2021)
+        "learning_rate_end": 1e-4,  # calmer at the end
+        "epsilon_steps": 100_000,  # a tenth of the run
+        "eval_every": 50_000,  # twenty times in a run
+        "eval_max_steps": 2_000,  # a thousand steps are usual
     },
     "atari": {
         **_ATARI,
-        "steps": 3_000_000,
-        "capacity": 200_000,
-        "warmup": 10_000,
-        "updates": 3,
-        "learning_rate": 3e-4,
-        "learning_rate_end": 3e-4,
-        "network": "small",
-        "frame_size": 42,
-        "eval_every": 200_000,
-        "eval_episodes": 10,
-        "return_window": 30,
-        "log_every": 5_000,
+        "warmup": 10_000,  # ten games of Pong
+        "updates": 3,  # six samples a step: fewer delay the take-off, more only cost time
+        "learning_rate": 3e-4,  # learned Pong with both seeds that were tried
+        "learning_rate_end": 3e-4,  # the budget of steps is open-ended, so nothing is annealed to it
+        "network": "small",  # made for 42 pixels, where nature's would leave one pixel
+        "frame_size": 42,  # a third of the work of 84, and the ball is still there
+        "epsilon_steps": 250_000,  # when the first games get longer
+        "eval_every": 200_000,  # some minutes
+        "return_window": 30,  # games; a hundred would look too far back
+        "log_every": 5_000,  # every few seconds
     },
     "atari-cuda": {
         **_ATARI,
-        "steps": 3_000_000,
-        "num_envs": 128,
-        "capacity": 200_000,
-        "warmup": 20_000,
-        "batch_size": 256,
-        "learning_rate": 2.5e-4,
-        "learning_rate_end": 2.5e-4,
-        "network": "nature",
-        "epsilon_steps": 300_000,
-        "eval_every": 250_000,
-        "eval_episodes": 32,
-        "log_every": 10_000,
+        "num_envs": 128,  # keeps sixteen cores busy
+        "warmup": 20_000,  # twenty games of Pong
+        "batch_size": 256,  # below that a GPU waits for launches
+        "updates": 4,  # eight samples a step
+        "learning_rate": 2.5e-4,  # Fast Rainbow (Schmidt and Schmied 2021)
+        "learning_rate_end": 2.5e-4,  # as on the CPU
+        "network": "nature",  # the usual one for 84 pixels
+        "epsilon_steps": 300_000,  # when the first games get longer
+        "eval_every": 250_000,  # about every half minute
+        "eval_episodes": 32,  # they run side by side
+        "log_every": 10_000,  # about a row a second
     },
 }

@@ -1,0 +1,159 @@
+"""Buffers whose calls launch every kernel in every form that matters, each launch under a name that people can read.
+
+    PYTHONPATH=. python tests/kernel_cases.py
+
+writes anew what every kernel takes on every target, `tests/kernel_resources.json`, after a change that is meant to
+change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+from launches import TARGETS, Launch, Resources, compile_for, recorded, resources
+
+from gpu_replay import Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.samplers import Sampler
+
+TABLE = Path(__file__).with_name("kernel_resources.json")
+SMALL = {"x": Field((4,), torch.float32)}
+CLASSIC = {
+    "obs": Field((4,), torch.float32),
+    "action": Field((), torch.int64),
+    "reward": Field((), torch.float32),
+    "next_obs": Field((4,), torch.float32),
+    "terminated": Field((), torch.bool),
+}
+ODD = {
+    "seven": Field((7,), torch.float32),
+    "flags": Field((3,), torch.bool),
+    "bytes": Field((5,), torch.int8, torch.float32),
+    "brain": Field((9,), torch.bfloat16, torch.float32),
+    "double": Field((3,), torch.float64, torch.float32, 0.5),
+    "wide": Field((11,), torch.int64, torch.float64, 2.0),
+}
+TWENTY = {f"f{i}": Field(((4,), (), (3,))[i % 3], (torch.float32, torch.int64, torch.uint8)[i % 3]) for i in range(20)}
+# rows of whole 16-byte words, which must be moved as such
+WHOLE_WORDS = {
+    "vectors of 4": SMALL,
+    "frames": {"x": Field((84, 84), torch.uint8)},
+    "frames to half": {"x": Field((84, 84), torch.uint8, torch.float16, 1 / 255)},
+    "stacks": {"x": Field((4, 84, 84), torch.uint8)},
+    "stacks to bfloat16": {"x": Field((4, 84, 84), torch.uint8, torch.bfloat16, 1 / 255)},
+    "doubles": {"x": Field((6,), torch.float64)},
+    "brain floats": {"x": Field((24,), torch.bfloat16)},
+}
+EVERYTHING = Proportional(beta=LinearSchedule(0.4, 1.0, 100), clip=2.0, initial="stored", normalize="buffer")
+PLAIN = Proportional()
+
+# name: capacity, fields, sampler
+BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
+    "classic, 2 levels, all options": (5_000, CLASSIC, EVERYTHING),
+    "1 level": (100, SMALL, PLAIN),
+    "3 levels, independent draws": (20_000, SMALL, Proportional(stratified=False, normalize="buffer")),
+    "4 levels": (2_100_000, SMALL, PLAIN),
+    "odd widths, uniform": (100, ODD, Uniform()),
+    **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
+}
+MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
+    "twenty fields, replacement": (100, TWENTY, Uniform(replacement=True)),
+    "2 levels": (5_000, SMALL, PLAIN),
+    "4 levels, all options": (2_100_000, SMALL, EVERYTHING),
+    "1 level, all options": (100, CLASSIC, EVERYTHING),
+    "1 level, independent draws": (100, SMALL, Proportional(stratified=False)),
+    "3 levels, lowest only": (20_000, SMALL, Proportional(normalize="buffer")),
+    "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
+}
+
+
+def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels: int = 0) -> dict[str, list[Launch]]:
+    """The launches of each kind of call."""
+    calls: dict[str, list[Launch]] = {}
+    with recorded() as launches:
+        buffer = ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
+        tree = buffer._tree
+        if tree is not None and levels:
+            # a tree of that height without the memory below it
+            tree.levels += tree.levels[-1:] * (levels - len(tree.levels))
+
+        def note(call: str, made: Callable[[], object]) -> None:
+            made()
+            calls[call] = list(launches)
+            launches.clear()
+
+        rows = {name: torch.zeros((9, *field.shape), dtype=field.dtype) for name, field in fields.items()}
+        note("add", lambda: buffer.add(**rows))
+        note("add with priority", lambda: buffer.add(**rows, priority=torch.ones(9)))
+        note("sample", lambda: buffer.sample(5))
+        note("sample with beta", lambda: buffer.sample(5, beta=0.5))
+        note("update", lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
+    return calls
+
+
+def _scans() -> dict[str, list[Launch]]:
+    calls = {}
+    with recorded() as launches:
+        for length in (100, 100_003):
+            inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
+            calls[f"of {length}"] = list(launches)
+            launches.clear()
+    return calls
+
+
+@cache
+def cases(more: bool) -> dict[str, Launch]:
+    """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
+    buffers = {**BUFFERS, **MORE_BUFFERS} if more else BUFFERS
+    found = {name: _launches(*settings) for name, settings in buffers.items()}
+    found["prefix sum"] = _scans()
+    if more:
+        found["5 levels, all options"] = _launches(100, SMALL, EVERYTHING, levels=5)
+    named: dict[str, Launch] = {}
+    variants = set()
+    for name, calls in found.items():
+        for call, launches in calls.items():
+            for launch in launches:
+                if launch.variant not in variants:
+                    variants.add(launch.variant)
+                    named[f"{launch.name}: {name}: {call}"] = launch
+    return named
+
+
+@cache
+def compiled(case: str, target: str) -> object:
+    """The compiled kernel of a case."""
+    return compile_for(cases(True)[case], target)
+
+
+@cache
+def measured(case: str, target: str) -> Resources:
+    """What the compiled kernel of a case takes."""
+    return resources(compiled(case, target), target)
+
+
+def write_table(targets: Iterable[str]) -> None:
+    """Compile everything for these targets and write the registers and the bytes of shared memory that it takes."""
+    parts = []
+    for target in targets:
+        taken = {case: measured(case, target) for case in cases(True)}
+        lines = [f"    {json.dumps(case)}: [{each.registers}, {each.shared}]" for case, each in taken.items()]
+        parts.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
+    TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def read_table() -> dict[str, dict[str, Resources]]:
+    """What the kernels took when the table was written, by target and case; nothing was spilled."""
+    table = json.loads(TABLE.read_text())
+    return {
+        target: {case: Resources(registers, 0, shared) for case, (registers, shared) in entries.items()}
+        for target, entries in table.items()
+    }
+
+
+if __name__ == "__main__":
+    write_table(TARGETS)

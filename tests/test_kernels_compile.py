@@ -1,0 +1,136 @@
+"""Every kernel, compiled ahead of time for GPUs that are not here: nothing spills, and memory is touched in whole words.
+
+By default everything is compiled for one target and a part for the others; `--full` compiles all for all. What a kernel
+takes is compared with `kernel_resources.json`; `PYTHONPATH=. python tests/kernel_cases.py` writes that file anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+from kernel_cases import WHOLE_WORDS, cases, compiled, measured, read_table
+from launches import TARGETS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels that here are interpreted"),
+]
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+MAIN_TARGET = "sm_90"
+# what the other targets compile by default
+PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform")
+# other versions of the compiler may take somewhat more, but not twice as much
+REGISTERS_MORE = 1.25
+SHARED_MORE = 2048
+# of 255 that a thread can have: with 128 threads a block, four blocks fit
+MOST_REGISTERS = 128
+MOST_SHARED = 16384
+
+
+def chosen(target: str, full: bool) -> list[str]:
+    """The cases to compile for a target."""
+    named = cases(full)
+    return [case for case in named if full or target == MAIN_TARGET or case.split(": ")[1] in PART]
+
+
+def all_texts(target: str, full: bool, kernel: str = "") -> dict[str, str]:
+    """PTX or AMD assembly of the chosen cases of a kernel."""
+    form = "amdgcn" if target.startswith("gfx") else "ptx"
+    return {case: compiled(case, target).asm[form] for case in chosen(target, full) if case.startswith(kernel)}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_nothing_spills_and_much_fits_on_a_multiprocessor(target: str, full: bool) -> None:
+    found = {case: measured(case, target) for case in chosen(target, full)}
+    assert len(found) >= 15
+    bad = {
+        case: taken
+        for case, taken in found.items()
+        if taken.spilled or taken.registers > MOST_REGISTERS or taken.shared > MOST_SHARED
+    }
+    assert bad == {}
+
+
+def test_no_kernel_takes_much_more_than_it_did(target: str, full: bool) -> None:
+    table = read_table()[target]
+    grown = {}
+    for case in chosen(target, full):
+        before, now = table.get(case), measured(case, target)
+        if before is None:
+            grown[case] = "not in the table"
+        elif now.registers > before.registers * REGISTERS_MORE or now.shared > before.shared + SHARED_MORE:
+            grown[case] = f"{before} became {now}"
+    assert grown == {}, "if that is meant: PYTHONPATH=. python tests/kernel_cases.py"
+
+
+def test_the_table_has_every_case_and_no_other() -> None:
+    found = {target: sorted(entries) for target, entries in read_table().items()}
+    assert found == dict.fromkeys(TARGETS, sorted(cases(True)))
+
+
+def test_sums_and_extremes_are_64_bit_relaxed_atomics(target: str, full: bool) -> None:
+    amd = target.startswith("gfx")
+    add = r"global_atomic_add_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.add\.u64"
+    most = r"global_atomic_smax_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.max\.s64"
+    least = r"global_atomic_smin_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.min\.s64"
+    case = "classic, 2 levels, all options"
+    wanted = {
+        f"admit_kernel: {case}: add": [add],
+        f"admit_kernel: {case}: add with priority": [add, most],
+        f"update_kernel: {case}: update": [add, most],
+        f"write_kernel: {case}: add": [most],
+        f"stratified_draw_kernel: {case}: sample": [least],
+    }
+    texts = all_texts(target, full)
+    missing = {name: one for name, atomics in wanted.items() for one in atomics if not re.search(one, texts[name])}
+    assert missing == {}
+
+
+def test_whole_words_are_moved_as_such(full: bool) -> None:
+    for name in WHOLE_WORDS:
+        for kernel, call in (("write_kernel", "add"), ("gather_kernel", "sample")):
+            # fields that differ in nothing but their scale are written by the same code
+            case = f"{kernel}: {name}, latest: {call}"
+            if case in cases(False):
+                ptx = compiled(case, MAIN_TARGET).asm["ptx"]
+                loads = re.findall(r"ld\.global\.(\S+)", ptx)
+                stores = re.findall(r"st\.global\.(\S+)", ptx)
+                # beside the values: counters and slots, 8 bytes each
+                assert set(loads) <= {"v4.b32", "v2.b64", "b64"}, case
+                assert {"v4.b32", "v2.b64"} & set(loads), case
+                assert set(stores) <= {"v4.b32", "v2.b64"}, case
+                assert stores, case
+    if full:
+        for name in ("frames", "stacks", "frames to half", "stacks to bfloat16"):
+            text = compiled(f"gather_kernel: {name}, latest: sample", "gfx942").asm["amdgcn"]
+            assert re.search(r"(?:global|buffer)_load_dwordx4", text), name
+            assert re.search(r"(?:global|buffer)_store_dwordx4", text), name
+
+
+@pytest.mark.parametrize("kernel", ["stratified_draw_kernel", "uniform_draw_kernel"])
+def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
+    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
+    texts = all_texts(MAIN_TARGET, full, kernel)
+    assert texts
+    for case, ptx in texts.items():
+        assert "fma" not in ptx, case
+        assert set(re.findall(r"(?:div|sqrt)\.\w+\.f64", ptx)) <= {"div.rn.f64", "sqrt.rn.f64"}, case
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    written = set()
+    for path in KERNELS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                written.add(node.name)
+    assert len(written) >= 9
+    assert {launch.name for launch in cases(False).values()} == written

@@ -1,0 +1,132 @@
+"""A call makes few launches, whatever the number of fields, the size of the tree and the sampler: counted, not timed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from launches import Launch, recorded
+from torch import Tensor
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
+)
+
+SAMPLERS = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "latest": Latest(),
+    "proportional": Proportional(),
+    "everything": Proportional(
+        beta=LinearSchedule(0.4, 1.0, 10), clip=2.0, initial="stored", normalize="buffer", stratified=False
+    ),
+    "numbered": Proportional(initial=0.5),
+    "combined-uniform": Combined(Uniform()),
+    "combined-replacement": Combined(Uniform(replacement=True), newest=2),
+    "combined-proportional": Combined(Proportional(normalize="buffer", initial="stored"), newest=3),
+}
+# with the fan-out of the kernels these give trees of one, two, three and four levels
+CAPACITIES = {100: 1, 5_000: 2, 20_000: 3, 2_100_000: 4}
+
+
+def values(buffer: ReplayBuffer, rows: int) -> dict[str, Tensor]:
+    return {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
+
+
+def some_fields(count: int) -> dict[str, Field]:
+    shapes = [(), (7,), (2, 3), (16,)]
+    dtypes = [torch.float32, torch.uint8, torch.bool, torch.int64, torch.bfloat16]
+    return {f"f{i}": Field(shapes[i % 4], dtypes[i % 5]) for i in range(count)}
+
+
+def of_each_call(buffer: ReplayBuffer, launches: list[Launch], rows: int, *, given: bool) -> dict[str, list[str]]:
+    """Names of the kernels that each call launches, in order."""
+    counted = {}
+
+    def count(call: str) -> None:
+        counted[call] = [launch.name for launch in launches]
+        launches.clear()
+
+    launches.clear()
+    buffer.add(**values(buffer, rows), priority=torch.ones(rows) if given else None)
+    count("add")
+    buffer.sample(min(rows, 5))
+    count("sample")
+    buffer.sample(min(rows, 5), beta=0.5)
+    count("sample with beta")
+    buffer.update_priorities(torch.arange(3), torch.ones(3))
+    count("update")
+    return counted
+
+
+def check(counted: dict[str, list[str]]) -> None:
+    assert 1 <= len(counted["add"]) <= 3, counted
+    assert 1 <= len(counted["sample"]) <= 3, counted
+    assert 1 <= len(counted["sample with beta"]) <= 3, counted
+    assert 1 <= len(counted["update"]) <= 2, counted
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["initial", "given"])
+@pytest.mark.parametrize("count", [1, 5, 20])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_launches_do_not_depend_on_the_number_of_fields(sampler: str, count: int, given: bool) -> None:
+    with recorded() as launches:
+        buffer = ReplayBuffer(100, some_fields(count), sampler=SAMPLERS[sampler], device="cpu")
+        check(of_each_call(buffer, launches, 10, given=given))
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None:
+    with recorded() as launches:
+        buffer = ReplayBuffer(capacity, some_fields(2), sampler=SAMPLERS["everything"], device="cpu")
+        assert len(buffer._with_priorities().levels) == CAPACITIES[capacity]
+        counted = of_each_call(buffer, launches, 4_000, given=True)
+    assert counted == {
+        "add": ["write_kernel", "admit_kernel"],
+        "sample": ["stratified_draw_kernel", "weigh_kernel", "gather_kernel"],
+        "sample with beta": ["stratified_draw_kernel", "weigh_kernel", "gather_kernel"],
+        "update": ["settle_kernel", "update_kernel"],
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 99, 100, 101, 250])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, rows: int) -> None:
+    with recorded() as launches:
+        buffer = ReplayBuffer(100, some_fields(3), sampler=SAMPLERS[sampler], device="cpu")
+        buffer.add(**values(buffer, 70))
+        launches.clear()
+        buffer.add(**values(buffer, rows))
+        assert [launch.name for launch in launches] == ["write_kernel", "admit_kernel"]
+
+
+def test_an_update_of_nothing_launches_nothing() -> None:
+    with recorded() as launches:
+        buffer = ReplayBuffer(100, some_fields(1), sampler=Proportional(), device="cpu")
+        buffer.update_priorities(torch.empty(0, dtype=torch.int64), torch.empty(0))
+    assert launches == []
+
+
+def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
+    """Compiling takes a second, in which training stands: sizes and counts must not ask for it again."""
+    variants = set()
+    with recorded() as launches:
+        buffer = ReplayBuffer(5_000, some_fields(5), sampler=SAMPLERS["everything"], device="cpu")
+        for rows in (1, 2, 16, 31, 128, 1000, 6_000):
+            buffer.add(**values(buffer, rows), priority=torch.ones(rows))
+            buffer.sample(rows)
+            keys = torch.arange(rows)
+            buffer.update_priorities(keys, torch.ones(rows))
+            variants.add(tuple(launch.variant for launch in launches))
+            for launch in launches:
+                specialised = [
+                    parameter.name
+                    for parameter, argument in zip(launch.kernel.params, launch.arguments, strict=False)
+                    if isinstance(argument, int) and not parameter.do_not_specialize
+                ]
+                assert specialised == [], launch.name
+            launches.clear()
+    assert len(variants) == 1
