@@ -93,14 +93,21 @@ class DeviceEngine:
         return max(counts[Counter.FIRST], added - self._storage.capacity), added
 
     def size_at_least(self, wanted: int) -> int:
-        """Stored transitions, exact only below `wanted`; waits only when captured adds may have changed the answer."""
+        """Stored transitions, exact only below `wanted`.
+
+        Waits for the device only when captured adds may have changed the answer.
+        """
         if self._known < wanted and self._captured and not self._capturing():
             first, added = self.span()
             self._known = added - first
         return self._known
 
     def _capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether the calls of this moment go into a graph instead of to the device."""
+        if self._device.type != "cuda":
+            return False
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""

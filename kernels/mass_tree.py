@@ -19,6 +19,16 @@ def mass_of(priority, alpha, eps, clip, limit):
     return tl.where(finite, tl.minimum(tl.maximum(mass, 1), limit), 0), finite & (mass > limit)
 
 
+@triton.jit
+def note_given(
+    mass, saturated, live, counters_ptr, TOP: tl.constexpr, REJECTED: tl.constexpr, SATURATED: tl.constexpr
+):
+    """Count masses that priorities became, 0 where they were not finite, and keep the largest; `live` ones only."""
+    tl.atomic_max(counters_ptr + TOP, tl.max(tl.where(live, mass, 0)), sem="relaxed")
+    tl.atomic_add(counters_ptr + REJECTED, tl.sum((live & (mass == 0)).to(tl.int64)), sem="relaxed")
+    tl.atomic_add(counters_ptr + SATURATED, tl.sum((live & saturated).to(tl.int64)), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment"])
 def admit_kernel(
     levels,
@@ -83,11 +93,7 @@ def admit_kernel(
                 alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
                 own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
                 new = tl.where(own > 0, own, new)
-                tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.where(live, own, 0)), sem="relaxed")
-                rejected = (live & (own == 0)).to(tl.int64)
-                tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected), sem="relaxed")
-                cut = (live & saturated).to(tl.int64)
-                tl.atomic_add(counters_ptr + SATURATED, tl.sum(cut), sem="relaxed")
+                note_given(own, saturated, live, counters_ptr, PENDING_TOP, REJECTED, SATURATED)
             # slots outside the segment keep their mass
             old = tl.load(levels[0] + slot, mask=live, other=0)
             change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
@@ -99,10 +105,16 @@ def admit_kernel(
                 tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
             for level in tl.static_range(1, LEVELS):
                 tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
-    # keys of transitions that did not stay, because more came than fit
+    # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
     if skipped > 0:
         for_key = program * (BLOCKS * FANOUT) + tl.arange(0, BLOCKS * FANOUT)
-        tl.store(keys_ptr + for_key, added + for_key, mask=for_key < skipped)
+        named = for_key < skipped
+        tl.store(keys_ptr + for_key, added + for_key, mask=named)
+        if GIVEN:
+            priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
+            alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+            own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+            note_given(own, saturated, named, counters_ptr, PENDING_TOP, REJECTED, SATURATED)
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
@@ -194,8 +206,4 @@ def update_kernel(
             tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
         for level in tl.static_range(1, LEVELS):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
-        tl.atomic_max(counters_ptr + TOP, tl.max(tl.where(accepted, new, 0), axis=0), sem="relaxed")
-        rejected = tl.sum((winner & (new == 0)).to(tl.int64), axis=0)
-        tl.atomic_add(counters_ptr + REJECTED, rejected, sem="relaxed")
-        cut = tl.sum((accepted & saturated).to(tl.int64), axis=0)
-        tl.atomic_add(counters_ptr + SATURATED, cut, sem="relaxed")
+        note_given(new, saturated, winner, counters_ptr, TOP, REJECTED, SATURATED)

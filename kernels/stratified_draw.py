@@ -86,7 +86,7 @@ def stratified_draw_kernel(
         newest = tl.maximum(added - batch + draw, 0)
         slot = tl.where(by_mass, node, newest % capacity)
         key = tl.where(by_mass, key_in_slot(node, added, capacity), newest)
-        chance = mass.to(tl.float64) / total.to(tl.float64)
+        chance = mass.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)
         tl.store(slots_ptr + draw, slot, mask=live)
         tl.store(keys_ptr + draw, key, mask=live)
         tl.store(masses_ptr + draw, tl.where(by_mass, mass, 0), mask=live)

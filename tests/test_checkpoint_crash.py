@@ -24,8 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
 ]
 
-KILLS = 50
-
 
 class Saver:
     """The process of saving_process.py."""
@@ -78,12 +76,13 @@ def leftovers(path: Path) -> set[str]:
     return (set(os.listdir(path)) - pieces - {"manifest.json"}) | (set(os.listdir(path.parent)) - {path.name})
 
 
-def test_killed_at_50_random_moments_leaves_the_old_or_the_new_one(saver: Saver, tmp_path: Path) -> None:
+def test_killed_at_random_moments_leaves_the_old_or_the_new_one(saver: Saver, tmp_path: Path, full: bool) -> None:
+    kills = 500 if full else 50
     delays = random.Random(0)
     path = tmp_path / "checkpoint"
     present: int | None = None
     interrupted = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         if kill % 5 == 0:
             # from here the first save may be the one that is killed
             shutil.rmtree(path, ignore_errors=True)
@@ -107,7 +106,7 @@ def test_killed_at_50_random_moments_leaves_the_old_or_the_new_one(saver: Saver,
         save(path, present)
         assert load(path) == present
         assert not leftovers(path)
-    assert interrupted > KILLS // 2, "most kills must have hit a save, or this test shows nothing"
+    assert interrupted > kills // 2, "most kills must have hit a save, or this test shows nothing"
 
 
 @pytest.mark.parametrize("existing", ["a checkpoint", "nothing", "an empty folder"])

@@ -15,6 +15,7 @@ from gpu_replay import Batch, Combined, Field, Latest, Proportional, ReplayBuffe
 
 pytestmark = pytest.mark.contract
 
+START = 64  # transitions stored before the threads begin
 WIDE = {
     "obs": Field((257,), torch.float32),
     "action": Field((), torch.int64),
@@ -49,10 +50,10 @@ def check_whole(batch: Batch) -> None:
 
 
 class Adder:
-    """A thread that adds until it is told to stop, and keeps the error that ended it early."""
+    """A thread that adds until it is told to stop, from the number `first` on, and keeps the error that ended it."""
 
-    def __init__(self, buffer: ReplayBuffer, device: str) -> None:
-        self.buffer, self.device = buffer, device
+    def __init__(self, buffer: ReplayBuffer, device: str, first: int = START) -> None:
+        self.buffer, self.device, self.first = buffer, device, first
         self.keys: list[int] = []
         self.error: Exception | None = None
         self.stop = threading.Event()
@@ -63,7 +64,7 @@ class Adder:
             count = 0
             while not self.stop.is_set():
                 count = count % 23 + 1
-                self.keys += self.buffer.add(**rows(len(self.keys) + START, count, self.device)).tolist()
+                self.keys += self.buffer.add(**rows(self.first + len(self.keys), count, self.device)).tolist()
         except Exception as error:
             self.error = error
 
@@ -77,9 +78,6 @@ class Adder:
         assert not self.thread.is_alive()
         if self.error is not None:
             raise self.error
-
-
-START = 64  # transitions stored before the threads begin
 
 
 @pytest.mark.parametrize(
@@ -107,15 +105,32 @@ def test_no_transition_is_torn_while_another_thread_adds(
 
 
 def test_masses_and_total_stay_exact_while_another_thread_adds(device: str) -> None:
-    buffer = ReplayBuffer(START, WIDE, sampler=Proportional(), device=device)
+    # large enough for sums above the masses
+    buffer = ReplayBuffer(5003, WIDE, sampler=Proportional(), device=device)
     buffer.add(**rows(0, START, device))
     with Adder(buffer, device):
         for _ in range(scale(300, 4)):
             keys = buffer.sample(64).key
             buffer.update_priorities(keys, torch.rand(64, device=device) * 10)
     assert buffer.total_mass() == sum(buffer.masses().tolist())
-    assert buffer.masses().min().item() > 0
+    assert buffer.masses()[: len(buffer)].min().item() > 0
     check_whole(buffer.sample(64))
+
+
+def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) -> None:
+    settings = Proportional(alpha=1.0, eps=0.0, initial=1.0)
+    buffer = ReplayBuffer(START, WIDE, sampler=settings, device=device)
+    buffer.add(**rows(0, START, device))
+    for _ in range(scale(60, 2)):
+        with Adder(buffer, device, first=buffer.added):
+            for _ in range(5):
+                newest = buffer.added - 1
+                keys = torch.arange(newest - START + 1, newest + 1, device=device)
+                buffer.update_priorities(keys, torch.full((START,), 7.0, device=device))
+        masses = buffer.masses().tolist()
+        for key in range(newest + 1, buffer.added):
+            if key >= buffer.added - START:
+                assert masses[key % START] == 2**20, f"key {key} was never updated"
 
 
 def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -> None:

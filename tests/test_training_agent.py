@@ -215,7 +215,7 @@ def test_schedules_go_from_start_to_end_and_stay() -> None:
 def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_updates() -> None:
     made = {}
     for name in ("proportional", "uniform", "combined"):
-        settings = Settings(sampler=name, newest=3, steps=3_200, num_envs=32, updates=2, warmup=0 + 64)
+        settings = Settings(sampler=name, newest=3, steps=3_200, num_envs=32, updates=2, warmup=64)
         made[name] = make_buffer(Catch.spec, settings, CPU, seed=0).sampler
     beta = LinearSchedule(0.4, 1.0, steps=(3_200 - 64) // 32 * 2)
     assert made["proportional"] == Proportional(alpha=0.6, beta=beta)

@@ -102,7 +102,7 @@ def test_every_transition_is_equally_likely_in_every_row(sampler: Uniform, size:
 def test_every_ordered_choice_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
     buffer = stored(size, device=device, seed=1)
     outcomes = list(itertools.permutations(range(size), count))
-    times = max(2000, 60 * len(outcomes))
+    times = max(1500, 40 * len(outcomes))
     check_counts(tally(buffer, count, times, tuple), dict.fromkeys(outcomes, 1.0))
 
 
@@ -111,7 +111,7 @@ def test_every_ordered_choice_without_replacement_is_equally_likely(size: int, c
 def test_every_set_without_replacement_is_equally_likely(size: int, count: int, device: str) -> None:
     buffer = stored(size, device=device, seed=2)
     outcomes = list(itertools.combinations(range(size), count))
-    times = max(2000, 60 * len(outcomes))
+    times = max(1500, 40 * len(outcomes))
     found = tally(buffer, count, times, lambda keys: tuple(sorted(keys)))
     check_counts(found, dict.fromkeys(outcomes, 1.0))
 

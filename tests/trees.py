@@ -1,0 +1,34 @@
+"""Trees of the kernels' shape: masses to fill them with, and the check that their sums and extremes are right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_replay.ops.counters import NO_MASS
+from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
+
+
+def random_masses(count: int, seed: int, largest: int) -> np.ndarray:
+    """Masses over all orders of magnitude up to `largest`, a third of them 0, at least one not."""
+    generator = np.random.default_rng(seed)
+    masses = np.floor(2.0 ** generator.uniform(0, np.log2(largest), count)).astype(np.int64)
+    masses[generator.random(count) < 1 / 3] = 0
+    masses[generator.integers(count)] = largest
+    return masses
+
+
+def check_sums(tree: MassTree) -> None:
+    """Fail unless every node is the sum of its block, and every edge that is not stale the extreme of its block."""
+    levels = [level.cpu().numpy() for level in tree.levels]
+    for below, above in zip(levels, levels[1:], strict=False):
+        sums = below.reshape(-1, tree.fanout).sum(axis=1)
+        assert np.array_equal(above[: sums.size], sums)
+        assert not above[sums.size :].any()
+    assert not levels[0][tree.slots :].any()
+    blocks = levels[0].reshape(-1, tree.fanout)
+    extremes = {"low": np.where(blocks == 0, NO_MASS, blocks).min(axis=1), "high": blocks.max(axis=1)}
+    for name, extreme in extremes.items():
+        edge = getattr(tree, name)
+        if edge is not None:
+            found = edge.cpu().numpy()
+            assert np.array_equal(found, np.where(found == STALE_EDGE, STALE_EDGE, extreme)), name
