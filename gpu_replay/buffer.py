@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gpu_replay.device import DeviceEngine
 
 _UNIFORM = Uniform()
+_NO_DTYPE = np.dtype([("nothing", "V1")])
 
 
 class ReplayBuffer:
@@ -81,10 +82,10 @@ class ReplayBuffer:
             self._tree = MassTree(self._capacity, self._device, self._backend, low=low, high=high)
         self._counters = new_counters(self._device, self._seed)
         self._engine = self._make_engine()
-        # the NumPy dtype that each field takes as it is; object, which no input has, where there is none
+        # the NumPy dtype that each field takes as it is, one that no input has where there is none
         host = self._backend == "host"
         self._plain_dtypes: dict[str, np.dtype[Any]] = {
-            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else np.dtype(object)
+            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else _NO_DTYPE
             for name, tensor in self._storage.tensors.items()
         }
 

@@ -20,9 +20,7 @@ def mass_of(priority, alpha, eps, clip, limit):
 
 
 @triton.jit
-def note_given(
-    mass, saturated, live, counters_ptr, TOP: tl.constexpr, REJECTED: tl.constexpr, SATURATED: tl.constexpr
-):
+def note_given(mass, saturated, live, counters_ptr, TOP: tl.constexpr, REJECTED: tl.constexpr, SATURATED: tl.constexpr):
     """Count masses that priorities became, 0 where they were not finite, and keep the largest; `live` ones only."""
     tl.atomic_max(counters_ptr + TOP, tl.max(tl.where(live, mass, 0)), sem="relaxed")
     tl.atomic_add(counters_ptr + REJECTED, tl.sum((live & (mass == 0)).to(tl.int64)), sem="relaxed")

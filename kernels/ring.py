@@ -41,6 +41,9 @@ def gather_kernel(
                     values = values.to(tl.float64) * tl.full([], SCALES[f], tl.float64)
                 else:
                     values = values.to(tl.float32) * tl.full([], SCALES[f], tl.float32)
+            if outputs[f].dtype.element_ty == tl.bfloat16 and sources[f].dtype.element_ty != tl.bfloat16:
+                # as torch does; the interpreter has no other way there
+                values = values.to(tl.float32)
             place = row[:, None] * WIDTHS[f] + column[None, :]
             tl.store(outputs[f] + place, values.to(outputs[f].dtype.element_ty), mask=live)
         local -= programs

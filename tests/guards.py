@@ -53,8 +53,9 @@ def guarded() -> Iterator[Guards]:
     """Within it `torch.empty`, `zeros`, `full`, `tensor` and `empty_like` allocate between sentinels."""
     guards = Guards()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("empty", "zeros", "full", "tensor", "empty_like"):
-            patch.setattr(torch, name, _between_sentinels(getattr(torch, name), guards, fills=not name.startswith("empty")))
+        for name in ("empty", "empty_like", "zeros", "full", "tensor"):
+            fills = not name.startswith("empty")
+            patch.setattr(torch, name, _between_sentinels(getattr(torch, name), guards, fills=fills))
         yield guards
     guards.check()
 

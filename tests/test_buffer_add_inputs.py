@@ -98,6 +98,7 @@ GIVEN = [
     np.bool_,
     *(np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int32, np.int64),
     *(np.float16, np.float32, np.float64),
+    *(np.complex64, np.object_, np.str_),
 ]
 
 
@@ -111,7 +112,8 @@ def test_numpy_arrays_of_any_type_are_stored_by_value_or_refused(
         values = values[(slice(None), *[1] * (2 - len(shape)))]
         buffer = ReplayBuffer(4, {"value": Field(shape, stored)}, device=device)
         # all values fit, so only the kind is a reason to refuse: fractions into whole numbers, numbers into truths
-        kind = {np.bool_: 0, np.float16: 2, np.float32: 2, np.float64: 2}.get(given, 1)
+        kinds = {np.bool_: 0, np.float16: 2, np.float32: 2, np.float64: 2, np.complex64: 3, np.object_: 3, np.str_: 3}
+        kind = kinds.get(given, 1)
         if kind > (0 if stored is torch.bool else 2 if stored.is_floating_point else 1):
             with pytest.raises((TypeError, ValueError), match="value"):
                 buffer.add(value=values)

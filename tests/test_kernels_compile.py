@@ -1,4 +1,4 @@
-"""Every kernel, compiled ahead of time for GPUs that are not here: nothing spills, and memory is touched in whole words.
+"""Every kernel, compiled ahead of time for GPUs that are not here: nothing spills, memory is moved in whole words.
 
 By default everything is compiled for one target and a part for the others; `--full` compiles all for all. What a kernel
 takes is compared with `kernel_resources.json`; `PYTHONPATH=. python tests/kernel_cases.py` writes that file anew.

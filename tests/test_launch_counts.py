@@ -1,4 +1,4 @@
-"""A call makes few launches, whatever the number of fields, the size of the tree and the sampler: counted, not timed."""
+"""A call makes few launches, whatever the fields, the size of the tree and the sampler: counted, not timed."""
 
 from __future__ import annotations
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
 from guards import guarded
+from interpreted import INTERPRETED, first_process, run_interpreted
 
 from gpu_replay.ops import prefix_sum
 from gpu_replay.ops.prefix_sum import block_sums, blocks_per_program, inclusive_prefix_sum, scan_block
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EXTREMES = (-(2**63), 2**63 - 1)
 LENGTHS = (1, 2, 127, 128, 129, 255, 257, 4095, 4096, 4097, 8192, 8193, 100_003)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@first_process
 def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "GPU_REPLAY_BACKEND": "triton"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    run_interpreted(__file__, backend="triton")
 
 
 def wrapped(total: int) -> int:
@@ -75,10 +68,10 @@ def test_sums_of_sums_of_sums(length: int, device: str, monkeypatch: pytest.Monk
     check(np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True), device)
 
 
-@pytest.mark.parametrize("values", [torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)])
-def test_other_dtypes_are_refused(values: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"needs int64 values; found {values.dtype}. Convert them first.")):
-        inclusive_prefix_sum(values)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"needs int64 values; found {dtype}. Convert them first.")):
+        inclusive_prefix_sum(torch.zeros(3, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3), (1, 1, 1)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from gpu_replay.ops.counters import NO_MASS
@@ -20,7 +22,7 @@ def random_masses(count: int, seed: int, largest: int) -> np.ndarray:
 def check_sums(tree: MassTree) -> None:
     """Fail unless every node is the sum of its block, and every edge that is not stale the extreme of its block."""
     levels = [level.cpu().numpy() for level in tree.levels]
-    for below, above in zip(levels, levels[1:], strict=False):
+    for below, above in pairwise(levels):
         sums = below.reshape(-1, tree.fanout).sum(axis=1)
         assert np.array_equal(above[: sums.size], sums)
         assert not above[sums.size :].any()

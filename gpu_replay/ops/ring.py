@@ -57,8 +57,8 @@ class Tile(NamedTuple):
 def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     """The tile for rows of a field: powers of two, together at most 8 KB, in or out, and 4096 values.
 
-    Where a program is dear it takes more, and no more rows than there are; elsewhere the number of rows must not decide,
-    since every other tile is another kernel to compile.
+    Where a program is dear it takes more, and no more rows than there are; on a GPU the number of rows must not decide,
+    since another tile is another kernel to compile.
     """
     elements = field.elements
     values = 65536 if interpreted else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
