@@ -125,7 +125,7 @@ class DeviceEngine:
         return keys
 
     def _moved(self, value: Tensor) -> Tensor:
-        """The value on the device, without gaps; what comes from pinned memory is there before its owner can change it."""
+        """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
         if value.device != self._device:
             value = value.to(self._device, non_blocking=not value.is_pinned())
         return value.contiguous()
