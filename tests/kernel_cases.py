@@ -138,7 +138,7 @@ def measured(case: str, target: str) -> Resources:
 
 def write_table(targets: Iterable[str]) -> None:
     """Compile everything for these targets and write the registers and the bytes of shared memory that it takes."""
-    parts = []
+    parts = [f'  "triton": "{compiler()}"']
     for target in targets:
         taken = {case: measured(case, target) for case in cases(True)}
         lines = [f"    {json.dumps(case)}: [{each.registers}, {each.shared}]" for case, each in taken.items()]
@@ -146,13 +146,21 @@ def write_table(targets: Iterable[str]) -> None:
     TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def read_table() -> dict[str, dict[str, Resources]]:
-    """What the kernels took when the table was written, by target and case; nothing was spilled."""
+def read_table() -> tuple[str, dict[str, dict[str, Resources]]]:
+    """The compiler that the table was written with, and what the kernels took, by target and case; nothing spilled."""
     table = json.loads(TABLE.read_text())
-    return {
+    version = table.pop("triton")
+    return version, {
         target: {case: Resources(registers, 0, shared) for case, (registers, shared) in entries.items()}
         for target, entries in table.items()
     }
+
+
+def compiler() -> str:
+    """Triton's version, as far as it decides what is made of a kernel."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 if __name__ == "__main__":

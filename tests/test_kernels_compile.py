@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kernel_cases import WHOLE_WORDS, cases, compiled, measured, read_table
+from kernel_cases import WHOLE_WORDS, cases, compiled, compiler, measured, read_table
 from launches import TARGETS
 
 pytestmark = [
@@ -24,7 +24,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 MAIN_TARGET = "sm_90"
 # what the other targets compile by default
 PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform")
-# other versions of the compiler may take somewhat more, but not twice as much
+# what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
 # of 255 that a thread can have: with 128 threads a block, four blocks fit
@@ -61,7 +61,10 @@ def test_nothing_spills_and_much_fits_on_a_multiprocessor(target: str, full: boo
 
 
 def test_no_kernel_takes_much_more_than_it_did(target: str, full: bool) -> None:
-    table = read_table()[target]
+    version, tables = read_table()
+    if version != compiler():
+        pytest.skip(f"the table was written with Triton {version}")
+    table = tables[target]
     grown = {}
     for case in chosen(target, full):
         before, now = table.get(case), measured(case, target)
@@ -73,7 +76,7 @@ def test_no_kernel_takes_much_more_than_it_did(target: str, full: bool) -> None:
 
 
 def test_the_table_has_every_case_and_no_other() -> None:
-    found = {target: sorted(entries) for target, entries in read_table().items()}
+    found = {target: sorted(entries) for target, entries in read_table()[1].items()}
     assert found == dict.fromkeys(TARGETS, sorted(cases(True)))
 
 

@@ -137,8 +137,8 @@ def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -
     buffer = ReplayBuffer(START, WIDE, sampler=Proportional(alpha=1.0, eps=0.0, initial=1.0), device=device)
     buffer.add(**rows(0, START, device))
     late = torch.arange(START, device=device)
-    with Adder(buffer, device):
-        while buffer.added < 2 * START:
+    with Adder(buffer, device) as adder:
+        while buffer.added < 2 * START and adder.thread.is_alive():
             pass
         for _ in range(scale(200, 4)):
             buffer.update_priorities(late, torch.full((START,), 1e6, device=device))

@@ -61,7 +61,9 @@ def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     since another tile is another kernel to compile.
     """
     elements = field.elements
-    values = 65536 if interpreted else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
+    # a thread has 8 single values, or as many 16-byte words as fit
+    values = 1024 if field.row_bytes % 16 else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
+    values = 65536 if interpreted else values
     most = 1 << (rows - 1).bit_length() if interpreted else 1024
     columns = min(values, 1 << (elements - 1).bit_length())
     return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
