@@ -205,10 +205,13 @@ class ReplayBuffer:
             raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
         return values, rows
 
-    def _checked_priorities(self, name: str, given: Any, rows: int) -> Tensor:
-        """The priorities as (rows,) numbers; on the CPU in float64 and all finite."""
+    def _checked_priorities(self, name: str, given: Any, rows: int) -> Any:
+        """The priorities as (rows,) numbers, a float64 array for the host engine; on the CPU all are finite."""
         priorities = inputs.as_priorities(name, given, rows, self._device)
-        return inputs.finite_numbers(name, priorities) if self._on_cpu else priorities
+        if not self._on_cpu:
+            return priorities
+        numbers = inputs.finite_numbers(name, priorities)
+        return numbers if self._backend == "host" else torch.from_numpy(numbers)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Draw `B` transitions as a Batch on the buffer's device.

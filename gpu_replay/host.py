@@ -80,10 +80,10 @@ class HostEngine:
 
     # add
 
-    def append(self, values: dict[str, Tensor | np.ndarray], rows: int, priorities: Tensor | None) -> Tensor:
+    def append(self, values: dict[str, Tensor | np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys."""
         counters, capacity = self._counters, self._capacity
-        masses = self._entry_masses(rows, priorities)
+        masses = self._entry_masses(priorities)
         added = counters.item(Counter.ADDED)
         skipped = max(0, rows - capacity)
         kept = rows - skipped
@@ -103,12 +103,12 @@ class HostEngine:
         counters[Counter.ADDED] = added + rows
         return torch.from_numpy(np.arange(added, added + rows))
 
-    def _entry_masses(self, rows: int, priorities: Tensor | None) -> int | np.ndarray:
+    def _entry_masses(self, priorities: np.ndarray | None) -> int | np.ndarray:
         """The mass of new transitions: what `initial` says, or of their own priorities."""
         if priorities is not None:
             if self._tree is None:
                 return 0
-            masses, largest, saturated = self._rule.masses(priorities.numpy())
+            masses, largest, saturated = self._rule.masses(priorities)
             self._given(largest, saturated)
             return masses
         if self._tree is None or not isinstance(self._base, Proportional):
@@ -201,13 +201,12 @@ class HostEngine:
 
     # update
 
-    def update(self, keys: Tensor, priorities: Tensor) -> None:
+    def update(self, keys: Tensor, numbers: np.ndarray) -> None:
         """Give live keys their new masses; the last of a repeated key wins, keys that are not live are counted."""
         first, added = self.span()
         ages = keys.numpy() - first
         if ages.size == 0:
             return
-        numbers = priorities.numpy()
         # seen as unsigned, a negative age is a large one
         if np.maximum.reduce(ages.view(np.uint64)) >= added - first:
             live = (ages >= 0) & (ages < added - first)

@@ -147,8 +147,8 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Ten
     return tensor
 
 
-def finite_numbers(name: str, priorities: Tensor) -> Tensor:
-    """Priorities on the CPU as float64; ValueError unless all are finite."""
+def finite_numbers(name: str, priorities: Tensor) -> np.ndarray:
+    """Priorities on the CPU as a float64 array; ValueError unless all are finite."""
     wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
     numbers = wide.numpy().astype(np.float64, copy=False)
     if not np.logical_and.reduce(np.isfinite(numbers)):
@@ -157,7 +157,7 @@ def finite_numbers(name: str, priorities: Tensor) -> Tensor:
             f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "
             "loss, or leave these transitions out."
         )
-    return torch.from_numpy(numbers)
+    return numbers
 
 
 def batch_size(value: object) -> int:

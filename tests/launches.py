@@ -115,12 +115,13 @@ def compile_for(launch: Launch, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    before = driver._active
+    # to ask for the driver that is active would make one, which needs a GPU
+    before = dict(vars(driver))
     driver.set_active(_Compiler(GPUTarget(*TARGETS[target])))
     try:
         return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
     finally:
-        driver._active = before
+        vars(driver).update(before)
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,15 @@ def _assembled(ptx: str, target: str) -> str:
     """What Triton's own assembler says about PTX code."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    arch = TARGETS[target][1]
+    # older versions have one assembler for all
+    arch = (TARGETS[target][1],) if inspect.signature(get_ptxas).parameters else ()
     named = re.search(r"^\.target (\S+)", ptx, re.MULTILINE)
     assert named, ptx[:200]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         command = [
-            get_ptxas(arch).path,
+            get_ptxas(*arch).path,
             "-v",
             f"--gpu-name={named[1].rstrip(',')}",
             str(source),
