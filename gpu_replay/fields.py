@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 STORABLE = (
@@ -44,10 +45,10 @@ class Field:
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, int) or not all(
-            isinstance(side, int) and not isinstance(side, bool) for side in self.shape
+            isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in self.shape
         ):
             raise TypeError(f"Field shape must be a tuple of ints such as (84, 84) or (); found {self.shape!r}.")
-        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "shape", tuple(int(side) for side in self.shape))
         if any(side < 1 for side in self.shape):
             raise ValueError(f"Field shape must have sides of at least 1; found {self.shape}.")
         for name, dtype in (("dtype", self.dtype), ("sample_dtype", self.sample_dtype)):

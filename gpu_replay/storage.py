@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,11 +89,11 @@ def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
 
 def check_capacity(capacity: object) -> int:
     """The capacity as an int, or TypeError / ValueError."""
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)):
         raise TypeError(f"capacity must be an int; found {capacity!r}.")
     if not 1 <= capacity <= MAX_CAPACITY:
         raise ValueError(f"capacity must be from 1 to {MAX_CAPACITY:,} transitions; found {capacity:,}.")
-    return capacity
+    return int(capacity)
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
