@@ -21,9 +21,11 @@ from trees import check_sums
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.mass_tree import STALE_EDGE
 from gpu_replay.ops.ring import carrier, gather_rows, launch_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
+BACKENDS = ("host", "triton")
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_gathered_rows(name: str, batch: int, device: str, guards: Guards) -> No
 def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> None:
     field = ROWS[name]
     fields = {"x": field, "n": ROWS["scalars"]}
-    buffers = [of_backend(backend, device, capacity, fields) for backend in ("host", "triton")]
+    buffers = [of_backend(backend, device, capacity, fields) for backend in BACKENDS]
     for rows in (2, 36, 2 * capacity + 3, 1):
         values = {"x": rows_of(field, rows, rows), "n": torch.arange(rows)}
         host, tested = (buffer.add(**{n: v.to(buffer.device) for n, v in values.items()}) for buffer in buffers)
@@ -182,7 +184,7 @@ def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: 
     generator = random.Random(f"{name} {capacity}")
     fields = {"n": Field((), torch.int64)}
     with guarded() as guards:
-        host, tested = (of_backend(each, device, capacity, fields, SAMPLERS[name]) for each in ("host", "triton"))
+        host, tested = (of_backend(each, device, capacity, fields, SAMPLERS[name]) for each in BACKENDS)
         assert len(guards) >= 6
         for _ in range(16):
             call(generator, host, tested, device)
@@ -193,7 +195,7 @@ def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: 
 def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: str) -> None:
     fields = {"n": Field((), torch.int64)}
     with guarded():
-        host, tested = (of_backend(each, device, 20_000, fields, EVERYTHING) for each in ("host", "triton"))
+        host, tested = (of_backend(each, device, 20_000, fields, EVERYTHING) for each in BACKENDS)
         generator = np.random.default_rng(batch)
         keys = torch.from_numpy(generator.integers(-3, 60 + batch // 4, batch))
         priorities = torch.from_numpy(4.0 ** generator.integers(-8, 8, batch))
@@ -202,6 +204,29 @@ def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: st
             buffer.update_priorities(keys.to(buffer.device), priorities.to(buffer.device))
         check_state(host, tested)
         assert host.stats().stale_updates > 0 or batch < 3
+
+
+def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(device: str) -> None:
+    priorities = torch.full((1000,), 2.0, dtype=torch.float64)
+    priorities[700] = 64.0
+    with guarded():
+        host, tested = (of_backend(each, device, 1000, {"n": Field((), torch.int64)}, EVERYTHING) for each in BACKENDS)
+        for buffer in (host, tested):
+            buffer.add(n=torch.arange(1000, device=buffer.device), priority=priorities.to(buffer.device))
+            # the first looks at all blocks, the second at the one that the first has changed
+            for number in (1000, 1001):
+                buffer.add(n=torch.tensor([number], device=buffer.device))
+        check_state(host, tested)
+        assert tested.masses()[:2].tolist() == [tested._rule.mass(64.0)] * 2
+        # and it is forgotten with its transition
+        for buffer in (host, tested):
+            buffer.add(n=torch.arange(1002, 1702, device=buffer.device))
+            keys = torch.arange(1000, 1702, device=buffer.device)
+            buffer.update_priorities(keys, torch.full((702,), 4.0, device=buffer.device))
+            buffer.add(n=torch.tensor([1702], device=buffer.device))
+        check_state(host, tested)
+        assert tested.masses()[702].item() == tested._rule.mass(4.0)
+        assert tested._tree.high.tolist().count(STALE_EDGE) == 1
 
 
 def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: str) -> None:
