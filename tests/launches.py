@@ -7,6 +7,7 @@ makes its launches for a GPU; none of them runs, so nothing that a recorded call
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 import subprocess
@@ -58,8 +59,6 @@ def _kind(argument: Any) -> str:
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Within it buffers use the device code, and every launch is appended to the list instead of made."""
-    import importlib
-
     from triton.runtime.jit import JITFunction
 
     from gpu_replay.ops import _backend
@@ -73,11 +72,16 @@ def recorded() -> Iterator[list[Launch]]:
         patch.setattr(JITFunction, "run", record)
         patch.setattr(_backend, "_require_triton", lambda device: None)
         patch.setenv(_backend.VARIABLE, "triton")
-        for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
-            for name, function in inspect.getmembers(module, inspect.isfunction):
-                if "interpreted" in inspect.signature(function).parameters and not name.startswith("_"):
-                    patch.setattr(module, name, _as_on_a_gpu(function))
+        use_sizes_of_a_gpu(patch)
         yield launches
+
+
+def use_sizes_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let the launchers give every program as much to do as on a GPU, wherever the tensors are."""
+    for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if "interpreted" in inspect.signature(function).parameters and not name.startswith("_"):
+                patch.setattr(module, name, _as_on_a_gpu(function))
 
 
 def _as_on_a_gpu(function: Any) -> Any:

@@ -5,11 +5,14 @@ On CPU tensors the kernels are interpreted, in a process of their own; on a GPU 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from guards import Guards, guarded
 from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
@@ -17,6 +20,7 @@ from tolerances import close
 from trees import check_sums, random_masses
 
 from gpu_replay import LinearSchedule
+from gpu_replay.kernels.philox import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
 from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw, launch_weigh
@@ -97,6 +101,42 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
         assert int(counters[Counter.RANDOM]) == block
     check_sums(tree)
     assert not (tree.low == STALE_EDGE).any()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 450, 1000])
+def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: str, guards: Guards) -> None:
+    """With as many draws as there is mass, every unit is a target once."""
+    masses = np.tile([0, 1, 0, 0, 2], 150)
+    tree = tree_of(masses, device)
+    counters = new_counters(torch.device(device), seed=0)
+    counters[Counter.ADDED] = masses.size
+    times_sampled = torch.zeros(masses.size, dtype=torch.int32, device=device)
+    found, *_ = launch_stratified_draw(
+        tree, counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
+    )
+    expected, *_ = draw_slots(host_tree_of(masses), HostWords(0).doubles(0, batch), True)
+    assert found.tolist() == expected.tolist()
+    if batch == masses.sum():
+        assert times_sampled.tolist() == masses.tolist()
+
+
+@triton.jit
+def floor_kernel(words_ptr, widths_ptr, out_ptr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(out_ptr + place, floor_of_product(tl.load(words_ptr + place), tl.load(widths_ptr + place)))
+
+
+def test_a_point_in_a_width_stays_below_it_whatever_is_rounded(device: str) -> None:
+    words = [0, 2**64 - 1, 2**63, 2**11 - 1, 2**11, 12345678901234567890, 2**64 - 2**11, 2**64 - 1]
+    widths = [2**62, 2**62, 2**61 + 1, 2**62, 2**53, 10**18, 2**55 - 1, 0]
+    out = torch.empty(8, dtype=torch.int64, device=device)
+    given = torch.from_numpy(np.array(words, dtype=np.uint64)).to(device)
+    floor_kernel[(1,)](given, torch.tensor(widths, device=device), out, COUNT=8)
+    expected = [
+        max(0, min(math.floor((word >> 11) * 2.0**-53 * width), width - 1))
+        for word, width in zip(words, widths, strict=True)
+    ]
+    assert out.tolist() == expected
 
 
 def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guards) -> None:

@@ -15,6 +15,7 @@ import torch
 from guards import Guards, guarded
 from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
+from launches import use_sizes_of_a_gpu
 from tolerances import close
 from torch import Tensor
 from trees import check_sums
@@ -97,6 +98,19 @@ def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> 
             used = min(capacity, buffers[0].added)
             assert torch.equal(tested_rows[:used].cpu(), host_rows[:used])
     guards.check()
+
+
+@pytest.mark.parametrize("field", [ROWS["frames"], ROWS["scaled frames"], ROWS["stacks"], Field((3001,), torch.int8)])
+def test_rows_longer_than_a_program_of_a_gpu_moves(field: Field, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    with guarded():
+        host, tested = (of_backend(each, device, 5, {"x": field}) for each in BACKENDS)
+        for rows in (3, 4, 7):
+            values = rows_of(field, rows, rows)
+            for buffer in (host, tested):
+                buffer.add(x=values.to(buffer.device))
+            assert torch.equal(tested.sample(3).x.cpu(), host.sample(3).x)
+        assert torch.equal(tested._storage.tensors["x"].cpu(), host._storage.tensors["x"])
 
 
 # whole buffers
@@ -191,6 +205,35 @@ def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: 
             check_state(host, tested)
 
 
+@pytest.mark.parametrize("name", ["uniform", "everything"])
+def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    generator = random.Random(name)
+    fields = {"n": Field((), torch.int64), "x": Field((24,), torch.float32)}
+    with guarded():
+        host, tested = (of_backend(each, device, 2500, fields, SAMPLERS[name]) for each in BACKENDS)
+        # one block more than the rows fill, at both ends of a segment, and in two segments
+        for rows in (1020, 1024, 1, 8 * 128, 600, 2501):
+            first = host.added
+            given = torch.tensor(some_priorities(generator, rows, device), dtype=torch.float64)
+            for buffer in (host, tested):
+                n = torch.arange(first, first + rows, device=buffer.device)
+                buffer.add(n=n, x=n[:, None] % 1000 + torch.zeros(24, device=buffer.device), priority=given)
+            check_state(host, tested)
+        for batch in (9, 130):
+            drawn, found = host.sample(batch), tested.sample(batch)
+            assert found.key.tolist() == drawn.key.tolist() == found.n.tolist()
+            assert torch.equal(found.x.cpu(), drawn.x)
+            assert close(found.weight, drawn.weight, "weight")
+            keys = torch.cat((drawn.key, drawn.key[:50]))
+            numbers = torch.tensor(some_priorities(generator, len(keys), device), dtype=torch.float64)
+            for buffer in (host, tested):
+                buffer.update_priorities(keys.to(buffer.device), numbers.to(buffer.device))
+            check_state(host, tested)
+
+
 @pytest.mark.parametrize("batch", SIZES)
 def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: str) -> None:
     fields = {"n": Field((), torch.int64)}
@@ -213,11 +256,12 @@ def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(dev
         host, tested = (of_backend(each, device, 1000, {"n": Field((), torch.int64)}, EVERYTHING) for each in BACKENDS)
         for buffer in (host, tested):
             buffer.add(n=torch.arange(1000, device=buffer.device), priority=priorities.to(buffer.device))
-            # the first looks at all blocks, the second at the one that the first has changed
+            # the first looks at all blocks, the second only at the one that has changed since
             for number in (1000, 1001):
-                buffer.add(n=torch.tensor([number], device=buffer.device))
+                key = buffer.add(n=torch.tensor([number], device=buffer.device))
+                assert buffer.masses()[number - 1000].item() == buffer._rule.mass(64.0)
+                buffer.update_priorities(key, torch.ones(1, device=buffer.device))
         check_state(host, tested)
-        assert tested.masses()[:2].tolist() == [tested._rule.mass(64.0)] * 2
         # and it is forgotten with its transition
         for buffer in (host, tested):
             buffer.add(n=torch.arange(1002, 1702, device=buffer.device))
