@@ -88,7 +88,8 @@ class DeviceEngine:
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
-        counts = self._counters.tolist()
+        with self._turn():
+            counts = self._counters.tolist()
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self._storage.capacity), added
 

@@ -90,7 +90,8 @@ def on_the_device(node: ast.AST) -> Iterator[ast.AST]:
 def _leaves_the_cpu_behind(branch: ast.If) -> bool:
     """Whether what follows is for tensors on the CPU alone."""
     test = ast.unparse(branch.test)
-    return test.endswith(".device.type != 'cpu'") and isinstance(branch.body[-1], ast.Return | ast.Raise)
+    elsewhere = test == "not self._on_cpu" or test.endswith(".device.type != 'cpu'")
+    return elsewhere and isinstance(branch.body[-1], ast.Return | ast.Raise)
 
 
 def _name(call: ast.Call) -> str:
@@ -220,6 +221,7 @@ def test_a_stall_is_found(body: str) -> None:
         "return {'a': x}['a' in x]",
         "if x.device.type != 'cpu':\n        return x\n    return x.item()",
         "return look(x) if self._on_cpu else x\ndef look(x):\n    return x.item()",
+        "if not self._on_cpu:\n        return x\n    return x.numpy()",
         "return x\ndef unrelated(x):\n    return x.item()",
         "return int(Counter.ADDED)",
     ],
