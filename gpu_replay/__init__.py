@@ -14,11 +14,13 @@ from gpu_replay.fields import Field
 from gpu_replay.samplers import Combined, Latest, Proportional, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stats import Stats
+from gpu_replay.trajectory import TrajectoryReplayBuffer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ReplayBuffer",
+    "TrajectoryReplayBuffer",
     "Field",
     "Batch",
     "Uniform",

@@ -30,6 +30,8 @@ class HostEngine:
 
     # bytes beside storage, tree and counters
     scratch_bytes = 0
+    # whether stored slots without mass exist, which no update may wake
+    sparse = False
 
     def __init__(
         self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
@@ -215,6 +217,11 @@ class HostEngine:
         if self._tree is None or ages.size == 0:
             return
         slots, numbers = _winners(self._slots(ages, first), numbers)
+        if self.sparse:
+            held = self._tree.arrays[0].take(slots) > 0
+            slots, numbers = slots[held], numbers[held]
+            if slots.size == 0:
+                return
         masses, largest, saturated = self._rule.masses(numbers)
         self._given(largest, saturated)
         self._tree.set_slots(slots, masses)

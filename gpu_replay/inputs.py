@@ -113,6 +113,39 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
+    """Final observations as `[rows, *field.shape]` of the field's dtype; rows that did not end hold anything.
+
+    value: an array or tensor of all rows, or an object array with None where nothing ended.
+    ended: (rows,) bool on the CPU, the rows that will be read, or None where only the device knows them.
+    """
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return _from_objects(name, value, field, rows, ended, device)
+    tensor = as_tensor(name, value, device)
+    if tuple(tensor.shape) != (rows, *field.shape):
+        raise ValueError(f"{name!r} needs shape {[rows, *field.shape]}; found {list(tensor.shape)}.")
+    if tensor.dtype == field.dtype:
+        return tensor
+    if ended is None or not tensor.is_cpu:
+        return cast(name, tensor, field.dtype)
+    # what lies in the other rows may not even be castable
+    result = torch.zeros(tensor.shape, dtype=field.dtype)
+    result[ended] = cast(name, tensor[ended], field.dtype)
+    return result
+
+
+def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
+    if len(value) != rows:
+        raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
+    result = torch.zeros((rows, *field.shape), dtype=field.dtype)
+    for row, each in enumerate(value):
+        if each is not None:
+            result[row] = as_field(name, as_tensor(name, each, device)[None], field, None, device)[0]
+        elif ended is not None and bool(ended[row]):
+            raise ValueError(f"{name!r} has None for environment {row}, whose episode was truncated in this step.")
+    return result
+
+
 def as_keys(value: Any, device: torch.device) -> Tensor:
     """Keys as (m,) int64: a tensor or array of integers, a list of ints, or one int.
 

@@ -20,6 +20,7 @@ class Stats:
 
     size:                  stored transitions.
     added:                 transitions ever added.
+    eligible:              those of the stored ones that can be drawn.
     min_priority, mean_priority, max_priority: of what is stored, as the masses hold them (after `clip`, to a
                            resolution of 2**-20 in priority ** alpha); nan without priorities or with alpha 0.
     entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
@@ -33,6 +34,7 @@ class Stats:
 
     size: int
     added: int
+    eligible: int
     min_priority: float
     mean_priority: float
     max_priority: float

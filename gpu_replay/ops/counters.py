@@ -26,7 +26,9 @@ class Counter:
     TICKET = 10  # programs of the launch in progress that have finished
     EDGE_LOW = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
     EDGE_HIGH = 12  # largest mass seen by the add in progress, 0 between adds
-    COUNT = 13
+    ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
+    FINALS = 14  # final observations of a trajectory buffer ever kept
+    COUNT = 15
 
 
 # the smallest mass of nothing
@@ -41,6 +43,7 @@ LASTING = {
     "STALE": Counter.STALE,
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,
+    "FINALS": Counter.FINALS,
 }
 
 

@@ -6,6 +6,8 @@ left, stays, or moves right. When the ball arrives, the episode ends with +1 if 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,21 @@ class Catch:
             truncated=torch.zeros_like(terminated),
             next_obs=next_obs,
         )
+
+    def state(self) -> dict[str, Tensor]:
+        """The games as they stand, and the generator that deals the next ones."""
+        return {
+            "row": self._row,
+            "column": self._column,
+            "paddle": self._paddle,
+            "generator": self._generator.get_state(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Go on with the games of this state; returns what is observed of them, (E, 12, 12) uint8."""
+        self._row, self._column, self._paddle = (state[name].to(self.device) for name in ("row", "column", "paddle"))
+        self._generator.set_state(state["generator"])
+        return self._draw()
 
     def close(self) -> None:
         """Nothing to release."""

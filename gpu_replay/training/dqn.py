@@ -6,6 +6,8 @@ Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Wang et al. 2016 (duel
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +74,32 @@ class Agent:
         self._sums.zero_()
         self._summed = 0
         return loss, td_error, value
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs; the tensors are the agent's own."""
+        weights = {index: self._optimizer.state[weight] for index, weight in enumerate(self._weights)}
+        return {
+            "updates": self.updates,
+            "online": self.online.state_dict(),
+            "target": self.target.state_dict(),
+            # empty before the first update
+            "optimizer": {str(index): dict(slots) for index, slots in weights.items()},
+            "explorer": self._explorer.state(),
+            "sums": self._sums,
+            "summed": self._summed,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as the agent that gave this state would have."""
+        self.updates = state["updates"]
+        self.online.load_state_dict(state["online"])
+        self.target.load_state_dict(state["target"])
+        slots = {int(index): slots for index, slots in state["optimizer"].items() if slots}
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self._explorer.restore(state["explorer"], self.device)
+        self._sums.copy_(state["sums"])
+        self._summed = state["summed"]
 
     @torch.no_grad()
     def _next_value(self, next_obs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ two episodes and a truncated one can be bootstrapped from its real last observat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +63,12 @@ class Environment(Protocol):
 
     def recv(self) -> Step:
         """Finish it."""
+
+    def state(self) -> dict[str, Tensor] | None:
+        """What `restore` needs to go on in mid-episode, or None where environments do not give it away."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Go on from there; returns what is observed now."""
 
     def close(self) -> None:
         """Release what the environments hold."""

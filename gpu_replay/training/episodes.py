@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class EpisodeStatistics:
         kept = ended & (place >= total - self._window)
         row = torch.where(kept, place % self._window, self._window)
         self._finished[row] = torch.stack((self._return, self._length), 1)
-        self._count = total
+        self._count.copy_(total)
         going = ~ended
         self._return *= going
         self._length *= going
@@ -43,3 +45,17 @@ class EpisodeStatistics:
             return 0, float("nan"), float("nan")
         mean_return, mean_length = rows.mean(0).tolist()
         return count, mean_return, mean_length
+
+    def state(self) -> dict[str, Tensor]:
+        """Finished and running episodes."""
+        return {"return": self._return, "length": self._length, "finished": self._finished, "count": self._count}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on counting from this state."""
+        for name, mine in self.state().items():
+            mine.copy_(state[name])
+
+    def abandon(self) -> None:
+        """Forget the running episodes: the environments were reset before they ended."""
+        self._return.zero_()
+        self._length.zero_()

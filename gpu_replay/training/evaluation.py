@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -83,9 +85,11 @@ class Examiner:
         lie above it by three standard errors: a run must not end on luck.
         A solved network is better than any that is not.
         """
-        self._count += 1
-        result = self._play(network, "evaluation", self._count)
-        solved = self._reaches(result.return_mean) and self._confirmed(network)
+        count = self._count + 1
+        result = self._play(network, "evaluation", count)
+        solved = self._reaches(result.return_mean) and self._confirmed(network, count)
+        # an evaluation that is interrupted never was: the resumed run repeats it
+        self._count = count
         candidate = Best(copy.deepcopy(network), step, result, solved)
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
@@ -95,8 +99,8 @@ class Examiner:
         threshold = self._environment.spec.reward_threshold
         return threshold is not None and return_mean >= threshold
 
-    def _confirmed(self, network: QNetwork) -> bool:
-        first = CONFIRMATIONS * self._count
+    def _confirmed(self, network: QNetwork, count: int) -> bool:
+        first = CONFIRMATIONS * count
         results = [self._play(network, "confirmation", first + i) for i in range(CONFIRMATIONS)]
         mean = sum(result.return_mean for result in results) / CONFIRMATIONS
         variance = sum(result.return_std**2 + (result.return_mean - mean) ** 2 for result in results) / CONFIRMATIONS
@@ -106,6 +110,29 @@ class Examiner:
     def final(self) -> Evaluation | None:
         """The best network on episodes that had no part in choosing it; None without a best network."""
         return None if self.best is None else self._play(self.best.network, "final", 0)
+
+    def state(self) -> dict[str, Any]:
+        """How many evaluations there were, and the best network."""
+        best = None
+        if self.best is not None:
+            best = {
+                "network": self.best.network.state_dict(),
+                "step": self.best.step,
+                "evaluation": asdict(self.best.evaluation),
+                "solved": self.best.solved,
+            }
+        return {"count": self._count, "seconds": self.seconds, "best": best}
+
+    def restore(self, state: Mapping[str, Any], network: QNetwork) -> None:
+        """Go on from there; `network` is any of the kind, and only copied."""
+        self._count = state["count"]
+        self.seconds = state["seconds"]
+        self.best = None
+        best = state["best"]
+        if best is not None:
+            copied = copy.deepcopy(network)
+            copied.load_state_dict(best["network"])
+            self.best = Best(copied, best["step"], Evaluation(**best["evaluation"]), best["solved"])
 
     @torch.no_grad()
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:

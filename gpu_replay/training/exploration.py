@@ -8,6 +8,8 @@ Dabney et al. 2021, "Temporally-Extended Epsilon-Greedy Exploration", with a geo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -53,3 +55,17 @@ class Explorer:
         self._random = torch.where(going_on, self._random, fresh)
         self._exploring = going_on | (chance[1] < begin)
         return torch.where(self._exploring, self._random, values.argmax(1))
+
+    def state(self) -> dict[str, Tensor]:
+        """The generator, and what random actions go on."""
+        state = {"generator": self._generator.get_state()}
+        if self._random is not None and self._exploring is not None:
+            state |= {"random": self._random, "exploring": self._exploring}
+        return state
+
+    def restore(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Go on as the explorer that gave this state would have."""
+        self._generator.set_state(state["generator"])
+        if "random" in state:
+            self._random = state["random"].to(device)
+            self._exploring = state["exploring"].to(device)

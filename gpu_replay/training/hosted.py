@@ -7,7 +7,7 @@ integers and its actions must be arrays; Gymnasium gives `final_obs` as an array
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,13 @@ class HostEnvironment:
             truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
             next_obs=next_obs,
         )
+
+    def state(self) -> None:
+        """Nothing: neither library gives away what its simulators hold."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Not to be had: `state` never gave one."""
+        raise RuntimeError(f"{self.spec.name} cannot go on in mid-episode; reset it instead.")
 
     def close(self) -> None:
         """Release the environments."""

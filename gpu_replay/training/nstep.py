@@ -7,6 +7,9 @@ transition per environment, without a look at the data that would stall a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,6 +63,18 @@ class NStepAssembler:
             discount = self.gamma * (~terminated).float()
             return {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "discount": discount}
         return self._oldest(oldest=self.steps % self.n_step)
+
+    def state(self) -> dict[str, Any]:
+        """The windows that are still open."""
+        return {"steps": self.steps, "ring": self._ring}
+
+    def restore(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on with these windows."""
+        ring = {name: tensor.to(device) for name, tensor in state["ring"].items()}
+        if ring:
+            self._allocate({name: tensor[0] for name, tensor in ring.items()})
+            self._ring = ring
+        self.steps = state["steps"]
 
     def _allocate(self, step: dict[str, Tensor]) -> None:
         device = step["reward"].device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -45,6 +46,15 @@ class Stopwatch:
         """Share of each part in the time of the loop."""
         total = sum(self.seconds.values())
         return {part: seconds / total if total else 0.0 for part, seconds in self.seconds.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What was charged so far."""
+        return {"seconds": dict(self.seconds), "steps": self._steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on charging from there."""
+        self.seconds = {part: state["seconds"][part] for part in PARTS}
+        self._steps = state["steps"]
 
     def _now(self) -> float:
         if self._device.type == "cuda":

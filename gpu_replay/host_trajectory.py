@@ -1,0 +1,274 @@
+"""The trajectory buffer's work on CPU tensors, NumPy over whole batches; in `device_trajectory.py` kernels do it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.host import HostEngine
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.eligibility import Flag, HostEligibility
+from gpu_replay.ops.eligible_draw import Reach, reach
+from gpu_replay.ops.frames import gather_stacks, plan_stacks, shift_pictures, shifts_from
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.ring import carrier, gather_rows
+from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
+from gpu_replay.ops.windows import powers_of, windows_from
+from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.trajectory_storage import TrajectoryStorage
+
+
+class TrajectoryHostEngine(HostEngine):
+    """Appends, draws and updates for one trajectory buffer whose tensors are on the CPU.
+
+    The buffer has checked all arguments and holds the lock.
+    """
+
+    sparse = True
+
+    def __init__(
+        self,
+        storage: TrajectoryStorage,
+        sampler: Sampler,
+        tree: MassTree | None,
+        marks: MassTree | None,
+        rule: MassRule,
+        counters: Tensor,
+        seed: int,
+    ) -> None:
+        super().__init__(storage, sampler, tree, rule, counters, seed)
+        self._marks = marks
+        self._shape = storage.streams.shape
+        self._zero = storage.padding == "zero"
+        self._shift = storage.random_shift
+        self._eligibility = HostEligibility(storage.streams, tree, marks, self._counters)
+        self._flags = storage.streams.flags.numpy()
+        self._depth = storage.streams.depth.numpy()
+        self._final = storage.streams.final.numpy()
+        self._rewards = self._rows["reward"]
+        self._powers = powers_of(storage.gamma, self._shape.n_step)
+        self._stacked = [column for column in self._columns if column[0] in storage.observations]
+        self._single = [
+            column for column in self._columns if column[0] not in storage.observations and column[0] != "reward"
+        ]
+        self._pools = {name: carrier(tensor) for name, tensor in storage.finals.items()}
+
+    # add
+
+    def follow(
+        self,
+        values: dict[str, Tensor],
+        terminated: Tensor,
+        truncated: Tensor,
+        priorities: np.ndarray | None,
+        finals: dict[str, Tensor] | None,
+    ) -> Tensor:
+        """Store one step of all environments and return its (num_envs,) keys."""
+        counters, envs, steps = self._counters, self._shape.num_envs, self._shape.steps
+        added = counters.item(Counter.ADDED)
+        step = added // envs
+        masses, saturated = None, 0
+        if priorities is not None and self._tree is not None:
+            masses, _, saturated = self._rule.masses(priorities)
+        # without priorities every start counts one
+        initial = self._entry_masses(None) or 1
+        start = step % steps * envs
+        for name, value in values.items():
+            self._rows[name][start : start + envs] = carrier(value)
+        self._times_sampled[start : start + envs] = 0
+        oldest = max(counters.item(Counter.FIRST) // envs, step + 1 - steps)
+        largest, kept = self._eligibility.follow(
+            step, oldest, terminated.numpy(), truncated.numpy(), masses, int(initial), finals is not None
+        )
+        if finals is not None and kept.size:
+            rows = self._eligibility.final_rows(step, kept)
+            for name, value in finals.items():
+                self._pools[name][rows] = carrier(value)[kept]
+        self._given(largest, saturated)
+        counters[Counter.ADDED] = added + envs
+        return torch.from_numpy(np.arange(added, added + envs))
+
+    def break_streams(self, envs: Tensor) -> None:
+        """The next step of these environments, a bool (num_envs,), is the first of an episode."""
+        added = self._counters.item(Counter.ADDED)
+        if added:
+            row = (added // self._shape.num_envs - 1) % self._shape.steps
+            self._eligibility.flags[row] |= envs.numpy() * np.uint8(Flag.CUT)
+
+    def span_of_steps(self) -> tuple[int, int]:
+        """The oldest stored step and the next one."""
+        first, added = self.span()
+        return first // self._shape.num_envs, added // self._shape.num_envs
+
+    # sample
+
+    def count_at_least(self, wanted: int, skipped: int) -> int:
+        """Eligible starts, those in the newest `skipped` slots left out.
+
+        Exact where starts are marked; without marks, whose samplers ask for one only, no more than 1.
+        """
+        if not skipped:
+            return self._counters.item(Counter.ELIGIBLE)
+        tree = self._marks if self._marks is not None else self._with_masses()
+        found = self._reach(tree, skipped).mass
+        return found if tree is self._marks else min(found, 1)
+
+    def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts: fields, windows, key, probability and weight."""
+        slots, probability, weight = self._drawn(batch, beta, 0)
+        shifts = self._shifts(batch)
+        return {**self._transitions(slots, shifts), **self._named(slots, probability, weight)}
+
+    def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
+        """Draw `batch` starts whose `length` steps are stored, and read those steps."""
+        slots, probability, weight = self._drawn(batch, beta, (length - 1) * self._shape.num_envs)
+        shifts = self._shifts(batch)
+        return {**self._sequences(slots, length, shifts), **self._named(slots, probability, weight)}
+
+    def _named(self, slots: np.ndarray, probability: np.ndarray, weight: np.ndarray) -> dict[str, Tensor]:
+        self._counters[Counter.STEP] += 1
+        np.add.at(self._times_sampled, slots, 1)
+        return {
+            "key": torch.from_numpy(self._keys(slots)),
+            "probability": torch.from_numpy(probability),
+            "weight": torch.from_numpy(weight),
+        }
+
+    def _drawn(self, batch: int, beta: float | None, skipped: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, probabilities and weights of `batch` starts, none of them in the newest `skipped` slots."""
+        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
+        if isinstance(self._base, Latest):
+            newest = batch
+        slots, probability, weight = self._by_chance(batch - newest, beta, skipped)
+        if newest:
+            found = self._reach(self._with_marks(), skipped, by_key=True)
+            last = found.slots(np.arange(found.mass - newest, found.mass))
+            sure = np.ones(newest, dtype=np.float32)
+            slots = np.concatenate((slots, last))
+            probability = np.concatenate((probability, sure))
+            weight = np.concatenate((weight, sure))
+        return slots, probability, weight
+
+    def _by_chance(self, drawn: int, beta: float | None, skipped: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, probabilities and weights of the starts that the base sampler draws."""
+        base = self._base
+        if drawn == 0:
+            nothing = np.empty(0, dtype=np.float32)
+            return np.empty(0, dtype=np.int64), nothing, nothing
+        if isinstance(base, Proportional):
+            tree = self._with_masses()
+            found = self._reach(tree, skipped)
+            doubles = self._words.doubles(self._blocks(drawn), drawn)
+            targets = stratified_targets if base.stratified else independent_ranks
+            slots = found.slots(targets(found.mass, doubles))
+            masses = tree.arrays[0].take(slots)
+            lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else tree.lowest()
+            exponent = beta if beta is not None else self._scheduled(base)
+            return slots, (masses / found.mass).astype(np.float32), importance_weights(masses, lowest, exponent)
+        found = self._reach(self._with_marks(), skipped)
+        if isinstance(base, Uniform) and not base.replacement:
+            words = self._words.words(self._blocks(PERMUTATION_WORDS), PERMUTATION_WORDS)
+            ranks = permuted_ranks(found.mass, drawn, words)
+        else:
+            ranks = independent_ranks(found.mass, self._words.doubles(self._blocks(drawn), drawn))
+        return found.slots(ranks), np.full(drawn, 1 / found.mass, np.float32), np.ones(drawn, np.float32)
+
+    def _reach(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> Reach:
+        return reach(tree, self._counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
+
+    def _with_masses(self) -> MassTree:
+        if self._tree is None:
+            raise RuntimeError(f"{self._sampler} keeps no priorities.")
+        return self._tree
+
+    def _with_marks(self) -> MassTree:
+        if self._marks is None:
+            raise RuntimeError(f"{self._sampler} keeps no marks of eligible starts.")
+        return self._marks
+
+    def _shifts(self, batch: int) -> np.ndarray | None:
+        """(batch, 4) random shifts of pictures, or None without augmentation."""
+        if not self._shift:
+            return None
+        return shifts_from(self._words.words(self._blocks(batch), batch), self._shift)
+
+    # what stands in the batch
+
+    def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
+        """Stacks, windows and single fields of starts."""
+        shape = self._shape
+        windows = windows_from(shape, self._flags, self._depth, self._rewards, self._powers, slots)
+        out = self._stacks("", slots, self._depth.take(slots), None, None if shifts is None else shifts[:, :2])
+        for name, rows, field in self._single:
+            out[name] = gather_rows(rows, field, slots)
+        out["reward"] = torch.from_numpy(windows.reward)
+        out.update(
+            self._stacks(
+                "next_", windows.after, windows.after_depth, windows.final, None if shifts is None else shifts[:, 2:]
+            )
+        )
+        out["discount"] = torch.from_numpy(windows.discount)
+        out["terminated"] = torch.from_numpy(windows.terminated)
+        out["truncated"] = torch.from_numpy(windows.truncated)
+        return out
+
+    def _stacks(
+        self, prefix: str, newest: np.ndarray, depth: np.ndarray, final: np.ndarray | None, shifts: np.ndarray | None
+    ) -> dict[str, Tensor]:
+        """The stacks of every observation field that end in the slots `newest`, or with a kept final observation."""
+        shape = self._shape
+        plan = plan_stacks(newest, depth, shape.stack, shape.num_envs, self._capacity, zero=self._zero, late=final)
+        late = None if final is None else np.flatnonzero(final)
+        out = {}
+        for name, rows, field in self._stacked:
+            kept = None if late is None else (late, self._pools[name].take(self._final[newest[late]], axis=0))
+            stacks = gather_stacks(rows, field, plan, kept)
+            if shifts is not None and len(field.shape) >= 2:
+                stacks = shift_pictures(stacks, shifts)
+            out[prefix + name] = stacks
+        return out
+
+    def _sequences(self, starts: np.ndarray, length: int, shifts: np.ndarray | None) -> dict[str, Tensor]:
+        """`length` steps from each start, with the mask of those of its episode."""
+        envs, batch = self._shape.num_envs, starts.size
+        slots = starts[:, None] + np.arange(length, dtype=np.int64) * envs
+        slots -= (slots >= self._capacity) * self._capacity
+        flat = slots.reshape(-1)
+        flags = self._flags.take(slots)
+        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
+        mask = np.ones((batch, length), dtype=bool)
+        np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
+        out = self._stacks("", flat, self._depth.take(flat), None, None)
+        for name, rows, field in self._single:
+            out[name] = gather_rows(rows, field, flat)
+        out["reward"] = torch.from_numpy(self._rewards.take(flat))
+        out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
+        if shifts is not None:
+            for name, _, field in self._stacked:
+                if len(field.shape) >= 2:
+                    out[name] = shift_pictures(out[name], shifts[:, :2])
+        out["terminated"] = torch.from_numpy(flags & Flag.TERMINATED != 0)
+        out["truncated"] = torch.from_numpy(flags & Flag.TRUNCATED != 0)
+        out["mask"] = torch.from_numpy(mask)
+        return out
+
+    def read(self, keys: Tensor) -> dict[str, Tensor]:
+        """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
+        array = keys.numpy()
+        first, added = self.span()
+        dead = np.flatnonzero((array < first) | (array >= added))
+        if dead.size:
+            held = f"the keys from {first} to {added - 1}" if added > first else "no steps"
+            raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds {held}.")
+        slots = array % self._capacity
+        leaves = (self._marks if self._marks is not None else self._with_masses()).arrays[0]
+        barred = np.flatnonzero(leaves.take(slots) == 0)
+        if barred.size:
+            raise KeyError(
+                f"key {array[barred[0]]} is stored but not eligible: a part of its stack or window is missing, or its "
+                "step only carries a final observation."
+            )
+        return self._transitions(slots, None)

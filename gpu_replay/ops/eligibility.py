@@ -1,0 +1,215 @@
+"""Which starts of a trajectory buffer can be drawn, kept up to date with every step of all environments.
+
+A start is eligible while its stack, its whole n-step window and, unless the episode terminated inside the window, the
+observation after it are stored. So each new step settles at most one start more per environment, or all that an ending
+closes, and takes away those that were overwritten or lost a frame of their stack at the ring's seam.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import MassTree
+
+
+class Flag:
+    """Bits of what is known about a stored step. Plain ints, as in `Counter`."""
+
+    TERMINATED = 1
+    TRUNCATED = 2
+    DEAD = 4  # carries the final observation of an episode and nothing else: never a start
+    FINAL = 8  # truncated, and its final observation was kept
+    CUT = 16  # the stream was broken from outside after this step
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """How the ring is divided: `steps` steps of `num_envs` environments; the slot of key `k` is `k % slots`.
+
+    next_step: whether the step after an ending carries the final observation.
+    finals:    final observations kept beside the ring; 0 with `next_step`.
+    """
+
+    num_envs: int
+    steps: int
+    stack: int
+    n_step: int
+    next_step: bool
+    finals: int
+
+    @property
+    def slots(self) -> int:
+        """Steps of all environments that fit."""
+        return self.num_envs * self.steps
+
+
+class Streams:
+    """What is stored per step beside the user's fields.
+
+    flags:   (slots,) uint8 of `Flag`.
+    depth:   (slots,) int32 steps since the first of the episode.
+    pending: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in row
+             `t % (n_step + 1)`.
+    final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
+    owner:   (finals,) int64 keys of the steps whose final observations are kept, -1 before any.
+    """
+
+    def __init__(self, shape: StreamShape, device: torch.device) -> None:
+        self.shape = shape
+        slots = shape.slots
+        self.flags = torch.zeros(slots, dtype=torch.uint8, device=device)
+        self.depth = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.pending = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
+        self.final = torch.zeros(slots if shape.finals else 0, dtype=torch.int32, device=device)
+        self.owner = torch.full((shape.finals,), -1, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(tensor.nbytes for tensor in (self.flags, self.depth, self.pending, self.final, self.owner))
+
+
+def stream_bytes(shape: StreamShape) -> int:
+    """Bytes that `Streams` will take."""
+    per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
+    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals)
+
+
+class HostEligibility:
+    """Host: follows the steps and keeps the trees: `tree` of masses, `marks` of ones, either or both."""
+
+    def __init__(self, streams: Streams, tree: MassTree | None, marks: MassTree | None, counters: np.ndarray) -> None:
+        shape = streams.shape
+        self._shape = shape
+        self._counters = counters
+        by_step = (shape.steps, shape.num_envs)
+        self.flags = streams.flags.numpy().reshape(by_step)
+        self.depth = streams.depth.numpy().reshape(by_step)
+        self._pending = streams.pending.numpy()
+        self._final = streams.final.numpy().reshape(by_step) if shape.finals else None
+        self._owner = streams.owner.numpy()
+        self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
+        self._envs = np.arange(shape.num_envs, dtype=np.int64)
+
+    def follow(
+        self,
+        step: int,
+        oldest: int,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        masses: np.ndarray | None,
+        initial: int,
+        with_final: bool,
+    ) -> tuple[int, np.ndarray]:
+        """Take in the flags of one step of all environments.
+
+        step:       the number of the step; `oldest` is the first that is stored once this one is.
+        masses:     (num_envs,) given with the step, or None; a start without gets `initial`.
+        with_final: whether final observations came with the step.
+
+        returns: the largest given mass that came to count, 0 if none did; and (k,) environments whose final
+        observation is to be kept, in the rows that `final_rows` then says.
+        """
+        shape = self._shape
+        row = step % shape.steps
+        before = self.flags[(step - 1) % shape.steps].copy()
+        depth = self._depth(step, before)
+        # a step that was broken off from outside is followed by a first one, in every mode
+        dead = (before & (Flag.TERMINATED | Flag.TRUNCATED) != 0) & (before & Flag.CUT == 0) & shape.next_step
+        ended = terminated * np.uint8(Flag.TERMINATED) | truncated * np.uint8(Flag.TRUNCATED)
+        flags = np.where(dead, np.uint8(Flag.DEAD), ended)
+        self._revoke(row, step)
+        kept = self._keep_finals(step, row, oldest, flags) if with_final and shape.finals else self._envs[:0]
+        self.flags[row] = flags
+        self.depth[row] = depth
+        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
+        return self._grant(step, oldest, flags, depth, before, initial), kept
+
+    def _depth(self, step: int, before: np.ndarray) -> np.ndarray:
+        """Steps since the first of the episode, for each environment."""
+        if step == 0:
+            return np.zeros(self._shape.num_envs, dtype=np.int32)
+        over = Flag.DEAD | Flag.CUT if self._shape.next_step else Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
+        return (self.depth[(step - 1) % self._shape.steps] + 1) * (before & over == 0)
+
+    def _revoke(self, row: int, step: int) -> None:
+        """Take away the starts that are overwritten, and those that lose the first frame of their stack."""
+        shape = self._shape
+        everyone = self._envs >= 0
+        if step >= shape.steps:
+            self._assign(row, everyone, 0)
+            for age in range(1, min(shape.stack, shape.steps)):
+                other = (row + age) % shape.steps
+                self._assign(other, self.depth[other] >= age, 0)
+
+    def _keep_finals(self, step: int, row: int, oldest: int, flags: np.ndarray) -> np.ndarray:
+        """Choose rows for the final observations of this step, as long as the next row is free."""
+        shape, count = self._shape, self._counters.item(Counter.FINALS)
+        wanted = np.flatnonzero(flags & (Flag.TERMINATED | Flag.TRUNCATED) == Flag.TRUNCATED)[: shape.finals]
+        places = (count + np.arange(wanted.size)) % shape.finals
+        # owners are in the order of their keys, so the free rows come first
+        free = self._owner[places] < oldest * shape.num_envs
+        kept, places = wanted[free], places[free]
+        flags[kept] |= Flag.FINAL
+        self._final_rows()[row, kept] = places
+        self._owner[places] = step * shape.num_envs + kept
+        self._counters[Counter.FINALS] = count + kept.size
+        return kept
+
+    def _final_rows(self) -> np.ndarray:
+        if self._final is None:
+            raise RuntimeError("this buffer keeps no final observations.")
+        return self._final
+
+    def final_rows(self, step: int, envs: np.ndarray) -> np.ndarray:
+        """The rows of the final observations kept at a step."""
+        return self._final_rows()[step % self._shape.steps, envs]
+
+    def _grant(
+        self, step: int, oldest: int, flags: np.ndarray, depth: np.ndarray, before: np.ndarray, initial: int
+    ) -> int:
+        """Give their masses to the starts that this step completes; returns the largest given one."""
+        shape, n = self._shape, self._shape.n_step
+        alive = flags & Flag.DEAD == 0
+        # the observation of this step ends the full windows that began n steps ago
+        top = self._complete(step, n, alive, depth, oldest, initial)
+        closing = flags & (Flag.TERMINATED | Flag.FINAL) != 0
+        if np.logical_or.reduce(closing):
+            for age in range(min(n, shape.steps)):
+                top = max(top, self._complete(step, age, closing, depth, oldest, initial))
+        # a dead step carries the observation that truncated windows waited for
+        waited = ~alive & (before & (Flag.TERMINATED | Flag.TRUNCATED) == Flag.TRUNCATED)
+        if np.logical_or.reduce(waited):
+            for age in range(1, min(n + 1, shape.steps)):
+                top = max(top, self._complete(step, age, waited, depth, oldest, initial))
+        return top
+
+    def _complete(self, step: int, age: int, chosen: np.ndarray, depth: np.ndarray, oldest: int, initial: int) -> int:
+        """Make eligible the chosen starts of `age` steps ago, if in the same episode and with their stack stored."""
+        shape = self._shape
+        start = step - age
+        if start < oldest:
+            return 0
+        chosen = chosen & (depth >= age)
+        if start - shape.stack + 1 < oldest:
+            chosen &= start - np.minimum(depth - age, shape.stack - 1) >= oldest
+        given = self._pending[start % (shape.n_step + 1)]
+        masses = np.where(given > 0, given, initial)
+        self._assign(start % shape.steps, chosen, masses)
+        return int(np.maximum.reduce(given * chosen))
+
+    def _assign(self, row: int, chosen: np.ndarray, masses: int | np.ndarray) -> None:
+        """Give the chosen starts of one step of the ring their masses; 0 takes them away."""
+        begin = row * self._shape.num_envs
+        end = begin + self._shape.num_envs
+        changed = 0
+        for tree, unit in self._trees:
+            leaves = tree.arrays[0][begin:end]
+            fresh = np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves)
+            changed = int(np.count_nonzero(fresh)) - int(np.count_nonzero(leaves))
+            tree.set_range(begin, end, fresh)
+        self._counters[Counter.ELIGIBLE] += changed

@@ -1,0 +1,89 @@
+"""What a trajectory buffer keeps: the ring of steps, what is known about each, and final observations beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.ops._backend import Backend
+from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
+from gpu_replay.ops.mass_tree import tree_bytes
+from gpu_replay.samplers import Combined, Proportional, Sampler
+from gpu_replay.storage import Storage, base_sampler, estimate
+
+Autoreset = Literal["next_step", "same_step", "disabled"]
+Padding = Literal["reset", "zero"]
+
+REWARD = Field((), torch.float32)
+# final observations kept at least, where the ring is long enough for so many
+_FEW_FINALS = 4096
+# bytes per step of the ring that may go to final observations beyond those
+_FINAL_BYTES = 32
+
+
+def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
+    """The fields that are stacked and sampled as `next_` too: `obs`, or all `obs.NAME`."""
+    return tuple(name for name in fields if name == "obs" or name.startswith("obs."))
+
+
+def default_finals(slots: int, fields: Mapping[str, Field]) -> int:
+    """Final observations kept beside a ring of so many slots: one per slot of small observations, few large ones."""
+    row = sum(fields[name].row_bytes for name in observation_names(fields))
+    return min(slots, max(_FEW_FINALS, slots * _FINAL_BYTES // row))
+
+
+def needs_marks(sampler: Sampler) -> bool:
+    """Whether eligible starts must be counted in the order of their slots, beside any masses."""
+    return isinstance(sampler, Combined) or not isinstance(base_sampler(sampler), Proportional)
+
+
+def trajectory_estimate(
+    shape: StreamShape, fields: Mapping[str, Field], sampler: Sampler, backend: Backend
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer will take, by name."""
+    sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
+    sizes["streams"] = stream_bytes(shape)
+    if shape.finals:
+        sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
+    if needs_marks(sampler):
+        sizes["marks"] = tree_bytes(shape.slots, backend)
+    return sizes
+
+
+class TrajectoryStorage(Storage):
+    """The fields and rewards of every stored step, its flags and depth, and final observations.
+
+    observations: names of the fields that are stacked.
+    finals:       for each of them the (shape.finals, *field.shape) kept final observations.
+    """
+
+    def __init__(
+        self,
+        shape: StreamShape,
+        fields: dict[str, Field],
+        device: torch.device,
+        *,
+        gamma: float,
+        padding: Padding,
+        random_shift: int,
+    ) -> None:
+        super().__init__(shape.slots, {**fields, "reward": REWARD}, device)
+        self.gamma = gamma
+        self.padding = padding
+        self.random_shift = random_shift
+        self.observations = observation_names(fields)
+        self.streams = Streams(shape, device)
+        self.finals: dict[str, Tensor] = {}
+        if shape.finals:
+            for name in self.observations:
+                field = fields[name]
+                self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return super().nbytes + self.streams.nbytes + sum(tensor.nbytes for tensor in self.finals.values())
