@@ -28,6 +28,8 @@ from gpu_replay.stats import Stats, mass_distribution, uniform_distribution
 from gpu_replay.storage import Storage, base_sampler, check_device, check_memory
 
 UNIFORM = Uniform()
+# the dtype of no array that anybody passes in
+NO_DTYPE = np.dtype([("nothing", "V1")])
 Own = TypeVar("Own", bound="Buffer")
 
 
@@ -83,6 +85,12 @@ class Buffer(ABC):
             low, high = base.normalize == "buffer", base.initial == "stored"
             self._tree = MassTree(self._capacity, self._device, self._backend, low=low, high=high)
         self._counters = new_counters(self._device, self._seed)
+        # the NumPy dtype that each field takes as it is, one that no input has where there is none
+        host = self._backend == "host"
+        self._plain_dtypes: dict[str, np.dtype[Any]] = {
+            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else NO_DTYPE
+            for name, tensor in self._storage.tensors.items()
+        }
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from gpu_replay.device import DeviceEngine
 
-_NO_DTYPE = np.dtype([("nothing", "V1")])
-
 
 class ReplayBuffer(Buffer):
     """A ring of the last `capacity` transitions, sampled as `sampler` says.
@@ -51,12 +49,6 @@ class ReplayBuffer(Buffer):
     ) -> None:
         super().__init__(check_capacity(capacity), check_fields(fields), sampler, device, seed)
         self._engine = self._make_engine()
-        # the NumPy dtype that each field takes as it is, one that no input has where there is none
-        host = self._backend == "host"
-        self._plain_dtypes: dict[str, np.dtype[Any]] = {
-            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else _NO_DTYPE
-            for name, tensor in self._storage.tensors.items()
-        }
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)

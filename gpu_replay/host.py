@@ -46,6 +46,8 @@ class HostEngine:
         self._rule = rule
         self._counters = counters.numpy()
         self._ones = np.ones(0, dtype=np.int32)
+        # the mass of new transitions before any priority was given
+        self._first_mass = rule.mass(1.0)
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -91,7 +93,7 @@ class HostEngine:
         kept = rows - skipped
         start = (added + skipped) % capacity
         for name, value in values.items():
-            source = carrier(value) if isinstance(value, Tensor) else value
+            source = carrier(value)
             write_rows(self._rows[name], source[skipped:] if skipped else source, start)
         head = min(kept, capacity - start)
         self._times_sampled[start : start + head] = 0
@@ -116,9 +118,9 @@ class HostEngine:
         if self._tree is None or not isinstance(self._base, Proportional):
             return 0
         if self._base.initial == "running":
-            return self._counters.item(Counter.TOP) or self._rule.mass(1.0)
+            return self._counters.item(Counter.TOP) or self._first_mass
         if self._base.initial == "stored":
-            return self._tree.highest() or self._rule.mass(1.0)
+            return self._tree.highest() or self._first_mass
         return self._rule.mass(float(self._base.initial))
 
     def _given(self, largest: int, saturated: int) -> None:

@@ -60,9 +60,9 @@ class TrajectoryHostEngine(HostEngine):
 
     def follow(
         self,
-        values: dict[str, Tensor],
-        terminated: Tensor,
-        truncated: Tensor,
+        values: dict[str, Tensor | np.ndarray],
+        terminated: Tensor | np.ndarray,
+        truncated: Tensor | np.ndarray,
         priorities: np.ndarray | None,
         finals: dict[str, Tensor] | None,
     ) -> Tensor:
@@ -81,7 +81,7 @@ class TrajectoryHostEngine(HostEngine):
         self._times_sampled[start : start + envs] = 0
         oldest = max(counters.item(Counter.FIRST) // envs, step + 1 - steps)
         largest, kept = self._eligibility.follow(
-            step, oldest, terminated.numpy(), truncated.numpy(), masses, int(initial), finals is not None
+            step, oldest, carrier(terminated), carrier(truncated), masses, int(initial), finals is not None
         )
         if finals is not None and kept.size:
             rows = self._eligibility.final_rows(step, kept)
@@ -91,12 +91,12 @@ class TrajectoryHostEngine(HostEngine):
         counters[Counter.ADDED] = added + envs
         return torch.from_numpy(np.arange(added, added + envs))
 
-    def break_streams(self, envs: Tensor) -> None:
+    def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
         added = self._counters.item(Counter.ADDED)
         if added:
             row = (added // self._shape.num_envs - 1) % self._shape.steps
-            self._eligibility.flags[row] |= envs.numpy() * np.uint8(Flag.CUT)
+            self._eligibility.flags[row] |= carrier(envs) * np.uint8(Flag.CUT)
 
     def span_of_steps(self) -> tuple[int, int]:
         """The oldest stored step and the next one."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import inputs
-from gpu_replay.base import UNIFORM, Buffer, check_beta, refuse_names
+from gpu_replay.base import NO_DTYPE, UNIFORM, Buffer, check_beta, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.host_trajectory import TrajectoryHostEngine
@@ -118,6 +118,9 @@ class TrajectoryReplayBuffer(Buffer):
         if needs_marks(self._sampler):
             self._marks = MassTree(self._capacity, self._device, self._backend)
         self._engine = self._make_engine()
+        self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
+        flag = np.dtype(bool) if self._backend == "host" else NO_DTYPE
+        self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)
@@ -189,21 +192,22 @@ class TrajectoryReplayBuffer(Buffer):
         finals = {name: fields.pop(f"final_{name}") for name in self._streams.observations if f"final_{name}" in fields}
         if final_obs is not None:
             finals["obs"] = final_obs
-        wanted = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
+        wanted = self._step_fields
         if fields.keys() != wanted.keys():
             refuse_names(fields, wanted)
-        values: dict[str, Any] = {}
-        for name, field in wanted.items():
-            values[name] = self._checked_step(name, fields[name], field)
+        values = {name: self._checked_step(name, fields[name], field) for name, field in wanted.items()}
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         kept = self._checked_finals(finals, terminated, truncated)
         priorities = None if priority is None else self._checked_priorities("priority", priority, self._num_envs)
         with self._lock:
             return self._engine.follow(values, terminated, truncated, priorities, kept)
 
-    def _checked_step(self, name: str, given: Any, field: Field) -> Tensor:
-        tensor = inputs.as_tensor(name, given, self._device)
+    def _checked_step(self, name: str, given: Any, field: Field) -> Any:
+        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
         wanted = (self._num_envs, *field.shape)
+        if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
+            return given
+        tensor = inputs.as_tensor(name, given, self._device)
         if tuple(tensor.shape) != wanted:
             raise ValueError(
                 f"field {name!r} needs shape {list(wanted)}, one step of each of the {self._num_envs} environments; "
@@ -211,7 +215,7 @@ class TrajectoryReplayBuffer(Buffer):
             )
         return inputs.as_field(name, tensor, field, None, self._device)
 
-    def _checked_finals(self, given: dict[str, Any], terminated: Tensor, truncated: Tensor) -> dict[str, Tensor] | None:
+    def _checked_finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Tensor] | None:
         """The final observations as `[E, *shape]` of each observation field, or None where none came."""
         if not given:
             return None
@@ -222,7 +226,9 @@ class TrajectoryReplayBuffer(Buffer):
             refuse_names({f"final_{name}": None for name in given}, {f"final_{name}": None for name in observations})
         if not self._shape.finals:
             return None
-        ended = truncated & ~terminated.to(truncated.device) if truncated.is_cpu and terminated.is_cpu else None
+        flags = torch.as_tensor(terminated), torch.as_tensor(truncated)
+        # the rows that will be read, where the device need not be asked for them
+        ended = flags[1] & ~flags[0] if flags[0].is_cpu and flags[1].is_cpu else None
         return {
             name: inputs.as_final(f"final_{name}", given[name], self._fields[name], self._num_envs, ended, self._device)
             for name in observations

@@ -93,6 +93,7 @@ class HostEligibility:
         self._final = streams.final.numpy().reshape(by_step) if shape.finals else None
         self._owner = streams.owner.numpy()
         self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
+        self._leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self._trees]
         self._envs = np.arange(shape.num_envs, dtype=np.int64)
 
     def follow(
@@ -139,12 +140,14 @@ class HostEligibility:
     def _revoke(self, row: int, step: int) -> None:
         """Take away the starts that are overwritten, and those that lose the first frame of their stack."""
         shape = self._shape
-        everyone = self._envs >= 0
-        if step >= shape.steps:
-            self._assign(row, everyone, 0)
-            for age in range(1, min(shape.stack, shape.steps)):
-                other = (row + age) % shape.steps
-                self._assign(other, self.depth[other] >= age, 0)
+        if step < shape.steps:
+            return
+        for age in range(min(shape.stack, shape.steps)):
+            other = (row + age) % shape.steps
+            # a deep stack lost its first frame steps ago
+            lost = (self.depth[other] >= age) & (self._leaves[0][other] > 0)
+            if np.logical_or.reduce(lost):
+                self._assign(other, lost, 0)
 
     def _keep_finals(self, step: int, row: int, oldest: int, flags: np.ndarray) -> np.ndarray:
         """Choose rows for the final observations of this step, as long as the next row is free."""
@@ -198,18 +201,16 @@ class HostEligibility:
         if start - shape.stack + 1 < oldest:
             chosen &= start - np.minimum(depth - age, shape.stack - 1) >= oldest
         given = self._pending[start % (shape.n_step + 1)]
-        masses = np.where(given > 0, given, initial)
-        self._assign(start % shape.steps, chosen, masses)
-        return int(np.maximum.reduce(given * chosen))
+        largest = int(np.maximum.reduce(given * chosen))
+        # most streams come without priorities of their own
+        self._assign(start % shape.steps, chosen, np.where(given > 0, given, initial) if largest else initial)
+        return largest
 
     def _assign(self, row: int, chosen: np.ndarray, masses: int | np.ndarray) -> None:
         """Give the chosen starts of one step of the ring their masses; 0 takes them away."""
         begin = row * self._shape.num_envs
         end = begin + self._shape.num_envs
-        changed = 0
-        for tree, unit in self._trees:
-            leaves = tree.arrays[0][begin:end]
-            fresh = np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves)
-            changed = int(np.count_nonzero(fresh)) - int(np.count_nonzero(leaves))
-            tree.set_range(begin, end, fresh)
-        self._counters[Counter.ELIGIBLE] += changed
+        before = np.count_nonzero(self._leaves[0][row])
+        for (tree, unit), leaves in zip(self._trees, self._leaves, strict=True):
+            tree.set_range(begin, end, np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves[row]))
+        self._counters[Counter.ELIGIBLE] += np.count_nonzero(self._leaves[0][row]) - before

@@ -18,8 +18,10 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import edge_blocks_per_program
 
 
-def carrier(tensor: Tensor) -> np.ndarray:
-    """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16."""
+def carrier(tensor: Tensor | np.ndarray) -> np.ndarray:
+    """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. An array is its own."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 

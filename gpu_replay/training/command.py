@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import torch
-
-from gpu_replay.storage import check_device
 from gpu_replay.training.errors import UserError, require
-from gpu_replay.training.evaluation import Evaluation, Examiner
-from gpu_replay.training.folder import SETTINGS, SUMMARY, RunFolder
-from gpu_replay.training.interrupt import EXIT_CODES, Stopped, StopRequest
-from gpu_replay.training.recorder import Recorder
-from gpu_replay.training.registry import EnvironmentId, identify, make_environment
+from gpu_replay.training.folder import RunFolder
+from gpu_replay.training.registry import EnvironmentId, identify
+from gpu_replay.training.resume import given_device, given_settings, resumed_plan
+from gpu_replay.training.session import Plan, carry_out
 from gpu_replay.training.settings import PRESETS, Settings
-from gpu_replay.training.summary import closing_words, summarize
-from gpu_replay.training.trainer import Trainer
 
 DESCRIPTION = """\
 Train a double DQN with prioritized replay. ENV is catch, an Atari game (pong, breakout, ALE/Pong-v5, ...) or a
@@ -29,7 +22,13 @@ Gymnasium id with discrete actions and Box observations (CartPole-v1, Acrobot-v1
 --output receives progress.csv (a row now and then, flushed), curve.png (redrawn as it grows), network.safetensors
 (the network that did best in evaluation), settings.json, summary.json, and TensorBoard events where tensorboard
 is installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code is then 130 or 143, and bad
-input gives 2. A second Ctrl-C ends it at once."""
+input gives 2. A second Ctrl-C ends it at once.
+
+--output also receives checkpoint/, from which `gpu-replay train --resume --output DIR` goes on where the run stopped,
+also after a kill -9, from the last checkpoint then: network, target network, optimiser, schedules, random generators,
+statistics, best network, rows and replay buffer are those of a run that never stopped. The games of catch go on too.
+Emulators and Gymnasium environments do not give away their inner state: they are reset, on new seeds, and the episodes
+that were under way are left unfinished."""
 FAMILIES = (
     "The first default is that of catch; others follow for Gymnasium environments with vectors or images as "
     "observations, and for Atari on a CPU or on CUDA, where they differ."
@@ -38,15 +37,45 @@ FAMILIES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags: those of a run, and one for each setting of the agent."""
-    parser.add_argument("env", metavar="ENV", help="catch, pong, any ALE game or any discrete Gymnasium id")
+    parser.add_argument(
+        "env",
+        metavar="ENV",
+        nargs="?",
+        help="catch, pong, any ALE game or any discrete Gymnasium id; not needed with --resume",
+    )
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--max-seconds", type=positive_float, metavar="X", help="stop after this many seconds (default: no limit)"
+        "--max-seconds",
+        type=positive_float,
+        metavar="X",
+        help="stop after this many seconds, those before a --resume included (default: no limit)",
     )
-    run.add_argument("--seed", type=natural, default=0, metavar="N", help="of everything that is random (default: 0)")
+    run.add_argument("--seed", type=natural, metavar="N", help="of everything that is random (default: 0)")
     run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda when there is one)")
     run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
-    run.add_argument("--overwrite", action="store_true", help="replace the run that --output holds")
+    existing = run.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace the run that --output holds")
+    existing.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run that --output holds, as its settings.json says; only --steps and --max-seconds may be "
+        "raised",
+    )
+    run.add_argument(
+        "--checkpoint-every",
+        type=positive_float,
+        default=300.0,
+        metavar="X",
+        help="seconds between checkpoints, more where writing one takes over a fortieth of them (default: 300); the "
+        "end of a run always writes one",
+    )
+    run.add_argument(
+        "--checkpoint-replay",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the replay buffer is part of checkpoints (default: on); without it a resumed run fills a new one before "
+        "it learns on. The disk needs room for two checkpoints",
+    )
     agent = parser.add_argument_group("the agent", FAMILIES)
     types = get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
@@ -119,51 +148,34 @@ def run(options: argparse.Namespace) -> int:
     """Train as the flags say; returns the exit code. Raises UserError for what cannot be done."""
     began = time.perf_counter()
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
-    try:
-        device = check_device(options.device)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"--device: {error}") from None
-    environment_id = identify(options.env)
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
-    changes = {name: value for name, value in given.items() if value is not None}
-    settings = Settings.for_family(environment_id.family(device), **changes)
-    torch.set_num_threads(settings.threads)
-    folder = RunFolder(options.output or _default_output(environment_id, options.seed), options.overwrite)
-    with StopRequest() as stop, ExitStack() as stack:
-        environment, evaluation = (
-            stack.enter_context(closing(make_environment(environment_id, count, settings, device)))
-            for count in (settings.num_envs, settings.eval_episodes)
-        )
-        examiner = Examiner(evaluation, settings, device=device, seed=options.seed, stop=stop)
-        try:
-            trainer = Trainer(environment, examiner, settings, device=device, seed=options.seed)
-        except MemoryError as error:
-            raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None
-        folder.open()
-        identity = {"env": environment_id.name, "seed": options.seed, "device": str(device)}
-        folder.write_json(SETTINGS, identity | settings.to_dict())
-        recorder = stack.enter_context(Recorder(folder, environment.spec, settings, options.seed))
-        reason, fresh = _learn(trainer, examiner, recorder, stop, options.max_seconds)
-        if examiner.best is None:
-            recorder.save(trainer.agent.online, trainer.step)
-        recorder.draw()
-        wall_seconds = time.perf_counter() - began
-    summary = summarize(trainer, examiner, fresh, stopped_by=reason, seed=options.seed, wall_seconds=wall_seconds)
-    folder.write_json(SUMMARY, summary)
-    print(closing_words(summary, folder.path))
-    return EXIT_CODES.get(reason, 0)
+    if not options.resume:
+        return carry_out(_new_plan(options, began))
+    plan = resumed_plan(options, began)
+    if isinstance(plan, str):
+        print(plan)
+        return 0
+    return carry_out(plan)
 
 
-def _learn(
-    trainer: Trainer, examiner: Examiner, recorder: Recorder, stop: StopRequest, max_seconds: float | None
-) -> tuple[str, Evaluation | None]:
-    """Why the run ended, and the best network's evaluation on fresh episodes unless it was interrupted."""
-    reason = trainer.run(recorder, stop, max_seconds)
-    try:
-        stop.check()
-        return reason, examiner.final()
-    except Stopped as stopped:
-        return stopped.reason, None
+def _new_plan(options: argparse.Namespace, began: float) -> Plan:
+    if options.env is None:
+        raise UserError("ENV is missing: name an environment such as pong, or a run to go on with by --resume.")
+    device = given_device(options.device)
+    environment = identify(options.env)
+    settings = Settings.for_family(environment.family(device), **given_settings(options))
+    seed = options.seed if options.seed is not None else 0
+    folder = options.output or _default_output(environment, seed)
+    return Plan(
+        environment=environment,
+        settings=settings,
+        seed=seed,
+        device=device,
+        folder=RunFolder(folder, "replace" if options.overwrite else "refuse"),
+        max_seconds=options.max_seconds,
+        checkpoint_every=options.checkpoint_every,
+        checkpoint_replay=options.checkpoint_replay,
+        began=began,
+    )
 
 
 def _default_output(environment: EnvironmentId, seed: int) -> Path:

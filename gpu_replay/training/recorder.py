@@ -7,8 +7,13 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.evaluation import Evaluation
@@ -46,9 +51,21 @@ class Recorder:
 
     progress.csv is flushed after each row, the other files are replaced whole, so that a run which is killed leaves
     what it had.
+
+    resumed: the state of the recorder of the run that goes on: rows that came after it are dropped.
+    step:    where that run goes on.
     """
 
-    def __init__(self, folder: RunFolder, spec: EnvironmentSpec, settings: Settings, seed: int) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        spec: EnvironmentSpec,
+        settings: Settings,
+        seed: int,
+        *,
+        resumed: Mapping[str, Any] | None = None,
+        step: int = 0,
+    ) -> None:
         from tqdm import tqdm
 
         self.rows: list[dict[str, float]] = []
@@ -58,13 +75,15 @@ class Recorder:
         self._title = f"{spec.name}, seed {seed}"
         self._evaluations: list[tuple[int, float, float]] = []
         self._last_evaluation: Evaluation | None = None
-        self._file = (folder.path / PROGRESS).open("w", newline="", encoding="utf-8")
+        if resumed is not None:
+            self._restore(resumed)
+        folder.replace(PROGRESS, lambda path: _write_rows(path, self.rows))
+        self._file = (folder.path / PROGRESS).open("a", newline="", encoding="utf-8")
         self._csv = csv.DictWriter(self._file, COLUMNS)
-        self._csv.writeheader()
-        self._file.flush()
-        self._events = _summary_writer(folder)
+        self._events = _summary_writer(folder, None if resumed is None else self._last_step + 1)
         self._bar: Any = tqdm(
             total=settings.steps,
+            initial=min(step, settings.steps),
             unit="step",
             file=sys.stderr,
             dynamic_ncols=True,
@@ -97,7 +116,7 @@ class Recorder:
             "eval_return_std": float("nan") if evaluation is None else evaluation.return_std,
         }
         self.rows.append(row)
-        self._csv.writerow({name: int(row[name]) if name in COUNTS else f"{row[name]:.6g}" for name in COLUMNS})
+        self._csv.writerow(_written(row))
         self._file.flush()
         if self._events is not None:
             for name in COLUMNS[1:]:
@@ -144,11 +163,48 @@ class Recorder:
         self._folder.replace(CURVE, lambda path: draw_curve(path, self._title, self.rows, self._evaluations, threshold))
         self._drawn = time.perf_counter()
 
+    def state(self) -> dict[str, Any]:
+        """Rows and evaluations so far, and the evaluation that the next row will carry."""
+        rows = [[row[name] for name in COLUMNS] for row in self.rows]
+        last = self._last_evaluation
+        return {
+            "columns": list(COLUMNS),
+            "rows": torch.tensor(rows, dtype=torch.float64).reshape(-1, len(COLUMNS)),
+            "evaluations": torch.tensor(self._evaluations, dtype=torch.float64).reshape(-1, 3),
+            "last_evaluation": None if last is None else asdict(last),
+        }
 
-def _summary_writer(folder: RunFolder) -> Any:
-    """A writer of TensorBoard events, or None where TensorBoard is not installed."""
+    @property
+    def _last_step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        missing = dict.fromkeys(COLUMNS, float("nan"))
+        self.rows = [missing | dict(zip(state["columns"], row, strict=True)) for row in state["rows"].tolist()]
+        self._evaluations = [(int(step), mean, length) for step, mean, length in state["evaluations"].tolist()]
+        last = state["last_evaluation"]
+        self._last_evaluation = None if last is None else Evaluation(**last)
+
+
+def _written(row: Mapping[str, float]) -> dict[str, int | str]:
+    """A row as it stands in progress.csv."""
+    return {name: int(row[name]) if name in COUNTS else f"{row[name]:.6g}" for name in COLUMNS}
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, float]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, COLUMNS)
+        out.writeheader()
+        out.writerows(_written(row) for row in rows)
+
+
+def _summary_writer(folder: RunFolder, purge_step: int | None) -> Any:
+    """A writer of TensorBoard events, or None where TensorBoard is not installed.
+
+    purge_step: events of earlier parts of a run from this step on count no more.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder.path / TENSORBOARD))
+    return SummaryWriter(str(folder.path / TENSORBOARD), purge_step=purge_step)

@@ -8,12 +8,14 @@ where it logs.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gpu_replay import Combined, Field, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay.ops.counters import Counter
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
 from gpu_replay.training.episodes import EpisodeStatistics
@@ -39,6 +41,18 @@ class Listener(Protocol):
         """The greedy policy was evaluated; `best` is its network if it is the best so far."""
 
 
+class Saver(Protocol):
+    """Who writes checkpoints of a run."""
+
+    seconds: float
+
+    def due(self) -> bool:
+        """Whether it is time for one."""
+
+    def save(self) -> None:
+        """Write one of this moment."""
+
+
 def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int) -> ReplayBuffer:
     """The replay buffer of a run, with the sampler that the settings ask for."""
     fields = {
@@ -48,7 +62,9 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
         "next_obs": spec.observation,
         "discount": Field((), torch.float32),
     }
-    prioritized = Proportional(alpha=settings.alpha, beta=_beta(settings))
+    # the buffer advances the schedule by one with each sample, so it runs over the updates of the run
+    beta = LinearSchedule(settings.beta_start, settings.beta_end, steps=settings.planned_updates)
+    prioritized = Proportional(alpha=settings.alpha, beta=beta)
     sampler: Uniform | Proportional | Combined = prioritized
     if settings.sampler == "uniform":
         sampler = Uniform()
@@ -59,6 +75,8 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
 
 class Trainer:
     """One run of the agent; `examiner` plays in environments of its own.
+
+    buffer: what a resumed run goes on with; made anew without it.
 
     Raises MemoryError when the replay buffer does not fit, UserError when the network does not suit the environment.
     """
@@ -71,6 +89,7 @@ class Trainer:
         *,
         device: torch.device,
         seed: int,
+        buffer: ReplayBuffer | None = None,
     ) -> None:
         spec = environment.spec
         with torch.random.fork_rng(devices=[]):
@@ -81,39 +100,119 @@ class Trainer:
         self.environment = environment
         self.examiner = examiner
         self.agent = Agent(network, settings, device, stream_seed(seed, "actions"))
-        self.buffer = make_buffer(spec, settings, device, stream_seed(seed, "replay"))
+        # an empty buffer counts as false
+        self.buffer = buffer if buffer is not None else make_buffer(spec, settings, device, stream_seed(seed, "replay"))
         self.watch = Stopwatch(device)
         self.step = 0
+        self._seed = seed
         self._assembler = NStepAssembler(settings.n_step, settings.gamma)
-        self._beta = _beta(settings)
         self._prioritized = settings.sampler != "uniform"
         self._obs = environment.reset(stream_seed(seed, "training"))
         self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._obs.device)
         self._obs = self._obs.to(device)
-        self._began = time.perf_counter()
         self.last_row: dict[str, float] = {}
         self._added = 0
         self._evaluated = self._logged = 0
+        self._next_evaluation, self._next_row = settings.eval_every, settings.log_every
+        self._solved = False
         self._last_mark = (0, 0, 0.0)
+        self._resumed = 0
+        self._saver: Saver | None = None
+        self._earlier_checkpoints = 0.0
+        # seconds of earlier parts of the run, and the beginning of this one
+        self._before = 0.0
+        self._began = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run began, evaluations included."""
-        return time.perf_counter() - self._began
+        """Seconds since the run began, evaluations and earlier parts included."""
+        return self._before + time.perf_counter() - self._began
 
     @property
     def loop_seconds(self) -> float:
-        """Seconds of the learning loop, evaluations excluded, when the last row was written."""
+        """Seconds of the learning loop, evaluations and checkpoints excluded, when the last row was written."""
         return self._last_mark[2]
 
-    def run(self, listener: Listener, stop: StopRequest, max_seconds: float | None = None) -> str:
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs but for the replay buffer's contents; the tensors are the trainer's own."""
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "checkpoint_seconds": self._checkpoint_seconds,
+            "added": self._added,
+            "samples": int(self.buffer.counters()[Counter.STEP]),
+            "evaluated": self._evaluated,
+            "logged": self._logged,
+            "next_evaluation": self._next_evaluation,
+            "next_row": self._next_row,
+            "solved": self._solved,
+            "last_mark": list(self._last_mark),
+            "last_row": {name: torch.tensor(value, dtype=torch.float64) for name, value in self.last_row.items()},
+            "resumed": self._resumed,
+            "agent": self.agent.state(),
+            "assembler": self._assembler.state(),
+            "statistics": self._statistics.state(),
+            "watch": self.watch.state(),
+            "environment": self.environment.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any], *, filled: bool) -> None:
+        """Go on where the trainer was that gave this state.
+
+        filled: the buffer that this trainer was made with holds what that one's did. Without it the warm-up of the
+                buffer is repeated, with the agent as it is.
+
+        Environments that gave their state go on in mid-episode. Others start new episodes, on seeds that the run has
+        not seen, and what the agent experienced last in the old ones is not learned from.
+        """
+        self.step, self._before = state["step"], state["seconds"]
+        self._earlier_checkpoints = state["checkpoint_seconds"]
+        self._evaluated, self._logged = state["evaluated"], state["logged"]
+        self._next_evaluation, self._next_row = state["next_evaluation"], state["next_row"]
+        self._solved = state["solved"]
+        step, updates, seconds = state["last_mark"]
+        self._last_mark = (step, updates, seconds)
+        self.last_row = {name: float(value) for name, value in state["last_row"].items()}
+        self._resumed = state["resumed"] + 1
+        self.agent.restore(state["agent"])
+        self._statistics.restore(state["statistics"])
+        self.watch.restore(state["watch"])
+        if state["environment"] is None:
+            self._obs = self.environment.reset(stream_seed(self._seed, "training", self._resumed)).to(self.device)
+            self._statistics.abandon()
+        else:
+            self._obs = self.environment.restore(state["environment"]).to(self.device)
+            self._assembler.restore(state["assembler"], self.device)
+        if filled:
+            self._added = state["added"]
+        else:
+            # the schedule of beta goes on
+            self.buffer.counters()[Counter.STEP] = state["samples"]
+
+    @property
+    def _checkpoint_seconds(self) -> float:
+        return self._earlier_checkpoints + (0.0 if self._saver is None else self._saver.seconds)
+
+    def run(
+        self, listener: Listener, stop: StopRequest, max_seconds: float | None = None, saver: Saver | None = None
+    ) -> str:
         """Learn until the steps or seconds are used up, the environment is solved, or `stop` is asked to stop.
+
+        saver: writes a checkpoint when it is due and where the loop ends, before the closing evaluation and row: a
+               resumed run goes on as if it had never stopped.
 
         Returns why it ended: "steps", "max_seconds", "solved", or the name of the signal.
         """
         self._began = time.perf_counter()
+        self._saver = saver
         try:
             reason = self._loop(listener, stop, max_seconds)
+        except Stopped as stopped:
+            reason = stopped.reason
+        if saver is not None:
+            saver.save()
+        try:
+            stop.check()
             if self._evaluated != self.step:
                 self._evaluate(listener)
         except Stopped as stopped:
@@ -123,20 +222,23 @@ class Trainer:
         return reason
 
     def _loop(self, listener: Listener, stop: StopRequest, max_seconds: float | None) -> str:
-        settings = self.settings
-        next_row, next_evaluation = settings.log_every, settings.eval_every
-        while (reason := self._used_up(max_seconds)) is None:
+        while True:
+            # what an interruption left undone comes first
+            if self.step >= self._next_evaluation and self.agent.updates:
+                self._evaluate(listener)
+                self._next_evaluation += self.settings.eval_every
+            if self.step >= self._next_row:
+                self._next_row += self.settings.log_every
+                self._log(listener)
+            if self._solved and self.settings.early_stop:
+                return "solved"
+            if (reason := self._used_up(max_seconds)) is not None:
+                return reason
+            if self._saver is not None and self._saver.due():
+                self._saver.save()
             stop.check()
             self._advance()
             listener.advance(self.step)
-            if self.step >= next_evaluation and self.agent.updates:
-                next_evaluation += settings.eval_every
-                if self._evaluate(listener) and settings.early_stop:
-                    return "solved"
-            if self.step >= next_row:
-                next_row += settings.log_every
-                self._log(listener)
-        return reason
 
     def _used_up(self, max_seconds: float | None) -> str | None:
         if self.step >= self.settings.steps:
@@ -192,21 +294,20 @@ class Trainer:
                 self.buffer.update_priorities(batch.key, td_error)
                 self.watch.lap("replay")
 
-    def _evaluate(self, listener: Listener) -> bool:
+    def _evaluate(self, listener: Listener) -> None:
+        evaluation, self._solved = self.examiner.examine(self.agent.online, self.step)
         self._evaluated = self.step
-        evaluation, solved = self.examiner.examine(self.agent.online, self.step)
         best = self.examiner.best
         is_best = best is not None and best.step == self.step
         listener.evaluated(self.step, evaluation, best.network if best is not None and is_best else None)
-        return solved
 
     def _log(self, listener: Listener) -> None:
         episodes, return_mean, length_mean = self._statistics.read()
         loss, td_error, value = self.agent.means()
         updates, seconds = self.agent.updates, self.seconds
         last_step, last_updates, last_seconds = self._last_mark
-        # evaluations are not learning time
-        loop_seconds = seconds - self.examiner.seconds
+        # evaluations and checkpoints are not learning time
+        loop_seconds = seconds - self.examiner.seconds - self._checkpoint_seconds
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         self._last_mark = (self.step, updates, loop_seconds)
         self._logged = self.step
@@ -218,7 +319,7 @@ class Trainer:
             "length_mean": length_mean,
             "loss": loss,
             "td_error": td_error,
-            "beta": self._beta(updates) if self._prioritized else float("nan"),
+            "beta": self._beta(updates),
             "epsilon": self.settings.epsilon(self.step),
             "updates_per_second": (updates - last_updates) / elapsed,
             "steps_per_second": (self.step - last_step) / elapsed,
@@ -229,7 +330,10 @@ class Trainer:
         }
         listener.row(self.last_row)
 
-
-def _beta(settings: Settings) -> LinearSchedule:
-    """Beta over the updates of a run; the buffer counts the same way, one step for each sample."""
-    return LinearSchedule(settings.beta_start, settings.beta_end, steps=settings.planned_updates)
+    def _beta(self, updates: int) -> float:
+        """What the buffer's schedule says after so many samples; a resumed buffer keeps the one that it began with."""
+        sampler = self.buffer.sampler
+        base = sampler.base if isinstance(sampler, Combined) else sampler
+        if not isinstance(base, Proportional):
+            return float("nan")
+        return base.beta(updates) if isinstance(base.beta, LinearSchedule) else base.beta
