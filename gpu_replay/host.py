@@ -149,15 +149,18 @@ class HostEngine:
             probability = np.concatenate((probability, sure))
             weight = np.concatenate((weight, sure))
         self._counters[Counter.STEP] += 1
-        if self._ones.size < batch:
-            self._ones = np.ones(batch, dtype=np.int32)
-        # a slot drawn twice counts twice, which an indexed += would not do
-        np.add.at(self._times_sampled, slots, self._ones[:batch])
+        self._count_sampled(slots)
         tensors = self._gather(slots)
         tensors["key"] = torch.from_numpy(keys)
         tensors["probability"] = torch.from_numpy(probability)
         tensors["weight"] = torch.from_numpy(weight)
         return tensors
+
+    def _count_sampled(self, slots: np.ndarray) -> None:
+        if self._ones.size < slots.size:
+            self._ones = np.ones(slots.size, dtype=np.int32)
+        # a slot drawn twice counts twice, which an indexed += would not do
+        np.add.at(self._times_sampled, slots, self._ones[: slots.size])
 
     def _draw(self, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, probabilities and weights of the rows that the base sampler draws."""

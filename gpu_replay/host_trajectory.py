@@ -130,7 +130,7 @@ class TrajectoryHostEngine(HostEngine):
 
     def _named(self, slots: np.ndarray, probability: np.ndarray, weight: np.ndarray) -> dict[str, Tensor]:
         self._counters[Counter.STEP] += 1
-        np.add.at(self._times_sampled, slots, 1)
+        self._count_sampled(slots)
         return {
             "key": torch.from_numpy(self._keys(slots)),
             "probability": torch.from_numpy(probability),

@@ -56,43 +56,38 @@ def windows_from(
 
     The sum of rewards is made in float64, in order, and rounded once.
     """
-    n, turn = shape.n_step, shape.slots
-    batch = starts.size
-    begun = depth.take(starts)
-    slot = starts
-    reward = rewards.take(starts).astype(np.float64)
-    found = flags.take(starts)
-    ended = found & (Flag.TERMINATED | Flag.TRUNCATED)
-    last, length = starts, None
-    if n > 1:
-        # windows end early now and then; until one does, no masks are needed
-        open_ = ended == 0
-        length = np.ones(batch, dtype=np.int64)
-        last = starts.copy()
-        for k in range(1, n):
-            slot = wrapped(slot + shape.num_envs, turn)
-            length += open_
-            np.copyto(last, slot, where=open_)
-            reward += np.where(open_, rewards.take(slot), 0.0) * powers[k]
-            np.copyto(found, flags.take(slot), where=open_)
-            open_ &= found & (Flag.TERMINATED | Flag.TRUNCATED) == 0
-    terminated = found & Flag.TERMINATED != 0
-    truncated = found & Flag.TRUNCATED != 0
-    discount = powers[1:].take(length - 1) if length is not None else np.full(batch, powers[1])
+    n, batch = shape.n_step, starts.size
+    steps = np.arange(n, dtype=np.int64)[:, None]
+    slots = starts + steps * shape.num_envs  # (n, B)
+    # a window longer than the ring ends early, but its row of slots goes round more than once
+    slots = wrapped(slots, shape.slots) if n <= shape.steps else slots % shape.slots
+    found = flags.take(slots)
+    rewarded = rewards.take(slots) * powers[:n, None]
+    over = found & (Flag.TERMINATED | Flag.TRUNCATED) != 0
+    length = np.full(batch, n)
+    last, found_last = slots[-1], found[-1]
+    # most batches hold few windows that end early, many none
+    if n > 1 and np.logical_or.reduce(over[:-1], axis=None):
+        length = np.where(np.logical_or.reduce(over), over.argmax(axis=0) + 1, n)
+        np.copyto(rewarded, 0.0, where=steps >= length)
+        place = (length - 1) * batch + np.arange(batch)
+        last, found_last = slots.reshape(-1).take(place), found.reshape(-1).take(place)
+    terminated = found_last & Flag.TERMINATED != 0
+    truncated = found_last & Flag.TRUNCATED != 0
+    discount = powers.take(length)
     discount *= ~terminated
-    stays = terminated.copy()
-    final = None
+    stays, final = terminated, None
     if not shape.next_step:
         final = truncated & ~terminated
-        stays |= final
+        stays = terminated | final
         final = final if np.logical_or.reduce(final) else None
-    after = wrapped(last + shape.num_envs * ~stays, turn)
-    steps = (length if length is not None else 1) - stays
+    after = wrapped(last + shape.num_envs * ~stays, shape.slots)
     return Windows(
         after,
-        (begun + steps).astype(np.int32),
+        depth.take(starts) + (length - stays).astype(np.int32),
         final,
-        reward.astype(np.float32),
+        # row upon row, so that the order of the sum is that of the steps
+        np.add.reduce(rewarded, axis=0).astype(np.float32),
         discount.astype(np.float32),
         terminated,
         truncated,
