@@ -90,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser(
         "estimate",
         help="bytes of a buffer before it is made",
-        description="Print the bytes that a transition buffer would take, per field, and whether they are free.",
-        epilog="example: gpu-replay estimate --capacity 1e6 --field obs=84x84:uint8 --field action=int64",
+        description="Print the bytes that a buffer would take, per field, and whether they are free.",
+        epilog="examples: gpu-replay estimate --capacity 1e6 --env CartPole-v1; gpu-replay estimate --capacity 1e6 "
+        "--num-envs 64 --field obs=84x84:uint8 --field action=int64 for a trajectory buffer, which stores frames once",
     )
     _estimate_arguments(estimate)
     estimate.set_defaults(run=_estimate)
@@ -118,6 +119,18 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="one field, such as obs=84x84:uint8; a scalar has no shape: action=int64. Repeat for more",
     )
     what.add_argument("--env", metavar="ENV", help="the five classic fields of an environment")
+    parser.add_argument(
+        "--num-envs",
+        type=whole,
+        metavar="E",
+        help="of a trajectory buffer, which stores each observation once; without it, of a transition buffer",
+    )
+    parser.add_argument(
+        "--autoreset",
+        choices=("next_step", "same_step", "disabled"),
+        default="next_step",
+        help="of a trajectory buffer: whether it keeps final observations (default: next_step, it does not)",
+    )
     parser.add_argument("--sampler", choices=SAMPLERS, default="proportional", help="default: proportional")
     parser.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
 
@@ -141,17 +154,25 @@ def _estimate(options: argparse.Namespace) -> int:
     from gpu_replay.ops._backend import choose
     from gpu_replay.storage import check_capacity, check_device, estimate, free_bytes, size_table
     from gpu_replay.training.errors import UserError
+    from gpu_replay.trajectory import stream_sizes
 
     try:
         device = check_device(options.device)
         capacity = check_capacity(options.capacity)
-        fields = _environment_fields(options.env, device) if options.env else check_fields(_named(options.field))
         backend: Backend = choose(device)
+        sampler = SAMPLERS[options.sampler]
+        if options.num_envs is not None:
+            fields = _stream_fields(options.env, device) if options.env else _named(options.field)
+            capacity -= capacity % options.num_envs
+            sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
+        else:
+            fields = _environment_fields(options.env, device) if options.env else check_fields(_named(options.field))
+            sizes = estimate(capacity, fields, sampler, backend)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(str(error)) from None
-    sizes = estimate(capacity, fields, SAMPLERS[options.sampler], backend)
     total = sum(sizes.values())
-    print(f"{capacity:,} transitions, sampler {options.sampler}, on {device}")
+    kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
+    print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
     print(size_table(sizes))
     print(f"{total / capacity:,.1f} bytes per transition")
     free = free_bytes(device)
@@ -173,15 +194,12 @@ def _environment_fields(name: str, device: torch.device) -> dict[str, Field]:
     """obs, action, reward, next_obs, terminated of an environment, as `ReplayBuffer.from_spaces` stores them."""
     from gpu_replay.spaces import classic_fields
     from gpu_replay.training.hosted import spaces
-    from gpu_replay.training.registry import identify, make_environment
-    from gpu_replay.training.settings import Settings
+    from gpu_replay.training.registry import identify
 
     found = identify(name)
     if found.kind == "gymnasium":
         return classic_fields(*spaces(found.name))
-    environment = make_environment(found, 1, Settings.for_family(found.family(device)), device)
-    environment.close()
-    observation = environment.spec.observation
+    observation = _observation(name, device)
     return {
         "obs": observation,
         "action": Field((), torch.int64),
@@ -189,6 +207,21 @@ def _environment_fields(name: str, device: torch.device) -> dict[str, Field]:
         "next_obs": observation,
         "terminated": Field((), torch.bool),
     }
+
+
+def _stream_fields(name: str, device: torch.device) -> dict[str, Field]:
+    """obs and action of one step of an environment."""
+    return {"obs": _observation(name, device), "action": Field((), torch.int64)}
+
+
+def _observation(name: str, device: torch.device) -> Field:
+    from gpu_replay.training.registry import identify, make_environment
+    from gpu_replay.training.settings import Settings
+
+    found = identify(name)
+    environment = make_environment(found, 1, Settings.for_family(found.family(device)), device)
+    environment.close()
+    return environment.spec.observation
 
 
 def _info(options: argparse.Namespace) -> int:

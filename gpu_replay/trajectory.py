@@ -16,29 +16,28 @@ from torch import Tensor
 from gpu_replay import inputs
 from gpu_replay.base import NO_DTYPE, UNIFORM, Buffer, check_beta, refuse_names
 from gpu_replay.batch import Batch
-from gpu_replay.fields import Field, check_fields
+from gpu_replay.fields import Field
 from gpu_replay.host_trajectory import TrajectoryHostEngine
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.samplers import Combined, Latest, Sampler, Uniform
-from gpu_replay.storage import Storage, check_capacity
-from gpu_replay.trajectory_storage import (
-    REWARD,
+from gpu_replay.storage import Storage
+from gpu_replay.trajectory_settings import (
     Autoreset,
     Padding,
-    TrajectoryStorage,
-    default_finals,
-    needs_marks,
-    observation_names,
-    trajectory_estimate,
+    check_gamma,
+    check_stream_fields,
+    choice,
+    stream_shape,
+    whole,
 )
+from gpu_replay.trajectory_storage import REWARD, TrajectoryStorage, needs_marks, trajectory_estimate
 
 if TYPE_CHECKING:
     from gpu_replay.device_trajectory import TrajectoryDeviceEngine
+    from gpu_replay.ops._backend import Backend
 
 _FLAG = Field((), torch.bool)
-_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs")
 
 
 class TrajectoryReplayBuffer(Buffer):
@@ -89,31 +88,14 @@ class TrajectoryReplayBuffer(Buffer):
         seed: int = 0,
         final_capacity: int | None = None,
     ) -> None:
-        asked = check_capacity(capacity)
-        self._num_envs = _whole("num_envs", num_envs, 1)
-        if asked < self._num_envs:
-            raise ValueError(
-                f"capacity {asked} does not hold one step of num_envs={self._num_envs} environments. Raise it."
-            )
-        steps = asked // self._num_envs
-        checked = _check_stream_fields(fields)
-        self._gamma = _check_gamma(gamma)
-        self._autoreset = _choice("autoreset", autoreset, get_args(Autoreset))
-        self._padding = _choice("padding", padding, get_args(Padding))
-        self._random_shift = _whole("random_shift", random_shift, 0)
-        slots = steps * self._num_envs
-        finals = default_finals(slots, checked)
-        if final_capacity is not None:
-            finals = min(_whole("final_capacity", final_capacity, 0), slots)
-        self._shape = StreamShape(
-            self._num_envs,
-            steps,
-            _whole("stack", stack, 1),
-            _whole("n_step", n_step, 1),
-            self._autoreset == "next_step",
-            0 if self._autoreset == "next_step" else finals,
-        )
-        super().__init__(slots, checked, sampler, device, seed)
+        checked = check_stream_fields(fields)
+        self._shape = stream_shape(capacity, num_envs, checked, stack, n_step, autoreset, final_capacity)
+        self._num_envs = self._shape.num_envs
+        self._gamma = check_gamma(gamma)
+        self._autoreset = autoreset
+        self._padding: Padding = choice("padding", padding, get_args(Padding))
+        self._random_shift = whole("random_shift", random_shift, 0)
+        super().__init__(self._shape.slots, checked, sampler, device, seed)
         self._marks: MassTree | None = None
         if needs_marks(self._sampler):
             self._marks = MassTree(self._capacity, self._device, self._backend)
@@ -289,7 +271,7 @@ class TrajectoryReplayBuffer(Buffer):
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
         batch = inputs.batch_size(batch_size)
-        steps = _whole("length", length, 1) + _whole("burn_in", burn_in, 0)
+        steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
         if beta is not None:
             beta = check_beta(beta)
         if "mask" in self._fields:
@@ -398,40 +380,10 @@ class TrajectoryReplayBuffer(Buffer):
             self._counters[Counter.ELIGIBLE] = int((leaves > 0).sum())
 
 
-def _check_stream_fields(fields: object) -> dict[str, Field]:
-    checked = check_fields(fields)
-    for name in checked:
-        if name in _OWN or name.startswith(("next_obs.", "final_obs.")):
-            raise ValueError(
-                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_OWN)}): it makes these itself."
-            )
-    observations = observation_names(checked)
-    if not observations:
-        raise ValueError(f"fields need 'obs' (or several 'obs.NAME'); found {', '.join(checked)}.")
-    if "obs" in observations and len(observations) > 1:
-        raise ValueError(f"fields have 'obs' as well as {observations[1]!r}; use one observation or named ones only.")
-    if not any(name == "action" or name.startswith("action.") for name in checked):
-        raise ValueError(f"fields need 'action'; found {', '.join(checked)}.")
-    return checked
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be an int; found {value!r}.")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; found {value}.")
-    return int(value)
-
-
-def _check_gamma(gamma: object) -> float:
-    if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.integer, np.floating)):
-        raise TypeError(f"gamma must be a number; found {gamma!r}.")
-    if not 0 <= float(gamma) <= 1:
-        raise ValueError(f"gamma must be from 0 to 1; found {gamma!r}.")
-    return float(gamma)
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name} must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}; found {value!r}.")
-    return value
+def stream_sizes(
+    capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
+    checked = check_stream_fields(fields)
+    shape = stream_shape(capacity, num_envs, checked, 1, 1, autoreset, None)
+    return trajectory_estimate(shape, checked, sampler, backend)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,26 +13,9 @@ from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Combined, Proportional, Sampler
 from gpu_replay.storage import Storage, base_sampler, estimate
-
-Autoreset = Literal["next_step", "same_step", "disabled"]
-Padding = Literal["reset", "zero"]
+from gpu_replay.trajectory_settings import Padding, observation_names
 
 REWARD = Field((), torch.float32)
-# final observations kept at least, where the ring is long enough for so many
-_FEW_FINALS = 4096
-# bytes per step of the ring that may go to final observations beyond those
-_FINAL_BYTES = 32
-
-
-def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
-    """The fields that are stacked and sampled as `next_` too: `obs`, or all `obs.NAME`."""
-    return tuple(name for name in fields if name == "obs" or name.startswith("obs."))
-
-
-def default_finals(slots: int, fields: Mapping[str, Field]) -> int:
-    """Final observations kept beside a ring of so many slots: one per slot of small observations, few large ones."""
-    row = sum(fields[name].row_bytes for name in observation_names(fields))
-    return min(slots, max(_FEW_FINALS, slots * _FINAL_BYTES // row))
 
 
 def needs_marks(sampler: Sampler) -> bool:
