@@ -21,6 +21,17 @@ from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
 
+def unreadable(key: int, first: int, added: int) -> KeyError:
+    """What to raise for a key that has no transition, where the keys from `first` to `added` are live."""
+    if not first <= key < added:
+        held = f"the keys from {first} to {added - 1}" if added > first else "no steps"
+        return KeyError(f"key {key} is not live; the buffer holds {held}.")
+    return KeyError(
+        f"key {key} is stored but not eligible: a part of its stack or window is missing, or its step only carries a "
+        "final observation."
+    )
+
+
 class TrajectoryHostEngine(HostEngine):
     """Appends, draws and updates for one trajectory buffer whose tensors are on the CPU.
 
@@ -259,16 +270,9 @@ class TrajectoryHostEngine(HostEngine):
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
         array = keys.numpy()
         first, added = self.span()
-        dead = np.flatnonzero((array < first) | (array >= added))
-        if dead.size:
-            held = f"the keys from {first} to {added - 1}" if added > first else "no steps"
-            raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds {held}.")
         slots = array % self._capacity
         leaves = (self._marks if self._marks is not None else self._with_masses()).arrays[0]
-        barred = np.flatnonzero(leaves.take(slots) == 0)
-        if barred.size:
-            raise KeyError(
-                f"key {array[barred[0]]} is stored but not eligible: a part of its stack or window is missing, or its "
-                "step only carries a final observation."
-            )
+        readable = (array >= first) & (array < added) & (leaves.take(slots) > 0)
+        if not np.logical_and.reduce(readable):
+            raise unreadable(int(array[readable.argmin()]), first, added)
         return self._transitions(slots, None)

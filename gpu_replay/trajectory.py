@@ -28,6 +28,7 @@ from gpu_replay.trajectory_settings import (
     check_gamma,
     check_stream_fields,
     choice,
+    observation_names,
     stream_shape,
     whole,
 )
@@ -95,6 +96,10 @@ class TrajectoryReplayBuffer(Buffer):
         self._autoreset = autoreset
         self._padding: Padding = choice("padding", padding, get_args(Padding))
         self._random_shift = whole("random_shift", random_shift, 0)
+        if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
+            raise ValueError(
+                f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
+            )
         super().__init__(self._shape.slots, checked, sampler, device, seed)
         self._marks: MassTree | None = None
         if needs_marks(self._sampler):

@@ -22,12 +22,13 @@ def block(language: str, after: str = "") -> str:
     return match[1]
 
 
+@pytest.mark.parametrize("section", ["## Example", "## Streams of steps"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("default", marks=pytest.mark.gpu)])
-def test_the_example_prints_what_it_says(device: str) -> None:
+def test_the_examples_print_what_they_say(device: str, section: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    code = block("python", "## Example")
+    code = block("python", section)
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
         env=environment,
@@ -35,7 +36,7 @@ def test_the_example_prints_what_it_says(device: str) -> None:
         text=True,
     )
     assert done.stderr == ""
-    assert done.stdout == block("text", "## Example")
+    assert done.stdout == block("text", section)
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
