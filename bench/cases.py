@@ -7,19 +7,17 @@ beforehand, so that making them is not measured and no two calls in a row see th
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from .rows import ROW_BYTES, make_priorities, make_rows
+from .rows import ROW_BYTES, described, make_priorities, make_rows
 from .subjects import Subject
 from .timing import Call
-
-Operation = Literal["add", "sample", "update", "cycle", "index"]
 
 CAPACITIES = (10_000, 100_000, 1_000_000)
 BATCHES = (32, 256, 4096)
@@ -38,7 +36,7 @@ class Case:
     added: rows that the call adds.
     """
 
-    operation: Operation
+    operation: str
     capacity: int
     batch: int
     added: int
@@ -62,12 +60,14 @@ class Case:
 class Kind:
     """An operation: what it is, what it must move, how it is called.
 
-    bytes: from batch size and rows added.
+    bytes:  from batch size and rows added.
+    fields: what one stored row holds: name to [dtype, shape].
     """
 
     about: str
     bytes: Callable[[int, int], int]
     bind: Callable[[Case, Subject, torch.device], tuple[Call, Call]]
+    fields: Mapping[str, list[Any]] = field(default_factory=described)
 
 
 def short(count: int) -> str:
@@ -154,7 +154,7 @@ OPERATIONS: dict[str, Kind] = {
     "sample": Kind("draw B transitions with all fields, probabilities and weights", _sample_bytes, _bind_sample),
     "update": Kind("give B sampled transitions new priorities", _update_bytes, _bind_update),
     "cycle": Kind(f"add {ADDED}, sample B, update B", _cycle_bytes, _bind_cycle),
-    "index": Kind("draw B slots and give them new priorities, without fields", _index_bytes, _bind_index),
+    "index": Kind("draw B slots and give them new priorities, without fields", _index_bytes, _bind_index, {}),
 }
 
 

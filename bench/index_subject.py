@@ -14,7 +14,7 @@ from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import draw_slots
 
-from .rows import Rows
+from .rows import Rows, make_priorities
 from .subjects import ALPHA
 
 
@@ -34,6 +34,12 @@ class IndexSubject:
     def inputs(self, rows: Rows) -> Any:
         """Nothing is added to an index."""
         return None
+
+    def fill(self, rounds: int) -> None:
+        """Spread the masses, which are there from the start."""
+        random, batch = np.random.default_rng(0), min(4096, self._tree.slots)
+        for _ in range(min(rounds, -(-2 * self._tree.slots // batch))):
+            self.update(self.sample(batch), make_priorities(batch, random))
 
     def add(self, rows: Any) -> object:
         """Nothing is added to an index."""

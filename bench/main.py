@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from . import memory, report
+from . import frames, memory, report
 from .cases import BATCHES, CAPACITIES, Case, chosen, cycle_cases, index_cases, step_cases
 from .environment import current_environment
 from .index_subject import IndexSubject
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     suites = {
         "cpu": (_cpu, "add, sample, update, full cycles, the index alone and memory, on the CPU with one thread"),
         "gpu": (_gpu, "add, sample, update and full cycles on the GPU, timed by CUDA events"),
+        "frames": (_frames, "stacks of Atari frames stored once, beside a bare copy of the same bytes"),
         "peers": (_peers, "the full cycle of this package and of other libraries, side by side"),
     }
     for name, (run, about) in suites.items():
@@ -136,6 +137,23 @@ def _gpu(options: argparse.Namespace) -> int:
         for record in run.records(kept, {OURS: partial(ReplaySubject, device=device)}, progress):
             records.append(record)
     _print(records)
+    return 0
+
+
+def _frames(options: argparse.Namespace) -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    capacity = 1_000_000 if device.type == "cuda" else frames.CAPACITY
+    sizes = (2_000, (32,)) if options.quick else (capacity, frames.BATCHES)
+    gathered, others = frames.gather_cases(*sizes), frames.stream_cases(*sizes)
+    kept = chosen(gathered + others, options.only)
+    run = replace(_prepared("frames", device, options.quick), rounds=1 if options.quick else 5)
+    ours: dict[str, Maker] = {OURS: partial(frames.FrameSubject, device=device)}
+    both: dict[str, Maker] = {**ours, "take": partial(frames.TakeSubject, device=device)}
+    with _session(options, len(kept)) as (records, progress):
+        for cases, makers in ((gathered, both), (others, ours)):
+            for record in run.records([case for case in cases if case in kept], makers, progress):
+                records.append(record)
+    print(report.frames_table(records), report.conditions(records), sep="\n\n")
     return 0
 
 

@@ -116,6 +116,19 @@ def peers_table(records: Records) -> str:
     return table(["full cycle, µs", *names, "ahead"], rows)
 
 
+def frames_table(records: Records) -> str:
+    """Cases of Atari frames, each beside the bare copy of its bytes where there is one."""
+    copies = {record.case: record.median for record in records if record.implementation == "take"}
+    rows = []
+    for record in records:
+        if record.implementation == "take":
+            continue
+        copy = copies.get(record.case)
+        beside = ["", ""] if copy is None else [number(copy), f"{record.median / copy:.2f}x"]
+        rows.append([record.case, number(record.median), *beside, f"{record.copy_share or 0:.1%}"])
+    return table(["Atari frames", "µs", "bare take, µs", "of it", "of copy"], rows)
+
+
 def memory_table(records: Records) -> str:
     """Resident bytes a transition beside the bytes of its fields."""
     rows = []
@@ -160,12 +173,18 @@ def _memory_section(records: Records) -> str:
     return f"{memory_table(mine)}\n\n{conditions(mine)}"
 
 
+def _frames_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "frames"]
+    return f"{frames_table(mine)}\n\n{OPERATIONS['frames'].about}. Medians. {conditions(mine)}"
+
+
 # marker name: how its table is made, which records it needs, and the command that makes these
 SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], str]] = {
     "cpu": (_cpu_section, lambda record: record.suite == "cpu" and record.operation == "cycle", "gpu-replay bench cpu"),
     "cpu-cells": (_cells_section, lambda record: record.suite == "cpu" and record.unit == "us", "gpu-replay bench cpu"),
     "gpu": (_gpu_section, lambda record: record.suite == "gpu", "gpu-replay bench gpu"),
     "peers": (_peers_section, lambda record: record.suite == "peers", "gpu-replay bench peers"),
+    "frames": (_frames_section, lambda record: record.suite == "frames", "gpu-replay bench frames"),
     "memory": (_memory_section, lambda record: record.operation == "memory", "gpu-replay bench cpu"),
 }
 

@@ -13,12 +13,11 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from .cases import Case
-from .index_subject import IndexSubject
+from .cases import OPERATIONS, Case
 from .progress import Progress
 from .record import Environment, Record
-from .rows import described, make_priorities, make_rows, mismatches
-from .subjects import MissingPeer, Subject
+from .rows import make_priorities, make_rows, mismatches
+from .subjects import MissingPeer, SelfFilling, Subject
 from .timing import Plan, Timing, measure
 
 # rows of one add while filling, updates of one round of spreading priorities
@@ -105,7 +104,7 @@ class Run:
             capacity=case.capacity,
             batch=case.batch,
             added=case.added,
-            fields=described() if case.operation != "index" else {},
+            fields=dict(OPERATIONS[case.operation].fields),
             unit="us",
             quantiles={name: round(value, 3) for name, value in spread.items()},
             repetitions=timing.repetitions,
@@ -120,12 +119,14 @@ class Run:
 
 def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
     """Fill the ring past its end, then spread the priorities with up to so many rounds of 4,096 updates."""
+    if isinstance(subject, SelfFilling):
+        subject.fill(rounds)
+        return
     random = np.random.default_rng(0)
-    if not isinstance(subject, IndexSubject):
-        size = subject.add_size or min(CHUNK, capacity)
-        pool = [subject.inputs(make_rows(size, random)) for _ in range(16)]
-        for i in range(-(-capacity // size) + 1):
-            subject.add(pool[i % len(pool)])
+    size = subject.add_size or min(CHUNK, capacity)
+    pool = [subject.inputs(make_rows(size, random)) for _ in range(16)]
+    for i in range(-(-capacity // size) + 1):
+        subject.add(pool[i % len(pool)])
     batch = min(CHUNK, capacity)
     for _ in range(min(rounds, -(-2 * capacity // batch))):
         subject.update(subject.sample(batch), make_priorities(batch, random).to(device))
@@ -142,7 +143,7 @@ def check(subject: Subject, implementation: str) -> None:
 
 
 def _wrong(subject: Subject) -> list[str]:
-    if isinstance(subject, IndexSubject):
+    if isinstance(subject, SelfFilling):
         return subject.wrong()
     batch = 256
     fields = subject.fields(subject.sample(batch))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -66,6 +66,17 @@ class Subject(Protocol):
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
         """The fields of the batch and `weight`, by the names of rows.DTYPES."""
+
+
+@runtime_checkable
+class SelfFilling(Protocol):
+    """A subject whose contents are not rows of vectors."""
+
+    def fill(self, rounds: int) -> None:
+        """Become full, with priorities spread by up to so many rounds of updates."""
+
+    def wrong(self) -> list[str]:
+        """What is wrong with what it samples, in words."""
 
 
 class ReplaySubject:
