@@ -63,7 +63,8 @@ def _build(described: Any) -> Any:
 
 def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None:
     """The first setting in which two descriptions differ, in words; None when they agree."""
-    for name in sorted({*wanted, *found}):
+    # of another kind everything else differs too
+    for name in ("kind", *sorted({*wanted, *found})):
         if wanted.get(name) != found.get(name):
             return f"{name} is {wanted.get(name)!r} here and {found.get(name)!r} there"
     return None

@@ -15,10 +15,10 @@ from gpu_replay.training.episodes import EpisodeStatistics
 from gpu_replay.training.errors import UserError
 from gpu_replay.training.exploration import Explorer
 from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.replay import make_buffer
 from gpu_replay.training.seeds import stream_seed
 from gpu_replay.training.settings import PRESETS, Settings
 from gpu_replay.training.stopwatch import Stopwatch
-from gpu_replay.training.trainer import make_buffer
 
 CPU = torch.device("cpu")
 VECTOR = Field((2,), torch.float32)

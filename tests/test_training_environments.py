@@ -44,11 +44,12 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> Non
         step = environment.recv()
         for env in set(range(3)) - over:
             expected, ended = alone[env][t]
-            assert step.next_obs[env].tolist() == expected
             assert bool(step.terminated[env]) == ended
             assert (step.obs[env].tolist() == expected) != ended
             if ended:
                 over.add(env)
+                assert step.final_obs is not None
+                assert step.final_obs[env].tolist() == expected
                 # a new episode starts near zero
                 assert step.obs[env].abs().max() <= 0.05
     assert over == {0, 1, 2}
@@ -58,13 +59,18 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> Non
 
 def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
     environment = make_gymnasium("MountainCar-v0", 2)
-    environment.reset(0)
+    obs = environment.reset(0)
     for t in range(1, 202):
         environment.send(torch.tensor([0, 1]))
         step = environment.recv()
         assert not step.terminated.any()
         assert step.truncated.tolist() == [t == 200] * 2
-        assert torch.equal(step.obs, step.next_obs) == (t != 200)
+        assert (step.final_obs is None) == (t != 200)
+        if step.final_obs is not None:
+            # it moved on by one step, and did not start anew
+            assert (step.final_obs - obs).abs().max() < 0.1
+            assert not torch.equal(step.final_obs, step.obs)
+        obs = step.obs
     environment.close()
 
 
@@ -140,48 +146,30 @@ def test_bytes_that_are_no_pictures_go_to_the_mlp(shape: tuple[int, ...]) -> Non
     environment.close()
 
 
-def test_pong_frames_are_whole_stacks_that_go_on_from_step_to_step() -> None:
-    pytest.importorskip("ale_py")
-    settings = Settings.for_family("atari", sticky=0.0)
-    environment = make_environment(identify("pong"), 4, settings, CPU)
-    assert environment.spec.num_actions == 3
-    assert environment.spec.observation.shape == (4, 42, 42)
-    obs = environment.reset(5)
-    generator = torch.Generator().manual_seed(0)
-    scored = 0
-    for _ in range(300):
-        environment.send(torch.randint(0, 3, (4,), generator=generator))
-        step = environment.recv()
-        assert step.next_obs.dtype == torch.uint8
-        # the stack moved on by one frame, oldest first
-        assert torch.equal(step.next_obs[:, :-1], obs[:, 1:])
-        assert set(step.reward.tolist()) <= {-1.0, 0.0, 1.0}
-        scored += int(step.reward.abs().sum())
-        obs = step.obs
-    assert scored > 5
-    assert len(obs.unique()) > 3
-    environment.close()
-
-
-def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_clean() -> None:
+def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     pytest.importorskip("ale_py")
     environment = make_environment(identify("ALE/Pong-v5"), 2, Settings.for_family("atari"), CPU)
-    environment.reset(1)
-    score = torch.zeros(2)
+    assert environment.spec.num_actions == 3
+    assert (environment.spec.observation.shape, environment.spec.stacked.shape) == ((42, 42), (4, 42, 42))
+    first = environment.reset(1)
+    assert (first.shape, first.dtype) == ((2, 42, 42), torch.uint8)
+    score, before = torch.zeros(2), first
     for _ in range(1_500):
         environment.send(torch.zeros(2, dtype=torch.int64))
         step = environment.recv()
+        assert set(step.reward.tolist()) <= {-1.0, 0.0, 1.0}
         score += step.reward
         ended = step.terminated | step.truncated
+        assert (step.final_obs is None) == (not bool(ended.any()))
         if ended.any():
             break
+        before = step.obs
     (row,) = ended.nonzero()[:1, 0].tolist()
     assert abs(score[row]) == 21
-    assert not torch.equal(step.obs[row], step.next_obs[row])
-    # ALE's stacks are zero before the first frame of an episode
-    assert step.obs[row, :-1].sum() == 0
-    assert (step.next_obs[row] > 0).any(dim=(1, 2)).all()
-    assert torch.equal(step.obs[~ended], step.next_obs[~ended])
+    assert step.final_obs is not None
+    # the last frame is of the old game: it shows both paddles, the new one starts with an empty field
+    assert not torch.equal(step.obs[row], step.final_obs[row])
+    assert (step.final_obs[row] != before[row]).float().mean() < 0.1
     environment.close()
 
 

@@ -48,7 +48,7 @@ class Scripted:
         # the first environment is truncated, the others terminate
         ended = self._t == self._lengths
         first = torch.arange(self.num_envs) == 0
-        return Step(obs=obs, reward=reward, terminated=ended & ~first, truncated=ended & first, next_obs=obs)
+        return Step(obs=obs, reward=reward, terminated=ended & ~first, truncated=ended & first, final_obs=obs)
 
     def close(self) -> None:
         pass
@@ -153,7 +153,7 @@ def test_an_evaluation_can_be_interrupted() -> None:
 def test_rows_are_on_disk_at_once_and_evaluations_belong_to_the_next_row(tmp_path: Path) -> None:
     pytest.importorskip("tqdm")
     row = {name: 1.0 for name in COLUMNS if not name.startswith("eval_")}
-    with Recorder(RunFolder(tmp_path, overwrite=False), Scripted([[1.0]]).spec, Settings(), seed=0) as recorder:
+    with Recorder(RunFolder(tmp_path, "refuse"), Scripted([[1.0]]).spec, Settings(), seed=0) as recorder:
         recorder.row(row | {"step": 500})
         recorder.evaluated(700, Evaluation(2.5, 0.5, 3.0, 4), None)
         recorder.row(row | {"step": 1_000, "loss": 0.25})

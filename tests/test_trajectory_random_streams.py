@@ -1,8 +1,8 @@
 """Thousands of random streams, played to the buffer and to the oracle that knows every step ever added.
 
 What can be drawn must be exactly what the oracle says, every row and every window must hold exactly the oracle's
-values, and every other key must be refused. Small rings pass their seam many times; stacks and windows may be longer than the
-ring; episodes may be one step long; flags, rewards and priorities of dead steps are garbage.
+values, and every other key must be refused. Small rings pass their seam many times; stacks and windows may be longer
+than the ring; episodes may be one step long; flags, rewards and priorities of dead steps are garbage.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ the wrong environment or the wrong episode shows itself.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,10 @@ def numbered(number: int, env: int, fields: Mapping[str, Field], **more: Any) ->
     for name, kind in fields.items():
         # one number says both as far as it can
         place = [number + 1, env + 1] if kind.elements > 1 else [number + 1 + 1000 * env]
-        step[name] = np.resize(place, kind.shape).astype(float if kind.dtype.is_floating_point else int).tolist()
+        values = np.resize(place, kind.shape)
+        if kind.dtype is torch.bool:
+            values = values % 2 == 0
+        step[name] = values.astype(float).tolist() if kind.dtype.is_floating_point else values.tolist()
     return step | more
 
 
@@ -188,3 +192,17 @@ class Pair:
                         value, expected = value[-1], expected[-1]
                     if step["mask"] or not step["dead"] or is_observation(name):
                         assert value == expected, f"field {name} of key {key}"
+
+
+def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
+    """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
+    generator = random.Random(seed)
+    for _ in range(steps):
+        with_final, row = generator.random() < final, []
+        for env in range(pair.history.num_envs):
+            truncated, ended = generator.random() < 0.5, generator.random() < end
+            step = numbered(pair.history.count, env, pair.fields, reward=generator.gauss(0, 1))
+            step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
+            row.append(step | ({"final": final_of(step, step["truncated"])} if with_final else {}))
+        pair.add(row)
+    return pair

@@ -71,7 +71,7 @@ def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """The compile-time part of a launch, per field."""
 
     widths: tuple[int, ...]
@@ -90,9 +90,9 @@ class _Layout(NamedTuple):
         }
 
 
-def _layout(fields: Sequence[Field], rows: int, interpreted: bool) -> _Layout:
+def layout_of(fields: Sequence[Field], rows: int, interpreted: bool) -> Layout:
     tiles = tuple(tile_for(field, rows, interpreted) for field in fields)
-    return _Layout(tuple(field.elements for field in fields), tiles)
+    return Layout(tuple(field.elements for field in fields), tiles)
 
 
 def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slo
 
     batch = slots.numel()
     kinds = list(fields.values())
-    layout = _layout(kinds, batch, slots.device.type == "cpu")
+    layout = layout_of(kinds, batch, slots.device.type == "cpu")
     outputs = {
         name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
         for name, field in fields.items()
@@ -134,7 +134,7 @@ def launch_write(
     first = next(iter(fields))
     rows, capacity = values[first].shape[0], stores[first].shape[0]
     skipped = max(0, rows - capacity)
-    layout = _layout(list(fields.values()), rows - skipped, interpreted)
+    layout = layout_of(list(fields.values()), rows - skipped, interpreted)
     fanout, blocks, per_program = 128, 0, 1
     edge_programs = 0
     high = masses = counters

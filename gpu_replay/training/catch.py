@@ -56,7 +56,7 @@ class Catch:
         terminated = self._row == SIDE - 1
         caught = (self._column - self._paddle).abs() <= REACH
         reward = torch.where(caught, 1.0, -1.0) * terminated
-        next_obs = self._draw()
+        final_obs = self._draw()
         column, paddle = self._deal()
         self._row = torch.where(terminated, 0, self._row)
         self._column = torch.where(terminated, column, self._column)
@@ -66,7 +66,7 @@ class Catch:
             reward=reward,
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
-            next_obs=next_obs,
+            final_obs=final_obs,
         )
 
     def state(self) -> dict[str, Tensor]:

@@ -29,7 +29,10 @@ class Agent:
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.updates = 0
         self._weights = list(self.online.parameters())
-        self._optimizer = torch.optim.Adam(self._weights, lr=settings.learning_rate, eps=settings.adam_eps, fused=True)
+        # in a CUDA graph the step size and the count of steps must lie on the device
+        cuda = device.type == "cuda"
+        rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
+        self._optimizer = torch.optim.Adam(self._weights, lr=rate, eps=settings.adam_eps, fused=True, capturable=cuda)
         generator = torch.Generator(device=device).manual_seed(seed)
         self._explorer = Explorer(settings.persistence, generator)
         self._sums = torch.zeros(3, device=device)
@@ -45,6 +48,12 @@ class Agent:
 
         batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`.
         """
+        td_error = self.improve(batch)
+        self.improved()
+        return td_error
+
+    def improve(self, batch: Batch) -> Tensor:
+        """The part of `learn` that happens on the device, and can be captured in a CUDA graph."""
         chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
         target = batch.reward + batch.discount * self._next_value(batch.next_obs)
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
@@ -52,19 +61,25 @@ class Agent:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._weights, self.settings.max_grad_norm)
         self._optimizer.step()
-        self.updates += 1
-        if self.updates % self.settings.target_every == 0:
-            self._update_target()
         with torch.no_grad():
             td_error = (target - chosen).abs()
             self._sums += torch.stack((loss, td_error.mean(), chosen.mean()))
-        self._summed += 1
         return td_error
 
+    def improved(self) -> None:
+        """The part of `learn` that the host decides, after each `improve`: when the target network follows."""
+        self.updates += 1
+        self._summed += 1
+        if self.updates % self.settings.target_every == 0:
+            self._update_target()
+
     def set_learning_rate(self, rate: float) -> None:
-        """The step size of the updates to come."""
+        """The step size of the updates to come, those of a captured graph included."""
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def means(self) -> tuple[float, float, float]:
         """Mean loss, absolute TD error and value since the last call; not-a-number without updates in between."""

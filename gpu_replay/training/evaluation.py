@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gpu_replay.training.actors import Actors
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.exploration import greedy_actions
 from gpu_replay.training.interrupt import StopRequest
@@ -73,6 +74,7 @@ class Examiner:
         self.seconds = 0.0
         self._stop = stop
         self._environment = environment
+        self._actors = Actors(environment, device)
         self._settings = settings
         self._device = device
         self._seed = seed
@@ -137,27 +139,29 @@ class Examiner:
     @torch.no_grad()
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         began = time.perf_counter()
-        environment, settings = self._environment, self._settings
+        settings = self._settings
         seed = stream_seed(self._seed, stream, index)
         generator = torch.Generator(device=self._device).manual_seed(seed)
-        obs = environment.reset(seed)
-        returns = torch.zeros(environment.num_envs, device=obs.device)
+        _, obs = self._actors.reset(seed)
+        # counted where the environments live
+        returns = torch.zeros(self._environment.num_envs, device=self._actors.home)
         lengths = torch.zeros_like(returns)
         running = torch.ones_like(returns, dtype=torch.bool)
         for _ in range(settings.eval_max_steps):
             self._stop.check()
-            environment.send(greedy_actions(network(obs.to(self._device)), settings.eval_epsilon, generator))
-            outcome = environment.recv()
-            returns += outcome.reward * running
+            self._actors.send(greedy_actions(network(obs), settings.eval_epsilon, generator))
+            arrival = self._actors.recv()
+            step = arrival.step
+            returns += step.reward * running
             lengths += running
-            running &= ~(outcome.terminated | outcome.truncated)
+            running &= ~(step.terminated | step.truncated)
             if not running.any():
                 break
-            obs = outcome.obs
+            obs = arrival.obs
         self.seconds += time.perf_counter() - began
         return Evaluation(
             return_mean=float(returns.mean()),
             return_std=float(returns.std(correction=0)),
             length_mean=float(lengths.mean()),
-            episodes=environment.num_envs,
+            episodes=self._environment.num_envs,
         )

@@ -63,20 +63,13 @@ class HostEnvironment:
         """Finish it."""
         result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
         obs, reward, terminated, truncated, info = result
-        tensor = self._tensor(obs)
         ended = np.flatnonzero(terminated | truncated)
-        next_obs = tensor
-        if len(ended):
-            # rows of environments that did not end hold garbage or nothing, so only those that did are read
-            next_obs = tensor.clone()
-            finals = np.stack([np.asarray(info["final_obs"][row]) for row in ended])
-            next_obs[torch.from_numpy(ended)] = self._tensor(finals)
         return Step(
-            obs=tensor,
+            obs=self._tensor(obs),
             reward=torch.from_numpy(np.asarray(reward, dtype=np.float32)),
             terminated=torch.from_numpy(np.asarray(terminated, dtype=np.bool_)),
             truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
-            next_obs=next_obs,
+            final_obs=self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None,
         )
 
     def state(self) -> None:
@@ -92,9 +85,20 @@ class HostEnvironment:
 
     def _tensor(self, obs: np.ndarray) -> Tensor:
         if self._axes is not None:
-            obs = np.ascontiguousarray(obs.transpose(self._axes))
-        tensor = torch.from_numpy(np.ascontiguousarray(obs))
+            obs = obs.transpose(self._axes)
+        # ALE's frames come with a stack axis of one
+        tensor = torch.from_numpy(np.ascontiguousarray(obs)).reshape(len(obs), *self.spec.observation.shape)
         return tensor if tensor.dtype == self.spec.observation.dtype else tensor.to(self.spec.observation.dtype)
+
+
+def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Final observations as one array. Rows of episodes that went on are garbage with ALE, missing with Gymnasium."""
+    if finals.dtype != object:
+        return finals
+    filled = np.zeros_like(like)
+    for row in ended:
+        filled[row] = finals[row]
+    return filled
 
 
 def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
@@ -108,7 +112,8 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
         autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=settings.frame_size,
         img_width=settings.frame_size,
-        stack_num=settings.frame_stack,
+        # each frame crosses to the device, and is stored, once
+        stack_num=1,
         repeat_action_probability=settings.sticky,
         reward_clipping=False,
     )
@@ -116,13 +121,14 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
     actions = np.arange(space.n, dtype=np.int64)
     if game == "pong" and settings.reduced_actions:
         actions = actions[list(PONG_ACTIONS)]
-    shape = (settings.frame_stack, settings.frame_size, settings.frame_size)
+    shape = (settings.frame_size, settings.frame_size)
     spec = EnvironmentSpec(
         name=game,
         observation=Field(shape, torch.uint8, torch.float32, 1 / 255),
         num_actions=len(actions),
         reward_threshold=None,
         bounds=None,
+        stack=settings.frame_stack,
     )
     return HostEnvironment(vector, spec, actions, asynchronous=True)
 

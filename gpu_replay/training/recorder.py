@@ -146,7 +146,7 @@ class Recorder:
         """Write the weights, with all that is needed to build the network again in the file's metadata."""
         from safetensors.torch import save
 
-        field = self._spec.observation
+        field = self._spec.stacked
         metadata = {
             "env": self._spec.name,
             "step": str(step),

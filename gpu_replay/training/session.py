@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu_replay import ReplayBuffer
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.errors import CheckpointError
 from gpu_replay.training.checkpoints import Keeper, Saveable
 from gpu_replay.training.errors import UserError
@@ -71,7 +71,7 @@ class Session:
         try:
             buffer = None
             if earlier is not None and earlier.replay is not None:
-                buffer = ReplayBuffer.load(earlier.replay, device)
+                buffer = TrajectoryReplayBuffer.load(earlier.replay, device)
             self._trainer = Trainer(environment, self._examiner, settings, device=device, seed=plan.seed, buffer=buffer)
         except MemoryError as error:
             raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None

@@ -57,6 +57,7 @@ class Settings:
     newest: int = knob(1, "newest transitions in every batch of the combined sampler", 1)
     clip_reward: bool = knob(False, "learn from the sign of rewards; returns are always reported unclipped")
     bfloat16: bool = knob(False, "convolutions in bfloat16 where the device computes in it; heads stay in float32")
+    graph: bool = knob(True, "CUDA: an update is captured as one graph, or some hundred launches would take its time")
     threads: int = knob(1, "torch threads on the CPU: spinning barriers ruin more threads when cores are shared", 1)
     frame_size: int = knob(84, "side of an Atari frame in pixels", 36)
     frame_stack: int = knob(4, "newest Atari frames that make one observation", 1)
@@ -87,6 +88,13 @@ class Settings:
         if self.warmup > self.capacity:
             raise UserError(
                 f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: learning would never start."
+            )
+        # steps whose windows are open, or whose stacks are partly overwritten
+        unusable = (self.n_step + self.frame_stack) * self.num_envs
+        if self.warmup + unusable > self.capacity:
+            raise UserError(
+                f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: with --num-envs {self.num_envs}, "
+                f"--n-step {self.n_step} and --frame-stack {self.frame_stack} up to {unusable} steps cannot be drawn."
             )
         if self.warmup < self.batch_size:
             raise UserError(f"--warmup {self.warmup} must be at least --batch-size {self.batch_size}.")

@@ -8,24 +8,25 @@ where it logs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from gpu_replay import Combined, Field, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
+from gpu_replay.training.actors import Actors
+from gpu_replay.training.captured import CapturedStep
 from gpu_replay.training.dqn import Agent
-from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluation, Examiner
 from gpu_replay.training.interrupt import Stopped, StopRequest
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.nstep import NStepAssembler
+from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.seeds import stream_seed
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.stopwatch import Stopwatch
+from gpu_replay.training.stopwatch import Part, Stopwatch
 
 
 class Listener(Protocol):
@@ -53,26 +54,6 @@ class Saver(Protocol):
         """Write one of this moment."""
 
 
-def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int) -> ReplayBuffer:
-    """The replay buffer of a run, with the sampler that the settings ask for."""
-    fields = {
-        "obs": spec.observation,
-        "action": Field((), torch.int64),
-        "reward": Field((), torch.float32),
-        "next_obs": spec.observation,
-        "discount": Field((), torch.float32),
-    }
-    # the buffer advances the schedule by one with each sample, so it runs over the updates of the run
-    beta = LinearSchedule(settings.beta_start, settings.beta_end, steps=settings.planned_updates)
-    prioritized = Proportional(alpha=settings.alpha, beta=beta)
-    sampler: Uniform | Proportional | Combined = prioritized
-    if settings.sampler == "uniform":
-        sampler = Uniform()
-    elif settings.sampler == "combined":
-        sampler = Combined(prioritized, newest=settings.newest)
-    return ReplayBuffer(settings.capacity, fields, sampler=sampler, device=device, seed=seed)
-
-
 class Trainer:
     """One run of the agent; `examiner` plays in environments of its own.
 
@@ -89,12 +70,12 @@ class Trainer:
         *,
         device: torch.device,
         seed: int,
-        buffer: ReplayBuffer | None = None,
+        buffer: TrajectoryReplayBuffer | None = None,
     ) -> None:
         spec = environment.spec
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "network"))
-            network = QNetwork(spec.observation, spec.num_actions, settings, spec.bounds)
+            network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
         self.settings = settings
         self.device = device
         self.environment = environment
@@ -105,11 +86,11 @@ class Trainer:
         self.watch = Stopwatch(device)
         self.step = 0
         self._seed = seed
-        self._assembler = NStepAssembler(settings.n_step, settings.gamma)
         self._prioritized = settings.sampler != "uniform"
-        self._obs = environment.reset(stream_seed(seed, "training"))
-        self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._obs.device)
-        self._obs = self._obs.to(device)
+        self._actors = Actors(environment, device)
+        self._frame, self._obs = self._actors.reset(stream_seed(seed, "training"))
+        self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
+        self._update_captured = CapturedStep(lambda: self._update(_no_lap), device, enabled=settings.graph)
         self.last_row: dict[str, float] = {}
         self._added = 0
         self._evaluated = self._logged = 0
@@ -150,10 +131,9 @@ class Trainer:
             "last_row": {name: torch.tensor(value, dtype=torch.float64) for name, value in self.last_row.items()},
             "resumed": self._resumed,
             "agent": self.agent.state(),
-            "assembler": self._assembler.state(),
             "statistics": self._statistics.state(),
             "watch": self.watch.state(),
-            "environment": self.environment.state(),
+            "actors": self._actors.state(),
         }
 
     def restore(self, state: Mapping[str, Any], *, filled: bool) -> None:
@@ -177,17 +157,19 @@ class Trainer:
         self.agent.restore(state["agent"])
         self._statistics.restore(state["statistics"])
         self.watch.restore(state["watch"])
-        if state["environment"] is None:
-            self._obs = self.environment.reset(stream_seed(self._seed, "training", self._resumed)).to(self.device)
-            self._statistics.abandon()
-        else:
-            self._obs = self.environment.restore(state["environment"]).to(self.device)
-            self._assembler.restore(state["assembler"], self.device)
         if filled:
             self._added = state["added"]
         else:
             # the schedule of beta goes on
             self.buffer.counters()[Counter.STEP] = state["samples"]
+        if state["actors"] is not None:
+            self._frame, self._obs = self._actors.restore(state["actors"])
+        else:
+            self._frame, self._obs = self._actors.reset(stream_seed(self._seed, "training", self._resumed))
+            self._statistics.abandon()
+            self.buffer.begin_episodes()
+            # the windows that were open never become starts
+            self._added = max(0, self._added - self.settings.n_step * self.environment.num_envs)
 
     @property
     def _checkpoint_seconds(self) -> float:
@@ -253,46 +235,51 @@ class Trainer:
         watch.begin()
         actions = self.agent.act(self._obs, self.settings.epsilon(self.step))
         watch.lap("act")
-        self.environment.send(actions)
+        self._actors.send(actions)
         watch.lap("env")
-        # asking the buffer for its length would wait for the device
-        if self._added >= self.settings.warmup:
+        if self._ready:
             self._learn()
-        outcome = self.environment.recv()
-        self._statistics.push(outcome.reward, outcome.terminated | outcome.truncated)
-        self._obs, step = self._on_device(actions, outcome)
+        arrival = self._actors.recv()
+        self._statistics.push(arrival.step.reward, arrival.step.terminated | arrival.step.truncated)
         watch.lap("env")
-        transitions = self._assembler.push(**step)
-        if transitions is not None:
-            self.buffer.add(**transitions)
-            self._added += self.environment.num_envs
+        self.buffer.add(
+            obs=self._frame,
+            action=actions,
+            reward=arrival.reward.sign() if self.settings.clip_reward else arrival.reward,
+            terminated=arrival.terminated,
+            truncated=arrival.truncated,
+            final_obs=arrival.final_frame,
+        )
         watch.lap("replay")
+        self._frame, self._obs = arrival.frame, arrival.obs
+        self._added += self.environment.num_envs
         self.step += self.environment.num_envs
 
-    def _on_device(self, actions: Tensor, outcome: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """What to act upon next, and the finished step for the assembler; observations cross to the device once."""
-        obs = outcome.obs.to(self.device, non_blocking=True)
-        same = outcome.next_obs is outcome.obs
-        reward = outcome.reward.to(self.device, non_blocking=True)
-        return obs, {
-            "obs": self._obs,
-            "action": actions,
-            "reward": reward.sign() if self.settings.clip_reward else reward,
-            "next_obs": obs if same else outcome.next_obs.to(self.device, non_blocking=True),
-            "terminated": outcome.terminated.to(self.device, non_blocking=True),
-            "truncated": outcome.truncated.to(self.device, non_blocking=True),
-        }
+    @property
+    def _ready(self) -> bool:
+        """Whether enough can be drawn; asking the buffer would wait for the device."""
+        waiting = self.settings.n_step * self.environment.num_envs
+        return self._added - waiting >= self.settings.warmup
 
     def _learn(self) -> None:
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
         for _ in range(self.settings.updates):
-            batch = self.buffer.sample(self.settings.batch_size)
-            self.watch.lap("replay")
-            td_error = self.agent.learn(batch)
-            self.watch.lap("learn")
-            if self._prioritized:
-                self.buffer.update_priorities(batch.key, td_error)
-                self.watch.lap("replay")
+            if self._update_captured.enabled:
+                self._update_captured()
+            else:
+                self._update(self.watch.lap)
+            self.agent.improved()
+        self.watch.lap("learn")
+
+    def _update(self, lap: Callable[[Part], None]) -> None:
+        """One update, all of it on the device."""
+        batch = self.buffer.sample(self.settings.batch_size)
+        lap("replay")
+        td_error = self.agent.improve(batch)
+        lap("learn")
+        if self._prioritized:
+            self.buffer.update_priorities(batch.key, td_error)
+            lap("replay")
 
     def _evaluate(self, listener: Listener) -> None:
         evaluation, self._solved = self.examiner.examine(self.agent.online, self.step)
@@ -319,21 +306,17 @@ class Trainer:
             "length_mean": length_mean,
             "loss": loss,
             "td_error": td_error,
-            "beta": self._beta(updates),
+            "beta": beta_of(self.buffer, updates),
             "epsilon": self.settings.epsilon(self.step),
             "updates_per_second": (updates - last_updates) / elapsed,
             "steps_per_second": (self.step - last_step) / elapsed,
             "value_mean": value,
             "learning_rate": self.settings.learning_rate_at(self.step),
             "updates": updates,
-            "stored": min(self._added, self.settings.capacity),
+            "stored": min(self._added, self.buffer.capacity),
         }
         listener.row(self.last_row)
 
-    def _beta(self, updates: int) -> float:
-        """What the buffer's schedule says after so many samples; a resumed buffer keeps the one that it began with."""
-        sampler = self.buffer.sampler
-        base = sampler.base if isinstance(sampler, Combined) else sampler
-        if not isinstance(base, Proportional):
-            return float("nan")
-        return base.beta(updates) if isinstance(base.beta, LinearSchedule) else base.beta
+
+def _no_lap(part: Part) -> None:
+    """Within a captured step nothing is timed."""
