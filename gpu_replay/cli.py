@@ -1,4 +1,4 @@
-"""The command `gpu-replay`: train, bench, estimate, info.
+"""The command `gpu-replay`: train, play, bench, estimate, info.
 
 Each command imports what it needs when it runs, so that `--help` and `info` work on a bare installation. A mistake in
 what was asked ends with one line on standard error and exit code 2.
@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from gpu_replay import __version__
-    from gpu_replay.training import command
+    from gpu_replay.training import command, play
 
     parser = _Parser(prog="gpu-replay", description="A GPU-resident tensor replay buffer for PyTorch.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"gpu_replay {__version__}")
@@ -83,6 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_arguments(train)
     train.set_defaults(run=command.run)
+
+    watch = commands.add_parser(
+        "play",
+        help="a film of a trained agent, as GIF or MP4",
+        description=play.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    play.add_arguments(watch)
+    watch.set_defaults(run=play.run)
 
     # its own parser reads what follows; the entry is for --help
     commands.add_parser("bench", help="measure add, sample and update_priorities, and record the figures")
@@ -107,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpu_replay.training.command import whole
+    from gpu_replay.training.numbers import whole
 
     parser.add_argument("--capacity", type=whole, required=True, metavar="N", help="transitions, such as 1e6")
     what = parser.add_mutually_exclusive_group(required=True)

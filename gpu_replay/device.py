@@ -30,6 +30,9 @@ class DeviceEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
+    # whether stored slots without mass exist, which no update may wake
+    sparse = False
+
     def __init__(
         self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
     ) -> None:
@@ -113,17 +116,22 @@ class DeviceEngine:
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
         storage = self._storage
-        highest = self._source == Counter.EDGE_HIGH
         with self._turn():
-            moved = {name: self._moved(value) for name, value in values.items()}
-            own = None if priorities is None or self._masses is None else self._moved(priorities)
-            launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
+            own = self._write(values, priorities)
             keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)
         if self._capturing():
             self._captured = True
         else:
             self._known = min(storage.capacity, self._known + rows)
         return keys
+
+    def _write(self, values: dict[str, Tensor], priorities: Tensor | None) -> Tensor | None:
+        """Put the values after the newest; returns the priorities on the device if they come to count. 1 launch."""
+        storage, highest = self._storage, self._source == Counter.EDGE_HIGH
+        moved = {name: self._moved(value) for name, value in values.items()}
+        own = None if priorities is None or self._masses is None else self._moved(priorities)
+        launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
+        return own
 
     def _moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
@@ -153,15 +161,19 @@ class DeviceEngine:
                 stratified=base.stratified,
                 lowest_of_all=base.normalize == "buffer",
             )
-            schedule = self._schedule if beta is None else None
-            exponent = beta if beta is not None else base.beta if isinstance(base.beta, (int, float)) else 0.0
-            weight = launch_weigh(masses, counters, schedule, float(exponent), drawn)
+            weight = self._weights(base, masses, beta, drawn)
         else:
             replacement = isinstance(base, Uniform) and base.replacement
             slots, keys, probability, weight = launch_uniform_draw(
                 counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
             )
         return slots, {"key": keys, "probability": probability, "weight": weight}
+
+    def _weights(self, base: Proportional, masses: Tensor, beta: float | None, drawn: int, shifts: int = 0) -> Tensor:
+        """Weights of the masses just drawn; moves schedule and stream on, also past the words of `shifts`. 1 launch."""
+        schedule = self._schedule if beta is None else None
+        exponent = beta if beta is not None else base.beta if isinstance(base.beta, (int, float)) else 0.0
+        return launch_weigh(masses, self._counters, schedule, float(exponent), drawn, shifts)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
@@ -178,4 +190,4 @@ class DeviceEngine:
         if keys.numel():
             with self._turn():
                 moved, numbers = self._moved(keys), self._moved(priorities)
-                launch_update(self._masses, self._counters, self._storage.capacity, moved, numbers)
+                launch_update(self._masses, self._counters, self._storage.capacity, moved, numbers, sparse=self.sparse)

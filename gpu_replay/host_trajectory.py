@@ -210,24 +210,28 @@ class TrajectoryHostEngine(HostEngine):
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
-        shape = self._shape
-        windows = windows_from(shape, self._flags, self._depth, self._rewards, self._powers, slots)
-        out = self._stacks("", slots, self._depth.take(slots), None, None if shifts is None else shifts[:, :2])
+        batch = slots.size
+        windows = windows_from(self._shape, self._flags, self._depth, self._rewards, self._powers, slots)
+        # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch
+        newest = np.concatenate((slots, windows.after))
+        depth = np.concatenate((self._depth.take(slots), windows.after_depth))
+        final = None
+        if windows.final is not None:
+            final = np.concatenate((np.zeros(batch, dtype=bool), windows.final))
+        moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
+        both = self._stacks(newest, depth, final, moved)
+        out = {name: stacks[:batch] for name, stacks in both.items()}
         for name, rows, field in self._single:
             out[name] = gather_rows(rows, field, slots)
         out["reward"] = torch.from_numpy(windows.reward)
-        out.update(
-            self._stacks(
-                "next_", windows.after, windows.after_depth, windows.final, None if shifts is None else shifts[:, 2:]
-            )
-        )
+        out.update({f"next_{name}": stacks[batch:] for name, stacks in both.items()})
         out["discount"] = torch.from_numpy(windows.discount)
         out["terminated"] = torch.from_numpy(windows.terminated)
         out["truncated"] = torch.from_numpy(windows.truncated)
         return out
 
     def _stacks(
-        self, prefix: str, newest: np.ndarray, depth: np.ndarray, final: np.ndarray | None, shifts: np.ndarray | None
+        self, newest: np.ndarray, depth: np.ndarray, final: np.ndarray | None, shifts: np.ndarray | None
     ) -> dict[str, Tensor]:
         """The stacks of every observation field that end in the slots `newest`, or with a kept final observation."""
         shape = self._shape
@@ -239,7 +243,7 @@ class TrajectoryHostEngine(HostEngine):
             stacks = gather_stacks(rows, field, plan, kept)
             if shifts is not None and len(field.shape) >= 2:
                 stacks = shift_pictures(stacks, shifts)
-            out[prefix + name] = stacks
+            out[name] = stacks
         return out
 
     def _sequences(self, starts: np.ndarray, length: int, shifts: np.ndarray | None) -> dict[str, Tensor]:
@@ -252,7 +256,7 @@ class TrajectoryHostEngine(HostEngine):
         ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
         mask = np.ones((batch, length), dtype=bool)
         np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
-        out = self._stacks("", flat, self._depth.take(flat), None, None)
+        out = self._stacks(flat, self._depth.take(flat), None, None)
         for name, rows, field in self._single:
             out[name] = gather_rows(rows, field, flat)
         out["reward"] = torch.from_numpy(self._rewards.take(flat))

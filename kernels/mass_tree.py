@@ -170,12 +170,13 @@ def update_kernel(
     STALE: tl.constexpr,
     REJECTED: tl.constexpr,
     SATURATED: tl.constexpr,
+    SPARSE: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
 
-    Winners are distinct slots, so a leaf is read and written by one thread only. Without levels, stale keys are counted
-    and nothing else happens.
+    Winners are distinct slots, so a leaf is read and written by one thread only. With SPARSE, slots of mass 0 keep it.
+    Without levels, stale keys are counted and nothing else happens.
     """
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
@@ -193,7 +194,11 @@ def update_kernel(
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
         alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
         new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
-        accepted = winner & (new > 0)
+        meant = winner
+        if SPARSE:
+            # a slot without mass must not be drawn, whatever its priority
+            meant = winner & (tl.load(levels[0] + slot, mask=winner, other=0) > 0)
+        accepted = meant & (new > 0)
         old = tl.load(levels[0] + slot, mask=accepted, other=0)
         change = new - old
         # copies of a thread's position in other threads have read stamp and leaf before they change
@@ -204,4 +209,4 @@ def update_kernel(
             tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
         for level in tl.static_range(1, LEVELS):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
-        note_given(new, saturated, winner, counters_ptr, TOP, REJECTED, SATURATED)
+        note_given(new, saturated, meant, counters_ptr, TOP, REJECTED, SATURATED)

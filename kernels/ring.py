@@ -8,6 +8,47 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def as_sampled(values, output, SCALE: tl.constexpr, WIDE: tl.constexpr):
+    """Stored values as they go to the output pointer: scaled in float32, or float64 if WIDE, then cast."""
+    raw: tl.constexpr = values.dtype
+    if SCALE is not None:
+        if WIDE:
+            values = values.to(tl.float64) * tl.full([], SCALE, tl.float64)
+        else:
+            values = values.to(tl.float32) * tl.full([], SCALE, tl.float32)
+    if output.dtype.element_ty == tl.bfloat16 and raw != tl.bfloat16:
+        # as torch does; the interpreter has no other way there
+        values = values.to(tl.float32)
+    return values.to(output.dtype.element_ty)
+
+
+@triton.jit
+def gather_rows(
+    source,
+    output,
+    slots_ptr,
+    batch,
+    program,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A program's part of output[i] = source[slots[i]]: ROWS x COLUMNS values, of which CHUNKS make up a row."""
+    row = program // CHUNKS * ROWS + tl.arange(0, ROWS)
+    column = program % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
+    named = row < batch
+    live = named[:, None] & (column < WIDTH)[None, :]
+    # rows past the batch read slot 0 under a mask
+    slot = tl.load(slots_ptr + row, mask=named, other=0)
+    values = tl.load(source + slot[:, None] * WIDTH + column[None, :], mask=live, other=0)
+    place = row[:, None] * WIDTH + column[None, :]
+    tl.store(output + place, as_sampled(values, output, SCALE, WIDE), mask=live)
+
+
 @triton.jit(do_not_specialize=["batch"])
 def gather_kernel(
     sources,
@@ -29,23 +70,19 @@ def gather_kernel(
     for f in tl.static_range(FIELDS):
         programs = (batch + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
         if (local >= 0) & (local < programs):
-            row = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
-            column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
-            named = row < batch
-            live = named[:, None] & (column < WIDTHS[f])[None, :]
-            # rows past the batch read slot 0 under a mask
-            slot = tl.load(slots_ptr + row, mask=named, other=0)
-            values = tl.load(sources[f] + slot[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
-            if SCALES[f] is not None:
-                if WIDE[f]:
-                    values = values.to(tl.float64) * tl.full([], SCALES[f], tl.float64)
-                else:
-                    values = values.to(tl.float32) * tl.full([], SCALES[f], tl.float32)
-            if outputs[f].dtype.element_ty == tl.bfloat16 and sources[f].dtype.element_ty != tl.bfloat16:
-                # as torch does; the interpreter has no other way there
-                values = values.to(tl.float32)
-            place = row[:, None] * WIDTHS[f] + column[None, :]
-            tl.store(outputs[f] + place, values.to(outputs[f].dtype.element_ty), mask=live)
+            gather_rows(
+                sources[f],
+                outputs[f],
+                slots_ptr,
+                batch,
+                local,
+                WIDTHS[f],
+                ROWS[f],
+                COLUMNS[f],
+                CHUNKS[f],
+                SCALES[f],
+                WIDE[f],
+            )
         local -= programs
 
 

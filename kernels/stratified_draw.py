@@ -16,6 +16,65 @@ def key_in_slot(slot, added, capacity):
     return tl.where(slot >= head, key - capacity, key)
 
 
+@triton.jit
+def stratified_target(draw, strata, total, word):
+    """A point in each draw's own part of the total mass; strata is the number of parts, as int64."""
+    whole = total // strata
+    part = total % strata
+    start = draw * whole + draw * part // strata
+    stop = (draw + 1) * whole + (draw + 1) * part // strata
+    return start + floor_of_product(word, stop - start)
+
+
+@triton.jit
+def descend(levels, target, LEVELS: tl.constexpr, FANOUT: tl.constexpr):
+    """The slots on which (DRAWS,) targets fall, and their masses; a slot for any target, wherever it lies."""
+    child = tl.arange(0, FANOUT)
+    rest = target
+    node = target * 0
+    mass = target * 0
+    for level in tl.static_range(LEVELS):
+        place = node[:, None] * FANOUT + child[None, :]
+        # the last block of a level is padded with zeros, so every place exists
+        masses = tl.load(levels[LEVELS - 1 - level] + place)  # [DRAWS, FANOUT]
+        prefix = tl.cumsum(masses, axis=1)
+        passed = prefix <= rest[:, None]
+        step = tl.sum(passed.to(tl.int32), axis=1)
+        # a tree without mass is descended along its first nodes, which exist
+        step = tl.where(step < FANOUT, step, 0)
+        rest -= tl.max(tl.where(passed, prefix, 0), axis=1)
+        node = node * FANOUT + step
+        mass = tl.sum(tl.where(child[None, :] == step[:, None], masses, 0), axis=1)
+    return node, mass
+
+
+@triton.jit
+def note_lowest(
+    low_ptr,
+    leaves_ptr,
+    program,
+    blocks,
+    counters_ptr,
+    EDGE_LOW: tl.constexpr,
+    FANOUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Bring the smallest masses of a program's blocks of leaves into counters[EDGE_LOW]."""
+    block = program * BLOCKS + tl.arange(0, BLOCKS)
+    # blocks past the end hold no mass
+    low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
+    stale = low < 0
+    leaf = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+    # only blocks that changed are looked at again
+    leaves = tl.load(leaves_ptr + leaf, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
+    found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
+    low = tl.where(stale, found, low)
+    # copies of a thread's block in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(low_ptr + block, low, mask=stale)
+    tl.atomic_min(counters_ptr + EDGE_LOW, tl.min(low, axis=0), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks", "draw_programs"])
 def stratified_draw_kernel(
     levels,
@@ -51,36 +110,15 @@ def stratified_draw_kernel(
     program = tl.program_id(0).to(tl.int64)
     if program < draw_programs:
         draw = program * DRAWS + tl.arange(0, DRAWS)
-        child = tl.arange(0, FANOUT)
-        root = tl.load(levels[LEVELS - 1] + child)
-        total = tl.sum(root, axis=0)
+        total = tl.sum(tl.load(levels[LEVELS - 1] + tl.arange(0, FANOUT)), axis=0)
         word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
-        strata = drawn.to(tl.int64)
         if STRATIFIED:
-            whole = total // strata
-            part = total % strata
-            start = draw * whole + draw * part // strata
-            stop = (draw + 1) * whole + (draw + 1) * part // strata
-            target = start + floor_of_product(word, stop - start)
+            target = stratified_target(draw, drawn.to(tl.int64), total, word)
         else:
             target = floor_of_product(word, total)
         # rows that draw nothing look for the first unit of mass
         by_mass = draw < drawn
-        rest = tl.where(by_mass, target, 0)
-        node = draw * 0
-        mass = draw * 0
-        for level in tl.static_range(LEVELS):
-            place = node[:, None] * FANOUT + child[None, :]
-            # the last block of a level is padded with zeros, so every place exists
-            masses = tl.load(levels[LEVELS - 1 - level] + place)  # [DRAWS, FANOUT]
-            prefix = tl.cumsum(masses, axis=1)
-            passed = prefix <= rest[:, None]
-            step = tl.sum(passed.to(tl.int32), axis=1)
-            # a tree without mass is descended along its first nodes, which exist
-            step = tl.where(step < FANOUT, step, 0)
-            rest -= tl.max(tl.where(passed, prefix, 0), axis=1)
-            node = node * FANOUT + step
-            mass = tl.sum(tl.where(child[None, :] == step[:, None], masses, 0), axis=1)
+        node, mass = descend(levels, tl.where(by_mass, target, 0), LEVELS, FANOUT)
         added = tl.load(counters_ptr + ADDED)
         live = draw < batch
         newest = tl.maximum(added - batch + draw, 0)
@@ -96,19 +134,7 @@ def stratified_draw_kernel(
             lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
             tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")
     elif LOWEST_OF_ALL:
-        block = (program - draw_programs) * BLOCKS + tl.arange(0, BLOCKS)
-        # blocks past the end hold no mass
-        low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
-        stale = low < 0
-        leaf = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
-        # only blocks that changed are looked at again
-        leaves = tl.load(levels[0] + leaf, mask=stale[:, None], other=0)  # [BLOCKS, FANOUT]
-        found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
-        low = tl.where(stale, found, low)
-        # copies of a thread's block in other threads have been read before it changes
-        tl.debug_barrier()
-        tl.store(low_ptr + block, low, mask=stale)
-        tl.atomic_min(counters_ptr + EDGE_LOW, tl.min(low, axis=0), sem="relaxed")
+        note_lowest(low_ptr, levels[0], program - draw_programs, blocks, counters_ptr, EDGE_LOW, FANOUT, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["batch", "blocks_drawn"])

@@ -24,6 +24,32 @@ def permute(place, wide, high, pairs, first, second, third, fourth):
     return row * wide + column
 
 
+@triton.jit
+def permuted_rank(
+    draw, by_chance, count, block, seed, ROUNDS: tl.constexpr, ROUNDS_OF_FEW: tl.constexpr, FEW: tl.constexpr
+):
+    """The places of a random permutation of [0, count) that the draws by chance take; 0 for the others.
+
+    More draws than there are places go round again.
+    """
+    # the narrowest rectangle that covers the count: the root is mended where it was rounded
+    wide = tl.sqrt((count - 1).to(tl.float64)).to(tl.int64) + 1
+    wide = tl.where((wide - 1) * (wide - 1) >= count, wide - 1, wide)
+    wide = tl.where(wide * wide < count, wide + 1, wide)
+    high = (count + wide - 1) // wide
+    pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
+    first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
+    limit = count.to(tl.uint64)
+    # rows that draw nothing stay where they are; the others start inside and so come back inside
+    image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
+    outside = by_chance
+    while tl.max(outside.to(tl.int32), axis=0) > 0:
+        walked = permute(image, wide.to(tl.uint64), high.to(tl.uint64), pairs, first, second, third, fourth)
+        image = tl.where(outside, walked, image)
+        outside = outside & (image >= limit)
+    return image.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks_drawn"])
 def uniform_draw_kernel(
     counters_ptr,
@@ -63,22 +89,7 @@ def uniform_draw_kernel(
     if REPLACEMENT:
         rank = floor_of_product(words_at(draw, block, seed), count)
     else:
-        # the narrowest rectangle that covers the count: the root is mended where it was rounded
-        wide = tl.sqrt((count - 1).to(tl.float64)).to(tl.int64) + 1
-        wide = tl.where((wide - 1) * (wide - 1) >= count, wide - 1, wide)
-        wide = tl.where(wide * wide < count, wide + 1, wide)
-        high = (count + wide - 1) // wide
-        pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
-        first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
-        limit = count.to(tl.uint64)
-        # rows that draw nothing stay where they are; the others start inside and so come back inside
-        image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
-        outside = by_chance
-        while tl.max(outside.to(tl.int32), axis=0) > 0:
-            walked = permute(image, wide.to(tl.uint64), high.to(tl.uint64), pairs, first, second, third, fourth)
-            image = tl.where(outside, walked, image)
-            outside = outside & (image >= limit)
-        rank = image.to(tl.int64)
+        rank = permuted_rank(draw, by_chance, count, block, seed, ROUNDS, ROUNDS_OF_FEW, FEW)
     key = tl.maximum(tl.where(by_chance, first_key + rank, added - batch + draw), 0)
     slot = key % capacity
     live = draw < batch

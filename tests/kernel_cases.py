@@ -12,11 +12,22 @@ import json
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from launches import TARGETS, Launch, Resources, compile_for, recorded, resources
 
-from gpu_replay import Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay import (
+    Combined,
+    Field,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.samplers import Sampler
 
@@ -70,6 +81,41 @@ MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
     "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
 }
 
+ACTION = {"action": Field((), torch.int64)}
+VECTORS = {"obs": Field((4,), torch.float32), **ACTION}
+# observations whose frames are whole 16-byte words, which must be moved as such
+FRAMES = {
+    "atari": {"obs": Field((84, 84), torch.uint8), **ACTION},
+    "atari to half": {"obs": Field((84, 84), torch.uint8, torch.float16, 1 / 255), **ACTION},
+    "atari to bfloat16": {"obs": Field((84, 84), torch.uint8, torch.bfloat16, 1 / 255), **ACTION},
+    "atari to float": {"obs": Field((84, 84), torch.uint8, torch.float32, 1 / 255), **ACTION},
+}
+SAME_STEP = {"autoreset": "same_step", "padding": "zero"}
+
+# name: capacity, fields, sampler, further settings of a trajectory buffer of two environments
+TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+    "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
+    "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
+    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
+    "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
+    "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
+}
+MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+    "streams of 4 levels": (2_100_000, VECTORS, Combined(PLAIN), {"n_step": 8}),
+    "streams of 4 levels, all options": (2_100_000, VECTORS, Combined(EVERYTHING), {"stack": 8, **SAME_STEP}),
+    "streams of 4 levels, replacement": (2_100_000, VECTORS, Uniform(replacement=True), {"autoreset": "disabled"}),
+    "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
+    "several observations": (
+        100,
+        {
+            **{f"obs.{name.replace(' ', '_')}": field for name, field in ODD.items()},
+            "action": Field((6,), torch.float32),
+        },
+        PLAIN,
+        {"stack": 3, "n_step": 2, **SAME_STEP},
+    ),
+}
+
 
 def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels: int = 0) -> dict[str, list[Launch]]:
     """The launches of each kind of call."""
@@ -95,6 +141,34 @@ def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels:
     return calls
 
 
+def _stream_launches(
+    capacity: int, fields: dict[str, Field], sampler: Sampler, settings: dict[str, Any]
+) -> dict[str, list[Launch]]:
+    """The launches of each kind of call of a trajectory buffer."""
+    calls: dict[str, list[Launch]] = {}
+    with recorded() as launches:
+        buffer = TrajectoryReplayBuffer(capacity, 2, fields, sampler=sampler, device="cpu", **settings)
+
+        def note(call: str, made: Callable[[], object]) -> None:
+            made()
+            calls[call] = list(launches)
+            launches.clear()
+
+        step = {name: torch.zeros((2, *field.shape), dtype=field.dtype) for name, field in fields.items()}
+        step["reward"] = torch.zeros(2)
+        step |= {name: torch.zeros(2, dtype=torch.bool) for name in ("terminated", "truncated")}
+        finals = {f"final_{name}": step[name] for name in buffer._streams.observations}
+        note("step", lambda: buffer.add(**step))
+        note("step with priority", lambda: buffer.add(**step, priority=torch.ones(2)))
+        note("step with final observation", lambda: buffer.add(**step, **finals))
+        # what no launch has counted
+        buffer._counters[Counter.ELIGIBLE] = 10
+        note("starts", lambda: buffer.sample(5))
+        note("sequences", lambda: buffer.sample_sequences(5, 2))
+        note("update of starts", lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
+    return calls
+
+
 def _scans() -> dict[str, list[Launch]]:
     calls = {}
     with recorded() as launches:
@@ -110,6 +184,8 @@ def cases(more: bool) -> dict[str, Launch]:
     """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
     buffers = {**BUFFERS, **MORE_BUFFERS} if more else BUFFERS
     found = {name: _launches(*settings) for name, settings in buffers.items()}
+    streams = {**TRAJECTORIES, **MORE_TRAJECTORIES} if more else TRAJECTORIES
+    found |= {name: _stream_launches(*settings) for name, settings in streams.items()}
     found["prefix sum"] = _scans()
     if more:
         found["5 levels, all options"] = _launches(100, SMALL, EVERYTHING, levels=5)

@@ -27,7 +27,16 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 # the modules whose functions choose how much one program does
-LAUNCHERS = ("admission", "prefix_sum", "ring", "stratified_draw", "uniform_draw")
+LAUNCHERS = (
+    "admission",
+    "eligibility_launch",
+    "eligible_draw",
+    "frames",
+    "prefix_sum",
+    "ring",
+    "stratified_draw",
+    "uniform_draw",
+)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ import re
 from pathlib import Path
 
 import pytest
-from kernel_cases import WHOLE_WORDS, cases, compiled, compiler, measured, read_table
+from kernel_cases import FRAMES, TRAJECTORIES, WHOLE_WORDS, cases, compiled, compiler, measured, read_table
 from launches import TARGETS
+
+from gpu_replay.ops.frames import frame_tile
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +25,7 @@ pytestmark = [
 KERNELS = Path(__file__).parents[1] / "kernels"
 MAIN_TARGET = "sm_90"
 # what the other targets compile by default
-PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform")
+PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
 # what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
@@ -78,6 +80,7 @@ def test_sums_and_extremes_are_64_bit_relaxed_atomics(target: str) -> None:
         f"update_kernel: {case}: update": [add, most],
         f"write_kernel: {case}: add": [most],
         f"stratified_draw_kernel: {case}: sample": [least],
+        "draw_by_mass_kernel: atari: starts": [least],
     }
     texts = {name: text_of(name, target) for name in wanted}
     missing = [(name, one) for name, atomics in wanted.items() for one in atomics if not re.search(one, texts[name])]
@@ -108,7 +111,38 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
             assert re.search(r"(?:global|buffer)_store_dwordx4", text), name
 
 
-@pytest.mark.parametrize("kernel", ["stratified_draw_kernel", "uniform_draw_kernel"])
+def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
+    for name, fields in FRAMES.items():
+        field, settings = fields["obs"], TRAJECTORIES[name][3]
+        tile = frame_tile(field, 1000, "random_shift" in settings, False)
+        # of 128 threads, each of which moves 16 bytes at once
+        loads = tile.rows * tile.columns * field.dtype.itemsize // (128 * 16)
+        stores = tile.rows * tile.columns * field.output_dtype.itemsize // (128 * 16)
+        assert min(loads, stores) >= 1
+        # a frame may come from the ring or be a kept final observation
+        places = 2 if settings.get("autoreset") == "same_step" else 1
+        for call in ("starts", "sequences"):
+            case = f"gather_windows_kernel: {name}: {call}"
+            ptx = text_of(case, MAIN_TARGET)
+            wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
+            assert wide["st"] == stores, case
+            if "random_shift" not in settings:
+                assert wide["ld"] == loads * (places if call == "starts" else 1), case
+            if full and name == "atari to half":
+                text = text_of(case, "gfx942")
+                assert re.search(r"(?:global|buffer)_load_dwordx4", text), case
+                assert re.search(r"(?:global|buffer)_store_dwordx4", text), case
+
+
+def test_a_sum_of_rewards_is_rounded_as_on_the_host() -> None:
+    for name in FRAMES:
+        assert "fma" not in text_of(f"gather_windows_kernel: {name}: starts", MAIN_TARGET), name
+
+
+DRAWS = ("stratified_draw_kernel", "uniform_draw_kernel", "draw_by_mass_kernel", "draw_marked_kernel")
+
+
+@pytest.mark.parametrize("kernel", DRAWS)
 def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
     """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
     chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]

@@ -119,6 +119,38 @@ def test_stored_bytes_and_sampled_floats_have_the_same_values() -> None:
     torch.testing.assert_close(network(frames), network(frames.float() / 255))
 
 
+@pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
+def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.dtype) -> None:
+    image = Field((4, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    network = QNetwork(image, 3, Settings(network="compact", hidden=(8,), whiten=True))
+    generator = torch.Generator().manual_seed(0)
+    still = torch.randint(0, 200, (42, 42), generator=generator)
+    moving = torch.randint(0, 20, (64, 4, 42, 42), generator=generator)
+    frames = (still + moving).to(torch.uint8)
+    obs = frames if as_sampled == torch.uint8 else frames.float() / 255
+    network.whiten(obs)
+    seen: list[torch.Tensor] = []
+    network.convolutions.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    network(obs)
+    torch.testing.assert_close(seen[0].mean((0, 1)), torch.zeros(42, 42), atol=1e-4, rtol=0)
+    assert float(seen[0].std()) == pytest.approx(1, abs=1e-3)
+
+
+def test_whitening_a_picture_that_never_changes_stays_finite() -> None:
+    image = Field((1, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    network = QNetwork(image, 3, Settings(network="compact", hidden=(8,), whiten=True))
+    obs = torch.full((4, 1, 42, 42), 87, dtype=torch.uint8)
+    network.whiten(obs)
+    assert bool(network(obs).isfinite().all())
+
+
+def test_epsilon_falls_on_after_its_first_end() -> None:
+    settings = Settings(epsilon_end=0.05, epsilon_steps=100, epsilon_late=0.2, epsilon_late_steps=300)
+    found = [settings.epsilon(step) for step in (0, 50, 100, 200, 300, 1000)]
+    assert found == pytest.approx([1, 0.525, 0.05, 0.03, 0.01, 0.01])
+    assert Settings(epsilon_end=0.05, epsilon_steps=100).epsilon(10**7) == pytest.approx(0.05)
+
+
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
     bounds = (torch.tensor([-2.0, -3.4e38]), torch.tensor([4.0, 3.4e38]))
     network = QNetwork(VECTOR, 2, Settings(), bounds)

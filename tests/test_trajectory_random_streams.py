@@ -208,8 +208,8 @@ def streams(name: str, autoreset: str, padding: str, device: str) -> int:
 
 @pytest.mark.parametrize("autoreset, padding", MODES)
 def test_random_streams_agree_with_the_oracle(autoreset: str, padding: str, device: str) -> None:
-    played = sum(streams(str(number), autoreset, padding, device) for number in range(scale(150, 3)))
-    assert played >= scale(500, 3)
+    played = sum(streams(str(number), autoreset, padding, device) for number in range(scale(100, 3)))
+    assert played >= scale(300, 3)
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "statistic": (1e-6, 1e-9),
     # one multiplication in float32, rounded to half precision
     "half": (1e-3, 1e-6),
+    # the same cut to bfloat16, where Triton's interpreter does not round
+    "cut": (8e-3, 0.0),
     # one multiplication in float32
     "scaled": (3e-7, 0.0),
 }

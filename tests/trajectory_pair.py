@@ -206,3 +206,61 @@ def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, fi
             row.append(step | ({"final": final_of(step, step["truncated"])} if with_final else {}))
         pair.add(row)
     return pair
+
+
+class Script:
+    """A fixed sequence of calls, so that several buffers can be played the same from any call on."""
+
+    def __init__(self, seed: int, calls: int, num_envs: int, end: float = 0.2) -> None:
+        draw = random.Random(seed)
+        self.num_envs = num_envs
+        self.calls: list[tuple[str, Any]] = []
+        number = 0
+        for _ in range(calls):
+            chance = draw.random()
+            if chance < 0.04:
+                self.calls.append(("clear", None))
+            elif chance < 0.08:
+                mask = [draw.random() < 0.5 for _ in range(num_envs)]
+                self.calls.append(("begin_episodes", draw.choice((None, mask))))
+            elif chance < 0.25:
+                self.calls.append(("update", draw.random()))
+            elif chance < 0.35:
+                self.calls.append(("sample", draw.randint(1, 6)))
+            else:
+                self.calls.append(("add", self._steps(draw, number, end)))
+                number += 1
+
+    def _steps(self, draw: random.Random, number: int, end: float) -> list[Step]:
+        with_final, with_priority = draw.random() < 0.7, draw.random() < 0.5
+        steps = []
+        for env in range(self.num_envs):
+            truncated, ended = draw.random() < 0.6, draw.random() < end
+            step = numbered(number, env, FIELDS, reward=draw.gauss(0, 1))
+            step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
+            if with_final:
+                step["final"] = final_of(step, step["truncated"])
+            if with_priority:
+                step["priority"] = draw.uniform(0.1, 9)
+            steps.append(step)
+        return steps
+
+    def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> list[Any]:
+        """Make these calls; returns all that came back from samples."""
+        found: list[Any] = []
+        for call, argument in self.calls[first:last]:
+            if call == "add":
+                buffer.add(**columns(argument, FIELDS))
+            elif call == "update":
+                keys = torch.arange(max(0, buffer.added - 25), buffer.added, 2)
+                buffer.update_priorities(keys, torch.linspace(0.1, 4 + argument, len(keys)))
+            elif call == "sample":
+                count = min(argument, buffer.stats().eligible)
+                newest = buffer.sampler.newest if isinstance(buffer.sampler, Combined) else 1
+                if count >= newest:
+                    found.append(buffer.sample(count))
+            elif argument is None:
+                getattr(buffer, call)()
+            else:
+                getattr(buffer, call)(torch.tensor(argument))
+        return found

@@ -97,9 +97,12 @@ def launch_admit(
 
 
 def launch_update(
-    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor, *, sparse: bool
 ) -> None:
-    """Device: new masses for live keys, the last of a repeated key; two launches, one to count without a tree."""
+    """Device: new masses for live keys, the last of a repeated key; two launches, one to count without a tree.
+
+    sparse: whether stored slots without mass exist, which no update may wake.
+    """
     from gpu_replay.kernels.mass_tree import settle_kernel, update_kernel
 
     batch = keys.numel()
@@ -127,5 +130,6 @@ def launch_update(
         STALE=int(Counter.STALE),
         REJECTED=int(Counter.REJECTED),
         SATURATED=int(Counter.SATURATED),
+        SPARSE=sparse,
         **positions,
     )

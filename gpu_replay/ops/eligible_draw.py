@@ -10,9 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import locate
+from gpu_replay.ops.stratified_draw import edge_blocks_per_program, locate
+from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS, ROUNDS_OF_FEW
 
 
 class Reach(NamedTuple):
@@ -65,3 +69,173 @@ def _mass_before(tree: MassTree, prefix: np.ndarray, slot: int) -> int:
         mass += int(level[begin:node].sum())
         node //= tree.fanout
     return mass + prefix.item(node)
+
+
+def starts_per_program(batch: int, interpreted: bool) -> int:
+    """Draws of one program: one for each of four warps; as many as there are where a program is dear."""
+    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 4
+
+
+class EligibleDraw(NamedTuple):
+    """What the draw kernels give back; `batch` numbers each.
+
+    slots, keys: int64.
+    masses:      int64, 0 where a row was not drawn by mass; None of a draw that was not by mass.
+    probability: float32.
+    weight:      float32 ones; None of a draw by mass, where `launch_weigh` makes them of the masses.
+    """
+
+    slots: Tensor
+    keys: Tensor
+    masses: Tensor | None
+    probability: Tensor
+    weight: Tensor | None
+
+
+def launch_eligible_draw(
+    tree: MassTree | None,
+    marks: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    *,
+    skipped: int = 0,
+    shifts: int = 0,
+    stratified: bool = True,
+    lowest_of_all: bool = False,
+    replacement: bool = False,
+) -> EligibleDraw:
+    """Device: `drawn` starts by chance and the newest for the rest of the batch; one launch.
+
+    tree:    of masses, to draw by mass; None for uniform draws.
+    marks:   of ones; needed where `drawn < batch` and for uniform draws.
+    skipped: slots of the newest keys that are left out; less than all.
+    shifts:  random words taken after the draw's own. A draw by mass moves nothing on: tell `launch_weigh` of them too.
+    stratified, lowest_of_all: of draws by mass. replacement: of uniform draws.
+    """
+    if tree is not None and drawn > 0:
+        return _launch_by_mass(
+            tree,
+            marks if drawn < batch else None,
+            counters,
+            times_sampled,
+            drawn,
+            batch,
+            skipped,
+            stratified=stratified,
+            lowest_of_all=lowest_of_all,
+        )
+    if marks is None:
+        raise RuntimeError("there is no tree of marks to draw uniformly, or the newest, from.")
+    words = drawn if replacement else PERMUTATION_WORDS
+    moved = (blocks_for(words) if drawn else 0) + blocks_for(shifts)
+    return _launch_marked(
+        marks, counters, times_sampled, drawn, batch, skipped, moved, replacement=replacement or drawn == 0
+    )
+
+
+def _launch_by_mass(
+    tree: MassTree,
+    marks: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    skipped: int,
+    *,
+    stratified: bool,
+    lowest_of_all: bool,
+) -> EligibleDraw:
+    from gpu_replay.kernels.eligible_draw import draw_by_mass_kernel
+
+    device = counters.device
+    interpreted = device.type == "cpu"
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
+    masses = torch.empty(batch, dtype=torch.int64, device=device)
+    probability = torch.empty(batch, dtype=torch.float32, device=device)
+    draws = starts_per_program(batch, interpreted)
+    programs = -(-batch // draws)
+    blocks = tree.levels[0].numel() // tree.fanout
+    per_program = edge_blocks_per_program(blocks, interpreted)
+    edge_programs = -(-blocks // per_program) if lowest_of_all else 0
+    draw_by_mass_kernel[(programs + edge_programs,)](
+        tree.levels,
+        () if marks is None else marks.levels,
+        counters if tree.low is None else tree.low,
+        counters,
+        times_sampled,
+        slots,
+        keys,
+        masses,
+        probability,
+        drawn,
+        batch,
+        tree.slots,
+        skipped,
+        blocks,
+        programs,
+        LEVELS=len(tree.levels),
+        MARK_LEVELS=0 if marks is None else len(marks.levels),
+        FANOUT=tree.fanout,
+        DRAWS=draws,
+        BLOCKS=per_program,
+        STRATIFIED=stratified,
+        SKIPS=skipped > 0,
+        LOWEST_OF_ALL=lowest_of_all,
+        ADDED=int(Counter.ADDED),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        EDGE_LOW=int(Counter.EDGE_LOW),
+    )
+    return EligibleDraw(slots, keys, masses, probability, None)
+
+
+def _launch_marked(
+    marks: MassTree,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    skipped: int,
+    moved: int,
+    *,
+    replacement: bool,
+) -> EligibleDraw:
+    from gpu_replay.kernels.eligible_draw import draw_marked_kernel
+
+    device = counters.device
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
+    probability = torch.empty(batch, dtype=torch.float32, device=device)
+    weight = torch.empty(batch, dtype=torch.float32, device=device)
+    draws = starts_per_program(batch, device.type == "cpu")
+    draw_marked_kernel[(-(-batch // draws),)](
+        marks.levels,
+        counters,
+        times_sampled,
+        slots,
+        keys,
+        probability,
+        weight,
+        drawn,
+        batch,
+        marks.slots,
+        skipped,
+        moved,
+        LEVELS=len(marks.levels),
+        FANOUT=marks.fanout,
+        ROUNDS=ROUNDS,
+        ROUNDS_OF_FEW=ROUNDS_OF_FEW,
+        FEW=FEW,
+        DRAWS=draws,
+        REPLACEMENT=replacement,
+        SKIPS=skipped > 0,
+        ADDED=int(Counter.ADDED),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        STEP=int(Counter.STEP),
+        TICKET=int(Counter.TICKET),
+    )
+    return EligibleDraw(slots, keys, None, probability, weight)

@@ -6,14 +6,18 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.ring import carrier
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.eligibility import Flag, Streams
+from gpu_replay.ops.ring import Tile, carrier, tile_for, tile_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -134,3 +138,213 @@ def shift_pictures(pictures: Tensor, shifts: np.ndarray) -> Tensor:
     for place in range(len(shifts)):
         target[place] = source[place].take(rows[place], axis=-2).take(columns[place], axis=-1)
     return out
+
+
+class StepStore(Protocol):
+    """What the gathers need of a trajectory buffer's storage."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """(slots, *shape) of every field, `reward` among them."""
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """What they hold."""
+
+    @property
+    def observations(self) -> tuple[str, ...]:
+        """Names of the fields that are stacked."""
+
+    @property
+    def streams(self) -> Streams:
+        """What is known of every step."""
+
+    @property
+    def finals(self) -> Mapping[str, Tensor]:
+        """(finals, *shape) kept final observations of each observation field; empty where none are kept."""
+
+    @property
+    def padding(self) -> str:
+        """How stacks are filled before the first frame: "reset" or "zero"."""
+
+    @property
+    def random_shift(self) -> int:
+        """Pixels that pictures are moved by at most."""
+
+
+def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:
+    """What one program moves of frames: at most 8 KB, in or out, and for a thread 8 words as wide as rows allow.
+
+    Of short frames 4 words, and no more frames than threads, since a thread then looks up where several come from.
+    shifted: whether each value has an address of its own, and a thread so 32 single ones.
+    """
+    single = field.dtype.itemsize
+    word = 4 * single if shifted else math.gcd(field.row_bytes, 16)
+    values = min(8192 // max(single, field.output_dtype.itemsize), 1024 * word // single)
+    if field.elements <= values // 2:
+        values = min(values, 512 * word // single)
+    return tile_of(field.elements, values, rows, interpreted, most=128)
+
+
+def items_per_program(batch: int, interpreted: bool) -> int:
+    """Items whose reward and endings one program finds: one a thread; as many as there are where a program is dear."""
+    return min(2048, 1 << (batch - 1).bit_length()) if interpreted else 128
+
+
+def launch_gather_windows(
+    storage: StepStore, slots: Tensor, powers: Tensor, counters: Tensor, *, shifted: bool
+) -> dict[str, Tensor]:
+    """Device: all that a batch holds of the eligible starts in (B,) slots; one launch.
+
+    powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
+    shifted: whether pictures are moved, by the last B random words that the stream has moved past.
+    """
+    batch, device = slots.numel(), slots.device
+    singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
+    outputs = _outputs(storage, singles, batch)
+    after = _outputs(storage, [], batch)
+    reward, discount = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
+    terminated, truncated = (torch.empty(batch, dtype=torch.bool, device=device) for _ in range(2))
+    _launch(
+        storage,
+        slots,
+        counters,
+        outputs,
+        1,
+        storage.random_shift if shifted else 0,
+        _Windows(powers, tuple(after.values()), reward, discount, terminated, truncated),
+    )
+    return {
+        **outputs,
+        "reward": reward,
+        **{f"next_{name}": stacks for name, stacks in after.items()},
+        "discount": discount,
+        "terminated": terminated,
+        "truncated": truncated,
+    }
+
+
+def launch_gather_sequences(
+    storage: StepStore, starts: Tensor, length: int, counters: Tensor, *, shifted: bool
+) -> dict[str, Tensor]:
+    """Device: `length` steps from each of (B,) slots on, [B, length, ...], and the mask of those of its episode.
+
+    shifted: whether pictures are moved, by the last B random words that the stream has moved past. Besides one launch
+    for the values a few small ones of torch find slots and mask.
+    """
+    shape = storage.streams.shape
+    batch, device = starts.numel(), starts.device
+    slots = (starts[:, None] + torch.arange(length, device=device) * shape.num_envs) % shape.slots
+    flags = storage.streams.flags[slots]
+    ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
+    # a step belongs to the first episode while none before it ended
+    mask = torch.cumsum(ended, dim=1) - ended.long() == 0
+    singles = [name for name in storage.fields if name not in storage.observations]
+    outputs = _outputs(storage, singles, batch * length)
+    _launch(storage, slots.reshape(-1), counters, outputs, length, storage.random_shift if shifted else 0, None)
+    out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in outputs.items()}
+    out["terminated"] = flags & Flag.TERMINATED != 0
+    out["truncated"] = flags & Flag.TRUNCATED != 0
+    out["mask"] = mask
+    return out
+
+
+class _Windows(NamedTuple):
+    """What is made of windows: stacks after them, and (B,) numbers."""
+
+    powers: Tensor
+    after: tuple[Tensor, ...]
+    reward: Tensor
+    discount: Tensor
+    terminated: Tensor
+    truncated: Tensor
+
+
+def _outputs(storage: StepStore, singles: Sequence[str], batch: int) -> dict[str, Tensor]:
+    """Room for the stacks of every observation field, and for the named single fields."""
+    stack, out = storage.streams.shape.stack, {}
+    for name in (*storage.observations, *singles):
+        field = storage.fields[name]
+        rows = (batch, stack) if stack > 1 and name in storage.observations else (batch,)
+        out[name] = torch.empty((*rows, *field.shape), dtype=field.output_dtype, device=storage.tensors[name].device)
+    return out
+
+
+def _launch(
+    storage: StepStore,
+    slots: Tensor,
+    counters: Tensor,
+    outputs: Mapping[str, Tensor],
+    span: int,
+    shift: int,
+    windows: _Windows | None,
+) -> None:
+    """Fill the outputs, which begin with the stacks, and what belongs to windows.
+
+    span: items that are moved alike. shift: pixels that pictures are moved by at most.
+    """
+    from gpu_replay.kernels.frames import gather_windows_kernel
+
+    streams = storage.streams
+    shape = streams.shape
+    batch, interpreted = slots.numel(), slots.device.type == "cpu"
+    stacked = len(storage.observations)
+    fields = [storage.fields[name] for name in outputs]
+    pictures = [field.shape[-2:] if shift and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
+    frames = batch * shape.stack
+    tiles = [
+        frame_tile(field, frames, picture != (0, 0), interpreted)
+        for field, picture in zip(fields, pictures, strict=False)
+    ]
+    programs = sum(-(-frames // tile.rows) * tile.chunks for tile in tiles)
+    items = items_per_program(batch, interpreted)
+    if windows is not None:
+        programs += programs + -(-batch // items)
+    tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
+    programs += sum(-(-batch // tile.rows) * tile.chunks for tile in tiles[stacked:])
+    gather_windows_kernel[(programs,)](
+        tuple(storage.tensors[name] for name in outputs),
+        tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
+        tuple(outputs.values()),
+        () if windows is None else windows.after,
+        slots,
+        streams.flags,
+        streams.depth,
+        streams.final,
+        storage.tensors["reward"],
+        counters if windows is None else windows.powers,
+        counters,
+        counters if windows is None else windows.reward,
+        counters if windows is None else windows.discount,
+        counters if windows is None else windows.terminated,
+        counters if windows is None else windows.truncated,
+        batch,
+        shape.num_envs,
+        shape.steps,
+        span,
+        STACKED=stacked,
+        FIELDS=len(fields),
+        WIDTHS=tuple(field.elements for field in fields),
+        ROWS=tuple(tile.rows for tile in tiles),
+        COLUMNS=tuple(tile.columns for tile in tiles),
+        CHUNKS=tuple(tile.chunks for tile in tiles),
+        SCALES=tuple(field.scale for field in fields),
+        WIDE=tuple(field.arithmetic_dtype == torch.float64 for field in fields),
+        HEIGHTS=tuple(height for height, _ in pictures),
+        SIDES=tuple(side for _, side in pictures),
+        ITEMS=items,
+        WINDOWS=windows is not None,
+        STACK=shape.stack,
+        N=shape.n_step,
+        TOGETHER=min(shape.n_step, 8),
+        NEXT_STEP=shape.next_step,
+        POOLED=shape.finals > 0,
+        ZERO=storage.padding == "zero",
+        SHIFT=shift,
+        TERMINATED=int(Flag.TERMINATED),
+        TRUNCATED=int(Flag.TRUNCATED),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        # a product of the sum of rewards is rounded before it is added, as on the host
+        enable_fp_fusion=False,
+    )

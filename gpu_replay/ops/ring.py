@@ -62,11 +62,15 @@ def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     Where a program is dear it takes more, and no more rows than there are; on a GPU the number of rows must not decide,
     since another tile is another kernel to compile.
     """
-    elements = field.elements
     # a thread has 8 single values, or as many 16-byte words as fit
     values = 1024 if field.row_bytes % 16 else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
-    values = 65536 if interpreted else values
-    most = 1 << (rows - 1).bit_length() if interpreted else 1024
+    return tile_of(field.elements, values, rows, interpreted)
+
+
+def tile_of(elements: int, values: int, rows: int, interpreted: bool, most: int = 1024) -> Tile:
+    """The tile of at most `values` values and `most` rows, powers of two, for rows of so many elements."""
+    if interpreted:
+        values, most = 65536, 1 << (rows - 1).bit_length()
     columns = min(values, 1 << (elements - 1).bit_length())
     return Tile(max(1, min(most, values // columns)), columns, -(-elements // columns))
 

@@ -199,10 +199,13 @@ def launch_stratified_draw(
     return slots, keys, masses, probability
 
 
-def launch_weigh(masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int) -> Tensor:
+def launch_weigh(
+    masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int, shifts: int = 0
+) -> Tensor:
     """Device: (batch,) float32 weights of the masses just drawn; moves the schedule and the stream on. One launch.
 
     schedule: (3,) float64 start, change and steps, used instead of `beta`, or None.
+    shifts:   random words taken after those of the `drawn`.
     """
     from gpu_replay.kernels.stratified_draw import weigh_kernel
 
@@ -218,7 +221,7 @@ def launch_weigh(masses: Tensor, counters: Tensor, schedule: Tensor | None, beta
         counters,
         counters if schedule is None else schedule,
         batch,
-        blocks_for(drawn),
+        blocks_for(drawn) + blocks_for(shifts),
         leading,
         beta - leading,
         DRAWS=draws,

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from gpu_replay.training.errors import UserError, require
 from gpu_replay.training.folder import RunFolder
+from gpu_replay.training.numbers import natural, positive_float, whole, widths
 from gpu_replay.training.registry import EnvironmentId, identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
 from gpu_replay.training.session import Plan, carry_out
@@ -112,38 +113,6 @@ def _show(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
 
 
-def whole(text: str) -> int:
-    """An int, also written 1e6 or 1_000_000."""
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-        if not number.is_integer():
-            raise ValueError(text) from None
-        return int(number)
-
-
-def natural(text: str) -> int:
-    """An int of at least 0."""
-    number = whole(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0; found {text}")
-    return number
-
-
-def positive_float(text: str) -> float:
-    """A number above 0."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0; found {text}")
-    return number
-
-
-def widths(text: str) -> tuple[int, ...]:
-    """`128,128` as (128, 128)."""
-    return tuple(whole(part) for part in text.split(","))
-
-
 def run(options: argparse.Namespace) -> int:
     """Train as the flags say; returns the exit code. Raises UserError for what cannot be done."""
     began = time.perf_counter()
@@ -159,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _new_plan(options: argparse.Namespace, began: float) -> Plan:
     if options.env is None:
-        raise UserError("ENV is missing: name an environment such as pong, or a run to go on with by --resume.")
+        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     device = given_device(options.device)
     environment = identify(options.env)
     settings = Settings.for_family(environment.family(device), **given_settings(options))

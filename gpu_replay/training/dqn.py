@@ -43,6 +43,11 @@ class Agent:
         """obs: (E, *shape) on the agent's device; returns (E,) int64."""
         return self._explorer.choose(self.online(obs), epsilon)
 
+    def whiten(self, obs: Tensor) -> None:
+        """Fit the networks' whitening to these observations, before the first update."""
+        self.online.whiten(obs)
+        self.target.whiten(obs)
+
     def learn(self, batch: Batch) -> Tensor:
         """One step of the optimiser on an importance-weighted Huber loss; returns (B,) absolute TD errors.
 

@@ -139,6 +139,12 @@ class Examiner:
     @torch.no_grad()
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         began = time.perf_counter()
+        try:
+            return self._played(network, stream, index)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _played(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         settings = self._settings
         seed = stream_seed(self._seed, stream, index)
         generator = torch.Generator(device=self._device).manual_seed(seed)
@@ -158,7 +164,6 @@ class Examiner:
             if not running.any():
                 break
             obs = arrival.obs
-        self.seconds += time.perf_counter() - began
         return Evaluation(
             return_mean=float(returns.mean()),
             return_std=float(returns.std(correction=0)),

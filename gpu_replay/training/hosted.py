@@ -7,7 +7,7 @@ integers and its actions must be arrays; Gymnasium gives `final_obs` as an array
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from gpu_replay.training.settings import Settings
 
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions
 PONG_ACTIONS = (0, 2, 3)
+DEFAULT_FPS = 30.0
 
 
 class HostEnvironment:
@@ -79,6 +80,11 @@ class HostEnvironment:
         """Not to be had: `state` never gave one."""
         raise RuntimeError(f"{self.spec.name} cannot go on in mid-episode; reset it instead.")
 
+    @property
+    def fps(self) -> float:
+        """Steps in a second of natural speed, as far as the environment says."""
+        return float((self._vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
+
     def close(self) -> None:
         """Release the environments."""
         self._vector.close()
@@ -103,6 +109,24 @@ def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarr
 
 def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
     """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are the game's own."""
+    side = settings.frame_size
+    field = Field((side, side), torch.uint8, torch.float32, 1 / 255)
+    return _atari(game, num_envs, settings, field, grayscale=True)
+
+
+def make_atari_screen(game: str, settings: Settings) -> HostEnvironment:
+    """One game as its console shows it, (height, width, 3): seeds and actions of `make_atari` make the same game."""
+    from ale_py import ALEInterface, LoggerMode, roms
+
+    ALEInterface.setLoggerMode(LoggerMode.Error)
+    console = ALEInterface()
+    rom: Any = roms.get_rom_path(game)
+    console.loadROM(rom)
+    height, width = console.getScreenDims()
+    return _atari(game, 1, settings, Field((height, width, 3), torch.uint8), grayscale=False)
+
+
+def _atari(game: str, num_envs: int, settings: Settings, field: Field, *, grayscale: bool) -> HostEnvironment:
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
 
@@ -110,8 +134,9 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
         game,
         num_envs,
         autoreset_mode=AutoresetMode.SAME_STEP,
-        img_height=settings.frame_size,
-        img_width=settings.frame_size,
+        img_height=field.shape[0],
+        img_width=field.shape[1],
+        grayscale=grayscale,
         # each frame crosses to the device, and is stored, once
         stack_num=1,
         repeat_action_probability=settings.sticky,
@@ -121,10 +146,9 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
     actions = np.arange(space.n, dtype=np.int64)
     if game == "pong" and settings.reduced_actions:
         actions = actions[list(PONG_ACTIONS)]
-    shape = (settings.frame_size, settings.frame_size)
     spec = EnvironmentSpec(
         name=game,
-        observation=Field(shape, torch.uint8, torch.float32, 1 / 255),
+        observation=field,
         num_actions=len(actions),
         reward_threshold=None,
         bounds=None,
@@ -133,8 +157,10 @@ def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
     return HostEnvironment(vector, spec, actions, asynchronous=True)
 
 
-def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
+def make_gymnasium(name: str, num_envs: int, *, watch: Callable[[Any], object] | None = None) -> HostEnvironment:
     """A registered Gymnasium environment with discrete actions and Box observations, stepped in this process.
+
+    watch: gets a picture, as the environment draws itself, after each reset and each step of any environment.
 
     Raises UserError for other spaces, and for environments that Gymnasium cannot make.
     """
@@ -142,12 +168,16 @@ def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
     from gymnasium.spaces import Box, Discrete
     from gymnasium.vector import AutoresetMode
 
+    seen: dict[str, Any] = {}
+    if watch is not None:
+        seen = {"wrappers": (lambda environment: _watched(environment, watch),), "render_mode": "rgb_array"}
     with _one_line_errors(name):
         vector = gymnasium.make_vec(
             name,
             num_envs,
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+            **seen,
         )
     # what gymnasium promises of these spaces is wider than what is checked here
     observation: Any = vector.single_observation_space
@@ -169,6 +199,24 @@ def make_gymnasium(name: str, num_envs: int) -> HostEnvironment:
     )
     actions = np.arange(int(action.n), dtype=np.int64) + int(action.start)
     return HostEnvironment(vector, spec, actions, layout)
+
+
+def _watched(environment: Any, watch: Callable[[Any], object]) -> Any:
+    """The environment, handing over a picture after each reset and step."""
+    import gymnasium
+
+    class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def reset(self, **options: Any) -> Any:
+            result = self.env.reset(**options)
+            watch(self.env.render())
+            return result
+
+        def step(self, action: Any) -> Any:
+            result = self.env.step(action)
+            watch(self.env.render())
+            return result
+
+    return Watched(environment)
 
 
 def spaces(name: str) -> tuple[Any, Any]:

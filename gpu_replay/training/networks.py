@@ -1,7 +1,8 @@
-"""The networks that estimate action values: an MLP for vectors, two stacks of convolutions for images.
+"""The networks that estimate action values: an MLP for vectors, three stacks of convolutions for images.
 
-Observations come in as they are stored: integers are scaled by the field's `scale` on the way in, and vectors with
-bounds are mapped to [-1, 1]; both are part of the network, so that a saved file needs nothing beside it.
+Observations come in as they are stored: integers are scaled by the field's `scale` on the way in, vectors with bounds
+are mapped to [-1, 1], and images can be whitened; all of it is part of the network, so that a saved file needs nothing
+beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gpu_replay.training.settings import Settings
 # (channels, kernel, stride) of each convolution
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "mlp": (),
+    "compact": ((16, 8, 4), (32, 4, 2)),
     "small": ((16, 6, 3), (32, 4, 2), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
@@ -47,21 +49,31 @@ class QNetwork(nn.Module):
         self.scale = observation.scale if observation.scale is not None else 1.0
         self.dueling = settings.dueling
         self.half_convolutions = settings.bfloat16
-        centre, stretch = _normalisation(observation.shape, bounds)
+        self.whitens = settings.whiten and settings.network != "mlp" and len(observation.shape) == 3
+        if self.whitens:
+            # all channels alike, so that a stack of frames is one moving picture
+            centre, stretch = torch.zeros(observation.shape[1:]), torch.ones(())
+        else:
+            centre, stretch = _normalisation(observation.shape, bounds)
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
-        self.normalises = bounds is not None
+        self.normalises = bounds is not None and not self.whitens
         self.convolutions, features = _convolutions(settings.network, observation.shape)
         layers: list[nn.Module] = []
         for width in settings.hidden:
-            layers += [nn.Linear(features, width), nn.ReLU()]
+            norm: list[nn.Module] = [nn.LayerNorm(width)] if settings.layer_norm else []
+            layers += [nn.Linear(features, width), *norm, nn.ReLU()]
             features = width
         layers.append(nn.Linear(features, num_actions + (1 if settings.dueling else 0)))
         self.head = nn.Sequential(*layers)
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs: (B, *shape) as stored or as sampled; returns (B, actions) float32."""
-        if not obs.is_floating_point():
+        if self.whitens:
+            # one pass over the images, integers included
+            scale = 1.0 if obs.is_floating_point() else self.scale
+            obs = torch.addcmul(-self.centre * self.stretch, obs, self.stretch * scale)
+        elif not obs.is_floating_point():
             obs = obs.float() * self.scale
         if self.normalises:
             obs = (obs - self.centre) * self.stretch
@@ -73,6 +85,22 @@ class QNetwork(nn.Module):
             return out
         value, advantage = out[:, :1], out[:, 1:]
         return value + advantage - advantage.mean(1, keepdim=True)
+
+    @torch.no_grad()
+    def whiten(self, obs: Tensor) -> None:
+        """Subtract the mean image of these from now on, and divide by the deviation of all pixels from it.
+
+        obs: (B, channels, height, width) as stored or as sampled. What stands still vanishes, and what moves, be it one
+        grey pixel in a thousand, is large.
+        """
+        if not self.whitens:
+            return
+        images = obs.float() * (1.0 if obs.is_floating_point() else self.scale)
+        mean = images.mean((0, 1))
+        deviation = (images - mean).square().mean().sqrt()
+        self.centre.copy_(mean)
+        # a picture in which nothing ever moves stays finite
+        self.stretch.copy_(1 / deviation.clamp(min=1e-3))
 
     def _runs_bfloat16(self, device: torch.device) -> bool:
         """Whether convolutions run in bfloat16: on CPUs without instructions for it that would be slower."""
@@ -107,7 +135,9 @@ def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int
     layers: list[nn.Module] = []
     for out_channels, kernel, stride in stack:
         if min(height, width) < kernel:
-            raise UserError(f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use small or mlp.")
+            raise UserError(
+                f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use a smaller one or mlp."
+            )
         layers += [nn.Conv2d(channels, out_channels, kernel, stride), nn.ReLU()]
         channels, height, width = out_channels, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     return nn.Sequential(*layers), channels * height * width

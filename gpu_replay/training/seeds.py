@@ -6,8 +6,17 @@ from typing import Literal
 
 import numpy as np
 
-Stream = Literal["training", "evaluation", "confirmation", "final", "network", "actions", "replay"]
-_STREAMS: tuple[Stream, ...] = ("training", "evaluation", "confirmation", "final", "network", "actions", "replay")
+Stream = Literal["training", "evaluation", "confirmation", "final", "network", "actions", "replay", "play"]
+_STREAMS: tuple[Stream, ...] = (
+    "training",
+    "evaluation",
+    "confirmation",
+    "final",
+    "network",
+    "actions",
+    "replay",
+    "play",
+)
 
 
 def stream_seed(seed: int, stream: Stream, index: int = 0) -> int:

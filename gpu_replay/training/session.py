@@ -147,6 +147,8 @@ class Session:
 def carry_out(plan: Plan) -> int:
     """Make the run of a plan; returns the exit code. Raises UserError for what cannot be done."""
     torch.set_num_threads(plan.settings.threads)
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
     with StopRequest() as stop:
         with ExitStack() as stack:
             session = Session(plan, stop, stack)

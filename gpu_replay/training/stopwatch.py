@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,13 +12,16 @@ Part = Literal["env", "act", "replay", "learn"]
 PARTS: tuple[Part, ...] = ("env", "act", "replay", "learn")
 # on a GPU one step in so many is timed, because timing has to wait for the device
 SAMPLED = 64
+# calls before `mean_seconds` counts: kernels compile, graphs are captured
+UNTIMED = 5
 
 
 class Stopwatch:
     """Charges the time since the last lap to a part of the loop.
 
     On the CPU every step is timed. On CUDA one step in 64 is, with the device waited for at each lap, so that work is
-    charged to what launched it; overlap between parts is not seen in such a step.
+    charged to what launched it; overlap between parts is not seen in such a step. The first ones, in which libraries
+    load and kernels compile, are not among them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,10 +33,14 @@ class Stopwatch:
 
     def begin(self) -> None:
         """A step of the loop begins."""
-        self._timing = self._device.type == "cpu" or self._steps % SAMPLED == 0
+        self._timing = self._device.type == "cpu" or self._steps % SAMPLED == SAMPLED - 1
         self._steps += 1
         if self._timing:
             self._last = self._now()
+
+    def skip(self) -> None:
+        """The rest of this step is not timed: on CUDA something happens in it that does so only once."""
+        self._timing = self._timing and self._device.type == "cpu"
 
     def lap(self, part: Part) -> None:
         """The time since the last lap, or the beginning, belongs to `part`."""
@@ -60,3 +67,17 @@ class Stopwatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def mean_seconds(call: Callable[[], None], device: torch.device, times: int = 50) -> float:
+    """How long a call takes when calls follow one another, the first few left out."""
+    for _ in range(UNTIMED):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / times

@@ -18,12 +18,13 @@ def summarize(
     fresh: the best network on episodes that had no part in choosing it; without them (an interrupted run) the
            evaluation that chose it is reported, and `eval_fresh` is false.
 
-    Rates are over `wall_seconds`, which hold evaluations and start-up too. `time_split` is in seconds of the learning
-    loop, its parts scaled up from timed steps on CUDA; `replay_share` is the share of replay in it.
+    Rates are over `wall_seconds`, which hold evaluations, start-up and all parts of a resumed run. `time_split` is in
+    seconds of the learning loop, its parts scaled up from timed steps on CUDA; `replay_share` is the share of replay in
+    it, as `Trainer.shares` finds it. Call this last: it may go on learning.
     """
     best = examiner.best
     reported = fresh if fresh is not None or best is None else best.evaluation
-    shares = trainer.watch.shares()
+    shares = trainer.shares()
     loop_seconds = max(trainer.loop_seconds, 1e-9)
     last = trainer.last_row
     return {
@@ -52,6 +53,8 @@ def summarize(
         "time_split": {part: share * loop_seconds for part, share in shares.items()},
         "loop_seconds": loop_seconds,
         "evaluation_seconds": examiner.seconds,
+        "checkpoint_seconds": trainer.checkpoint_seconds,
+        "resumed": trainer.resumed,
         "replay_bytes": trainer.buffer.nbytes,
         "versions": versions(),
     }

@@ -26,7 +26,10 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.seeds import stream_seed
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.stopwatch import Part, Stopwatch
+from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
+
+# batches from which the whitening of images is found
+LOOKED_AT = 16
 
 
 class Listener(Protocol):
@@ -58,6 +61,8 @@ class Trainer:
     """One run of the agent; `examiner` plays in environments of its own.
 
     buffer: what a resumed run goes on with; made anew without it.
+
+    `step` counts those of all environments together, `resumed` how often the run went on after an end.
 
     Raises MemoryError when the replay buffer does not fit, UserError when the network does not suit the environment.
     """
@@ -92,12 +97,13 @@ class Trainer:
         self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
         self._update_captured = CapturedStep(lambda: self._update(_no_lap), device, enabled=settings.graph)
         self.last_row: dict[str, float] = {}
-        self._added = 0
+        # steps in the buffer's life, and those of them that a reset has broken off
+        self._added = self._lost = 0
         self._evaluated = self._logged = 0
         self._next_evaluation, self._next_row = settings.eval_every, settings.log_every
         self._solved = False
         self._last_mark = (0, 0, 0.0)
-        self._resumed = 0
+        self.resumed = 0
         self._saver: Saver | None = None
         self._earlier_checkpoints = 0.0
         # seconds of earlier parts of the run, and the beginning of this one
@@ -119,8 +125,9 @@ class Trainer:
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "checkpoint_seconds": self._checkpoint_seconds,
+            "checkpoint_seconds": self.checkpoint_seconds,
             "added": self._added,
+            "lost": self._lost,
             "samples": int(self.buffer.counters()[Counter.STEP]),
             "evaluated": self._evaluated,
             "logged": self._logged,
@@ -129,7 +136,7 @@ class Trainer:
             "solved": self._solved,
             "last_mark": list(self._last_mark),
             "last_row": {name: torch.tensor(value, dtype=torch.float64) for name, value in self.last_row.items()},
-            "resumed": self._resumed,
+            "resumed": self.resumed,
             "agent": self.agent.state(),
             "statistics": self._statistics.state(),
             "watch": self.watch.state(),
@@ -153,26 +160,27 @@ class Trainer:
         step, updates, seconds = state["last_mark"]
         self._last_mark = (step, updates, seconds)
         self.last_row = {name: float(value) for name, value in state["last_row"].items()}
-        self._resumed = state["resumed"] + 1
+        self.resumed = state["resumed"] + 1
         self.agent.restore(state["agent"])
         self._statistics.restore(state["statistics"])
         self.watch.restore(state["watch"])
         if filled:
-            self._added = state["added"]
+            self._added, self._lost = state["added"], state["lost"]
         else:
             # the schedule of beta goes on
             self.buffer.counters()[Counter.STEP] = state["samples"]
         if state["actors"] is not None:
             self._frame, self._obs = self._actors.restore(state["actors"])
         else:
-            self._frame, self._obs = self._actors.reset(stream_seed(self._seed, "training", self._resumed))
+            self._frame, self._obs = self._actors.reset(stream_seed(self._seed, "training", self.resumed))
             self._statistics.abandon()
             self.buffer.begin_episodes()
             # the windows that were open never become starts
-            self._added = max(0, self._added - self.settings.n_step * self.environment.num_envs)
+            self._lost += self._waiting
 
     @property
-    def _checkpoint_seconds(self) -> float:
+    def checkpoint_seconds(self) -> float:
+        """Seconds that went into checkpoints, those of earlier parts included."""
         return self._earlier_checkpoints + (0.0 if self._saver is None else self._saver.seconds)
 
     def run(
@@ -258,11 +266,25 @@ class Trainer:
     @property
     def _ready(self) -> bool:
         """Whether enough can be drawn; asking the buffer would wait for the device."""
-        waiting = self.settings.n_step * self.environment.num_envs
-        return self._added - waiting >= self.settings.warmup
+        return self._added - self._waiting - self._lost >= self.settings.warmup
+
+    @property
+    def _waiting(self) -> int:
+        """Steps whose windows are open."""
+        return self.settings.n_step * self.environment.num_envs
+
+    def _look(self) -> None:
+        """What the warm-up looks like, before the first update."""
+        if self.settings.whiten:
+            batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(LOOKED_AT)]
+            self.agent.whiten(torch.cat(batches))
 
     def _learn(self) -> None:
+        if self.agent.updates == 0 and self.settings.updates:
+            self._look()
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
+        if self._update_captured.enabled and not self._update_captured.captured:
+            self.watch.skip()
         for _ in range(self.settings.updates):
             if self._update_captured.enabled:
                 self._update_captured()
@@ -281,6 +303,28 @@ class Trainer:
             self.buffer.update_priorities(batch.key, td_error)
             lap("replay")
 
+    def _replay_alone(self) -> None:
+        """The part of `_update` that is the buffer's."""
+        batch = self.buffer.sample(self.settings.batch_size)
+        if self._prioritized:
+            self.buffer.update_priorities(batch.key, batch.weight)
+
+    def shares(self) -> dict[Part, float]:
+        """Share of each part in the time of the learning loop; "replay" is add, sample and update_priorities together.
+
+        A captured update cannot be looked into. There, the buffer's part of it is captured alone, both are replayed
+        many times, and the ratio of the two times is taken from "learn". That goes on learning, so this comes last of
+        all that is done with a trainer.
+        """
+        shares = self.watch.shares()
+        if self._update_captured.captured:
+            whole = mean_seconds(self._update_captured, self.device)
+            alone = mean_seconds(CapturedStep(self._replay_alone, self.device), self.device)
+            moved = shares["learn"] * min(1.0, alone / whole)
+            shares["learn"] -= moved
+            shares["replay"] += moved
+        return shares
+
     def _evaluate(self, listener: Listener) -> None:
         evaluation, self._solved = self.examiner.examine(self.agent.online, self.step)
         self._evaluated = self.step
@@ -294,7 +338,7 @@ class Trainer:
         updates, seconds = self.agent.updates, self.seconds
         last_step, last_updates, last_seconds = self._last_mark
         # evaluations and checkpoints are not learning time
-        loop_seconds = seconds - self.examiner.seconds - self._checkpoint_seconds
+        loop_seconds = seconds - self.examiner.seconds - self.checkpoint_seconds
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         self._last_mark = (self.step, updates, loop_seconds)
         self._logged = self.step

@@ -1,0 +1,53 @@
+"""Numbers as people type them on a command line, checked where they are read."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def whole(text: str) -> int:
+    """An int, also written 1e6 or 1_000_000."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise ValueError(text) from None
+        return int(number)
+
+
+def natural(text: str) -> int:
+    """An int of at least 0."""
+    return _at_least(whole(text), 0, text)
+
+
+def positive(text: str) -> int:
+    """An int of at least 1."""
+    return _at_least(whole(text), 1, text)
+
+
+def positive_float(text: str) -> float:
+    """A number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0; found {text}")
+    return number
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1; found {text}")
+    return number
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """`128,128` as (128, 128)."""
+    return tuple(whole(part) for part in text.split(","))
+
+
+def _at_least(number: int, least: int, text: str) -> int:
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}; found {text}")
+    return number

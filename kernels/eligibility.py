@@ -1,0 +1,269 @@
+"""Which starts of a trajectory buffer can be drawn, followed step by step, and the final observations kept for them."""
+
+import triton
+import triton.language as tl
+
+from .mass_tree import mass_of
+
+
+@triton.jit
+def assign(
+    levels,
+    edges,
+    marks,
+    slot,
+    new,
+    touched,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    MARKS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Give the touched slots new masses, 0 where they cannot be drawn, and all nodes above them the differences.
+
+    marks: a second tree, of ones, or nothing. Returns how many more can be drawn.
+    """
+    old = tl.load(levels[0] + slot, mask=touched, other=0)
+    changed = touched & (new != old)
+    change = tl.where(changed, new - old, 0)
+    more = tl.where(changed, (new > 0).to(tl.int64) - (old > 0).to(tl.int64), 0)
+    # copies of a thread's slot in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(levels[0] + slot, new, mask=changed)
+    for edge in tl.static_range(EDGES):
+        tl.store(edges[edge] + (slot >> SHIFT), slot * 0 - 1, mask=changed)
+    for level in tl.static_range(1, LEVELS):
+        tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=changed, sem="relaxed")
+    if MARKS > 0:
+        tl.store(marks[0] + slot, tl.minimum(new, 1), mask=changed)
+        for level in tl.static_range(1, MARKS):
+            tl.atomic_add(marks[level] + (slot >> (SHIFT * level)), more, mask=more != 0, sem="relaxed")
+    return tl.sum(tl.sum(more, axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["envs", "capacity", "stack", "n_step", "finals"])
+def follow_kernel(
+    levels,
+    edges,
+    marks,
+    counters_ptr,
+    flags_ptr,
+    depth_ptr,
+    pending_ptr,
+    final_ptr,
+    owner_ptr,
+    times_sampled_ptr,
+    keys_ptr,
+    terminated_ptr,
+    truncated_ptr,
+    priority_ptr,
+    numbers_ptr,
+    masses_ptr,
+    envs,
+    capacity,
+    stack,
+    n_step,
+    finals,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    MARKS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ENVS: tl.constexpr,
+    AGES: tl.constexpr,
+    FRAMES: tl.constexpr,
+    MASSES: tl.constexpr,
+    GIVEN: tl.constexpr,
+    SOURCE: tl.constexpr,
+    NEXT_STEP: tl.constexpr,
+    FINALS: tl.constexpr,
+    TERMINATED: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    DEAD: tl.constexpr,
+    FINAL: tl.constexpr,
+    CUT: tl.constexpr,
+    ADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    TOP: tl.constexpr,
+    PENDING_TOP: tl.constexpr,
+    REJECTED: tl.constexpr,
+    SATURATED: tl.constexpr,
+    TICKET: tl.constexpr,
+    EDGE_HIGH: tl.constexpr,
+    ELIGIBLE: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """Take in the flags of the step just written, take away the starts that it costs, and give those it completes.
+
+    A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at AGES
+    starts of each that the step may complete, and FRAMES that may lose a frame of their stack, at a time. levels: of
+    the masses, or of the marks where there are no masses. numbers: alpha, eps, clip. masses: the initial mass, and the
+    limit. The last program to finish moves the ring on.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    env = program * ENVS + tl.arange(0, ENVS)
+    named = env < envs
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
+    # slot of the first environment, and its place among the pending masses
+    head = added % capacity
+    line = added % (envs.to(tl.int64) * (n_step + 1))
+    next_final = tl.load(counters_ptr + KEPT) % finals if FINALS else 0
+    slot = head + env
+    previous = tl.where(head > 0, head, capacity) - envs + env
+    # environments past the end do nothing
+    before = tl.load(flags_ptr + previous, mask=named, other=0).to(tl.int32)
+    depth = tl.load(depth_ptr + previous, mask=named, other=0) + 1
+    terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
+    truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
+    flags = terminated * TERMINATED | truncated * TRUNCATED
+    over = before & (TERMINATED | TRUNCATED | CUT)
+    if NEXT_STEP:
+        # a step that was broken off from outside is followed by a first one
+        dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
+        flags = tl.where(dead, DEAD, flags)
+        over = before & (DEAD | CUT)
+    # nothing comes before the very first step
+    depth = tl.where((over != 0) | (added == 0), 0, depth)
+
+    kept = env * 0
+    if FINALS:
+        # rows go by the order of the environments: those that programs before this one want come first
+        wants = kept
+        for block in range(program):
+            # all of them exist
+            others = block * ENVS + tl.arange(0, ENVS)
+            wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
+        wanted = flags == TRUNCATED
+        rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
+        few = wanted & (rank < finals)
+        place = next_final + rank
+        place = tl.where(place < finals, place, place - finals)
+        # owners are in the order of their keys, so the free rows come first
+        owner = tl.load(owner_ptr + place, mask=few, other=0)
+        free = few & (owner < oldest)
+        # copies of a thread's row in other threads have been read before it changes
+        tl.debug_barrier()
+        tl.store(owner_ptr + place, added + env, mask=free)
+        tl.store(final_ptr + slot, place.to(tl.int32), mask=free)
+        flags = tl.where(free, flags | FINAL, flags)
+        kept = free.to(tl.int64)
+
+    initial = tl.full([], 1, tl.int64)
+    if MASSES:
+        initial = tl.load(masses_ptr)
+        if SOURCE >= 0:
+            # the largest mass, 0 before there was any
+            largest = tl.load(counters_ptr + SOURCE)
+            initial = tl.where(largest > 0, largest, initial)
+    own = env * 0
+    if GIVEN:
+        priority = tl.load(priority_ptr + env, mask=named, other=0).to(tl.float64)
+        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+        own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+        rejected = named & (own == 0) & ((flags & DEAD) == 0)
+        tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
+
+    # in a ring of one step these are the slots that were read above
+    tl.debug_barrier()
+    tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
+    tl.store(depth_ptr + slot, depth, mask=named)
+    tl.store(pending_ptr + line + env, own, mask=named)
+    tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
+    tl.store(keys_ptr + env, added + env, mask=named)
+
+    eligible = tl.full([], 0, tl.int64)
+    # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
+    if added >= capacity:
+        for first in range(1, stack, FRAMES):
+            ahead = (first + tl.arange(0, FRAMES))[:, None].to(tl.int64)
+            near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
+            # the ring is passed at most once, here and below; a division would take longer than all the rest
+            later = head + ahead * envs
+            later = tl.where(later < capacity, later, later - capacity) + env[None, :]
+            # a deep stack lost its first frame steps ago
+            lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
+            eligible += assign(levels, edges, marks, later, later * 0, lost, LEVELS, EDGES, MARKS, SHIFT)
+
+    # the observation of this step ends the full windows, an ending or its final observation all windows
+    full = (flags & DEAD) == 0
+    closing = (flags & (TERMINATED | FINAL)) != 0
+    waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
+    top = tl.full([], 0, tl.int64)
+    for first in range(0, n_step + 1, AGES):
+        age = (first + tl.arange(0, AGES))[:, None].to(tl.int64)
+        back = age * envs
+        early = closing[None, :] | (waited[None, :] & (age > 0))
+        chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+        chosen = chosen & named[None, :] & (depth[None, :] >= age)
+        # the first frame of the stack is stored
+        frames = tl.minimum(depth[None, :] - age, stack - 1)
+        chosen = chosen & (added - back - frames * envs >= oldest)
+        # the masses of this step have just been made
+        lines = tl.where(line >= back, line, line + envs.to(tl.int64) * (n_step + 1)) - back
+        given = tl.load(pending_ptr + lines + env[None, :], mask=chosen & (age > 0), other=0)
+        given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
+        top = tl.maximum(top, tl.max(tl.max(given, axis=1), axis=0))
+        new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
+        earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
+        touched = chosen | (named[None, :] & (age == 0))
+        eligible += assign(levels, edges, marks, earlier, new, touched, LEVELS, EDGES, MARKS, SHIFT)
+    tl.atomic_add(counters_ptr + ELIGIBLE, eligible, sem="relaxed")
+    if MASSES:
+        tl.atomic_max(counters_ptr + PENDING_TOP, top, sem="relaxed")
+
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    # the upper half of the ticket adds up what the programs keep
+    mine = (tl.sum(kept, axis=0) << 32) + 1
+    done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
+    if (done & 0xFFFFFFFF) == tl.num_programs(0):
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(counters_ptr + EDGE_HIGH, 0)
+        if MASSES:
+            # an atomic, so that what other programs left is seen
+            given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0)
+            tl.atomic_max(counters_ptr + TOP, given_top)
+            tl.store(counters_ptr + PENDING_TOP, 0)
+        if FINALS:
+            tl.store(counters_ptr + KEPT, tl.load(counters_ptr + KEPT) + (done >> 32))
+        tl.store(counters_ptr + ADDED, added + envs)
+
+
+@triton.jit(do_not_specialize=["envs", "capacity"])
+def keep_finals_kernel(
+    inputs,
+    pools,
+    flags_ptr,
+    final_ptr,
+    counters_ptr,
+    envs,
+    capacity,
+    FIELDS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FINAL: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """pools[f][final[slot]] = inputs[f][e] for the environments whose final observation `follow_kernel` kept."""
+    envs = envs.to(tl.int64)
+    first = (tl.load(counters_ptr + ADDED) - envs) % capacity
+    # the program's number among those of the field in turn
+    local = tl.program_id(0).to(tl.int64)
+    for f in tl.static_range(FIELDS):
+        programs = (envs + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
+        if (local >= 0) & (local < programs):
+            env = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
+            column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
+            # environments past the end keep nothing
+            flags = tl.load(flags_ptr + first + env, mask=env < envs, other=0).to(tl.int32)
+            kept = (flags & FINAL) != 0
+            place = tl.load(final_ptr + first + env, mask=kept, other=0).to(tl.int64)
+            live = kept[:, None] & (column < WIDTHS[f])[None, :]
+            # rows that are not kept may hold anything, and are not read
+            values = tl.load(inputs[f] + env[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
+            target = pools[f] + place[:, None] * WIDTHS[f] + column[None, :]
+            tl.store(target, values.to(pools[f].dtype.element_ty), mask=live)
+        local -= programs

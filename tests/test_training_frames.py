@@ -1,0 +1,227 @@
+"""The way of a frame from the emulator to the agent: once over, stacked there as ALE itself would have stacked it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_replay import Field
+from gpu_replay.training.actors import Actors
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.crossing import Crossing
+from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay.training.replay import make_buffer, sampled_field
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.stacks import FrameStack
+
+CPU = torch.device("cpu")
+IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
+
+
+def numbered(t: int, envs: int) -> Tensor:
+    """A frame whose every pixel says at which step it was seen and where."""
+    return (torch.arange(envs, dtype=torch.uint8) + 10 * t)[:, None, None].expand(envs, 3, 2).contiguous()
+
+
+@pytest.mark.parametrize("depth", [2, 4, 8])
+def test_stacks_hold_the_newest_frames_and_zeros_before_the_first(depth: int) -> None:
+    stack = FrameStack(depth)
+    histories = [[numbered(0, 3)[env]] for env in range(3)]
+    obs = stack.begin(numbered(0, 3))
+    for t in range(1, 20):
+        for env, history in enumerate(histories):
+            newest = history[-depth:]
+            zeros = [torch.zeros(3, 2, dtype=torch.uint8)] * (depth - len(newest))
+            assert torch.equal(obs[env], torch.stack([*zeros, *newest]))
+        ended = torch.tensor([t % 5 == 0, t % 7 == 0, False])
+        frame = numbered(t, 3)
+        for env in range(3):
+            histories[env] = [frame[env]] if ended[env] else [*histories[env], frame[env]]
+        obs = stack.push(frame, ended)
+
+
+def test_a_single_frame_has_no_stack_axis() -> None:
+    stack = FrameStack(1)
+    assert stack.begin(numbered(0, 3)).shape == (3, 3, 2)
+    assert stack.push(numbered(1, 3), torch.zeros(3, dtype=torch.bool)) is not None
+    assert stack.state() == {}
+    with pytest.raises(RuntimeError, match="call begin first"):
+        FrameStack(2).push(numbered(1, 3), torch.zeros(3, dtype=torch.bool))
+
+
+def test_a_stack_goes_on_from_its_state() -> None:
+    first, second = FrameStack(4), FrameStack(4)
+    first.begin(numbered(0, 2))
+    for t in range(1, 7):
+        frame = numbered(t, 2)
+        obs = first.push(frame, torch.tensor([t == 5, False]))
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    assert torch.equal(second.restore(frame, saved), obs)
+    later = numbered(7, 2), torch.tensor([False, True])
+    assert torch.equal(first.push(*later), second.push(*later))
+
+
+def crossing(device: torch.device) -> Crossing:
+    shapes = {"frame": ((5, 3), torch.uint8), "reward": ((5,), torch.float32), "ended": ((5,), torch.bool)}
+    return Crossing(shapes, device)
+
+
+def load(t: int) -> dict[str, Tensor]:
+    return {
+        "frame": torch.full((5, 3), t, dtype=torch.uint8),
+        "reward": torch.arange(5.0) + t,
+        "ended": torch.arange(5) % (t + 1) == 0,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_crosses_arrives_and_lasts_for_two_calls(device: str) -> None:
+    way = crossing(torch.device(device))
+    before: dict[str, Tensor] = {}
+    for t in range(9):
+        given = load(t)
+        there = way.carry(**given)
+        for name, value in given.items():
+            assert there[name].device.type == device
+            assert there[name].data_ptr() % 16 == 0
+            assert torch.equal(there[name].cpu(), value)
+            if before:
+                assert torch.equal(before[name].cpu(), load(t - 1)[name])
+            # the host may use its memory again at once
+            value.zero_()
+        before = there
+
+
+@pytest.mark.gpu
+def test_a_crossing_does_not_wait_for_a_busy_device() -> None:
+    way = crossing(torch.device("cuda"))
+    way.carry(**load(0))
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(20):
+        busy = busy @ busy / 8192
+    there = way.carry(**load(1))
+    done = torch.cuda.Event()
+    done.record()
+    assert not done.query()
+    assert torch.equal(there["reward"].cpu(), load(1)["reward"])
+
+
+class Scripted:
+    """Two environments in host memory whose frames say when they were; the second ends at each third step."""
+
+    spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=3)
+    num_envs = 2
+
+    def reset(self, seed: int) -> Tensor:
+        self.t = 0
+        return numbered(0, 2)
+
+    def send(self, actions: Tensor) -> None:
+        self.t += 1
+
+    def recv(self) -> Step:
+        ended = torch.tensor([False, self.t % 3 == 0])
+        final = numbered(self.t + 100, 2) if self.t % 3 == 0 else None
+        return Step(numbered(self.t, 2), torch.full((2,), float(self.t)), ended & False, ended, final)
+
+    def state(self) -> None:
+        pass
+
+    def restore(self, state: Any) -> Tensor:
+        raise RuntimeError
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("way", ["stays", "crosses", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_actors_hand_over_frames_and_stacks(way: str) -> None:
+    device = torch.device("cuda" if way == "cuda" else "cpu")
+    actors = Actors(Scripted(), device)
+    frame, obs = actors.reset(0)
+    if way == "crosses":
+        # as it is where the agent lives on a GPU
+        actors._crossing, actors._finals = actors._crossings(frame)
+    assert (obs.shape, obs.device.type, actors.home.type) == ((2, 3, 3, 2), device.type, "cpu")
+    for t in range(1, 12):
+        actors.send(torch.zeros(2, dtype=torch.int64))
+        arrival = actors.recv()
+        assert torch.equal(arrival.frame.cpu(), numbered(t, 2))
+        assert torch.equal(arrival.obs[:, -1], arrival.frame)
+        assert arrival.reward.tolist() == [t, t]
+        assert arrival.truncated.tolist() == [False, t % 3 == 0]
+        assert not arrival.terminated.any()
+        assert bool((arrival.obs[1, :-1] == 0).all()) == (t % 3 == 0)
+        if t % 3 == 0:
+            assert arrival.final_frame is not None
+            assert torch.equal(arrival.final_frame.cpu(), numbered(t + 100, 2))
+        else:
+            assert arrival.final_frame is None
+    assert actors.state() is None
+
+
+def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
+    pytest.importorskip("ale_py")
+    from ale_py.vector_env import AtariVectorEnv
+    from gymnasium.vector import AutoresetMode
+
+    from gpu_replay.training.hosted import make_atari
+
+    envs, steps = 4, 1_400
+    settings = Settings.for_family("atari", num_envs=envs, capacity=8_000, warmup=100, n_step=3, batch_size=16)
+    environment = make_atari("pong", envs, settings)
+    reference = AtariVectorEnv(
+        "pong", envs, autoreset_mode=AutoresetMode.SAME_STEP, img_height=42, img_width=42, reward_clipping=False
+    )
+    actors, buffer = Actors(environment, CPU), make_buffer(environment.spec, settings, CPU, 0)
+    frame, obs = actors.reset(7)
+    seeds = np.random.SeedSequence(7).generate_state(envs, np.uint32).astype(np.int64) >> 1
+    stacks = [reference.reset(seed=seeds)[0]]
+    generator = torch.Generator().manual_seed(0)
+    endings = 0
+    for _ in range(steps):
+        assert np.array_equal(obs.numpy(), stacks[-1])
+        actions = torch.randint(0, 3, (envs,), generator=generator)
+        actors.send(actions)
+        arrival = actors.recv()
+        shown, _, terminated, truncated, _ = reference.step(np.array([0, 2, 3])[actions.numpy()])
+        assert arrival.terminated.tolist() == terminated.tolist()
+        buffer.add(
+            obs=frame,
+            action=actions,
+            reward=arrival.reward,
+            terminated=arrival.terminated,
+            truncated=arrival.truncated,
+            final_obs=arrival.final_frame,
+        )
+        endings += int((terminated | truncated).sum())
+        frame, obs = arrival.frame, arrival.obs
+        stacks.append(shown)
+    assert endings >= 4
+    for _ in range(40):
+        batch = buffer.sample(16)
+        for row, key in enumerate(batch.key.tolist()):
+            t, env = divmod(key, envs)
+            assert np.array_equal(batch.obs[row].numpy(), stacks[t][env])
+            if batch.discount[row] > 0:
+                assert np.array_equal(batch.next_obs[row].numpy(), stacks[t + 3][env])
+    reference.close()
+    environment.close()
+
+
+def test_bytes_are_scaled_in_the_gather_on_a_gpu_and_in_the_network_on_a_cpu() -> None:
+    atari = Settings.for_family("atari-cuda")
+    cuda = torch.device("cuda")
+    assert sampled_field(IMAGE, atari, CPU) == Field((3, 2), torch.uint8)
+    assert sampled_field(IMAGE, atari, cuda) == Field((3, 2), torch.uint8, torch.bfloat16, 1 / 255)
+    for changes in ({"bfloat16": False}, {"whiten": True}):
+        plain = Settings.for_family("atari-cuda", **changes)
+        assert sampled_field(IMAGE, plain, cuda) == Field((3, 2), torch.uint8, torch.float32, 1 / 255)
+    assert sampled_field(Catch.spec.observation, Settings(), cuda).sample_dtype == torch.float32
+    vector = Field((4,), torch.float32)
+    assert sampled_field(vector, atari, cuda) == vector

@@ -1,0 +1,297 @@
+"""Errors of the trajectory buffer: the right type, what was asked, what was found; a failed call stores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import INTERPRETED
+from devices import device_fixture as device_fixture
+from trajectory_pair import Pair, play
+from transitions import EXACT
+
+from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+
+FIELDS = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+OBS, ACTION = FIELDS["obs"], FIELDS["action"]
+
+
+def build(device: str = "cpu", **changed: Any) -> TrajectoryReplayBuffer:
+    arguments: dict[str, Any] = {"capacity": 12, "num_envs": 3, "fields": FIELDS} | changed
+    return TrajectoryReplayBuffer(**arguments, device=device)
+
+
+BAD_SETTINGS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"capacity": 0}, ValueError, r"(?i)capacity.*0"),
+    ({"capacity": -5}, ValueError, r"(?i)capacity.*-5"),
+    ({"capacity": 2}, ValueError, r"(?is)capacity.*2.*3|3.*capacity.*2"),
+    ({"capacity": 2**31}, ValueError, r"(?i)capacity"),
+    ({"capacity": 12.0}, TypeError, r"(?i)capacity.*12.0"),
+    ({"capacity": True}, TypeError, r"(?i)capacity"),
+    ({"num_envs": 0}, ValueError, r"num_envs.*0"),
+    ({"num_envs": -1}, ValueError, r"num_envs.*-1"),
+    ({"num_envs": 1.5}, TypeError, r"num_envs.*1.5"),
+    ({"num_envs": True}, TypeError, r"num_envs"),
+    ({"num_envs": "3"}, TypeError, r"num_envs"),
+    ({"num_envs": 13}, ValueError, r"(?is)12.*13|13.*12"),
+    *(
+        ({name: value}, error, rf"{name}.*{value}")
+        for name in ("stack", "n_step")
+        for value, error in ((0, ValueError), (-2, ValueError), (2.0, TypeError), (None, TypeError), (True, TypeError))
+    ),
+    ({"gamma": -0.1}, ValueError, r"gamma.*-0.1"),
+    ({"gamma": 1.1}, ValueError, r"gamma.*1.1"),
+    ({"gamma": float("nan")}, ValueError, r"gamma.*nan"),
+    ({"gamma": "0.9"}, TypeError, r"gamma.*0.9"),
+    ({"gamma": True}, TypeError, r"gamma"),
+    ({"autoreset": "never"}, ValueError, r"(?s)autoreset.*never|never.*autoreset"),
+    ({"autoreset": "NextStep"}, ValueError, r"(?s)autoreset.*next_step"),
+    ({"autoreset": None}, (TypeError, ValueError), r"autoreset"),
+    ({"padding": "edge"}, ValueError, r"(?s)padding.*edge|edge.*padding"),
+    ({"padding": 0}, (TypeError, ValueError), r"padding"),
+    ({"random_shift": -1}, ValueError, r"random_shift.*-1"),
+    ({"random_shift": 1.5}, TypeError, r"random_shift.*1.5"),
+    # no observation field has a height and a width
+    ({"random_shift": 2}, ValueError, r"random_shift.*2"),
+    ({"final_capacity": -1, "autoreset": "same_step"}, ValueError, r"final_capacity.*-1"),
+    ({"final_capacity": 2.5, "autoreset": "same_step"}, TypeError, r"final_capacity.*2.5"),
+    ({"sampler": "uniform"}, TypeError, r"sampler"),
+    ({"sampler": Uniform}, TypeError, r"sampler"),
+    ({"seed": 0.5}, TypeError, r"seed"),
+    ({"fields": {}}, ValueError, r"(?i)field"),
+    ({"fields": [OBS, ACTION]}, TypeError, r"(?i)field"),
+    ({"fields": {"obs": torch.float32, "action": ACTION}}, TypeError, r"obs"),
+    ({"fields": {"action": ACTION}}, (ValueError, KeyError), r"obs"),
+    ({"fields": {"obs": OBS}}, (ValueError, KeyError), r"action"),
+    ({"fields": {"observation": OBS, "action": ACTION}}, (ValueError, KeyError), r"'?obs\b"),
+    ({"fields": {"obs": OBS, "obs.image": OBS, "action": ACTION}}, (ValueError, KeyError), r"obs.image|obs"),
+    *(
+        ({"fields": FIELDS | {name: Field((), torch.float32)}}, (ValueError, KeyError), rf"{name}.*reserved")
+        for name in (
+            *("key", "weight", "probability", "priority"),
+            *("reward", "terminated", "truncated", "discount", "next_obs", "final_obs"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_SETTINGS)))
+def test_settings_that_mean_nothing_are_refused(number: int, device: str) -> None:
+    changed, error, message = BAD_SETTINGS[number]
+    with pytest.raises(error, match=message):
+        build(device, **changed)
+
+
+@pytest.mark.parametrize("capacity, kept", [(3, 3), (4, 3), (5, 3), (6, 6), (14, 12), (2999, 2997)])
+def test_capacity_is_rounded_down_to_whole_steps(capacity: int, kept: int, device: str) -> None:
+    assert build(device, capacity=capacity).capacity == kept
+
+
+def test_what_does_not_fit_is_refused_with_a_table_of_fields(device: str) -> None:
+    fields = {"obs": Field((1024, 1024, 3), torch.uint8), "action": ACTION}
+    for sampler in (Uniform(), Proportional()):
+        with pytest.raises(MemoryError) as refused:
+            build(device, capacity=2**31 - 1, num_envs=64, fields=fields, sampler=sampler, stack=4)
+        lines = str(refused.value).splitlines()
+        for name in ("obs", "action", "reward"):
+            assert any(name in line and any(sign.isdigit() for sign in line) for line in lines), f"no line for {name}"
+
+
+def step(*names: str, rows: int = 3, **changed: Any) -> dict[str, Any]:
+    """The arguments of one `add`, without these names."""
+    whole: dict[str, Any] = {
+        "obs": torch.arange(2.0 * rows).reshape(rows, 2),
+        "action": torch.arange(rows),
+        "reward": torch.zeros(rows),
+        "terminated": torch.zeros(rows, dtype=torch.bool),
+        "truncated": torch.zeros(rows, dtype=torch.bool),
+    }
+    return {name: value for name, value in (whole | changed).items() if name not in names}
+
+
+LOSSY = (TypeError, ValueError)
+BAD_ADDS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    **{f"missing {name}": (step(name), KeyError, name) for name in step()},
+    "nothing": ({}, KeyError, r"obs"),
+    "unknown field": (step(rewards=torch.zeros(3)), KeyError, r"rewards"),
+    "result as a field": (step(next_obs=torch.zeros(3, 2)), KeyError, r"next_obs"),
+    "one environment too few": (step(rows=2), ValueError, r"(?s)3.*2|2.*3"),
+    "one environment too many": (step(rows=4), ValueError, r"(?s)3.*4|4.*3"),
+    "no environments": (step(rows=0), ValueError, r"(?s)3.*0|0.*3"),
+    "two steps at once": (step(rows=6), ValueError, r"(?s)3.*6|6.*3"),
+    "wrong shape": (step(obs=torch.zeros(3, 3)), ValueError, r"(?s)obs.*2.*3, 3"),
+    "missing environment dimension": (step(obs=torch.zeros(2)), ValueError, r"obs"),
+    "stack instead of a frame": (step(obs=torch.zeros(3, 4, 2)), ValueError, r"(?s)obs.*3, 4, 2"),
+    "scalar reward": (step(reward=torch.tensor(0.5)), ValueError, r"reward"),
+    "column of rewards": (step(reward=torch.zeros(3, 1)), ValueError, r"reward.*3, 1"),
+    "fewer rewards": (step(reward=torch.zeros(2)), ValueError, r"(?s)reward.*2"),
+    "more flags": (step(terminated=torch.zeros(4, dtype=torch.bool)), ValueError, r"(?s)terminated.*4"),
+    "fewer flags": (step(truncated=torch.zeros(2, dtype=torch.bool)), ValueError, r"(?s)truncated.*2"),
+    "flags as integers": (step(terminated=torch.zeros(3, dtype=torch.int64)), LOSSY, r"terminated.*int64"),
+    "flags as floats": (step(truncated=torch.zeros(3)), LOSSY, r"truncated.*float32"),
+    "complex reward": (step(reward=torch.zeros(3).cfloat()), LOSSY, r"reward.*complex"),
+    "text as reward": (step(reward="abc"), LOSSY, r"reward"),
+    "None as action": (step(action=None), LOSSY, r"action"),
+    "objects as reward": (step(reward=np.array([1, None, 2])), LOSSY, r"reward"),
+    "reward out of range": (step(reward=torch.tensor([0.0, 1e39, 0.0], dtype=torch.float64)), LOSSY, r"reward"),
+    "float action": (step(action=torch.zeros(3)), LOSSY, r"action.*(float32.*int64|int64.*float32)"),
+    "final_obs of another shape": (step(final_obs=torch.zeros(3, 4)), ValueError, r"(?s)final_obs.*3, 4"),
+    "final_obs of fewer environments": (step(final_obs=torch.zeros(2, 2)), ValueError, r"(?s)final_obs.*2"),
+    "final_obs of another kind": (step(final_obs=torch.zeros(3, 2).cfloat()), LOSSY, r"final_obs.*complex"),
+    "final_obs that is text": (step(final_obs="last"), LOSSY, r"final_obs"),
+    "final_obs of a field that is not there": (step(**{"final_obs.image": torch.zeros(3, 2)}), KeyError, r"final_obs"),
+    "fewer priorities": (step(priority=torch.ones(2)), ValueError, r"priorit.*2"),
+    "column of priorities": (step(priority=torch.ones(3, 1)), ValueError, r"priorit"),
+    "one priority for all": (step(priority=1.0), ValueError, r"priorit"),
+    "text priority": (step(priority="high"), LOSSY, r"priorit"),
+    "truths as priorities": (step(priority=torch.ones(3, dtype=torch.bool)), LOSSY, r"priorit"),
+}
+
+
+MODES = ["same_step"] if INTERPRETED else ["next_step", "same_step", "disabled"]
+# with next-step autoreset `final_obs` is not looked at
+REFUSED = [
+    (name, mode) for name in BAD_ADDS for mode in MODES if mode != "next_step" or "final_obs" not in BAD_ADDS[name][0]
+]
+
+
+@pytest.mark.parametrize("name, autoreset", REFUSED)
+def test_add_refuses_and_stores_nothing(name: str, autoreset: str, device: str) -> None:
+    fields, error, message = BAD_ADDS[name]
+    pair = Pair(12, 3, fields=FIELDS, device=device, autoreset=autoreset)
+    play(pair, ".T....", "...U..", "......", fields=FIELDS, final=True)
+    before = repr(pair.buffer.stats())
+    with pytest.raises(error, match=message):
+        pair.buffer.add(**fields)
+    assert repr(pair.buffer.stats()) == before
+    pair.check()
+    # what was open goes on
+    play(pair, ".", ".", ".", fields=FIELDS)
+    pair.check()
+
+
+def test_first_add_that_fails_leaves_an_empty_buffer(device: str) -> None:
+    buffer = build(device)
+    with pytest.raises(ValueError, match=r"truncated"):
+        buffer.add(**step(truncated=torch.zeros(4, dtype=torch.bool)))
+    assert (len(buffer), buffer.added) == (0, 0)
+    assert buffer.add(**step()).tolist() == [0, 1, 2]
+
+
+def test_positional_arguments_are_refused(device: str) -> None:
+    with pytest.raises(TypeError):
+        build(device).add(*step().values())
+
+
+def test_a_dictionary_of_final_observations_must_be_whole(device: str) -> None:
+    fields = {"obs.image": OBS, "obs.vector": Field((), torch.float32), "action": ACTION}
+    buffer = build(device, fields=fields, autoreset="same_step")
+    observations = {"obs.image": torch.zeros(3, 2), "obs.vector": torch.zeros(3)}
+    flags = {"truncated": torch.ones(3, dtype=torch.bool)}
+    for given, missing in (
+        ({"final_obs.image": torch.zeros(3, 2)}, r"final_obs.vector"),
+        ({"final_obs.vector": torch.zeros(3)}, r"final_obs.image"),
+        ({"final_obs.sound": torch.zeros(3)}, r"final_obs.sound"),
+    ):
+        with pytest.raises((KeyError, ValueError), match=missing):
+            buffer.add(**step("obs", **observations, **flags, **given))
+    assert len(buffer) == 0
+
+
+BAD_KEYS: list[tuple[Any, Any, str]] = [
+    (torch.tensor([3.0]), TypeError, r"(?i)key.*float"),
+    (np.array([0.5]), TypeError, r"(?i)key"),
+    (torch.tensor([True]), TypeError, r"(?i)key.*bool"),
+    ("3", TypeError, r"(?i)key"),
+    (None, TypeError, r"(?i)key"),
+    (torch.zeros(2, 1, dtype=torch.int64), ValueError, r"(?i)key"),
+    ([4, 99, 98], KeyError, r"\b99\b"),
+    ([4, -1], KeyError, r"-1"),
+    # overwritten, dead, still open
+    ([4, 1], KeyError, r"\b1\b"),
+    ([4, 9, 99], KeyError, r"\b9\b"),
+    ([10, 12], KeyError, r"\b12\b"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD_KEYS)))
+def test_keys_that_cannot_be_read_are_refused_by_name(number: int, device: str) -> None:
+    keys, error, message = BAD_KEYS[number]
+    # t = 1 to 4 are stored; key 9 (t = 3 of the first environment) is dead
+    pair = Pair(12, 3, fields=FIELDS, device=device)
+    play(pair, "..T..", ".....", ".....", fields=FIELDS)
+    assert pair.buffer[[4, 10]].key.tolist() == [4, 10]
+    with pytest.raises(error, match=message):
+        pair.buffer[keys]
+
+
+def test_message_of_an_ineligible_key_does_not_say_that_it_is_gone(device: str) -> None:
+    pair = Pair(12, 3, fields=FIELDS, device=device)
+    play(pair, "..", "..", "..", fields=FIELDS)
+    with pytest.raises(KeyError) as waits:
+        pair.buffer[4]
+    with pytest.raises(KeyError) as gone:
+        pair.buffer[400]
+    assert str(waits.value).replace("4", "") != str(gone.value).replace("400", "")
+    assert "eligible" in str(waits.value)
+
+
+BAD_UPDATES: dict[str, tuple[Any, Any, Any, str]] = {
+    "float keys": (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, r"(?i)key.*float"),
+    "no keys": (None, torch.ones(2), TypeError, r"(?i)key"),
+    "fewer priorities": (torch.tensor([3, 4]), torch.ones(1), ValueError, r"(?s)2.*1|1.*2"),
+    "column of priorities": (torch.tensor([3, 4]), torch.ones(2, 1), ValueError, r"(?i)priorit"),
+    "complex priorities": (torch.tensor([3, 4]), torch.ones(2).cfloat(), LOSSY, r"(?i)priorit"),
+}
+
+
+@pytest.mark.parametrize("sampler", [EXACT, Uniform()], ids=["proportional", "uniform"])
+@pytest.mark.parametrize("name", BAD_UPDATES)
+def test_update_refuses_and_changes_nothing(name: str, sampler: Any, device: str) -> None:
+    keys, priorities, error, message = BAD_UPDATES[name]
+    pair = Pair(12, 3, fields=FIELDS, sampler=sampler, device=device)
+    play(pair, "..T..", ".....", ".....", fields=FIELDS)
+    with pytest.raises(error, match=message):
+        pair.buffer.update_priorities(keys, priorities)
+    pair.check()
+
+
+BAD_CALLS: dict[str, tuple[Callable[[TrajectoryReplayBuffer], Any], Any, str]] = {
+    "batch size 0": (lambda buffer: buffer.sample(0), ValueError, r"0"),
+    "negative batch size": (lambda buffer: buffer.sample(-3), ValueError, r"-3"),
+    "batch size that is no int": (lambda buffer: buffer.sample(2.0), TypeError, r"2.0"),
+    "batch size that is a truth": (lambda buffer: buffer.sample(True), TypeError, r"True"),
+    "negative beta": (lambda buffer: buffer.sample(2, beta=-0.5), ValueError, r"beta"),
+    "beta that is text": (lambda buffer: buffer.sample(2, beta="0.5"), TypeError, r"beta"),
+    "mask of another length": (lambda buffer: buffer.begin_episodes(np.ones(2, bool)), ValueError, r"(?s)3.*2|2.*3"),
+    "mask of another type": (lambda buffer: buffer.begin_episodes(np.ones(3)), LOSSY, r"(?i)bool"),
+    "mask of indices": (lambda buffer: buffer.begin_episodes(np.arange(3)), LOSSY, r"(?i)bool"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_calls_that_mean_nothing_change_nothing(name: str, device: str) -> None:
+    call, error, message = BAD_CALLS[name]
+    pair, twin = (Pair(12, 3, fields=FIELDS, device=device) for _ in range(2))
+    for each in (pair, twin):
+        play(each, "..T..", ".....", ".....", fields=FIELDS)
+    with pytest.raises(error, match=message):
+        call(pair.buffer)
+    play(pair, "..", "..", "..", fields=FIELDS)
+    play(twin, "..", "..", "..", fields=FIELDS)
+    pair.check()
+    assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
+
+
+@pytest.mark.parametrize("sampler", [Latest(), Combined(Uniform(), newest=2)], ids=repr)
+def test_newest_beyond_the_eligible_is_a_value_error(sampler: Any, device: str) -> None:
+    pair = Pair(12, 3, fields=FIELDS, sampler=sampler, device=device)
+    play(pair, ".T", "..", "..", fields=FIELDS)
+    # four starts can be drawn: three of the first step, and the ending
+    with pytest.raises(ValueError, match=r"(?s)[57].*4"):
+        pair.buffer.sample(5 if isinstance(sampler, Latest) else 7)

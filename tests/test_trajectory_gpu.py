@@ -1,0 +1,377 @@
+"""What only a GPU shows of a trajectory buffer: nothing waits, graphs replay, many environments at once leave exact
+integers.
+
+The kernels' arithmetic is tested without one, interpreted (test_trajectory_kernels_add.py and
+test_trajectory_kernels_sample.py); the same tests run here too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from test_gpu import graph_of, waiting_is_an_error
+from tolerances import close
+from torch import Tensor
+from trees import check_sums
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops.counters import Counter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
+]
+
+FIELDS = {"obs": Field((12, 12), torch.uint8), "action": Field((), torch.int64), "note": Field((3,), torch.float32)}
+# masses that no library rounds differently come from powers of two and alpha 1
+EXACT = Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 40), eps=0.0)
+EVERYTHING = Proportional(1.0, LinearSchedule(0.4, 1.0, 30), 0.0, 2.0**12, initial="stored", normalize="buffer")
+SAMPLERS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "latest": Latest(),
+    "exact": EXACT,
+    "everything": EVERYTHING,
+    "independent": Proportional(alpha=1.0, eps=0.0, stratified=False),
+    "combined-uniform": Combined(Uniform()),
+    "combined-everything": Combined(EVERYTHING, newest=3),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
+    "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
+}
+
+
+@pytest.fixture(autouse=True)
+def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+
+
+class Streams:
+    """A buffer on the GPU and one of the host code with the same seed, and numbered steps for both."""
+
+    def __init__(self, capacity: int, num_envs: int, sampler: Any, mode: str, *, every: int = 13, **more: Any) -> None:
+        settings = {**MODES[mode], **more}
+        self.gpu, self.host = (
+            TrajectoryReplayBuffer(capacity, num_envs, FIELDS, sampler=sampler, device=device, seed=5, **settings)
+            for device in ("cuda", "cpu")
+        )
+        self.num_envs, self.every = num_envs, every
+        self.finals = settings["autoreset"] != "next_step"
+
+    def step(self, number: int | Tensor, device: torch.device | str, *, own: bool = True) -> dict[str, Tensor]:
+        """A step that says in every value when and where it was; its number may be on the device."""
+        key = torch.arange(self.num_envs, device=device) + number * self.num_envs
+        hashed = key * 7919 % 1009 % self.every
+        place = torch.arange(144, device=device)
+        step = {
+            "obs": ((key[:, None] * 31 + place) % 251).to(torch.uint8).view(-1, 12, 12),
+            "action": key,
+            "note": key[:, None].float() + torch.arange(3, device=device) / 4,
+            "reward": (key % 17).float() / 3,
+            "terminated": hashed == 1,
+            "truncated": (hashed == 2) | (key * 104729 % 211 == 5),
+        }
+        if self.finals:
+            step["final_obs"] = 255 - step["obs"]
+        return step | ({"priority": powers(key)} if own else {})
+
+    def add(self, steps: int, *, own: bool = True) -> None:
+        """So many further steps to both."""
+        for _ in range(steps):
+            number = self.host.added // self.num_envs
+            for buffer in (self.gpu, self.host):
+                buffer.add(**self.step(number, buffer.device, own=own))
+
+    def check(self) -> None:
+        """Fail unless both hold the same bits."""
+        gpu, host = self.gpu, self.host
+        assert gpu.counters().tolist() == host.counters().tolist()
+        for views in [(buffer.state_tensors(host.added) for buffer in (gpu, host))]:
+            mine, other = views
+            assert mine.keys() == other.keys()
+            for name, tensor in mine.items():
+                assert torch.equal(tensor.cpu(), other[name]), name
+        for tree in (gpu._tree, gpu._marks):
+            if tree is not None:
+                check_sums(tree)
+
+
+def powers(keys: Tensor) -> Tensor:
+    """A priority for each key, a power of two from 2**-4 to 2**11, without waiting."""
+    return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
+
+
+def check_drawn(found: Any, expected: Any) -> None:
+    """Fail unless both batches are the same, but for frames that mean nothing."""
+    assert list(found) == list(expected)
+    assert found.key.tolist() == expected.key.tolist()
+    for name, value in expected.items():
+        mine = found[name].cpu()
+        if name in ("probability", "weight"):
+            assert close(mine, value, name), name
+        elif name == "next_obs":
+            counts = expected.discount > 0
+            assert torch.equal(mine[counts], value[counts])
+        else:
+            assert torch.equal(mine, value), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_same_draws_and_contents_as_the_host(name: str, mode: str) -> None:
+    streams = Streams(700, 11, SAMPLERS[name], mode)
+    gpu, host = streams.gpu, streams.host
+    for turn in range(40):
+        streams.add(1 + turn % 7, own=turn % 3 > 0)
+        if turn == 25:
+            for buffer in (gpu, host):
+                buffer.begin_episodes(torch.arange(11, device=buffer.device) % 2 == 0)
+        if turn == 30:
+            gpu.clear()
+            host.clear()
+            streams.add(6)
+        streams.check()
+        eligible = host.stats().eligible
+        assert gpu.stats().eligible == eligible
+        if eligible < 5:
+            continue
+        expected = host.sample(min(eligible, 129))
+        check_drawn(gpu.sample(min(eligible, 129)), expected)
+        keys = torch.cat((expected.key, expected.key[:9], expected.key + 13, expected.key - 300))
+        for buffer in (gpu, host):
+            buffer.update_priorities(keys.to(buffer.device), powers(keys + turn).to(buffer.device))
+        streams.check()
+        if turn % 5 == 4:
+            check_drawn(gpu.sample_sequences(4, 5, 2), host.sample_sequences(4, 5, 2))
+            check_drawn(gpu[expected.key.to("cuda")], host[expected.key])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shifted_pictures_are_those_of_the_host(mode: str) -> None:
+    streams = Streams(500, 5, EXACT, mode, random_shift=3)
+    streams.add(120)
+    for _ in range(5):
+        check_drawn(streams.gpu.sample(130), streams.host.sample(130))
+        check_drawn(streams.gpu.sample_sequences(7, 4), streams.host.sample_sequences(7, 4))
+    streams.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_no_call_waits_for_the_device(name: str, mode: str) -> None:
+    streams = Streams(4096, 16, SAMPLERS[name], mode, random_shift=2)
+    buffer = streams.gpu
+    number = torch.zeros((), dtype=torch.int64, device="cuda")
+    some = torch.arange(16, device="cuda") == 3
+    late = torch.tensor([-1, 5, 5, 10**12], device="cuda")
+    given = torch.tensor([1.0, 2.0, float("nan"), 1.0], device="cuda")
+
+    def cycle() -> None:
+        for own in (False, True):
+            buffer.add(**streams.step(number, "cuda", own=own))
+            number.add_(1)
+        batch = buffer.sample(64)
+        buffer.sample(200, beta=0.5)
+        buffer.sample_sequences(16, 6, 2)
+        buffer.update_priorities(batch.key, powers(batch.key))
+        buffer.update_priorities(late, given)
+        buffer.begin_episodes(some)
+
+    for _ in range(150):
+        cycle()
+    # the host asks once more, now that the ring is full
+    assert buffer._engine.count_at_least(10**9, 0) > 1500
+    with waiting_is_an_error():
+        for _ in range(8):
+            cycle()
+    assert buffer.added == 2 * 158 * 16
+    assert buffer.stats().stale_updates >= 8
+
+
+def test_memory_does_not_grow() -> None:
+    streams = Streams(1000, 8, EVERYTHING, "same_step")
+    buffer, number = streams.gpu, torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def cycle() -> None:
+        buffer.add(**streams.step(number, "cuda"))
+        number.add_(1)
+        keys = buffer.sample(128).key
+        buffer.update_priorities(keys, powers(keys))
+
+    streams.add(9)
+    number.fill_(9)
+    cycle()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        cycle()
+    assert torch.cuda.memory_allocated() == before
+
+
+# graphs
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_replayed_cycle_of_add_sample_and_update(name: str, mode: str) -> None:
+    streams = Streams(1000, 8, SAMPLERS[name], mode, random_shift=1)
+    gpu, host = streams.gpu, streams.host
+    streams.add(40)
+    number = torch.full((), 40, dtype=torch.int64, device="cuda")
+
+    def cycle() -> Any:
+        gpu.add(**streams.step(number, "cuda"))
+        number.add_(1)
+        batch = gpu.sample(96)
+        gpu.update_priorities(batch.key, powers(batch.key))
+        return batch
+
+    graph, batch = graph_of(cycle)
+    for time in range(150):
+        if time:
+            graph.replay()
+        host.add(**streams.step(40 + time, "cpu"))
+        expected = host.sample(96)
+        host.update_priorities(expected.key, powers(expected.key))
+        if time:
+            check_drawn(batch, expected)
+    streams.check()
+    # the host does not know how often the add was replayed, and asks
+    check_drawn(gpu.sample(50), host.sample(50))
+    check_drawn(gpu.sample_sequences(9, 3), host.sample_sequences(9, 3))
+    streams.add(3)
+    streams.check()
+
+
+@pytest.mark.parametrize("name", ["uniform", "everything", "combined-everything"])
+def test_a_replayed_draw_of_sequences(name: str) -> None:
+    streams = Streams(600, 4, SAMPLERS[name], "next_step")
+    streams.add(190)
+    graph, batch = graph_of(lambda: streams.gpu.sample_sequences(20, 6, 3))
+    streams.host.sample_sequences(20, 6, 3)
+    for _ in range(20):
+        graph.replay()
+        check_drawn(batch, streams.host.sample_sequences(20, 6, 3))
+    streams.check()
+
+
+def test_a_replayed_add_takes_what_lies_in_its_tensors() -> None:
+    streams = Streams(60, 6, EVERYTHING, "few finals", every=3)
+    given = streams.step(0, "cuda")
+    graph, keys = graph_of(lambda: streams.gpu.add(**given))
+    streams.host.add(**streams.step(0, "cpu"))
+    for number in range(1, 40):
+        for name, value in streams.step(number, "cuda").items():
+            given[name].copy_(value)
+        graph.replay()
+        expected = streams.host.add(**streams.step(number, "cpu"))
+        assert keys.tolist() == expected.tolist()
+        streams.check()
+    assert int(streams.gpu.counters()[Counter.FINALS]) > 9
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_graph_replayed_after_clear_harms_nothing(name: str) -> None:
+    """There is nothing right to draw then; it must end, stay inside, and leave a buffer that works."""
+    streams = Streams(300, 5, SAMPLERS[name], "next_step")
+    streams.add(80)
+    graph, batch = graph_of(lambda: streams.gpu.sample(33))
+    streams.host.sample(33)
+    streams.gpu.clear()
+    streams.host.clear()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert batch.obs.shape == (33, 4, 12, 12)
+    streams.add(60)
+    assert streams.gpu.stats().eligible == streams.host.stats().eligible
+    assert bool((streams.gpu.sample(33).discount >= 0).all())
+    for tree in (streams.gpu._tree, streams.gpu._marks):
+        if tree is not None:
+            check_sums(tree)
+
+
+# many environments at once
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["uniform", "exact", "combined-everything"])
+def test_thousands_of_environments_at_once(name: str, mode: str) -> None:
+    """Every sum is right though thousands of threads change it, and rows of final observations go by environment."""
+    streams = Streams(5003 * 20, 5003, SAMPLERS[name], mode, every=5)
+    for turn in range(9):
+        streams.add(5, own=turn % 2 > 0)
+        streams.check()
+        check_drawn(streams.gpu.sample(4096), streams.host.sample(4096))
+
+
+def test_threads_on_streams_of_their_own_never_tear_a_step() -> None:
+    streams = Streams(4_000, 400, EXACT, "next_step")
+    streams.add(20)
+    buffer = streams.gpu
+    torch.cuda.synchronize()
+    failures: list[str] = []
+    done = threading.Event()
+
+    def add() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for number in range(20, 300):
+                    buffer.add(**streams.step(number, "cuda"))
+        except Exception as error:
+            failures.append(repr(error))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while not done.is_set():
+            batch = buffer.sample(1_024)
+            buffer.update_priorities(batch.key, powers(batch.key))
+            newest = (batch.key[:, None] * 31 + torch.arange(144, device="cuda")) % 251
+            if not bool((batch.action == batch.key).all() & (batch.obs[:, -1].flatten(1) == newest).all()):
+                failures.append("torn")
+                break
+    thread.join()
+    assert failures == []
+    torch.cuda.synchronize()
+    check_sums(buffer._with_priorities())
+
+
+def test_pinned_memory_may_be_filled_anew_at_once() -> None:
+    fields = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+    buffer = TrajectoryReplayBuffer(64 * 6, 64, fields, device="cuda")
+    pinned = torch.empty((64, 84, 84), dtype=torch.uint8).pin_memory()
+    flags = torch.zeros(64, dtype=torch.bool)
+    # keeps the device busy, so that a copy that is not waited for comes late
+    busy = torch.randn(4096, 4096, device="cuda")
+    for time in range(6):
+        for _ in range(20):
+            busy = busy @ busy / 4096
+        pinned.fill_(time)
+        zeros = torch.zeros(64, dtype=torch.int64)
+        buffer.add(obs=pinned, action=zeros, reward=zeros, terminated=flags, truncated=flags)
+        pinned.fill_(99)
+    for time in range(6):
+        assert bool((buffer._storage.tensors["obs"][64 * time : 64 * (time + 1)] == time).all())
+
+
+def test_priorities_that_are_not_finite_count_as_none() -> None:
+    streams = Streams(200, 10, EXACT, "next_step", every=10**9)
+    step = streams.step(0, "cuda")
+    step |= {name: torch.zeros(10, dtype=torch.bool, device="cuda") for name in ("terminated", "truncated")}
+    bad = torch.tensor([float("nan"), float("inf"), 4.0, float("-inf"), 2.0] * 2, device="cuda")
+    for _ in range(4):
+        streams.gpu.add(**step | {"priority": bad})
+    found = streams.gpu[torch.arange(10, device="cuda")]
+    assert found.key.tolist() == list(range(10))
+    mass = streams.gpu._rule.mass
+    initial = [mass(priority) for priority in (1.0, 1.0, 4.0, 1.0, 2.0)] * 2
+    assert streams.gpu.masses()[:10].tolist() == initial
+    assert streams.gpu.stats().rejected_priorities == 4 * 6
+    check_sums(streams.gpu._with_priorities())

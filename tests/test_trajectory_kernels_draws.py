@@ -1,0 +1,222 @@
+"""Kernels that draw starts of a trajectory buffer, against the host code: the same integers, none written outside.
+
+On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from guards import Guards, guarded
+from interpreted import first_process, run_interpreted
+from interpreted import kernel_device as kernel_device
+from tolerances import close
+from trees import random_masses
+
+from gpu_replay import Combined, Field, Latest, Proportional, Uniform
+from gpu_replay.host_trajectory import TrajectoryHostEngine
+from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for, new_counters
+from gpu_replay.ops.eligibility import StreamShape
+from gpu_replay.ops.eligible_draw import launch_eligible_draw
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.stratified_draw import launch_weigh
+from gpu_replay.samplers import Sampler
+from gpu_replay.storage import base_sampler
+from gpu_replay.trajectory_storage import TrajectoryStorage, needs_marks
+
+CPU = torch.device("cpu")
+FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+
+
+@pytest.mark.slow
+@first_process
+def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def guards() -> Iterator[Guards]:
+    with guarded() as guards:
+        yield guards
+
+
+class Ring(NamedTuple):
+    """A ring that need never have been filled by adds: `added` steps of all environments, masses at random."""
+
+    num_envs: int
+    steps: int
+    added: int
+
+    @property
+    def slots(self) -> int:
+        return self.num_envs * self.steps
+
+
+class Drawers:
+    """The host engine and the kernels' trees and counters over the same ring."""
+
+    def __init__(self, ring: Ring, sampler: Sampler, device: str, *, largest: int = 2**40, seed: int = -9) -> None:
+        shape = StreamShape(ring.num_envs, ring.steps, 1, 1, True, 0)
+        rule = MassRule.for_slots(ring.slots, 1.0, 0.0, None)
+        base = base_sampler(sampler)
+        weighed = isinstance(base, Proportional)
+        masses = random_masses(ring.slots, ring.added, largest)
+        # nothing stands in slots that were never written
+        masses[ring.added * ring.num_envs :] = 0
+        self.eligible = int((masses > 0).sum())
+        self.slots, self.sampler, self.base = ring.slots, sampler, base
+        low = weighed and base.normalize == "buffer"
+        kinds = [masses if weighed else None, masses > 0 if needs_marks(sampler) else None]
+        trees = [None if each is None else host_tree(each.astype(np.int64), low) for each in kinds]
+        self.tree, self.marks = (None if each is None else device_tree(each, device) for each in trees)
+        counters = new_counters(CPU, seed)
+        counters[Counter.ADDED], counters[Counter.RANDOM] = ring.added * ring.num_envs, 5
+        counters[Counter.ELIGIBLE] = self.eligible
+        self.counters = counters.clone().to(device)
+        storage = TrajectoryStorage(shape, dict(FIELDS), CPU, gamma=0.9, padding="reset", random_shift=0)
+        self.host = TrajectoryHostEngine(storage, sampler, trees[0], trees[1], rule, counters, seed)
+        self.host_counters = counters
+        self.times_sampled = torch.zeros(ring.slots, dtype=torch.int32, device=device)
+
+    def check(self, batch: int, skipped: int, shifts: int) -> None:
+        """Draw once on either side and compare; `shifts` random words are taken after the draw."""
+        slots, probability, weight = self.host._drawn(batch, 0.5, skipped)
+        self.host._blocks(shifts)
+        newest = batch if isinstance(self.base, Latest) else getattr(self.sampler, "newest", 0)
+        drawn = batch - newest
+        before = self.times_sampled.tolist()
+        found = launch_eligible_draw(
+            self.tree,
+            self.marks,
+            self.counters,
+            self.times_sampled,
+            drawn,
+            batch,
+            skipped=skipped,
+            shifts=shifts,
+            stratified=getattr(self.base, "stratified", False),
+            lowest_of_all=getattr(self.base, "normalize", "") == "buffer",
+            replacement=getattr(self.base, "replacement", False),
+        )
+        given = found.weight
+        assert (given is None) == (found.masses is not None) == (self.tree is not None and drawn > 0)
+        if found.masses is not None:
+            leaves = self.host._tree.arrays[0]
+            assert found.masses.tolist() == [*leaves[slots[:drawn]].tolist(), *[0] * newest]
+            assert int(self.counters[Counter.RANDOM]) == int(self.host_counters[Counter.RANDOM]) - blocks_for(
+                drawn
+            ) - blocks_for(shifts)
+            given = launch_weigh(found.masses, self.counters, None, 0.5, drawn, shifts)
+        assert found.slots.tolist() == slots.tolist()
+        assert found.keys.tolist() == self.host._keys(slots).tolist()
+        assert close(found.probability, torch.from_numpy(probability), "probability")
+        assert close(given, torch.from_numpy(weight), "weight")
+        now = np.array(before) + np.bincount(slots, minlength=self.slots)
+        assert self.times_sampled.tolist() == now.tolist()
+        self.host_counters[Counter.STEP] += 1
+        assert self.counters.tolist() == self.host_counters.tolist()
+
+
+def host_tree(leaves: np.ndarray, low: bool) -> MassTree:
+    tree = MassTree(leaves.size, CPU, "host", low=low)
+    tree.masses.copy_(torch.from_numpy(leaves))
+    tree.build()
+    return tree
+
+
+def device_tree(source: MassTree, device: str) -> MassTree:
+    tree = MassTree(source.slots, torch.device(device), "triton", low=source.low is not None)
+    tree.masses.copy_(source.masses)
+    tree.build()
+    return tree
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "distinct": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "stratified": Proportional(),
+    "independent": Proportional(stratified=False, normalize="buffer"),
+    "latest": Latest(),
+    "combined distinct": Combined(Uniform(), newest=3),
+    "combined stratified": Combined(Proportional(), newest=9),
+    "combined independent": Combined(Proportional(stratified=False, normalize="buffer")),
+}
+# environments, steps of the ring, steps ever added; with the kernels' fan-out trees of one to three levels
+RINGS = {
+    "partly filled": Ring(3, 40, 25),
+    "just full": Ring(2, 64, 64),
+    "gone round": Ring(3, 43, 43 * 5 + 17),
+    "two levels": Ring(7, 585, 4000),
+    "three levels": Ring(16, 1250, 999),
+}
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_draws(sampler: str, ring: str, device: str, guards: Guards) -> None:
+    shape = RINGS[ring]
+    drawers = Drawers(shape, SAMPLERS[sampler], device)
+    some = min(20, drawers.eligible // 4)
+    for batch in (some, 10):
+        for steps in (0, 1, min(shape.added, shape.steps) // 2):
+            drawers.check(batch, steps * shape.num_envs, batch if steps else 0)
+    guards.check()
+
+
+@pytest.mark.parametrize("sampler", ["distinct", "stratified", "latest", "combined distinct", "combined stratified"])
+def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(sampler: str, device: str, guards: Guards) -> None:
+    """The seam of the ring lies everywhere in a block of the tree once, and so does the first slot left out."""
+    chosen = SAMPLERS[sampler]
+    newest = getattr(chosen, "newest", 0)
+    for added in (0, 1, 63, 64, 65, 127):
+        ring = Ring(2, 128, 256 + added)
+        drawers = Drawers(ring, chosen, device, seed=added)
+        for left in (0, 1, 50, 63, 64, 65, 90):
+            drawers.check(newest + 9, 2 * left, 0)
+
+
+@pytest.mark.parametrize("sampler", ["distinct", "latest"])
+def test_all_there_are(sampler: str, device: str, guards: Guards) -> None:
+    for steps in (1, 2, 3, 127, 129):
+        drawers = Drawers(Ring(1, steps, 2 * steps + 1), SAMPLERS[sampler], device)
+        drawers.check(drawers.eligible, 0, 0)
+
+
+def test_newest_rows_alone_of_a_sampler_by_mass(device: str, guards: Guards) -> None:
+    Drawers(RINGS["gone round"], SAMPLERS["combined stratified"], device).check(9, 0, 9)
+
+
+@pytest.mark.parametrize("skipped", [0, 30])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int, device: str, guards: Guards) -> None:
+    """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
+    drawers = Drawers(RINGS["gone round"], SAMPLERS[sampler], device)
+    for tree in (drawers.tree, drawers.marks):
+        if tree is not None:
+            tree.clear()
+    newest = 40 if sampler == "latest" else getattr(drawers.sampler, "newest", 0)
+    found = launch_eligible_draw(
+        drawers.tree, drawers.marks, drawers.counters, drawers.times_sampled, 40 - newest, 40, skipped=skipped
+    )
+    assert int(found.slots.min()) >= 0
+    assert int(found.slots.max()) < drawers.slots
+    assert int(drawers.times_sampled.sum()) == 40
+    assert bool(found.probability.isfinite().all())
+
+
+def test_without_marks_there_is_no_newest(device: str) -> None:
+    drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
+    with pytest.raises(RuntimeError, match="no tree of marks"):
+        launch_eligible_draw(drawers.tree, None, drawers.counters, drawers.times_sampled, 0, 4)
+
+
+def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:
+    drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
+    for _ in range(2):
+        drawers.check(5, 0, 0)
+        assert int(drawers.counters[Counter.EDGE_LOW]) == NO_MASS

@@ -1,0 +1,274 @@
+"""Kernels that put batches of a trajectory buffer together, against the host code: the same bits, none outside.
+
+On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from guards import SENTINEL, Guards, guarded
+from interpreted import INTERPRETED, first_process, run_interpreted
+from interpreted import kernel_device as kernel_device
+from launches import use_sizes_of_a_gpu
+from tolerances import close
+from torch import Tensor
+
+from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops.counters import Counter, HostWords, blocks_for, new_counters
+from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, shifts_from
+from gpu_replay.ops.windows import powers_of
+from gpu_replay.trajectory_storage import TrajectoryStorage
+
+ACTION = {"action": Field((), torch.int64)}
+SMALL = {"obs": Field((2,), torch.int16), **ACTION}
+
+
+@pytest.mark.slow
+@first_process
+def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def guards() -> Iterator[Guards]:
+    with guarded() as guards:
+        yield guards
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Fail unless both hold the same names, dtypes and bits, in the same order."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        if INTERPRETED and value.dtype == torch.bfloat16:
+            assert close(found[name], value, "cut"), name
+        else:
+            assert torch.equal(found[name].cpu(), value), name
+
+
+def values_of(field: Field, rows: int, generator: np.random.Generator) -> Tensor:
+    """Rows of a dtype's own random values, none of them a sentinel."""
+    shape = (rows, *field.shape)
+    if field.dtype.is_floating_point:
+        return torch.from_numpy(generator.standard_normal(shape)).to(field.dtype)
+    low, high = {torch.bool: (0, 2), torch.uint8: (1, SENTINEL)}.get(field.dtype, (-100, 100))
+    return torch.from_numpy(generator.integers(low, high, shape)).to(field.dtype)
+
+
+class Streams:
+    """A buffer of the host code that has seen random steps, and the same storage for the kernels."""
+
+    def __init__(
+        self,
+        device: str,
+        fields: Mapping[str, Field],
+        *,
+        num_envs: int = 3,
+        steps: int = 12,
+        played: int = 40,
+        end: float = 0.2,
+        **settings: Any,
+    ) -> None:
+        self.buffer = TrajectoryReplayBuffer(
+            num_envs * steps, num_envs, fields, sampler=Uniform(), device="cpu", seed=3, **settings
+        )
+        generator = np.random.default_rng(played)
+        finals = [name for name in self.buffer._streams.observations if settings.get("autoreset") == "same_step"]
+        for step in range(played):
+            given = {name: values_of(field, num_envs, generator) for name, field in fields.items()}
+            given["reward"] = generator.standard_normal(num_envs).astype(np.float32)
+            given["terminated"] = generator.random(num_envs) < end / 2
+            given["truncated"] = generator.random(num_envs) < end / 2
+            if step % 7:
+                given |= {f"final_{name}": values_of(fields[name], num_envs, generator) for name in finals}
+            self.buffer.add(**given)
+        self.host: Any = self.buffer._engine
+        self.shape = self.buffer._shape
+        host = self.buffer._streams
+        self.storage = storage = TrajectoryStorage(
+            self.shape,
+            dict(fields),
+            torch.device(device),
+            gamma=host.gamma,
+            padding=host.padding,
+            random_shift=host.random_shift,
+        )
+        pairs = [(storage.tensors[name], host.tensors[name]) for name in host.tensors]
+        pairs += [(storage.finals[name], host.finals[name]) for name in host.finals]
+        pairs += [(getattr(storage.streams, name), getattr(host.streams, name)) for name in ("flags", "depth", "final")]
+        for mine, its in pairs:
+            mine.copy_(its)
+        self.powers = torch.from_numpy(powers_of(host.gamma, self.shape.n_step)).to(device)
+        self.counters = new_counters(torch.device(device), seed=3)
+        self.device = device
+
+    def eligible(self, length: int = 1) -> np.ndarray:
+        """Every slot that can be drawn, for windows of so many steps, thrice in random order."""
+        slots = np.flatnonzero(self.host._marks.arrays[0][: self.shape.slots])
+        oldest_first = (slots - self.buffer.added) % self.shape.slots
+        slots = slots[oldest_first < self.shape.slots - (length - 1) * self.shape.num_envs]
+        assert slots.size
+        return np.random.default_rng(1).permutation(np.tile(slots, 3))
+
+    def shifts(self, batch: int) -> np.ndarray:
+        """The shifts of a batch whose words end where the stream stands."""
+        block = int(self.counters[Counter.RANDOM])
+        return shifts_from(HostWords(3).words(block - blocks_for(batch), batch), self.storage.random_shift)
+
+    def check(self, *, shifted: bool = False) -> dict[str, Tensor]:
+        """Compare the transitions of every eligible start; returns the host's."""
+        slots = self.eligible()
+        self.counters[Counter.RANDOM] = 1000
+        expected = self.host._transitions(slots, self.shifts(slots.size) if shifted else None)
+        given = torch.from_numpy(slots).to(self.device)
+        same(launch_gather_windows(self.storage, given, self.powers, self.counters, shifted=shifted), expected)
+        assert int(self.counters[Counter.RANDOM]) == 1000
+        return expected
+
+    def check_sequences(self, length: int, *, shifted: bool = False) -> dict[str, Tensor]:
+        """Compare the sequences from every start that has enough steps after it; returns the host's."""
+        starts = self.eligible(length)
+        self.counters[Counter.RANDOM] = 1000
+        expected = self.host._sequences(starts, length, self.shifts(starts.size) if shifted else None)
+        given = torch.from_numpy(starts).to(self.device)
+        same(launch_gather_sequences(self.storage, given, length, self.counters, shifted=shifted), expected)
+        return expected
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "next_step": {},
+    "next_step, zeros": {"padding": "zero"},
+    "same_step": {"autoreset": "same_step"},
+    "same_step, zeros": {"autoreset": "same_step", "padding": "zero"},
+    "same_step, few finals": {"autoreset": "same_step", "final_capacity": 3},
+    "same_step, no finals": {"autoreset": "same_step", "final_capacity": 0},
+    "disabled": {"autoreset": "disabled"},
+}
+
+
+@pytest.mark.parametrize("n_step", range(1, 9))
+@pytest.mark.parametrize("mode", MODES)
+def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards) -> None:
+    for stack in (1, 2, 4, 8):
+        streams = Streams(device, SMALL, stack=stack, n_step=n_step, steps=20, played=55, end=0.25, **MODES[mode])
+        expected = streams.check()
+        assert bool((expected["discount"] > 0).any())
+        assert bool(expected["terminated"].any())
+    if n_step > 1 and "finals" not in mode and mode != "disabled":
+        assert bool(expected["truncated"].any())
+    guards.check()
+
+
+@pytest.mark.parametrize("n_step", [9, 11, 16, 20])
+def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str, guards: Guards) -> None:
+    for mode in ("next_step", "same_step"):
+        streams = Streams(device, SMALL, n_step=n_step, steps=40, played=90, end=0.05, **MODES[mode])
+        expected = streams.check()
+        # windows that are full, and such that end early
+        assert len(expected["discount"].unique()) > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_envs, steps, played", [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
+def test_small_rings(num_envs: int, steps: int, played: int, mode: str, device: str, guards: Guards) -> None:
+    """Windows and stacks longer than the ring, which end early."""
+    for stack, n_step in ((1, 1), (3, 2), (5, 8), (2, 20)):
+        sizes = {"num_envs": num_envs, "steps": steps, "played": played}
+        streams = Streams(device, SMALL, stack=stack, n_step=n_step, end=0.6, **sizes, **MODES[mode])
+        if streams.buffer.stats().eligible:
+            streams.check()
+
+
+OBSERVATIONS = {
+    **{f"bytes {width}": Field((width,), torch.uint8) for width in (1, 2, 127, 128, 129)},
+    "42 x 42": Field((42, 42), torch.uint8),
+    "84 x 84": Field((84, 84), torch.uint8),
+    "to half": Field((84, 84), torch.uint8, torch.float16, 1 / 255),
+    "to bfloat16": Field((42, 42), torch.uint8, torch.bfloat16, 1 / 255),
+    "to float": Field((3, 7, 5), torch.uint8, torch.float32, 1 / 255),
+    "scalars": Field((), torch.float32),
+    "vectors": Field((4,), torch.float32),
+    "odd to half": Field((17,), torch.float32, torch.float16),
+    "brain": Field((9,), torch.bfloat16, torch.float32),
+    "brain scaled": Field((9,), torch.bfloat16, None, 3.0),
+    "doubles": Field((3,), torch.float64, torch.float32, -0.1),
+    "long": Field((2,), torch.int64, torch.float64, 0.5),
+    "flags": Field((6,), torch.bool, torch.float32),
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["", "sizes of a gpu"])
+@pytest.mark.parametrize("name", OBSERVATIONS)
+def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    field = OBSERVATIONS[name]
+    if on_gpu:
+        use_sizes_of_a_gpu(monkeypatch)
+    small = {"num_envs": 2, "steps": 6, "played": 14, "end": 0.5} if on_gpu else {}
+    with guarded() as guards:
+        for mode in ("next_step", "same_step, zeros"):
+            streams = Streams(device, {"obs": field, **ACTION}, stack=3, n_step=2, **small, **MODES[mode])
+            streams.check()
+            streams.check_sequences(3)
+        guards.check()
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step, zeros"])
+def test_several_observations_and_other_fields(mode: str, device: str, guards: Guards) -> None:
+    fields = {
+        "action": Field((3,), torch.float32),
+        "obs.picture": Field((9, 10), torch.uint8, torch.float16, 1 / 255),
+        "note": Field((129,), torch.int16, torch.float32),
+        "obs.speed": Field((3,), torch.float32),
+        "done": Field((), torch.bool),
+        "obs.number": Field((), torch.int64),
+    }
+    streams = Streams(device, fields, stack=2, n_step=3, random_shift=2, **MODES[mode])
+    streams.check()
+    streams.check(shifted=True)
+    streams.check_sequences(4, shifted=True)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [Field((5, 6), torch.uint8), Field((3, 9, 4), torch.uint8, torch.float32, 1 / 255), Field((1, 1), torch.int32)],
+)
+@pytest.mark.parametrize("most", [1, 4, 7])
+def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> None:
+    for stack in (1, 3):
+        for mode in ("next_step", "same_step, zeros"):
+            streams = Streams(device, {"obs": field, **ACTION}, stack=stack, random_shift=most, **MODES[mode])
+            plain, shifted = streams.check(), streams.check(shifted=True)
+            if field.elements > 1:
+                assert not torch.equal(plain["obs"], shifted["obs"])
+            streams.check_sequences(2, shifted=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sequences(mode: str, device: str, guards: Guards) -> None:
+    for stack, length in ((1, 1), (1, 20), (4, 7), (2, 19)):
+        streams = Streams(device, SMALL, stack=stack, steps=20, played=55, end=0.1, **MODES[mode])
+        streams.buffer.begin_episodes()
+        expected = streams.check_sequences(length)
+        assert length == 1 or not bool(expected["mask"].all())
+
+
+def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:
+    """A graph replayed after a `clear` draws starts that are not eligible, of depths that the ring cannot hold."""
+    field = Field((3,), torch.uint8)
+    sizes = {"num_envs": 2, "steps": 3, "played": 9}
+    streams = Streams(device, {"obs": field, **ACTION}, stack=8, n_step=7, autoreset="same_step", **sizes)
+    streams.storage.streams.depth.fill_(1000)
+    for flags in (0, Flag.TRUNCATED, Flag.TERMINATED):
+        streams.storage.streams.flags.fill_(flags)
+        slots = torch.arange(6, device=device)
+        found = launch_gather_windows(streams.storage, slots, streams.powers, streams.counters, shifted=False)
+        for name in ("obs", "next_obs"):
+            assert int(found[name].max()) < SENTINEL
+        assert bool(found["reward"].isfinite().all())

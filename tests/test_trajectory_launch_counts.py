@@ -1,0 +1,128 @@
+"""A call of a trajectory buffer makes few launches, whatever its fields, windows and sampler: counted, not timed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from launches import Launch, recorded
+from torch import Tensor
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops.counters import Counter
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
+)
+
+EVERYTHING = Proportional(
+    beta=LinearSchedule(0.4, 1.0, 10), clip=2.0, initial="stored", normalize="buffer", stratified=False
+)
+SAMPLERS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "latest": Latest(),
+    "proportional": Proportional(),
+    "everything": EVERYTHING,
+    "combined-uniform": Combined(Uniform()),
+    "combined-everything": Combined(EVERYTHING, newest=3),
+}
+FIELDS = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+MANY = {
+    **{f"obs.part{i}": Field(((4, 6), (), (3,))[i % 3], (torch.float32, torch.uint8)[i % 2]) for i in range(6)},
+    **{f"action.part{i}": Field(((), (5,))[i % 2], (torch.int64, torch.bfloat16)[i % 2]) for i in range(6)},
+}
+
+
+def made(
+    capacity: int, num_envs: int, fields: dict[str, Field], sampler: Any, **settings: Any
+) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, sampler=sampler, device="cpu", **settings)
+    # launches that are not made count nothing
+    buffer._counters[Counter.ELIGIBLE] = num_envs
+    return buffer
+
+
+def step_of(buffer: TrajectoryReplayBuffer, *, final: bool) -> dict[str, Tensor]:
+    envs = buffer.num_envs
+    step = {name: torch.zeros((envs, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
+    if final:
+        step |= {f"final_{name}": step[name] for name in buffer._streams.observations}
+    flags = torch.zeros(envs, dtype=torch.bool)
+    return step | {"reward": torch.zeros(envs), "terminated": flags, "truncated": flags}
+
+
+def of_each_call(buffer: TrajectoryReplayBuffer, launches: list[Launch]) -> dict[str, list[str]]:
+    """Names of the kernels that each call launches, in order."""
+    counted = {}
+
+    def count(call: str) -> None:
+        counted[call] = [launch.name for launch in launches]
+        launches.clear()
+
+    launches.clear()
+    buffer.add(**step_of(buffer, final=False))
+    count("add")
+    buffer.add(**step_of(buffer, final=True), priority=torch.ones(buffer.num_envs))
+    count("add with final observations")
+    buffer.sample(5)
+    count("sample")
+    buffer.sample(5, beta=0.5)
+    count("sample with beta")
+    buffer.sample_sequences(5, 2)
+    count("sequences")
+    buffer.update_priorities(torch.arange(3), torch.ones(3))
+    count("update")
+    return counted
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("fields", [FIELDS, MANY], ids=["atari", "many fields"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_launches_do_not_depend_on_fields_windows_and_levels(
+    name: str, fields: dict[str, Field], autoreset: str
+) -> None:
+    by_mass = name in ("proportional", "everything", "combined-everything")
+    drawn = ["draw_by_mass_kernel", "weigh_kernel"] if by_mass else ["draw_marked_kernel"]
+    kept = ["keep_finals_kernel"] if autoreset == "same_step" else []
+    settings = {"autoreset": autoreset, "random_shift": 2}
+    # trees of one, two and three levels
+    for capacity, stack, n_step in ((100, 1, 1), (5_000, 4, 3), (20_000, 8, 40)):
+        with recorded() as launches:
+            buffer = made(capacity, 10, fields, SAMPLERS[name], stack=stack, n_step=n_step, **settings)
+            counted = of_each_call(buffer, launches)
+        assert counted == {
+            "add": ["write_kernel", "follow_kernel"],
+            "add with final observations": ["write_kernel", "follow_kernel", *kept],
+            "sample": [*drawn, "gather_windows_kernel"],
+            "sample with beta": [*drawn, "gather_windows_kernel"],
+            "sequences": [*drawn, "gather_windows_kernel"],
+            "update": ["settle_kernel", "update_kernel"] if by_mass else ["update_kernel"],
+        }
+
+
+def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
+    """Compiling takes a second, in which training stands: sizes and counts must not ask for it again."""
+    variants: dict[str, set[str]] = {}
+    with recorded() as launches:
+        for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
+            buffer = made(num_envs * steps, num_envs, FIELDS, SAMPLERS["combined-everything"], autoreset="same_step")
+            assert len(buffer._with_priorities().levels) == 2
+            for batch in (4, 16, 31, 300):
+                buffer._counters[Counter.ELIGIBLE] = 300
+                buffer.add(**step_of(buffer, final=True), priority=torch.ones(num_envs))
+                buffer.sample(batch)
+                buffer.update_priorities(torch.arange(batch), torch.ones(batch))
+            for launch in launches:
+                variants.setdefault(launch.name, set()).add(launch.variant)
+                specialised = [
+                    parameter.name
+                    for parameter, argument in zip(launch.kernel.params, launch.arguments, strict=False)
+                    if isinstance(argument, int) and not parameter.do_not_specialize
+                ]
+                assert specialised == [], launch.name
+            launches.clear()
+    assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
+    assert len(variants) == 8

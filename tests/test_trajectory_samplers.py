@@ -1,0 +1,340 @@
+"""Every sampler on the trajectory buffer: the exact distribution over the eligible starts, and never anything else.
+
+Chi-square tests raise a false alarm once in a million (see distribution.py); their seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale, statistical
+from distribution import check_counts
+from oracle import UNIT, OracleBuffer, stratum
+from tolerances import close
+from trajectory_pair import Pair, live_through, numbered, play
+from transitions import EXACT
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, Uniform
+
+pytestmark = pytest.mark.contract
+
+INDEPENDENT = Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False)
+REPLACEMENT = Uniform(replacement=True)
+FEW = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+
+
+def lived(sampler: Any, device: str, *, seed: int = 0, **settings: Any) -> Pair:
+    """A ring of 12 steps of 3 environments that was overwritten, about half of it eligible."""
+    known: dict[str, Any] = {"stack": 3, "n_step": 2, "fields": FEW} | settings
+    pair = Pair(37, 3, sampler=sampler, device=device, seed=seed, **known)
+    live_through(pair, scale(30, 14), seed)
+    eligible = pair.history.view().eligible()
+    assert 5 < len(eligible) < 30
+    return pair
+
+
+def prioritized(settings: Any, device: str, *, seed: int = 0, **more: Any) -> tuple[Pair, dict[int, int]]:
+    """The same with priorities over two decades, and the mass of each eligible start in slot order."""
+    pair = lived(settings, device, seed=seed, **more)
+    eligible = pair.history.view().eligible()
+    pair.update(eligible, [(1 + (7 * key) % 100) / 16 for key in eligible])
+    masses = pair.buffer.masses().tolist()
+    slots = {key: key % pair.history.capacity for key in eligible}
+    in_order = {key: masses[slots[key]] for key in sorted(eligible, key=slots.__getitem__)}
+    assert [slot for slot, mass in enumerate(masses) if mass] == sorted(slots.values())
+    return pair, in_order
+
+
+def tally(pair: Pair, count: int, times: int, row: int | None = None) -> Counter[int]:
+    """How often each key came, in one row of the batch or in all."""
+    found: Counter[int] = Counter()
+    for _ in range(times):
+        keys = pair.buffer.sample(count).key.tolist()
+        found.update(keys if row is None else keys[row : row + 1])
+    return found
+
+
+@statistical
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_uniform_draws_every_eligible_start_equally_often_in_every_row(
+    sampler: Uniform, autoreset: str, device: str
+) -> None:
+    pair = lived(sampler, device, autoreset=autoreset, seed=1)
+    expected = dict.fromkeys(pair.history.view().eligible(), 1.0)
+    rows: list[Counter[int]] = [Counter() for _ in range(4)]
+    for _ in range(1000):
+        for row, key in zip(rows, pair.buffer.sample(4).key.tolist(), strict=True):
+            row[key] += 1
+    for row in rows:
+        check_counts(row, expected)
+
+
+@statistical
+def test_every_ordered_pair_without_replacement_is_equally_likely(device: str) -> None:
+    pair = Pair(12, 2, sampler=Uniform(), device=device, seed=2, fields=FEW)
+    play(pair, ".T....", "...T..", fields=FEW)
+    eligible = pair.history.view().eligible()
+    found = Counter(tuple(pair.buffer.sample(2).key.tolist()) for _ in range(1500))
+    check_counts(found, dict.fromkeys(itertools.permutations(eligible, 2), 1.0))
+
+
+@statistical
+def test_rows_with_replacement_do_not_depend_on_each_other(device: str) -> None:
+    pair = Pair(12, 2, sampler=REPLACEMENT, device=device, seed=3, fields=FEW)
+    play(pair, ".T....", "...T..", fields=FEW)
+    eligible = pair.history.view().eligible()
+    found: Counter[tuple[int, int]] = Counter()
+    for _ in range(60):
+        keys = pair.buffer.sample(128).key.tolist()
+        found.update(zip(keys[::2], keys[1::2], strict=True))
+    check_counts(found, dict.fromkeys(itertools.product(eligible, eligible), 1.0))
+
+
+@statistical
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+@pytest.mark.parametrize("share", [0.02, 0.98])
+def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Uniform, share: float, device: str) -> None:
+    """Few: every step ends, nearly always by a truncation whose final observation is not known."""
+    envs, turn = 50, 40
+    pair = Pair(envs * turn, envs, sampler=sampler, device=device, seed=4, fields=FEW, autoreset="same_step")
+    generator = torch.Generator().manual_seed(5)
+    for number in range(turn + 7):
+        lucky = (torch.rand(envs, generator=generator) < share).tolist()
+        steps = [numbered(number, env, FEW, terminated=lucky[env], truncated=not lucky[env]) for env in range(envs)]
+        pair.add(steps)
+    eligible = pair.history.view().eligible()
+    assert eligible
+    if not sampler.replacement:
+        assert sorted(pair.buffer.sample(len(eligible)).key.tolist()) == eligible
+    rows = min(len(eligible), 256)
+    check_counts(tally(pair, rows, 20_000 // rows), dict.fromkeys(eligible, 1.0))
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_uniform_probability_is_one_in_the_eligible(sampler: Uniform, device: str) -> None:
+    pair = lived(sampler, device)
+    batch = pair.buffer.sample(4)
+    assert close(batch.probability, [1 / len(pair.history.view().eligible())] * 4, "probability")
+    assert batch.weight.tolist() == [1.0] * 4
+    assert batch.probability.dtype == batch.weight.dtype == torch.float32
+
+
+def test_more_than_is_eligible_is_refused_without_replacement_and_drawn_with_it(device: str) -> None:
+    pair = lived(Uniform(), device)
+    eligible = pair.history.view().eligible()
+    # more steps are stored than asked for, but they cannot be drawn
+    assert len(pair.buffer) > len(eligible)
+    with pytest.raises(ValueError, match=rf"(?s){len(eligible) + 1}.*{len(eligible)}"):
+        pair.buffer.sample(len(eligible) + 1)
+    again = lived(REPLACEMENT, device)
+    assert set(again.buffer.sample(2000 if scale(True, False) else 200).key.tolist()) <= set(eligible)
+
+
+@statistical
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_proportional_draws_are_proportional_to_the_masses(autoreset: str, settings: Proportional, device: str) -> None:
+    pair, masses = prioritized(settings, device, seed=6, autoreset=autoreset)
+    # one row is one draw from the whole mass, also where strata would make rows depend on each other
+    check_counts(tally(pair, 1, 1000), {key: float(mass) for key, mass in masses.items()})
+    if not settings.stratified:
+        check_counts(tally(pair, 64, 100), {key: float(mass) for key, mass in masses.items()})
+
+
+def test_stratified_rows_fall_into_their_parts_of_the_mass(device: str) -> None:
+    pair, masses = prioritized(EXACT, device, seed=7)
+    ends = dict(zip(masses, accumulate(masses.values()), strict=True))
+    total = sum(masses.values())
+    for count in (1, 2, 5, 64, 257):
+        for part, key in enumerate(pair.buffer.sample(count).key.tolist()):
+            low, high = stratum(part, count, total)
+            assert ends[key] > low
+            assert ends[key] - masses[key] < high
+
+
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+def test_draws_are_those_of_a_transition_buffer_with_the_same_masses(settings: Proportional, device: str) -> None:
+    pair, _ = prioritized(settings, device, seed=8)
+    oracle = OracleBuffer(pair.history.capacity, settings, seed=8)
+    oracle.masses, oracle.added = pair.buffer.masses().tolist(), pair.buffer.added
+    for count in (1, 3, 4, 5, 64, 100):
+        batch, drawn = pair.buffer.sample(count), oracle.sample(count)
+        assert batch.key.tolist() == drawn.keys
+        assert close(batch.probability, drawn.probability, "probability")
+        assert close(batch.weight, drawn.weight, "weight")
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer"])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_weights_are_powers_of_the_ratio_to_the_lowest_mass(normalize: str, beta: float, device: str) -> None:
+    settings = Proportional(alpha=1.0, beta=beta, eps=0.0, normalize=normalize)
+    pair, masses = prioritized(settings, device, seed=9)
+    lowest_key = min(masses, key=masses.__getitem__)
+    pair.update([lowest_key], [1 / UNIT])
+    total = sum(masses.values()) - masses[lowest_key] + 1
+    masses[lowest_key] = 1
+    batch = pair.buffer.sample(6)
+    drawn = [masses[key] for key in batch.key.tolist()]
+    lowest = 1 if normalize == "buffer" else min(drawn)
+    assert min(drawn) > 1
+    assert close(batch.weight, [(lowest / mass) ** beta for mass in drawn], "weight")
+    assert close(batch.probability, [mass / total for mass in drawn], "probability")
+
+
+def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> None:
+    """The weight of a start does not fall when one that was lighter can no longer be drawn."""
+    settings = Proportional(alpha=1.0, beta=1.0, eps=0.0, normalize="buffer")
+    pair = Pair(4, 1, sampler=settings, fields=FEW, device=device, stack=2)
+    play(pair, "....", fields=FEW)
+    pair.update([0, 1, 2], [0.25, 2.0, 4.0])
+    assert set(zip(*[pair.buffer.sample(64)[name].tolist() for name in ("key", "weight")], strict=True)) >= {
+        (1, 0.125),
+        (2, 0.0625),
+    }
+    # step 0 goes; step 1 stays stored, but its stack needs step 0, so 4.0 is the lowest beside the new start's 4.0
+    play(pair, ".", fields=FEW)
+    batch = pair.buffer.sample(16)
+    assert set(batch.key.tolist()) == {2, 3}
+    assert batch.weight.tolist() == [1.0] * 16
+
+
+def test_schedule_advances_with_every_sample(device: str) -> None:
+    settings = Proportional(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, steps=2))
+    pair = Pair(8, 1, sampler=settings, fields=FEW, device=device)
+    play(pair, "...", fields=FEW)
+    pair.update([0, 1], [1.0, 3.0])
+    assert pair.buffer.sample(9).weight.min().item() == 1.0
+    assert close(pair.buffer.sample(9).weight.min(), (1 / 3) ** 0.5, "weight")
+    assert close(pair.buffer.sample(9, beta=2.0).weight.min(), 1 / 9, "weight")
+    assert close(pair.buffer.sample(9).weight.min(), 1 / 3, "weight")
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+def test_latest_is_the_newest_eligible_in_order_at_every_place_of_the_ring(autoreset: str, device: str) -> None:
+    pair = Pair(37, 3, sampler=Latest(), device=device, stack=3, n_step=2, autoreset=autoreset, fields=FEW)
+    for turn in range(scale(25, 4)):
+        live_through(pair, scale(1, 5), seed=turn)
+        view = pair.history.view()
+        eligible = view.eligible()
+        for count in {1, len(eligible) // 2, len(eligible)} - {0}:
+            batch = pair.buffer.sample(min(count, len(eligible))) if eligible else None
+            if batch is not None:
+                assert batch.key.tolist() == eligible[-count:]
+                assert batch.probability.tolist() == batch.weight.tolist() == [1.0] * count
+                pair.check_rows(batch, view)
+
+
+def test_latest_of_more_than_is_eligible_is_refused(device: str) -> None:
+    pair = lived(Latest(), device)
+    count = len(pair.history.view().eligible())
+    with pytest.raises(ValueError, match=rf"(?s){count + 1}.*{count}"):
+        pair.buffer.sample(count + 1)
+
+
+@pytest.mark.parametrize("newest", [1, 2, 5])
+@pytest.mark.parametrize("base", [Uniform(), REPLACEMENT, EXACT], ids=["without", "with", "proportional"])
+def test_combined_ends_with_the_newest_eligible(base: Uniform | Proportional, newest: int, device: str) -> None:
+    pair = lived(Combined(base, newest=newest), device)
+    for _ in range(scale(4, 2)):
+        live_through(pair, 1)
+        view = pair.history.view()
+        eligible = view.eligible()
+        batch = pair.buffer.sample(5)
+        assert batch.key.tolist()[5 - newest :] == eligible[-newest:]
+        assert batch.weight.tolist()[5 - newest :] == [1.0] * newest
+        assert batch.probability.tolist()[5 - newest :] == [1.0] * newest
+        assert set(batch.key.tolist()) <= set(eligible)
+        pair.check_rows(batch, view)
+
+
+@statistical
+@pytest.mark.parametrize("base", [Uniform(), REPLACEMENT, EXACT], ids=["without", "with", "proportional"])
+def test_rows_of_the_base_of_combined_have_its_distribution(base: Any, device: str) -> None:
+    pair = lived(Combined(base, newest=2), device, seed=10)
+    eligible = pair.history.view().eligible()
+    pair.update(eligible, [1.0 + key % 5 for key in eligible])
+    shares = dict.fromkeys(eligible, 1.0)
+    if base is EXACT:
+        shares = {key: 1.0 + key % 5 for key in eligible}
+    check_counts(tally(pair, 3, 1000, row=0), shares)
+
+
+def test_combined_needs_enough_eligible_starts(device: str) -> None:
+    pair = Pair(40, 1, sampler=Combined(Uniform(), newest=3), fields=FEW, device=device)
+    play(pair, "...", fields=FEW)
+    # three steps are stored, two can be drawn
+    with pytest.raises(ValueError, match=r"(?s)3.*2"):
+        pair.buffer.sample(3)
+    play(pair, "..", fields=FEW)
+    assert pair.buffer.sample(3).key.tolist() == [1, 2, 3]
+    assert sorted(pair.buffer.sample(7).key.tolist()[:4]) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"(?s)8.*4|5.*4"):
+        pair.buffer.sample(8)
+    with pytest.raises(ValueError, match=r"(?s)3.*2|2.*3"):
+        pair.buffer.sample(2)
+
+
+EVERY = [Uniform(), REPLACEMENT, EXACT, INDEPENDENT, Latest(), Combined(Uniform()), Combined(EXACT, newest=2)]
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+def test_nothing_eligible_is_a_runtime_error_however_much_is_stored(sampler: Any, device: str) -> None:
+    pair = Pair(12, 2, sampler=sampler, fields=FEW, device=device, n_step=5)
+    with pytest.raises(RuntimeError, match=r"(?i)eligible|complete|no "):
+        pair.buffer.sample(2)
+    # six steps of each environment fit, of which a window needs six: five are not enough
+    play(pair, ".....", ".....", fields=FEW)
+    assert len(pair.buffer) == 10
+    with pytest.raises(RuntimeError, match=r"(?i)eligible|complete"):
+        pair.buffer.sample(2)
+    play(pair, ".", ".", fields=FEW)
+    assert set(pair.buffer.sample(2).key.tolist()) <= {0, 1}
+    pair.clear()
+    with pytest.raises(RuntimeError, match=r"(?i)eligible|complete|no "):
+        pair.buffer.sample(2)
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+def test_draws_are_eligible_at_every_place_of_the_ring(sampler: Any, device: str) -> None:
+    pair = Pair(29, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=3, autoreset="same_step")
+    for turn in range(scale(40, 4)):
+        live_through(pair, scale(1, 5), seed=turn)
+        view = pair.history.view()
+        eligible = view.eligible()
+        if len(eligible) > 2:
+            pair.check_rows(pair.buffer.sample(3), view)
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+def test_equal_seeds_draw_the_same_and_other_seeds_do_not(sampler: Any, device: str) -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        pair = Pair(64, 4, sampler=sampler, fields=FEW, device=device, seed=seed)
+        live_through(pair, scale(20, 5), seed=3)
+        drawn.append([pair.buffer.sample(7).key.tolist() for _ in range(2)])
+    assert drawn[0] == drawn[1]
+    assert isinstance(sampler, Latest) or drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), EXACT, Latest()], ids=repr)
+def test_stats_count_stored_and_eligible_apart(sampler: Any, device: str) -> None:
+    pair = Pair(13, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=2)
+    stats = pair.buffer.stats()
+    assert (stats.size, stats.added, stats.eligible) == (0, 0, 0)
+    play(pair, "..T....", ".......", fields=FEW)
+    stats = pair.buffer.stats()
+    assert (stats.size, stats.added) == (12, 14)
+    # t = 1 to 6 are stored: 1 needs a frame that is gone, the last two wait, t = 3 of the first environment is dead;
+    # there t = 2 is complete with its ending
+    assert pair.history.view().eligible() == [4, 5, 7, 8, 9]
+    assert stats.eligible == 5
+    pair.clear()
+    stats = pair.buffer.stats()
+    assert (stats.size, stats.added, stats.eligible) == (0, 14, 0)

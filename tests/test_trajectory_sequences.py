@@ -1,0 +1,268 @@
+"""`sample_sequences`: windows of consecutive steps for recurrent agents, masked to the first episode.
+
+What the masks mean is worked out by hand in test_trajectory_oracle.py; contents over thousands of random streams are
+compared in test_trajectory_random_streams.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale, statistical
+from distribution import check_counts
+from tolerances import close
+from trajectory_pair import Pair, live_through, numbered, play
+from transitions import EXACT
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, Uniform
+
+pytestmark = pytest.mark.contract
+
+FEW = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+REPLACEMENT = Uniform(replacement=True)
+INDEPENDENT = Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False)
+EVERY = [Uniform(), REPLACEMENT, EXACT, INDEPENDENT, Latest(), Combined(Uniform()), Combined(EXACT, newest=2)]
+
+
+def lived(sampler: Any, device: str, *, seed: int = 0, **settings: Any) -> Pair:
+    """A ring of 20 steps of 3 environments, overwritten once and a half; smaller where kernels are interpreted."""
+    known: dict[str, Any] = {"fields": FEW} | settings
+    pair = Pair(scale(61, 31), 3, sampler=sampler, device=device, seed=seed, **known)
+    return live_through(pair, scale(33, 14), seed, end=0.08)
+
+
+@pytest.mark.parametrize("stack, frame", [(1, []), (4, [4])])
+def test_shapes_types_and_names(stack: int, frame: list[int], device: str) -> None:
+    pair = live_through(Pair(61, 3, device=device, stack=stack), scale(33, 16), end=0.02)
+    batch = pair.buffer.sample_sequences(5, 7, burn_in=2)
+    expected = {
+        "obs": ([5, 9, *frame, 2], torch.int16),
+        "action": ([5, 9], torch.int64),
+        "note": ([5, 9, 2], torch.float32),
+        "reward": ([5, 9], torch.float32),
+        "terminated": ([5, 9], torch.bool),
+        "truncated": ([5, 9], torch.bool),
+        "mask": ([5, 9], torch.bool),
+        "key": ([5], torch.int64),
+        "probability": ([5], torch.float32),
+        "weight": ([5], torch.float32),
+    }
+    assert {name: (list(batch[name].shape), batch[name].dtype) for name in batch} == expected
+    assert {value.device.type for value in batch.values()} == {device}
+    assert len(batch) == 5
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_windows_hold_their_steps_at_every_place_of_the_ring(autoreset: str, sampler: Any, device: str) -> None:
+    pair = Pair(41, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset, fields=FEW)
+    for turn in range(scale(20, 2)):
+        live_through(pair, scale(2, 9), seed=turn, end=0.1)
+        view = pair.history.view()
+        for length, burn_in in ((1, 0), (2, 1), (4, 3)):
+            if len(view.sequence_starts(length + burn_in)) >= 3:
+                batch = pair.buffer.sample_sequences(3, length, burn_in)
+                pair.check_sequences(batch, view, length + burn_in)
+
+
+def test_burn_in_comes_before_the_steps_that_are_learned_from(device: str) -> None:
+    pair, twin = (lived(Uniform(), device, seed=1) for _ in range(2))
+    one, other = pair.buffer.sample_sequences(6, 3, burn_in=4), twin.buffer.sample_sequences(6, 7)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.mask.shape == (6, 7)
+
+
+def test_windows_reach_the_newest_step_and_begin_at_the_oldest(device: str) -> None:
+    pair = Pair(10, 1, sampler=Uniform(), device=device, fields=FEW)
+    play(pair, "." * 17, fields=FEW)
+    # steps 7 to 16 are stored; 16 waits for the next observation, but ends a window
+    for length in range(1, 11, scale(1, 4)):
+        starts = list(range(7, min(16, 18 - length)))
+        batch = pair.buffer.sample_sequences(len(starts), length)
+        assert sorted(batch.key.tolist()) == starts
+        for key, obs in zip(batch.key.tolist(), batch.obs.tolist(), strict=True):
+            assert obs == list(range(key + 1, key + length + 1))
+        assert bool(batch.mask.all())
+    with pytest.raises(RuntimeError, match=r"11"):
+        pair.buffer.sample_sequences(1, 11)
+
+
+def test_stacks_inside_a_window_reach_back_before_its_first_step(device: str) -> None:
+    pair = Pair(10, 1, sampler=Uniform(), device=device, fields=FEW, stack=3)
+    play(pair, "." * 17, fields=FEW)
+    # the stack of the first step needs two frames more
+    batch = pair.buffer.sample_sequences(7, 2)
+    assert sorted(batch.key.tolist()) == list(range(9, 16))
+    for key, obs in zip(batch.key.tolist(), batch.obs.tolist(), strict=True):
+        assert obs == [[key - 1, key, key + 1], [key, key + 1, key + 2]]
+
+
+def test_a_window_over_an_ending_keeps_its_length(device: str) -> None:
+    pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, stack=2, padding="zero")
+    play(pair, "...T......", fields=FEW)
+    batch = pair.buffer.sample_sequences(7, 3)
+    assert batch.key.tolist() == [0, 1, 2, 3, 5, 6, 7]
+    window = 2
+    assert batch.mask[window].tolist() == [True, True, False]
+    assert batch.terminated[window].tolist()[:2] == [False, True]
+    # of the dead step only its frame is promised
+    assert batch.obs[window].tolist()[:2] == [[2, 3], [3, 4]]
+    assert batch.obs[window, 2, 1].item() == 5
+
+
+def test_sequences_of_dictionary_observations_are_converted_like_samples(device: str) -> None:
+    fields = {
+        "obs.image": Field((2, 3), torch.uint8, torch.float32, 0.5),
+        "obs.vector": Field((2,), torch.float64),
+        "action": Field((), torch.int32, torch.int64),
+    }
+    pair = Pair(40, 2, sampler=Uniform(), device=device, fields=fields, stack=2)
+    live_through(pair, 12, end=0.0, final=0.0)
+    batch = pair.buffer.sample_sequences(4, 3)
+    assert (batch["obs.image"].shape, batch["obs.image"].dtype) == ((4, 3, 2, 2, 3), torch.float32)
+    assert (batch["obs.vector"].shape, batch["obs.vector"].dtype) == ((4, 3, 2, 2), torch.float64)
+    assert (batch.action.shape, batch.action.dtype) == ((4, 3), torch.int64)
+    for row, key in enumerate(batch.key.tolist()):
+        for place, step in enumerate(pair.history.view().sequence(key, 3)):
+            stacked = torch.tensor(step["obs.image"])
+            assert torch.equal(batch["obs.image"][row, place].cpu(), stacked.float() / 2)
+            assert batch["obs.vector"][row, place].tolist() == step["obs.vector"]
+            assert batch.obs.vector[row, place].tolist() == step["obs.vector"]
+            assert batch.action[row, place].item() == step["action"]
+
+
+@statistical
+@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
+def test_uniform_sequences_start_anywhere_equally_often(sampler: Uniform, device: str) -> None:
+    pair = lived(sampler, device, seed=2)
+    starts = pair.history.view().sequence_starts(4)
+    assert len(starts) < len(pair.history.view().eligible())
+    found: Counter[int] = Counter()
+    for _ in range(500):
+        batch = pair.buffer.sample_sequences(4, 4)
+        found.update(batch.key.tolist())
+        assert sampler.replacement or len(set(batch.key.tolist())) == 4
+    assert close(batch.probability, [1 / len(starts)] * 4, "probability")
+    assert batch.weight.tolist() == [1.0] * 4
+    check_counts(found, dict.fromkeys(starts, 1.0))
+
+
+@statistical
+@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
+def test_proportional_sequences_start_in_proportion_to_the_masses(settings: Proportional, device: str) -> None:
+    pair = lived(settings, device, seed=3)
+    view = pair.history.view()
+    eligible, starts = view.eligible(), view.sequence_starts(4)
+    assert 10 < len(starts) < len(eligible)
+    # the heaviest of all are those that cannot begin a window
+    pair.update(eligible, [1.0 + key % 7 if key in starts else 1000.0 for key in eligible])
+    found: Counter[int] = Counter()
+    for _ in range(1200):
+        found.update(pair.buffer.sample_sequences(1, 4).key.tolist())
+    check_counts(found, {key: 1.0 + key % 7 for key in starts})
+
+
+def test_probabilities_and_weights_of_proportional_sequences(device: str) -> None:
+    settings = Proportional(alpha=1.0, beta=LinearSchedule(0.5, 1.0, 1), eps=0.0)
+    pair = lived(settings, device, seed=4)
+    view = pair.history.view()
+    eligible, starts = view.eligible(), view.sequence_starts(5)
+    mass = {key: 1.0 + key % 7 if key in starts else 1000.0 for key in eligible}
+    pair.update(eligible, [mass[key] for key in eligible])
+    total = sum(mass[key] for key in starts)
+    for beta, exponent in ((None, 0.5), (None, 1.0), (0.25, 0.25)):
+        batch = pair.buffer.sample_sequences(6, 2, burn_in=3, beta=beta)
+        drawn = [mass[key] for key in batch.key.tolist()]
+        assert close(batch.probability, [each / total for each in drawn], "probability")
+        assert close(batch.weight, [(min(drawn) / each) ** exponent for each in drawn], "weight")
+
+
+def test_sequences_change_no_priorities_and_can_be_updated(device: str) -> None:
+    pair = lived(EXACT, device, seed=5)
+    before = pair.buffer.masses().tolist()
+    batch = pair.buffer.sample_sequences(4, 3)
+    assert pair.buffer.masses().tolist() == before
+    pair.update(batch.key.tolist(), [3.0] * 4)
+    pair.check()
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_latest_and_combined_take_the_newest_windows(autoreset: str, device: str) -> None:
+    for sampler, newest in ((Latest(), 5), (Combined(Uniform(), newest=2), 2), (Combined(EXACT, newest=3), 3)):
+        pair = lived(sampler, device, seed=6, autoreset=autoreset)
+        starts = pair.history.view().sequence_starts(4)
+        batch = pair.buffer.sample_sequences(5, 4)
+        assert batch.key.tolist()[-newest:] == starts[-newest:]
+        assert batch.weight.tolist()[-newest:] == batch.probability.tolist()[-newest:] == [1.0] * newest
+        assert set(batch.key.tolist()) <= set(starts)
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+def test_no_window_stored_is_a_runtime_error(sampler: Any, device: str) -> None:
+    pair = Pair(12, 2, sampler=sampler, fields=FEW, device=device)
+    with pytest.raises(RuntimeError, match=r"(?i)sequence"):
+        pair.buffer.sample_sequences(2, 1)
+    play(pair, "....", "....", fields=FEW)
+    # enough for a sample, not for five steps
+    pair.buffer.sample(2)
+    with pytest.raises(RuntimeError, match=r"5"):
+        pair.buffer.sample_sequences(2, 3, burn_in=2)
+    play(pair, ".", ".", fields=FEW)
+    assert set(pair.buffer.sample_sequences(2, 3, burn_in=2).key.tolist()) <= {0, 1}
+    # longer than the ring
+    with pytest.raises((RuntimeError, ValueError), match=r"7"):
+        pair.buffer.sample_sequences(2, 7)
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), Latest()], ids=repr)
+def test_more_distinct_windows_than_there_are_is_a_value_error(sampler: Any, device: str) -> None:
+    pair = Pair(20, 2, sampler=sampler, fields=FEW, device=device)
+    play(pair, ".....", ".....", fields=FEW)
+    assert sorted(pair.buffer.sample_sequences(4, 4).key.tolist()) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"(?s)5.*4"):
+        pair.buffer.sample_sequences(5, 4)
+
+
+BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((0, 4), {}, ValueError, r"0"),
+    ((-1, 4), {}, ValueError, r"-1"),
+    ((True, 4), {}, TypeError, r"True"),
+    ((2.0, 4), {}, TypeError, r"2.0"),
+    ((2, 0), {}, ValueError, r"length.*0|0.*length"),
+    ((2, -3), {}, ValueError, r"length.*-3|-3.*length"),
+    ((2, 1.5), {}, TypeError, r"length.*1.5|1.5.*length"),
+    ((2, True), {}, TypeError, r"length"),
+    ((2, None), {}, TypeError, r"length"),
+    ((2, 3, -1), {}, ValueError, r"burn_in.*-1|-1.*burn_in"),
+    ((2, 3), {"burn_in": 0.5}, TypeError, r"burn_in"),
+    ((2, 3), {"burn_in": True}, TypeError, r"burn_in"),
+    ((2, 3), {"beta": -1.0}, ValueError, r"beta"),
+    ((2, 3), {"beta": "high"}, TypeError, r"beta"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_arguments_that_mean_nothing_are_refused_and_draw_nothing(number: int, device: str) -> None:
+    arguments, named, error, message = BAD[number]
+    pair, twin = (Pair(61, 3, sampler=EXACT, fields=FEW, device=device) for _ in range(2))
+    for each in (pair, twin):
+        play(each, "......", "......", "......", fields=FEW)
+    with pytest.raises(error, match=message):
+        pair.buffer.sample_sequences(*arguments, **named)
+    assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
+
+
+def test_rewards_and_flags_are_those_of_single_steps(device: str) -> None:
+    pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, n_step=3, autoreset="same_step")
+    for number in range(8):
+        pair.add([numbered(number, 0, FEW, reward=float(number), terminated=number == 4)])
+    batch = pair.buffer.sample_sequences(2, 3)
+    # the newest starts whose own three steps are over
+    assert batch.key.tolist() == [3, 4]
+    assert batch.reward.tolist() == [[3.0, 4.0, 5.0], [4.0, 5.0, 6.0]]
+    assert batch.terminated.tolist() == [[False, True, False], [True, False, False]]
+    assert batch.mask.tolist() == [[True, True, False], [True, False, False]]

@@ -1,0 +1,307 @@
+"""State of a trajectory buffer: saved in the middle of episodes and windows, it goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from trajectory_pair import FIELDS, Pair, Script, final_of, numbered
+from transitions import EXACT
+
+from gpu_replay import (
+    Combined,
+    Field,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+
+pytestmark = pytest.mark.contract
+
+ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
+KINDS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "annealed": ANNEALED,
+    "stored": Proportional(alpha=1.0, eps=0.0, initial="stored", stratified=False),
+    "latest": Latest(),
+    "combined": Combined(EXACT, newest=2),
+}
+MODES = ["next_step", "same_step", "disabled"]
+DEEP: dict[str, Any] = {"stack": 3, "n_step": 4}
+
+
+def built(sampler: Any, device: str, *, seed: int = 5, **changed: Any) -> TrajectoryReplayBuffer:
+    """A ring of 11 steps of 3 environments."""
+    settings: dict[str, Any] = {"capacity": 35, "num_envs": 3, "fields": FIELDS} | DEEP | changed
+    return TrajectoryReplayBuffer(**settings, sampler=sampler, device=device, seed=seed)
+
+
+def readable(buffer: TrajectoryReplayBuffer) -> list[int]:
+    """Keys of the starts that can be drawn."""
+    live = range(buffer.added - len(buffer), buffer.added)
+    sampler = buffer.sampler.base if isinstance(buffer.sampler, Combined) else buffer.sampler
+    if isinstance(sampler, Proportional):
+        masses = buffer.masses().tolist()
+        return [key for key in live if masses[key % buffer.capacity]]
+    found = []
+    for key in live:
+        with contextlib.suppress(KeyError):
+            found += buffer[key].key.tolist()
+    return found
+
+
+def same(one: TrajectoryReplayBuffer, other: TrajectoryReplayBuffer) -> None:
+    """Fail unless both hold the same and would draw the same; the draws are made."""
+    assert repr(one.stats()) == repr(other.stats())
+    assert (one.added, len(one), one.capacity) == (other.added, len(other), other.capacity)
+    sampler = one.sampler.base if isinstance(one.sampler, Combined) else one.sampler
+    if isinstance(sampler, Proportional):
+        assert one.masses().tolist() == other.masses().tolist()
+    keys = readable(one)
+    assert readable(other) == keys
+    assert one.stats().eligible == len(keys)
+    if keys:
+        equal(one[keys], other[keys])
+    count = min(4, len(keys))
+    if count >= (one.sampler.newest if isinstance(one.sampler, Combined) else 1):
+        equal(one.sample(count), other.sample(count))
+
+
+def equal(one: Any, other: Any) -> None:
+    assert set(one) == set(other)
+    for name in one:
+        assert torch.equal(one[name].cpu(), other[name].cpu()), name
+
+
+@pytest.mark.parametrize("autoreset", MODES)
+@pytest.mark.parametrize("name", scale(list(KINDS), ["annealed"]))
+def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, autoreset: str, device: str) -> None:
+    """At every place: in the middle of an episode, of a window, after an ending, with priorities that wait."""
+    script = Script(seed=1, calls=60, num_envs=3)
+    whole = built(KINDS[name], device, autoreset=autoreset)
+    places = scale([0, 1, 3, 7, 14, 27, 44, 59], [3, 27])
+    saved = 0
+    for place in places:
+        script.play(whole, saved, place)
+        saved = place
+        state = whole.state_dict()
+        loaded = built(KINDS[name], device, autoreset=autoreset, seed=99)
+        # what it held before is forgotten
+        Script(seed=2, calls=20, num_envs=3).play(loaded, 0, scale(20, 6))
+        loaded.load_state_dict(state)
+        # the rest is played to the loaded one and to one that was played the same from the beginning
+        twin = built(KINDS[name], device, autoreset=autoreset)
+        for before, after in zip([0, *places], places, strict=False):
+            if after <= place:
+                script.play(twin, before, after)
+        same(twin, loaded)
+        ahead = min(60, place + scale(12, 8))
+        for one, other in zip(script.play(twin, place, ahead), script.play(loaded, place, ahead), strict=True):
+            equal(one, other)
+        same(twin, loaded)
+
+
+@pytest.mark.parametrize("autoreset", MODES)
+@pytest.mark.parametrize("name", scale(list(KINDS), ["annealed"]))
+def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, autoreset: str, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    script = Script(seed=3, calls=scale(80, 40), num_envs=3)
+    buffer = built(KINDS[name], device, autoreset=autoreset, padding="zero")
+    done = 0
+    for place in (7, scale(45, 25)):
+        script.play(buffer, done, place)
+        done = place
+        buffer.save(tmp_path / "checkpoint")
+        loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
+        assert (loaded.capacity, loaded.num_envs, loaded.seed) == (33, 3, 5)
+        assert {name: loaded.fields[name] for name in FIELDS} == FIELDS
+        assert loaded.settings() == buffer.settings()
+        same(buffer, loaded)
+    for one, other in zip(script.play(buffer, done, 80), script.play(loaded, done, 80), strict=True):
+        equal(one, other)
+    same(buffer, loaded)
+
+
+def test_windows_and_priorities_that_wait_are_part_of_the_state(device: str) -> None:
+    pair = Pair(20, 1, device=device, n_step=3, stack=2)
+    for number, priority in enumerate((4.0, 8.0, 16.0)):
+        pair.add([numbered(number, 0, FIELDS, priority=priority, reward=float(number))])
+    loaded = TrajectoryReplayBuffer(20, 1, FIELDS, sampler=EXACT, device=device, n_step=3, stack=2)
+    loaded.load_state_dict(pair.buffer.state_dict())
+    pair.buffer = loaded
+    for number in range(3, 8):
+        pair.add([numbered(number, 0, FIELDS)])
+    pair.check()
+    # three with their own, two with the largest of them that was complete before their call
+    assert [mass >> 20 for mass in loaded.masses().tolist()[:5]] == [4, 8, 16, 16, 16]
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
+def test_final_observations_are_part_of_the_state(autoreset: str, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    settings: dict[str, Any] = {"autoreset": autoreset, "stack": 2, "n_step": 2, "final_capacity": 3}
+    pair = Pair(12, 2, device=device, **settings)
+    for number in range(4):
+        steps = [numbered(number, env, FIELDS, truncated=(number + env) % 3 == 1) for env in range(2)]
+        pair.add([step | {"final": final_of(step, step["truncated"])} for step in steps])
+    pair.check()
+    pair.buffer.save(tmp_path / "checkpoint")
+    pair.buffer = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
+    for number in range(4, 13):
+        pair.check()
+        steps = [numbered(number, env, FIELDS, truncated=(number + env) % 3 == 1) for env in range(2)]
+        pair.add([step | {"final": final_of(step, step["truncated"])} for step in steps])
+    pair.check_refusals(pair.check())
+
+
+@pytest.mark.parametrize("ended", ["terminated", "truncated"])
+def test_the_step_after_an_ending_is_dead_also_after_loading(ended: str, device: str) -> None:
+    pair = Pair(20, 2, device=device)
+    pair.add([numbered(0, env, FIELDS) for env in range(2)])
+    pair.add([numbered(1, env, FIELDS, **{ended: env == 0}) for env in range(2)])
+    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device)
+    loaded.load_state_dict(pair.buffer.state_dict())
+    pair.buffer = loaded
+    for number in range(2, 5):
+        pair.add([numbered(number, env, FIELDS) for env in range(2)])
+    view = pair.check()
+    assert 4 in view.dead()
+    pair.check_refusals(view)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_begin_episodes_around_a_checkpoint(when: str, device: str) -> None:
+    """What a user does whose environments start anew after an interruption."""
+    pair = Pair(20, 2, device=device, stack=2, n_step=2)
+    pair.add([numbered(0, env, FIELDS) for env in range(2)])
+    pair.add([numbered(1, env, FIELDS, truncated=env == 0) for env in range(2)])
+    if when == "before":
+        pair.begin_episodes()
+    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device, stack=2, n_step=2)
+    loaded.load_state_dict(pair.buffer.state_dict())
+    pair.buffer = loaded
+    if when == "after":
+        pair.begin_episodes()
+    for number in range(2, 6):
+        pair.add([numbered(number, env, FIELDS) for env in range(2)])
+    view = pair.check()
+    assert view.eligible() == [4, 5, 6, 7]
+    pair.check_refusals(view)
+
+
+def test_state_of_an_empty_and_of_a_cleared_buffer(device: str) -> None:
+    for calls in (0, scale(30, 9)):
+        buffer, loaded = built(EXACT, device), built(EXACT, device, seed=1)
+        Script(seed=4, calls=30, num_envs=3).play(buffer, 0, calls)
+        buffer.clear()
+        Script(seed=5, calls=30, num_envs=3).play(loaded, 0, scale(30, 6))
+        loaded.load_state_dict(buffer.state_dict())
+        assert (len(loaded), loaded.added, loaded.total_mass()) == (0, buffer.added, 0)
+        with pytest.raises(RuntimeError):
+            loaded.sample(1)
+        script = Script(seed=6, calls=20, num_envs=3)
+        script.play(buffer, 0, scale(20, 8))
+        script.play(loaded, 0, scale(20, 8))
+        same(buffer, loaded)
+
+
+def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) -> None:
+    script = Script(seed=7, calls=60, num_envs=3)
+    buffer = built(ANNEALED, device, autoreset="same_step")
+    first, last = scale((40, 60), (10, 24))
+    script.play(buffer, 0, first)
+    state = buffer.state_dict()
+    once = script.play(buffer, first, last)
+    buffer.load_state_dict(state)
+    again = script.play(buffer, first, last)
+    assert once
+    for one, other in zip(once, again, strict=True):
+        equal(one, other)
+
+
+def test_saving_changes_nothing(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    script = Script(seed=8, calls=60, num_envs=3)
+    buffer, twin = built(ANNEALED, device), built(ANNEALED, device)
+    first, last = scale((30, 60), (8, 16))
+    script.play(buffer, 0, first)
+    script.play(twin, 0, first)
+    buffer.state_dict()
+    buffer.save(tmp_path / "checkpoint")
+    for one, other in zip(script.play(buffer, first, last), script.play(twin, first, last), strict=True):
+        equal(one, other)
+    same(buffer, twin)
+
+
+def leaves(state: Any) -> list[Any]:
+    """What a nested state is made of."""
+    if isinstance(state, (dict, list, tuple)):
+        parts = state.values() if isinstance(state, dict) else state
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [state]
+
+
+def test_state_is_made_of_tensors_and_plain_values(device: str) -> None:
+    buffer = built(ANNEALED, device, autoreset="same_step")
+    Script(seed=9, calls=30, num_envs=3).play(buffer, 0, 30)
+    kinds = {type(leaf) for leaf in leaves(buffer.state_dict())}
+    assert kinds <= {torch.Tensor, int, float, str, bool, type(None)}
+
+
+def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    fields = {
+        "obs.camera": Field((4, 5), torch.uint8, torch.float16, 1 / 255),
+        "obs.speed": Field((), torch.bfloat16),
+        "action": Field((2,), torch.float32),
+        "flag": Field((2,), torch.bool),
+    }
+    sampler = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
+    settings: dict[str, Any] = {
+        "stack": 2,
+        "n_step": 3,
+        "gamma": 0.75,
+        "autoreset": "disabled",
+        "padding": "zero",
+        "random_shift": 1,
+        "final_capacity": 5,
+    }
+    buffer = TrajectoryReplayBuffer(19, 2, fields, **settings, sampler=sampler, device=device, seed=2**63 + 5)
+    for number in range(7):
+        obs = {
+            "obs.camera": torch.arange(40).reshape(2, 4, 5).to(torch.uint8) + number,
+            "obs.speed": torch.tensor([number, number + 0.5]),
+        }
+        flags = {"terminated": torch.zeros(2, dtype=torch.bool), "truncated": torch.tensor([number == 3, False])}
+        rest = {"action": torch.ones(2, 2) * number, "flag": torch.ones(2, 2, dtype=torch.bool)}
+        buffer.add(**obs, **rest, **flags, reward=torch.ones(2), **{f"final_{name}": obs[name] for name in obs})
+    buffer.save(tmp_path / "checkpoint")
+    loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
+    assert loaded.settings() == buffer.settings()
+    assert {name: loaded.fields[name] for name in fields} == fields
+    assert (loaded.sampler, loaded.seed, loaded.capacity) == (sampler, 2**63 + 5, 18)
+    for _ in range(3):
+        for each in (buffer, loaded):
+            each.update_priorities(torch.arange(14), torch.arange(14) + 1)
+        equal(buffer.sample(6), loaded.sample(6))
+        equal(buffer.sample_sequences(3, 2), loaded.sample_sequences(3, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autoreset", MODES)
+def test_state_moves_between_cpu_and_cuda(autoreset: str) -> None:
+    script = Script(seed=13, calls=80, num_envs=3)
+    for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
+        buffer, loaded = built(EXACT, source, autoreset=autoreset), built(EXACT, target, autoreset=autoreset)
+        script.play(buffer, 0, 50)
+        loaded.load_state_dict(buffer.state_dict())
+        for one, other in zip(script.play(buffer, 50, 80), script.play(loaded, 50, 80), strict=True):
+            equal(one, other)
