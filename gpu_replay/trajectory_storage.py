@@ -54,6 +54,8 @@ class TrajectoryStorage(Storage):
         random_shift: int,
     ) -> None:
         super().__init__(shape.slots, {**fields, "reward": REWARD}, device)
+        # windows are summed up to their full length and masked: what was never written must be a number
+        self.tensors["reward"].zero_()
         self.gamma = gamma
         self.padding = padding
         self.random_shift = random_shift

@@ -7,6 +7,17 @@ from .mass_tree import mass_of
 
 
 @triton.jit
+def remainder(number, divisor, reciprocal):
+    """number % divisor, where the reciprocal is (2**63 - 1) // divisor and the number is not negative.
+
+    The quotient found is at most one too small. A division of 64 bits is a call, for which registers are spilled.
+    """
+    quotient = tl.umulhi(number.to(tl.uint64) << 1, reciprocal.to(tl.uint64)).to(tl.int64)
+    rest = number - quotient * divisor
+    return tl.where(rest < divisor, rest, rest - divisor)
+
+
+@triton.jit
 def assign(
     levels,
     edges,
@@ -31,7 +42,7 @@ def assign(
     tl.debug_barrier()
     tl.store(levels[0] + slot, new, mask=changed)
     for edge in tl.static_range(EDGES):
-        tl.store(edges[edge] + (slot >> SHIFT), slot * 0 - 1, mask=changed)
+        tl.store(edges[edge] + (slot >> SHIFT), tl.full(slot.shape, -1, tl.int64), mask=changed)
     for level in tl.static_range(1, LEVELS):
         tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=changed, sem="relaxed")
     if MARKS > 0:
@@ -41,7 +52,9 @@ def assign(
     return tl.sum(tl.sum(more, axis=1), axis=0)
 
 
-@triton.jit(do_not_specialize=["envs", "capacity", "stack", "n_step", "finals"])
+@triton.jit(
+    do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals"]
+)
 def follow_kernel(
     levels,
     edges,
@@ -64,6 +77,9 @@ def follow_kernel(
     stack,
     n_step,
     finals,
+    per_capacity,
+    per_lines,
+    per_finals,
     LEVELS: tl.constexpr,
     EDGES: tl.constexpr,
     MARKS: tl.constexpr,
@@ -97,7 +113,7 @@ def follow_kernel(
     A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at AGES
     starts of each that the step may complete, and FRAMES that may lose a frame of their stack, at a time. levels: of
     the masses, or of the marks where there are no masses. numbers: alpha, eps, clip. masses: the initial mass, and the
-    limit. The last program to finish moves the ring on.
+    limit. per_...: reciprocals for `remainder`. The last program to finish moves the ring on.
     """
     program = tl.program_id(0).to(tl.int64)
     env = program * ENVS + tl.arange(0, ENVS)
@@ -105,9 +121,9 @@ def follow_kernel(
     added = tl.load(counters_ptr + ADDED)
     oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
     # slot of the first environment, and its place among the pending masses
-    head = added % capacity
-    line = added % (envs.to(tl.int64) * (n_step + 1))
-    next_final = tl.load(counters_ptr + KEPT) % finals if FINALS else 0
+    lines = envs.to(tl.int64) * (n_step + 1)
+    head = remainder(added, capacity, per_capacity)
+    line = remainder(added, lines, per_lines)
     slot = head + env
     previous = tl.where(head > 0, head, capacity) - envs + env
     # environments past the end do nothing
@@ -136,7 +152,7 @@ def follow_kernel(
         wanted = flags == TRUNCATED
         rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
         few = wanted & (rank < finals)
-        place = next_final + rank
+        place = remainder(tl.load(counters_ptr + KEPT), finals, per_finals) + rank
         place = tl.where(place < finals, place, place - finals)
         # owners are in the order of their keys, so the free rows come first
         owner = tl.load(owner_ptr + place, mask=few, other=0)
@@ -178,12 +194,14 @@ def follow_kernel(
         for first in range(1, stack, FRAMES):
             ahead = (first + tl.arange(0, FRAMES))[:, None].to(tl.int64)
             near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
-            # the ring is passed at most once, here and below; a division would take longer than all the rest
+            # the ring is passed at most once, here and below
             later = head + ahead * envs
             later = tl.where(later < capacity, later, later - capacity) + env[None, :]
             # a deep stack lost its first frame steps ago
             lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
-            eligible += assign(levels, edges, marks, later, later * 0, lost, LEVELS, EDGES, MARKS, SHIFT)
+            eligible += assign(
+                levels, edges, marks, later, tl.full([FRAMES, ENVS], 0, tl.int64), lost, LEVELS, EDGES, MARKS, SHIFT
+            )
 
     # the observation of this step ends the full windows, an ending or its final observation all windows
     full = (flags & DEAD) == 0
@@ -200,8 +218,8 @@ def follow_kernel(
         frames = tl.minimum(depth[None, :] - age, stack - 1)
         chosen = chosen & (added - back - frames * envs >= oldest)
         # the masses of this step have just been made
-        lines = tl.where(line >= back, line, line + envs.to(tl.int64) * (n_step + 1)) - back
-        given = tl.load(pending_ptr + lines + env[None, :], mask=chosen & (age > 0), other=0)
+        its_line = tl.where(line >= back, line, line + lines) - back
+        given = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
         given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
         top = tl.maximum(top, tl.max(tl.max(given, axis=1), axis=0))
         new = tl.where(chosen, tl.where(given > 0, given, initial), 0)

@@ -201,7 +201,14 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
             tree.clear()
     newest = 40 if sampler == "latest" else getattr(drawers.sampler, "newest", 0)
     found = launch_eligible_draw(
-        drawers.tree, drawers.marks, drawers.counters, drawers.times_sampled, 40 - newest, 40, skipped=skipped
+        drawers.tree,
+        drawers.marks,
+        drawers.counters,
+        drawers.times_sampled,
+        40 - newest,
+        40,
+        skipped=skipped,
+        replacement=getattr(drawers.base, "replacement", False),
     )
     assert int(found.slots.min()) >= 0
     assert int(found.slots.max()) < drawers.slots

@@ -169,7 +169,7 @@ def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards)
 @pytest.mark.parametrize("n_step", [9, 11, 16, 20])
 def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str, guards: Guards) -> None:
     for mode in ("next_step", "same_step"):
-        streams = Streams(device, SMALL, n_step=n_step, steps=40, played=90, end=0.05, **MODES[mode])
+        streams = Streams(device, SMALL, n_step=n_step, steps=60, played=130, end=0.12, **MODES[mode])
         expected = streams.check()
         # windows that are full, and such that end early
         assert len(expected["discount"].unique()) > 2

@@ -216,7 +216,7 @@ def test_state_of_an_empty_and_of_a_cleared_buffer(device: str) -> None:
 def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) -> None:
     script = Script(seed=7, calls=60, num_envs=3)
     buffer = built(ANNEALED, device, autoreset="same_step")
-    first, last = scale((40, 60), (10, 24))
+    first, last = scale((40, 60), (14, 34))
     script.play(buffer, 0, first)
     state = buffer.state_dict()
     once = script.play(buffer, first, last)

@@ -30,6 +30,11 @@ def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
     return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
 
 
+def _reciprocal(divisor: int) -> int:
+    """What a kernel takes instead of dividing by it."""
+    return (2**63 - 1) // divisor
+
+
 def launch_follow(
     streams: Streams,
     masses: DeviceMasses | None,
@@ -82,6 +87,9 @@ def launch_follow(
         shape.stack,
         shape.n_step,
         shape.finals,
+        _reciprocal(shape.slots),
+        _reciprocal(shape.num_envs * (shape.n_step + 1)),
+        _reciprocal(max(1, shape.finals)),
         LEVELS=len(tree.levels),
         EDGES=0 if masses is None else len(masses.edges),
         MARKS=len(tree.levels) if both else 0,
