@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from gpu_replay import __version__
+from gpu_replay.machine import cpu_model
 
 from .record import Environment
 
@@ -38,15 +38,6 @@ def current_environment(device: torch.device) -> Environment:
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
-
-
-def cpu_model() -> str:
-    """The CPU's name as the system gives it."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def installed_version(distribution: str) -> str | None:

@@ -7,27 +7,15 @@ replaced, so a table is renewed by one command and cannot differ from what was m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from . import runs
 from .cases import OPERATIONS, short
+from .markdown import table
 from .record import Environment, Record
 from .reference import ELSEWHERE, best_peer
 
 Records = Sequence[Record]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, the first left, the others right."""
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def joined(line: Sequence[str]) -> str:
-        first, *others = line
-        cells = [first.ljust(widths[0]), *[cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True)]]
-        return "| " + " | ".join(cells) + " |"
-
-    rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([joined(lines[0]), "| " + " | ".join(rule) + " |", *[joined(line) for line in lines[1:]]])
 
 
 def number(value: float) -> str:
@@ -224,5 +212,6 @@ def updated(document: str, records: Records) -> str:
         _, closed, after = rest.partition(end)
         if not closed:
             raise ValueError(f"{mark} is not closed; put {end} where its table ends.")
-        document = f"{before}{mark}\n{section(name, records)}\n{end}{after}"
+        text = runs.section(runs.run_folders()) if name == "pong" else section(name, records)
+        document = f"{before}{mark}\n{text}\n{end}{after}"
     return document

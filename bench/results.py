@@ -9,13 +9,19 @@ from .environment import checkout
 from .record import Record
 
 # what a run on a GPU leaves in the folder of its machine is called bench.jsonl
-NAMES = ("cpu", "gpu", "peers", "bench")
+NAMES = ("cpu", "gpu", "peers", "frames", "bench")
 
 
 def default_file(name: str) -> Path:
     """Where a run writes when no option says so: into the checkout, else into the current folder."""
     root = checkout()
     return root / "bench" / "results" / f"{name}.jsonl" if root else Path(f"gpu-replay-bench-{name}.jsonl")
+
+
+def recorded_folder() -> Path | None:
+    """The folder of all results in a checkout, None elsewhere."""
+    root = checkout()
+    return root / "bench" / "results" if root else None
 
 
 def recorded_files() -> list[Path]:

@@ -41,14 +41,14 @@ def assign(
     # copies of a thread's slot in other threads have been read before it changes
     tl.debug_barrier()
     tl.store(levels[0] + slot, new, mask=changed)
-    for edge in tl.static_range(EDGES):
-        tl.store(edges[edge] + (slot >> SHIFT), tl.full(slot.shape, -1, tl.int64), mask=changed)
     for level in tl.static_range(1, LEVELS):
         tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=changed, sem="relaxed")
     if MARKS > 0:
         tl.store(marks[0] + slot, tl.minimum(new, 1), mask=changed)
         for level in tl.static_range(1, MARKS):
-            tl.atomic_add(marks[level] + (slot >> (SHIFT * level)), more, mask=more != 0, sem="relaxed")
+            tl.atomic_add(marks[level] + (slot >> (SHIFT * level)), more, mask=changed, sem="relaxed")
+    for edge in tl.static_range(EDGES):
+        tl.store(edges[edge] + (slot >> SHIFT), tl.full(slot.shape, -1, tl.int64), mask=changed)
     return tl.sum(tl.sum(more, axis=1), axis=0)
 
 
@@ -110,8 +110,8 @@ def follow_kernel(
 ):
     """Take in the flags of the step just written, take away the starts that it costs, and give those it completes.
 
-    A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at AGES
-    starts of each that the step may complete, and FRAMES that may lose a frame of their stack, at a time. levels: of
+    A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at the
+    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. levels: of
     the masses, or of the marks where there are no masses. numbers: alpha, eps, clip. masses: the initial mass, and the
     limit. per_...: reciprocals for `remainder`. The last program to finish moves the ring on.
     """
@@ -190,45 +190,41 @@ def follow_kernel(
 
     eligible = tl.full([], 0, tl.int64)
     # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
-    if added >= capacity:
-        for first in range(1, stack, FRAMES):
-            ahead = (first + tl.arange(0, FRAMES))[:, None].to(tl.int64)
+    if FRAMES > 0:
+        if added >= capacity:
+            ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
             near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
             # the ring is passed at most once, here and below
             later = head + ahead * envs
             later = tl.where(later < capacity, later, later - capacity) + env[None, :]
             # a deep stack lost its first frame steps ago
             lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
-            eligible += assign(
-                levels, edges, marks, later, tl.full([FRAMES, ENVS], 0, tl.int64), lost, LEVELS, EDGES, MARKS, SHIFT
-            )
+            nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
+            eligible += assign(levels, edges, marks, later, nothing, lost, LEVELS, EDGES, MARKS, SHIFT)
 
     # the observation of this step ends the full windows, an ending or its final observation all windows
     full = (flags & DEAD) == 0
     closing = (flags & (TERMINATED | FINAL)) != 0
     waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
-    top = tl.full([], 0, tl.int64)
-    for first in range(0, n_step + 1, AGES):
-        age = (first + tl.arange(0, AGES))[:, None].to(tl.int64)
-        back = age * envs
-        early = closing[None, :] | (waited[None, :] & (age > 0))
-        chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
-        chosen = chosen & named[None, :] & (depth[None, :] >= age)
-        # the first frame of the stack is stored
-        frames = tl.minimum(depth[None, :] - age, stack - 1)
-        chosen = chosen & (added - back - frames * envs >= oldest)
-        # the masses of this step have just been made
-        its_line = tl.where(line >= back, line, line + lines) - back
-        given = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
-        given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
-        top = tl.maximum(top, tl.max(tl.max(given, axis=1), axis=0))
-        new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
-        earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
-        touched = chosen | (named[None, :] & (age == 0))
-        eligible += assign(levels, edges, marks, earlier, new, touched, LEVELS, EDGES, MARKS, SHIFT)
+    age = tl.arange(0, AGES)[:, None].to(tl.int64)
+    back = age * envs
+    early = closing[None, :] | (waited[None, :] & (age > 0))
+    chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+    chosen = chosen & named[None, :] & (depth[None, :] >= age)
+    # the first frame of the stack is stored
+    frames = tl.minimum(depth[None, :] - age, stack - 1)
+    chosen = chosen & (added - back - frames * envs >= oldest)
+    # the masses of this step have just been made
+    its_line = tl.where(line >= back, line, line + lines) - back
+    given = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
+    given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
+    new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
+    earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
+    touched = chosen | (named[None, :] & (age == 0))
+    eligible += assign(levels, edges, marks, earlier, new, touched, LEVELS, EDGES, MARKS, SHIFT)
     tl.atomic_add(counters_ptr + ELIGIBLE, eligible, sem="relaxed")
     if MASSES:
-        tl.atomic_max(counters_ptr + PENDING_TOP, top, sem="relaxed")
+        tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()

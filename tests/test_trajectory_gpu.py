@@ -92,11 +92,10 @@ class Streams:
         """Fail unless both hold the same bits."""
         gpu, host = self.gpu, self.host
         assert gpu.counters().tolist() == host.counters().tolist()
-        for views in [(buffer.state_tensors(host.added) for buffer in (gpu, host))]:
-            mine, other = views
-            assert mine.keys() == other.keys()
-            for name, tensor in mine.items():
-                assert torch.equal(tensor.cpu(), other[name]), name
+        mine, other = (buffer.state_tensors(host.added) for buffer in (gpu, host))
+        assert mine.keys() == other.keys()
+        for name, tensor in mine.items():
+            assert torch.equal(tensor.cpu(), other[name]), name
         for tree in (gpu._tree, gpu._marks):
             if tree is not None:
                 check_sums(tree)
@@ -172,10 +171,13 @@ def test_no_call_waits_for_the_device(name: str, mode: str) -> None:
     late = torch.tensor([-1, 5, 5, 10**12], device="cuda")
     given = torch.tensor([1.0, 2.0, float("nan"), 1.0], device="cuda")
 
+    def add(own: bool) -> None:
+        buffer.add(**streams.step(number, "cuda", own=own))
+        number.add_(1)
+
     def cycle() -> None:
-        for own in (False, True):
-            buffer.add(**streams.step(number, "cuda", own=own))
-            number.add_(1)
+        add(False)
+        add(True)
         batch = buffer.sample(64)
         buffer.sample(200, beta=0.5)
         buffer.sample_sequences(16, 6, 2)
@@ -183,14 +185,16 @@ def test_no_call_waits_for_the_device(name: str, mode: str) -> None:
         buffer.update_priorities(late, given)
         buffer.begin_episodes(some)
 
-    for _ in range(150):
+    for _ in range(260):
+        add(True)
+    for _ in range(3):
         cycle()
     # the host asks once more, now that the ring is full
     assert buffer._engine.count_at_least(10**9, 0) > 1500
     with waiting_is_an_error():
         for _ in range(8):
             cycle()
-    assert buffer.added == 2 * 158 * 16
+    assert buffer.added == (260 + 2 * 11) * 16
     assert buffer.stats().stale_updates >= 8
 
 

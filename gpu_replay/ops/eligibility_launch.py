@@ -14,15 +14,13 @@ from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import layout_of
 
-# starts of one environment that a program looks at together, of those that a step completes and of those it costs
-_MOST_AGES = 32
 # values of a tile on a GPU: a few for each thread
-_TILE = 128
+_TILE = 256
 
 
-def ages_per_turn(count: int) -> int:
-    """Steps back that a program looks at together: a power of two; windows longer than that take several turns."""
-    return min(_MOST_AGES, 1 << (count - 1).bit_length())
+def steps_at_once(count: int) -> int:
+    """Steps of one environment that a program looks at: a power of two, or 0 for none."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0
 
 
 def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
@@ -62,7 +60,8 @@ def launch_follow(
     if tree is None:
         raise RuntimeError("a trajectory buffer keeps masses, marks or both; found neither.")
     both = marks is not None and masses is not None
-    ages, frames = ages_per_turn(shape.n_step + 1), ages_per_turn(max(1, shape.stack - 1))
+    # what lies further back than the ring is long does not count
+    ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), device.type == "cpu")
     keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
     follow_kernel[(-(-shape.num_envs // envs),)](

@@ -7,6 +7,7 @@ integers and its actions must be arrays; Gymnasium gives `final_obs` as an array
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -126,6 +127,11 @@ def make_atari_screen(game: str, settings: Settings) -> HostEnvironment:
     return _atari(game, 1, settings, Field((height, width, 3), torch.uint8), grayscale=False)
 
 
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _atari(game: str, num_envs: int, settings: Settings, field: Field, *, grayscale: bool) -> HostEnvironment:
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
@@ -133,6 +139,8 @@ def _atari(game: str, num_envs: int, settings: Settings, field: Field, *, graysc
     vector = AtariVectorEnv(
         game,
         num_envs,
+        # the network learns beside the emulators: it keeps its cores
+        num_threads=max(1, _cores() - settings.threads),
         autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=field.shape[0],
         img_width=field.shape[1],

@@ -161,6 +161,13 @@ _ATARI: dict[str, Any] = {
     "steps": 3_000_000,  # Pong is won after one to three million
     "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
     "capacity": 200_000,  # more does not help Pong
+    "learning_rate": 5e-4,  # on the CPU Pong passed 0 after 820,000 steps; a run with 1e-3 was behind
+    "learning_rate_end": 1e-4,  # calmer at the end
+    "n_step": 10,  # the point comes twenty steps after the stroke that decides it
+    "layer_norm": True,  # part of the recipe that the step size was tried with
+    "whiten": True,  # Pong's moving pixels have a deviation of 0.034 around its mean image
+    "target_every": 200,  # part of that recipe too
+    "epsilon_late": 0.2,  # the last 0.04 cost a network of 800,000 steps about four points
     "eval_max_steps": 6_000,  # long rallies of an agent that cannot score yet say nothing new
 }
 PRESETS: dict[Family, dict[str, Any]] = {
@@ -198,17 +205,10 @@ PRESETS: dict[Family, dict[str, Any]] = {
         **_ATARI,
         "warmup": 10_000,  # ten games of Pong
         "updates": 3,  # six samples a step: fewer delay the take-off, more only cost time
-        "learning_rate": 5e-4,  # Pong passed 0 after 820,000 steps; a run with 1e-3 was behind
-        "learning_rate_end": 1e-4,  # calmer at the end
-        "n_step": 10,  # the point comes twenty steps after the stroke that decides it
         "network": "compact",  # an update takes 9 ms of one core, small with 512 units 14 to 18
         "hidden": (256,),  # half the size of the largest layer; it won Pong
-        "layer_norm": True,  # part of the recipe that the step size was tried with
-        "whiten": True,  # Pong's moving pixels have a deviation of 0.034 around its mean image
-        "target_every": 200,  # part of that recipe too
         "frame_size": 42,  # a third of the work of 84, and the ball is still there
         "epsilon_steps": 100_000,  # games get longer from then on
-        "epsilon_late": 0.2,  # the last 0.04 cost a network of 800,000 steps about four points
         "eval_every": 200_000,  # some minutes
         "return_window": 30,  # games; a hundred would look too far back
         "log_every": 5_000,  # every few seconds
@@ -219,8 +219,6 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "warmup": 20_000,  # twenty games of Pong
         "batch_size": 256,  # below that a GPU waits for launches
         "updates": 4,  # eight samples a step
-        "learning_rate": 2.5e-4,  # Fast Rainbow (Schmidt and Schmied 2021)
-        "learning_rate_end": 2.5e-4,  # as on the CPU
         "network": "nature",  # the usual one for 84 pixels
         "epsilon_steps": 300_000,  # when the first games get longer
         "eval_every": 250_000,  # about every half minute

@@ -8,6 +8,7 @@ from importlib import metadata
 import torch
 
 import gpu_replay
+from gpu_replay.machine import cpu_model
 
 # distribution names, in the order in which they are shown
 OPTIONAL = ("triton", "gymnasium", "ale-py", "safetensors", "tqdm", "matplotlib", "tensorboard")
@@ -37,4 +38,4 @@ def device_name(device: torch.device) -> str:
     """What the hardware calls itself."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+    return cpu_model()
