@@ -62,6 +62,9 @@ class TrajectoryDeviceEngine(DeviceEngine):
         self._first_step = self._next_step
         self._known = self._overwritten = 0
 
+    def recall(self) -> None:
+        """Follow a restored state: windows are looked up when they are sampled."""
+
     # add
 
     def follow(

@@ -16,9 +16,12 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import carrier, gather_rows
 from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
-from gpu_replay.ops.windows import powers_of, windows_from
+from gpu_replay.ops.windows import measured, powers_of, windows_from
 from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
+
+# starts whose windows are looked up together
+_RECALLED = 2**16
 
 
 def unreadable(key: int, first: int, added: int) -> KeyError:
@@ -55,17 +58,28 @@ class TrajectoryHostEngine(HostEngine):
         self._shape = storage.streams.shape
         self._zero = storage.padding == "zero"
         self._shift = storage.random_shift
-        self._eligibility = HostEligibility(storage.streams, tree, marks, self._counters)
+        self._rewards = self._rows["reward"]
+        self._powers = powers_of(storage.gamma, self._shape.n_step)
+        self._eligibility = HostEligibility(storage.streams, tree, marks, self._counters, self._rewards, self._powers)
+        self._lengths, self._sums = self._eligibility.length, self._eligibility.reward
+        self.scratch_bytes = self._lengths.nbytes + self._sums.nbytes
         self._flags = storage.streams.flags.numpy()
         self._depth = storage.streams.depth.numpy()
         self._final = storage.streams.final.numpy()
-        self._rewards = self._rows["reward"]
-        self._powers = powers_of(storage.gamma, self._shape.n_step)
         self._stacked = [column for column in self._columns if column[0] in storage.observations]
         self._single = [
             column for column in self._columns if column[0] not in storage.observations and column[0] != "reward"
         ]
         self._pools = {name: carrier(tensor) for name, tensor in storage.finals.items()}
+
+    def recall(self) -> None:
+        """Follow a restored state: look up the windows of all eligible starts."""
+        starts = np.flatnonzero((self._marks if self._marks is not None else self._with_masses()).arrays[0])
+        for begin in range(0, starts.size, _RECALLED):
+            some = starts[begin : begin + _RECALLED]
+            self._lengths[some], self._sums[some] = measured(
+                self._shape, self._flags, self._rewards, self._powers, some
+            )
 
     # add
 
@@ -211,7 +225,15 @@ class TrajectoryHostEngine(HostEngine):
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
         batch = slots.size
-        windows = windows_from(self._shape, self._flags, self._depth, self._rewards, self._powers, slots)
+        windows = windows_from(
+            self._shape,
+            self._flags,
+            self._depth,
+            self._lengths.take(slots).astype(np.int64),
+            self._sums.take(slots),
+            self._powers,
+            slots,
+        )
         # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch
         newest = np.concatenate((slots, windows.after))
         depth = np.concatenate((self._depth.take(slots), windows.after_depth))

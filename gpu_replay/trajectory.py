@@ -60,7 +60,7 @@ class TrajectoryReplayBuffer(Buffer):
     device:         "cuda" when there is one, else "cpu".
     seed:           of the draws.
     final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
-                    slot, or as many as fit 4 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
+                    slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
                     to stored steps, further truncated windows cannot be drawn.
 
     A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
@@ -384,6 +384,7 @@ class TrajectoryReplayBuffer(Buffer):
             leaves = self._marks.masses
         if leaves is not None:
             self._counters[Counter.ELIGIBLE] = int((leaves > 0).sum())
+        self._engine.recall()
 
 
 def stream_sizes(

@@ -16,7 +16,7 @@ Padding = Literal["reset", "zero"]
 
 _OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs")
 # bytes that may go to final observations in any case, and bytes per step of a long ring
-_FINALS_AT_LEAST = 2**22
+_FINALS_AT_LEAST = 3 * 2**20
 _FINALS_PER_STEP = 32
 
 
@@ -37,7 +37,7 @@ def stream_shape(
     """The shape of a ring with these settings, or TypeError / ValueError.
 
     final_capacity: None for one final observation per slot where they are small or few, else fewer: of frames of 84x84
-                    bytes 594, and 4.5 per 1,000 steps of a ring of more than 131,000.
+                    bytes 445, and 4.5 per 1,000 steps of a ring of more than 98,000.
     """
     asked, envs = check_capacity(capacity), whole("num_envs", num_envs, 1)
     if asked < envs:

@@ -28,7 +28,7 @@ def trajectory_estimate(
 ) -> dict[str, int]:
     """Bytes that a trajectory buffer will take, by name."""
     sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
-    sizes["streams"] = stream_bytes(shape)
+    sizes["streams"] = stream_bytes(shape, backend)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
     if needs_marks(sampler):

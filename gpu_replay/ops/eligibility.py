@@ -8,10 +8,12 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 
@@ -73,17 +75,43 @@ class Streams:
         return sum(tensor.nbytes for tensor in (self.flags, self.depth, self.pending, self.final, self.owner))
 
 
-def stream_bytes(shape: StreamShape) -> int:
-    """Bytes that `Streams` will take."""
+def length_dtype(n_step: int) -> np.dtype[Any]:
+    """What holds the length of a window."""
+    return np.dtype(np.uint8 if n_step < 256 else np.int32)
+
+
+def stream_bytes(shape: StreamShape, backend: Backend) -> int:
+    """Bytes that `Streams` will take, and on the host the windows that `HostEligibility` keeps."""
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
+    if backend == "host":
+        per_slot += np.dtype(np.float32).itemsize + length_dtype(shape.n_step).itemsize
     return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals)
 
 
 class HostEligibility:
-    """Host: follows the steps and keeps the trees: `tree` of masses, `marks` of ones, either or both."""
+    """Host: follows the steps and keeps the trees: `tree` of masses, `marks` of ones, either or both.
 
-    def __init__(self, streams: Streams, tree: MassTree | None, marks: MassTree | None, counters: np.ndarray) -> None:
+    rewards: (slots,) of the ring, those of a step written before it is followed. powers: of gamma, see `powers_of`.
+    length, reward: (slots,) of the windows of eligible starts, found once, when they are complete: looking a window up
+    means a trip to memory for each of its steps, which would be made anew with every draw.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        tree: MassTree | None,
+        marks: MassTree | None,
+        counters: np.ndarray,
+        rewards: np.ndarray,
+        powers: np.ndarray,
+    ) -> None:
         shape = streams.shape
+        self._powers = powers[:, None]
+        self._rewards = rewards.reshape(shape.steps, shape.num_envs)
+        self.length = np.zeros(shape.slots, dtype=length_dtype(shape.n_step))
+        self.reward = np.zeros(shape.slots, dtype=np.float32)
+        self._lengths = self.length.reshape(shape.steps, shape.num_envs)
+        self._sums = self.reward.reshape(shape.steps, shape.num_envs)
         self._shape = shape
         self._counters = counters
         by_step = (shape.steps, shape.num_envs)
@@ -179,20 +207,25 @@ class HostEligibility:
         shape, n = self._shape, self._shape.n_step
         alive = flags & Flag.DEAD == 0
         # the observation of this step ends the full windows that began n steps ago
-        top = self._complete(step, n, alive, depth, oldest, initial)
+        top = self._complete(step, n, 0, alive, depth, oldest, initial)
         closing = flags & (Flag.TERMINATED | Flag.FINAL) != 0
         if np.logical_or.reduce(closing):
             for age in range(min(n, shape.steps)):
-                top = max(top, self._complete(step, age, closing, depth, oldest, initial))
+                top = max(top, self._complete(step, age, 1, closing, depth, oldest, initial))
         # a dead step carries the observation that truncated windows waited for
         waited = ~alive & (before & (Flag.TERMINATED | Flag.TRUNCATED) == Flag.TRUNCATED)
         if np.logical_or.reduce(waited):
             for age in range(1, min(n + 1, shape.steps)):
-                top = max(top, self._complete(step, age, waited, depth, oldest, initial))
+                top = max(top, self._complete(step, age, 0, waited, depth, oldest, initial))
         return top
 
-    def _complete(self, step: int, age: int, chosen: np.ndarray, depth: np.ndarray, oldest: int, initial: int) -> int:
-        """Make eligible the chosen starts of `age` steps ago, if in the same episode and with their stack stored."""
+    def _complete(
+        self, step: int, age: int, own: int, chosen: np.ndarray, depth: np.ndarray, oldest: int, initial: int
+    ) -> int:
+        """Make eligible the chosen starts of `age` steps ago, if in the same episode and with their stack stored.
+
+        own: 1 where this step belongs to their windows, 0 where it only carries the observation after them.
+        """
         shape = self._shape
         start = step - age
         if start < oldest:
@@ -203,7 +236,14 @@ class HostEligibility:
         given = self._pending[start % (shape.n_step + 1)]
         largest = int(np.maximum.reduce(given * chosen))
         # most streams come without priorities of their own
-        self._assign(start % shape.steps, chosen, np.where(given > 0, given, initial) if largest else initial)
+        row = start % shape.steps
+        self._assign(row, chosen, np.where(given > 0, given, initial) if largest else initial)
+        length = age + own
+        steps = np.arange(start, start + length) % shape.steps
+        # row upon row, so that the order of the sum is that of the steps
+        sums = np.add.reduce(self._rewards[steps] * self._powers[:length], axis=0)
+        np.copyto(self._sums[row], sums, "same_kind", chosen)
+        np.copyto(self._lengths[row], length, "unsafe", chosen)
         return largest
 
     def _assign(self, row: int, chosen: np.ndarray, masses: int | np.ndarray) -> None:

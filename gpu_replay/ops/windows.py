@@ -42,38 +42,46 @@ def powers_of(gamma: float, n_step: int) -> np.ndarray:
     return np.multiply.accumulate(powers)
 
 
-def windows_from(
-    shape: StreamShape,
-    flags: np.ndarray,
-    depth: np.ndarray,
-    rewards: np.ndarray,
-    powers: np.ndarray,
-    starts: np.ndarray,
-) -> Windows:
-    """Host: the windows of (B,) eligible start slots.
+def measured(
+    shape: StreamShape, flags: np.ndarray, rewards: np.ndarray, powers: np.ndarray, starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Host: lengths, int64, and discounted rewards, float64, of the windows of (B,) eligible start slots.
 
-    flags, depth, rewards: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
-
-    The sum of rewards is made in float64, in order, and rounded once.
+    flags, rewards: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
     """
     n, batch = shape.n_step, starts.size
     steps = np.arange(n, dtype=np.int64)[:, None]
     slots = starts + steps * shape.num_envs  # (n, B)
     # a window longer than the ring ends early, but its row of slots goes round more than once
     slots = wrapped(slots, shape.slots) if n <= shape.steps else slots % shape.slots
-    found = flags.take(slots)
     rewarded = rewards.take(slots) * powers[:n, None]
-    over = found & (Flag.TERMINATED | Flag.TRUNCATED) != 0
+    over = flags.take(slots) & (Flag.TERMINATED | Flag.TRUNCATED) != 0
     length = np.full(batch, n)
-    last, found_last = slots[-1], found[-1]
     # most batches hold few windows that end early, many none
     if n > 1 and np.logical_or.reduce(over[:-1], axis=None):
         length = np.where(np.logical_or.reduce(over), over.argmax(axis=0) + 1, n)
         np.copyto(rewarded, 0.0, where=steps >= length)
-        place = (length - 1) * batch + np.arange(batch)
-        last, found_last = slots.reshape(-1).take(place), found.reshape(-1).take(place)
-    terminated = found_last & Flag.TERMINATED != 0
-    truncated = found_last & Flag.TRUNCATED != 0
+    # row upon row, so that the order of the sum is that of the steps
+    return length, np.add.reduce(rewarded, axis=0)
+
+
+def windows_from(
+    shape: StreamShape,
+    flags: np.ndarray,
+    depth: np.ndarray,
+    length: np.ndarray,
+    reward: np.ndarray,
+    powers: np.ndarray,
+    starts: np.ndarray,
+) -> Windows:
+    """Host: the windows of (B,) eligible start slots, whose lengths, int64, and discounted rewards are known.
+
+    flags, depth: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
+    """
+    last = wrapped(starts + (length - 1) * shape.num_envs, shape.slots)
+    found = flags.take(last)
+    terminated = found & Flag.TERMINATED != 0
+    truncated = found & Flag.TRUNCATED != 0
     discount = powers.take(length)
     discount *= ~terminated
     stays, final = terminated, None
@@ -86,8 +94,7 @@ def windows_from(
         after,
         depth.take(starts) + (length - stays).astype(np.int32),
         final,
-        # row upon row, so that the order of the sum is that of the steps
-        np.add.reduce(rewarded, axis=0).astype(np.float32),
+        reward.astype(np.float32, copy=False),
         discount.astype(np.float32),
         terminated,
         truncated,
