@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
+from gpu_replay.ops.counters import Counter
 from gpu_replay.training.catch import Catch
+from gpu_replay.training.dqn import Agent
 from gpu_replay.training.evaluation import Examiner
 from gpu_replay.training.interrupt import StopRequest
 from gpu_replay.training.networks import QNetwork
@@ -136,6 +139,33 @@ def test_rates_and_counts_of_a_row_agree() -> None:
     assert last["beta"] == pytest.approx(beta_of(trainer.buffer, trainer.agent.updates))
     assert 0.4 < last["beta"] <= 1.0
     assert last["epsilon"] == pytest.approx(1 - 0.98 * 3_008 / 10_000)
+
+
+def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    improve, update = Agent.improve, TrajectoryReplayBuffer.update_priorities
+
+    def improving(agent: Agent, batch: Batch) -> torch.Tensor:
+        learned.append(batch.key)
+        return improve(agent, batch)
+
+    def updating(buffer: TrajectoryReplayBuffer, keys: torch.Tensor, priorities: torch.Tensor) -> None:
+        given.append(keys)
+        update(buffer, keys, priorities)
+
+    monkeypatch.setattr(Agent, "improve", improving)
+    monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
+    trainer, _, _ = play_catch(0, updates=3, shared_draw=True, steps=2_000)
+    samples = int(trainer.buffer.counters()[Counter.STEP])
+    assert trainer.agent.updates == len(learned) == 3 * samples > 0
+    assert trainer.last_row["beta"] == pytest.approx(beta_of(trainer.buffer, samples))
+    assert {len(keys) for keys in learned} == {trainer.settings.batch_size}
+    for number, keys in enumerate(given):
+        # the three batches are what was drawn, each spread over all strata
+        three = learned[3 * number : 3 * number + 3]
+        assert torch.equal(keys, torch.cat(three))
+        assert all(int(part.max() - part.min()) > trainer.buffer.added // 2 for part in three)
 
 
 def test_td_errors_become_priorities() -> None:

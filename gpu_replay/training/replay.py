@@ -16,8 +16,10 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
 
     Raises MemoryError when it does not fit.
     """
-    # the buffer advances the schedule by one with each sample, so it runs over the updates of the run
-    beta = LinearSchedule(settings.beta_start, settings.beta_end, steps=settings.planned_updates)
+    # the buffer advances the schedule by one with each sample, so it runs over the samples of the run
+    beta = LinearSchedule(
+        settings.beta_start, settings.beta_end, steps=max(1, settings.planned_updates // settings.updates_a_sample)
+    )
     prioritized = Proportional(alpha=settings.alpha, beta=beta)
     sampler: Uniform | Proportional | Combined = prioritized
     if settings.sampler == "uniform":

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.captured import CapturedStep
@@ -285,27 +285,32 @@ class Trainer:
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
         if self._update_captured.enabled and not self._update_captured.captured:
             self.watch.skip()
-        for _ in range(self.settings.updates):
+        together = self.settings.updates_a_sample
+        for _ in range(self.settings.updates // together):
             if self._update_captured.enabled:
                 self._update_captured()
             else:
                 self._update(self.watch.lap)
-            self.agent.improved()
+            for _ in range(together):
+                self.agent.improved()
         self.watch.lap("learn")
 
     def _update(self, lap: Callable[[Part], None]) -> None:
-        """One update, all of it on the device."""
-        batch = self.buffer.sample(self.settings.batch_size)
+        """One draw and the updates that learn from it, all of it on the device."""
+        together = self.settings.updates_a_sample
+        batch = self.buffer.sample(self.settings.batch_size * together)
         lap("replay")
-        td_error = self.agent.improve(batch)
+        # every so many rows make a batch, since rows that stand together come from neighbouring strata
+        parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
+        td_errors = [self.agent.improve(part) for part in parts]
         lap("learn")
         if self._prioritized:
-            self.buffer.update_priorities(batch.key, td_error)
+            self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
             lap("replay")
 
     def _replay_alone(self) -> None:
         """The part of `_update` that is the buffer's."""
-        batch = self.buffer.sample(self.settings.batch_size)
+        batch = self.buffer.sample(self.settings.batch_size * self.settings.updates_a_sample)
         if self._prioritized:
             self.buffer.update_priorities(batch.key, batch.weight)
 
@@ -350,7 +355,7 @@ class Trainer:
             "length_mean": length_mean,
             "loss": loss,
             "td_error": td_error,
-            "beta": beta_of(self.buffer, updates),
+            "beta": beta_of(self.buffer, updates // self.settings.updates_a_sample),
             "epsilon": self.settings.epsilon(self.step),
             "updates_per_second": (updates - last_updates) / elapsed,
             "steps_per_second": (self.step - last_step) / elapsed,
