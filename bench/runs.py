@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,25 @@ def passed(rows: Sequence[dict[str, str]], mark: float) -> tuple[float, int] | N
     return None
 
 
+def highest(rows: Sequence[dict[str, str]]) -> float:
+    """The highest mean return of training; not-a-number before the first episode ended."""
+    means = [mean for mean in (float(row["return_mean"]) for row in rows) if not math.isnan(mean)]
+    return max(means, default=math.nan)
+
+
 def section(folders: Sequence[Path]) -> str:
     """One line a run: its marks in minutes and steps, its last evaluation, its speed."""
     if not folders:
         return "Not measured yet: `gpu-replay train pong`."
-    header = ["run", *[f"mean return > {mark:+.0f}" for mark in MARKS], "evaluation", "steps/s", "updates/s", "replay"]
+    header = [
+        "run",
+        *[f"mean return > {mark:.0f}" for mark in MARKS],
+        "highest",
+        "evaluation",
+        "steps/s",
+        "updates/s",
+        "replay",
+    ]
     rows, devices = [], []
     for folder in folders:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
@@ -48,6 +63,7 @@ def section(folders: Sequence[Path]) -> str:
             [
                 f"{folder.parent.name}/{folder.name}",
                 *[_mark(passed(progress, mark)) for mark in MARKS],
+                f"{highest(progress):.1f}",
                 f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
                 f"{summary['steps_per_second']:,.0f}",
                 f"{summary['updates_per_second']:,.0f}",

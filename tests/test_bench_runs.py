@@ -32,7 +32,7 @@ def test_marks_are_those_that_were_passed_first(tmp_path: Path) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("| pong-somewhere/seed-7")]
     cells = [cell.strip() for cell in line.split("|")[2:-1]]
     # exactly 0 is not above 0
-    assert cells == ["20.5 min, 0.72M", "25.0 min, 0.90M", "not reached", "17.2 ± 2.0", "1,234", "99", "4.6%"]
+    assert cells == ["20.5 min, 0.72M", "25.0 min, 0.90M", "not reached", "15.5", "17.2 ± 2.0", "1,234", "99", "4.6%"]
     assert "last 30 finished training episodes" in text
     assert "Some CPU" in text
     assert runs.run_folders(tmp_path) == [path]
