@@ -215,7 +215,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
         **_ATARI,
         "warmup": 10_000,  # ten games of Pong
         "updates": 3,  # six samples a step: fewer delay the take-off, more only cost time
-        "shared_draw": True,  # three draws took 7% of the loop, one that serves all three updates 4%
+        "shared_draw": True,  # three draws took 8% of the loop, one that serves all three updates 5%
         "network": "compact",  # an update takes 9 ms of one core, small with 512 units 14 to 18
         "hidden": (256,),  # half the size of the largest layer; it won Pong
         "frame_size": 42,  # a third of the work of 84, and the ball is still there
