@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from . import frames, memory, report
+from . import frames, memory, report, storage
 from .cases import BATCHES, CAPACITIES, Case, chosen, cycle_cases, index_cases, step_cases
 from .environment import current_environment
 from .index_subject import IndexSubject
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "gpu": (_gpu, "add, sample, update and full cycles on the GPU, timed by CUDA events"),
         "frames": (_frames, "stacks of Atari frames stored once, beside a bare copy of the same bytes"),
         "peers": (_peers, "the full cycle of this package and of other libraries, side by side"),
+        "storage": (_storage, "storing transitions and reading batches, for deque, list, NumPy rings and this buffer"),
     }
     for name, (run, about) in suites.items():
         command = commands.add_parser(name, help=about, description=f"Measures {about}.")
@@ -169,6 +170,17 @@ def _peers(options: argparse.Namespace) -> int:
         for record in run.records(kept, makers, progress):
             records.append(record)
     print(report.peers_table(records), report.conditions(records), sep="\n\n")
+    return 0
+
+
+def _storage(options: argparse.Namespace) -> int:
+    run = _prepared("storage", CPU, options.quick)
+    work = storage.QUICK if options.quick else storage.Work()
+    layouts = storage.chosen(options.only)
+    with _session(options, 3 * len(layouts)) as (records, progress):
+        for record in storage.records(run, work, layouts, progress):
+            records.append(record)
+    print(storage.storage_table(records), report.conditions(records), sep="\n\n")
     return 0
 
 

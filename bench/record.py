@@ -47,6 +47,7 @@ class Record:
     copy_bandwidth: bytes a second of a plain copy, read and written together, measured in the same run.
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
     counted:        bytes a row as the buffer itself counts them; None where the unit is a time.
+    seconds:        of all recorded calls together, where that is what was asked for.
     quick:          made with few repetitions, not to be quoted.
     """
 
@@ -68,6 +69,7 @@ class Record:
     quick: bool
     environment: Environment
     counted: float | None = None
+    seconds: float | None = None
     schema: int = SCHEMA
 
     @property

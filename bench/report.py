@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from . import runs
+from . import runs, storage
 from .cases import OPERATIONS, short
 from .markdown import table
 from .record import Environment, Record
@@ -166,6 +166,16 @@ def _frames_section(records: Records) -> str:
     return f"{frames_table(mine)}\n\n{OPERATIONS['frames'].about}. Medians. {conditions(mine)}"
 
 
+def _storage_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "storage"]
+    capacity = mine[0].capacity
+    note = (
+        f"Rings of {capacity:,} transitions. Of single calls the medians over parts of the run. Tuples of a deque or a "
+        "list only take a reference, and pay when a batch is put together."
+    )
+    return f"{storage.storage_table(mine)}\n\n{note} {conditions(mine)}"
+
+
 # marker name: how its table is made, which records it needs, and the command that makes these
 SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], str]] = {
     "cpu": (_cpu_section, lambda record: record.suite == "cpu" and record.operation == "cycle", "gpu-replay bench cpu"),
@@ -173,6 +183,7 @@ SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], st
     "gpu": (_gpu_section, lambda record: record.suite == "gpu", "gpu-replay bench gpu"),
     "peers": (_peers_section, lambda record: record.suite == "peers", "gpu-replay bench peers"),
     "frames": (_frames_section, lambda record: record.suite == "frames", "gpu-replay bench frames"),
+    "storage": (_storage_section, lambda record: record.suite == "storage", "gpu-replay bench storage"),
     "memory": (_memory_section, lambda record: record.operation == "memory", "gpu-replay bench cpu"),
 }
 

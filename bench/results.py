@@ -9,7 +9,7 @@ from .environment import checkout
 from .record import Record
 
 # what a run on a GPU leaves in the folder of its machine is called bench.jsonl
-NAMES = ("cpu", "gpu", "peers", "frames", "bench")
+NAMES = ("cpu", "gpu", "peers", "frames", "storage", "bench")
 
 
 def default_file(name: str) -> Path:

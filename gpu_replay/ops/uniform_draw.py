@@ -24,7 +24,7 @@ ROUNDS_OF_FEW = 32
 FEW = 64
 # each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
 PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
-_HALF = np.uint64(32)
+_HALF = np.array(32, dtype=np.uint64)
 
 
 def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
@@ -54,19 +54,25 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
 
 def _permute(places: np.ndarray, wide: int, high: int, words: np.ndarray) -> np.ndarray:
     """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round."""
-    row, column = np.divmod(places, np.uint64(wide))
+    # arrays without dimensions: at these sizes a scalar operand costs as much again as the operation
+    sides = np.array(wide, dtype=np.uint64), np.array(high, dtype=np.uint64)
+    numbers = [words[at, ...] for at in range(words.size)]
+    row, column = np.divmod(places, sides[0])
+    shift = np.empty_like(row)
     for turn in range(0, words.size, 2):
         # the even turns move the column, the odd ones the row
-        moved, fixed, side = (column, row, wide) if turn % 4 == 0 else (row, column, high)
-        shift = fixed * words[turn]
-        shift += words[turn + 1]
-        shift >>= _HALF
-        shift *= np.uint64(side)
-        shift >>= _HALF
-        moved += shift
-        np.subtract(moved, np.uint64(side), out=moved, where=moved >= side)
-    row *= np.uint64(wide)
-    row += column
+        moved, fixed, side = (column, row, sides[0]) if turn % 4 == 0 else (row, column, sides[1])
+        np.multiply(fixed, numbers[turn], shift)
+        np.add(shift, numbers[turn + 1], shift)
+        np.right_shift(shift, _HALF, shift)
+        np.multiply(shift, side, shift)
+        np.right_shift(shift, _HALF, shift)
+        np.add(moved, shift, moved)
+        # a place that did not go round wraps to a huge one here, which is not the smaller
+        np.subtract(moved, side, shift)
+        np.minimum(moved, shift, out=moved)
+    np.multiply(row, sides[0], row)
+    np.add(row, column, row)
     return row
 
 
