@@ -11,7 +11,8 @@ from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
 from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Combined, Latest, Proportional, Uniform
+from gpu_replay.hindsight import Hindsight
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stats import Stats
 from gpu_replay.trajectory import TrajectoryReplayBuffer
@@ -25,9 +26,11 @@ __all__ = [
     "Batch",
     "Uniform",
     "Proportional",
+    "RankBased",
     "Latest",
     "Combined",
     "LinearSchedule",
+    "Hindsight",
     "Stats",
     "CheckpointError",
     "__version__",

@@ -20,11 +20,11 @@ from gpu_replay.batch import Batch
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter, new_counters
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass import MassRule, OrderRule, Rule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.settings import describe_field, describe_sampler, field_from, sampler_from
-from gpu_replay.stats import Stats, mass_distribution, uniform_distribution
+from gpu_replay.stats import Distribution, Stats, mass_distribution, rank_distribution, uniform_distribution
 from gpu_replay.storage import Storage, base_sampler, check_device, check_memory
 
 UNIFORM = Uniform()
@@ -38,6 +38,9 @@ class Engine(Protocol):
 
     @property
     def scratch_bytes(self) -> int: ...
+
+    @property
+    def ranked(self) -> Tensor | None: ...
 
     def span(self) -> tuple[int, int]: ...
 
@@ -66,8 +69,10 @@ class Buffer(ABC):
         self._capacity = capacity
         self._fields = fields
         self._sampler = sampler
-        if not isinstance(self._sampler, (Uniform, Proportional, Latest, Combined)):
-            raise TypeError(f"sampler must be Uniform(), Proportional(), Latest() or Combined(); found {sampler!r}.")
+        if not isinstance(self._sampler, (Uniform, Proportional, RankBased, Latest, Combined)):
+            raise TypeError(
+                f"sampler must be Uniform(), Proportional(), RankBased(), Latest() or Combined(); found {sampler!r}."
+            )
         self._device = check_device(device)
         self._seed = _check_seed(seed)
         self._on_cpu = self._device.type == "cpu"
@@ -78,12 +83,16 @@ class Buffer(ABC):
         self._storage = self._make_storage()
         self._base = base_sampler(self._sampler)
         self._tree: MassTree | None = None
-        self._rule = MassRule.for_slots(self._capacity, 0.0, 0.0, None)
+        self._rule: Rule = MassRule.for_slots(self._capacity, 0.0, 0.0, None)
         if isinstance(self._base, Proportional):
             base = self._base
             self._rule = MassRule.for_slots(self._capacity, base.alpha, base.eps, base.clip)
             low, high = base.normalize == "buffer", base.initial == "stored"
             self._tree = MassTree(self._capacity, self._device, self._backend, low=low, high=high)
+        elif isinstance(self._base, RankBased):
+            self._rule = OrderRule()
+            high = self._base.initial == "stored"
+            self._tree = MassTree(self._capacity, self._device, self._backend, high=high, summed=False)
         self._counters = new_counters(self._device, self._seed)
         # the NumPy dtype that each field takes as it is, one that no input has where there is none
         host = self._backend == "host"
@@ -192,6 +201,7 @@ class Buffer(ABC):
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`."""
         with self._lock:
             self._counters[Counter.FIRST] = self._counters[Counter.ADDED]
+            self._counters[Counter.RANKED] = 0
             self._storage.times_sampled.zero_()
             if self._tree is not None:
                 self._tree.clear()
@@ -204,11 +214,7 @@ class Buffer(ABC):
             size = added - first
             counts = self._counters.tolist()
             eligible = self._eligible(counts, size)
-            spread = (
-                uniform_distribution(eligible)
-                if self._tree is None
-                else mass_distribution(self._tree.masses, self._rule)
-            )
+            spread = self._spread(eligible)
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(
@@ -229,6 +235,13 @@ class Buffer(ABC):
                 saturated_priorities=counts[Counter.SATURATED],
             )
 
+    def _spread(self, eligible: int) -> Distribution:
+        if self._tree is None:
+            return uniform_distribution(eligible)
+        if isinstance(self._base, RankBased):
+            return rank_distribution(self._tree.masses, self._rule, self._base.alpha)
+        return mass_distribution(self._tree.masses, self._rule)
+
     def _eligible(self, counts: list[int], size: int) -> int:
         """How many of the `size` stored transitions can be drawn, given the counters."""
         return size
@@ -236,17 +249,18 @@ class Buffer(ABC):
     def masses(self) -> Tensor:
         """(capacity,) int64 masses in slot order, a copy: what the draws are proportional to.
 
-        Raises RuntimeError for a sampler without priorities.
+        Raises RuntimeError for a sampler other than Proportional.
         """
-        return self._with_priorities().masses.clone()
+        return self._with_masses().masses.clone()
 
     def total_mass(self) -> int:
-        """The exact sum of the masses. Raises RuntimeError for a sampler without priorities."""
-        return self._with_priorities().total()
+        """The exact sum of the masses. Raises RuntimeError for a sampler other than Proportional."""
+        return self._with_masses().total()
 
-    def _with_priorities(self) -> MassTree:
-        if self._tree is None:
-            raise RuntimeError(f"{self._sampler} keeps no priorities; masses exist with Proportional.")
+    def _with_masses(self) -> MassTree:
+        if self._tree is None or not isinstance(self._base, Proportional):
+            kept = "no priorities" if self._tree is None else "the order of priorities, not masses"
+            raise RuntimeError(f"{self._sampler} keeps {kept}; masses exist with Proportional.")
         return self._tree
 
     # state
@@ -307,6 +321,8 @@ class Buffer(ABC):
         views["times_sampled"] = self._storage.times_sampled[:written]
         if self._tree is not None:
             views["masses"] = self._tree.masses[:written]
+        if self._engine.ranked is not None:
+            views["ranked"] = self._engine.ranked[:written]
         return views
 
     def refresh(self, seed: int) -> None:

@@ -28,7 +28,7 @@ class ReplayBuffer(Buffer):
 
     capacity: transitions, from 1 to 2**31 - 1; powers of two or not.
     fields:   name to Field; one tensor `[capacity, *shape]` is allocated for each, once.
-    sampler:  Uniform, Proportional, Latest or Combined.
+    sampler:  Uniform, Proportional, RankBased, Latest or Combined.
     device:   "cuda" when there is one, else "cpu".
     seed:     of the draws; the same seed and the same masses draw the same keys on every device.
 

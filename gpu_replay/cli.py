@@ -1,4 +1,4 @@
-"""The command `gpu-replay`: train, play, bench, estimate, info.
+"""The command `gpu-replay`: train, play, study, bench, estimate, info.
 
 Each command imports what it needs when it runs, so that `--help` and `info` work on a bare installation. A mistake in
 what was asked ends with one line on standard error and exit code 2.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from gpu_replay.fields import STORABLE, Field, check_fields
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 
 if TYPE_CHECKING:
     from gpu_replay.ops._backend import Backend
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SAMPLERS: dict[str, Sampler] = {
     "uniform": Uniform(),
     "proportional": Proportional(),
+    "rank": RankBased(),
     "latest": Latest(),
     "combined": Combined(Proportional()),
 }
@@ -59,6 +60,9 @@ def _run(arguments: list[str]) -> int:
         return int(bench(arguments[1:]))
     from gpu_replay.training.errors import UserError
 
+    if arguments[:2] == ["study", "cliffwalk"]:
+        # a command of its own: the name of an environment in that place means the comparison of methods
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -69,6 +73,8 @@ def _run(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from gpu_replay import __version__
+    from gpu_replay.study import cliffwalk
+    from gpu_replay.study import command as study_command
     from gpu_replay.training import command, play
 
     parser = _Parser(prog="gpu-replay", description="A GPU-resident tensor replay buffer for PyTorch.", epilog=EPILOG)
@@ -92,6 +98,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     play.add_arguments(watch)
     watch.set_defaults(run=play.run)
+
+    study = commands.add_parser(
+        "study",
+        help="compare kinds of replay on three small environments",
+        description=study_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    study_command.add_arguments(study)
+    study.set_defaults(run=study_command.run)
+
+    cliff = commands.add_parser(
+        "study cliffwalk",
+        help="the Blind Cliffwalk of the paper on prioritized replay",
+        description=cliffwalk.DESCRIPTION,
+    )
+    cliffwalk.add_arguments(cliff)
+    cliff.set_defaults(run=cliffwalk.run)
 
     # its own parser reads what follows; the entry is for --help
     commands.add_parser("bench", help="measure add, sample and update_priorities, and record the figures")

@@ -14,18 +14,19 @@ from torch import Tensor
 
 from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.rank_draw import DeviceRanks, RankDraw, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
 from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh
 from gpu_replay.ops.uniform_draw import launch_uniform_draw
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.storage import Storage, base_sampler
 
 
 class DeviceEngine:
-    """Appends, draws and updates for one buffer, in at most 3, 3 and 2 launches.
+    """Appends, draws and updates for one buffer, in at most 3, 3 and 2 launches; a draw by rank sorts besides.
 
     The buffer has checked all arguments and holds the lock.
     """
@@ -34,7 +35,7 @@ class DeviceEngine:
     sparse = False
 
     def __init__(
-        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
+        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: Rule, counters: Tensor, seed: int
     ) -> None:
         self._storage = storage
         self._counters = counters
@@ -45,7 +46,10 @@ class DeviceEngine:
         self._masses: DeviceMasses | None = None
         self._source: int | None = None
         self._schedule: Tensor | None = None
-        if tree is not None and isinstance(base, Proportional):
+        self._ranks: DeviceRanks | None = None
+        if isinstance(base, RankBased):
+            self._ranks = DeviceRanks(storage.capacity, base.alpha, base.resort_every, counters)
+        if tree is not None and isinstance(base, (Proportional, RankBased)):
             initial = 1.0 if isinstance(base.initial, str) else float(base.initial)
             self._masses = DeviceMasses(tree, rule, rule.mass(initial))
             self._source = {"running": Counter.TOP, "stored": Counter.EDGE_HIGH}.get(str(base.initial))
@@ -78,16 +82,30 @@ class DeviceEngine:
     @property
     def scratch_bytes(self) -> int:
         """Bytes beside storage, tree and counters."""
-        return 0 if self._masses is None else self._masses.nbytes
+        return sum(part.nbytes for part in (self._masses, self._ranks) if part is not None)
+
+    @property
+    def ranked(self) -> Tensor | None:
+        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
+        return self._ranks.list.slots if self._ranks is not None and self._ranks.every > 1 else None
+
+    def _changed(self) -> None:
+        """Something was added or updated."""
+        if self._ranks is not None:
+            self._ranks.changed(self._capturing())
 
     def reseed(self, seed: int) -> None:
         """Follow a restored state; the counters hold the seed. Waits for the device."""
         first, added = self.span()
         self._known = added - first
+        if self._ranks is not None:
+            self._ranks.recall()
 
     def forget(self) -> None:
         """Follow a `clear`."""
         self._known = 0
+        if self._ranks is not None:
+            self._ranks.forget(self._capturing())
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
@@ -131,6 +149,7 @@ class DeviceEngine:
         moved = {name: self._moved(value) for name, value in values.items()}
         own = None if priorities is None or self._masses is None else self._moved(priorities)
         launch_write(storage.tensors, storage.fields, moved, self._counters, self._tree, highest=highest)
+        self._changed()
         return own
 
     def _moved(self, value: Tensor) -> Tensor:
@@ -140,7 +159,10 @@ class DeviceEngine:
         return value.contiguous()
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` transitions: fields, key, probability and weight; 3 launches by priority, 2 without."""
+        """Draw `batch` transitions: fields, key, probability and weight; 3 launches by priority, 2 without.
+
+        By rank 2 and a sort come first where the order is made anew.
+        """
         with self._turn():
             slots, drawn = self._drawn(batch, beta)
             tensors = launch_gather(self._storage.tensors, self._storage.fields, slots)
@@ -162,14 +184,58 @@ class DeviceEngine:
                 lowest_of_all=base.normalize == "buffer",
             )
             weight = self._weights(base, masses, beta, drawn)
+        elif isinstance(base, RankBased) and drawn > 0:
+            slots, keys, masses, probability = self._by_rank(base, None, drawn, batch)
+            weight = self._weights(base, masses, beta, drawn)
         else:
+            if self._ranks is not None:
+                self._ranks.passed(self._capturing())
             replacement = isinstance(base, Uniform) and base.replacement
             slots, keys, probability, weight = launch_uniform_draw(
                 counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
             )
         return slots, {"key": keys, "probability": probability, "weight": weight}
 
-    def _weights(self, base: Proportional, masses: Tensor, beta: float | None, drawn: int, shifts: int = 0) -> Tensor:
+    def _by_rank(
+        self,
+        base: RankBased,
+        marks: MassTree | None,
+        drawn: int,
+        batch: int,
+        *,
+        skipped: int = 0,
+        exact: bool = False,
+    ) -> RankDraw:
+        """The next draws by rank, none of them in the newest `skipped` slots; newest rows are marked ones if any are.
+
+        exact: the ranks are those of this moment in any case, as they must be where slots are skipped.
+        1 launch; 2 and a sort before it where the order is made anew.
+        """
+        ranks, tree = self._ranks, self._tree
+        if ranks is None or tree is None:
+            raise RuntimeError(f"{base} draws by rank; this engine was made without ranks.")
+        # an order without the newest slots serves this call alone
+        alone = skipped > 0 or (exact and ranks.every > 1)
+        capturing = self._capturing()
+        ranked = ranks.exact(tree, skipped, capturing) if alone else ranks.current(tree, capturing)
+        return launch_rank_draw(
+            ranks.sums,
+            ranked,
+            tree,
+            marks,
+            self._counters,
+            self._storage.times_sampled,
+            drawn,
+            batch,
+            skipped=skipped,
+            outdated=self.sparse and ranks.every > 1 and not alone,
+            stratified=base.stratified,
+            lowest_of_all=base.normalize == "buffer",
+        )
+
+    def _weights(
+        self, base: Proportional | RankBased, masses: Tensor, beta: float | None, drawn: int, shifts: int = 0
+    ) -> Tensor:
         """Weights of the masses just drawn; moves schedule and stream on, also past the words of `shifts`. 1 launch."""
         schedule = self._schedule if beta is None else None
         exponent = beta if beta is not None else base.beta if isinstance(base.beta, (int, float)) else 0.0
@@ -190,4 +256,5 @@ class DeviceEngine:
         if keys.numel():
             with self._turn():
                 moved, numbers = self._moved(keys), self._moved(priorities)
+                self._changed()
                 launch_update(self._masses, self._counters, self._storage.capacity, moved, numbers, sparse=self.sparse)

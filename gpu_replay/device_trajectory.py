@@ -16,15 +16,17 @@ from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.eligibility_launch import launch_follow, launch_keep_finals
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.hindsight import Chosen, Strategy, launch_choose_goals
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.windows import powers_of
-from gpu_replay.samplers import Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
 
 class TrajectoryDeviceEngine(DeviceEngine):
-    """Follows steps, draws starts and updates for one trajectory buffer, in at most 3, 3 and 2 launches.
+    """Follows steps, draws starts and updates for one trajectory buffer, in at most 3, 3 and 2 launches; a draw by rank
+    sorts besides.
 
     The buffer has checked all arguments and holds the lock.
     """
@@ -37,7 +39,7 @@ class TrajectoryDeviceEngine(DeviceEngine):
         sampler: Sampler,
         tree: MassTree | None,
         marks: MassTree | None,
-        rule: MassRule,
+        rule: Rule,
         counters: Tensor,
         seed: int,
     ) -> None:
@@ -56,11 +58,14 @@ class TrajectoryDeviceEngine(DeviceEngine):
         first, added = self.span()
         self._first_step, self._next_step = first // self._shape.num_envs, added // self._shape.num_envs
         self._known = self._overwritten = 0
+        if self._ranks is not None:
+            self._ranks.recall()
 
     def forget(self) -> None:
         """Follow a `clear`."""
         self._first_step = self._next_step
-        self._known = self._overwritten = 0
+        super().forget()
+        self._overwritten = 0
 
     def recall(self) -> None:
         """Follow a restored state: windows are looked up when they are sampled."""
@@ -170,7 +175,10 @@ class TrajectoryDeviceEngine(DeviceEngine):
         return tree.masses
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts: fields, windows, key, probability and weight; 3 launches by priority, 2 without."""
+        """Draw `batch` starts: fields, windows, key, probability and weight; 3 launches by priority, 2 without.
+
+        By rank 2 and a sort come first where the order is made anew.
+        """
         with self._turn():
             slots, drawn, shifted = self._starts(batch, beta, 0)
             tensors = launch_gather_windows(self._steps, slots, self._powers, self._counters, shifted=shifted)
@@ -179,18 +187,27 @@ class TrajectoryDeviceEngine(DeviceEngine):
     def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, and read those steps."""
         with self._turn():
-            slots, drawn, shifted = self._starts(batch, beta, (length - 1) * self._shape.num_envs)
+            slots, drawn, shifted = self._starts(batch, beta, (length - 1) * self._shape.num_envs, exact=True)
             tensors = launch_gather_sequences(self._steps, slots, length, self._counters, shifted=shifted)
         return {**tensors, **drawn}
 
-    def _starts(self, batch: int, beta: float | None, skipped: int) -> tuple[Tensor, dict[str, Tensor], bool]:
+    def _starts(
+        self, batch: int, beta: float | None, skipped: int, *, exact: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor], bool]:
         """Slots, and key, probability and weight, of the next starts, and whether random words move their pictures.
 
-        None of them is in the newest `skipped` slots.
+        None of them is in the newest `skipped` slots. exact: ranks are those of this moment in any case.
         """
         base, newest = self._base, self._newest
         drawn = 0 if isinstance(base, Latest) else batch - newest
         shifts = batch if self._steps.random_shift else 0
+        if isinstance(base, RankBased) and drawn > 0:
+            by_rank = self._by_rank(base, self._marks, drawn, batch, skipped=skipped, exact=exact)
+            weights = self._weights(base, by_rank.masses, beta, drawn, shifts)
+            named = {"key": by_rank.keys, "probability": by_rank.probability, "weight": weights}
+            return by_rank.slots, named, shifts > 0
+        if self._ranks is not None:
+            self._ranks.passed(self._capturing())
         found = launch_eligible_draw(
             self._tree,
             self._marks,
@@ -210,6 +227,11 @@ class TrajectoryDeviceEngine(DeviceEngine):
         if weight is None:
             raise RuntimeError("a draw by mass left no masses to weigh.")
         return found.slots, {"key": found.keys, "probability": found.probability, "weight": weight}, shifts > 0
+
+    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
+        """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
+        with self._turn():
+            return launch_choose_goals(self._steps.streams, keys, self._counters, count, strategy)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.host_ranks import HostRanks
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import carrier, gather_rows, write_rows
 from gpu_replay.ops.stratified_draw import draw_slots, importance_weights
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import PRIORITIZED, Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.storage import Storage, base_sampler
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -28,13 +29,11 @@ class HostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    # bytes beside storage, tree and counters
-    scratch_bytes = 0
     # whether stored slots without mass exist, which no update may wake
     sparse = False
 
     def __init__(
-        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: MassRule, counters: Tensor, seed: int
+        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: Rule, counters: Tensor, seed: int
     ) -> None:
         self._capacity = storage.capacity
         self._rows = {name: carrier(tensor) for name, tensor in storage.tensors.items()}
@@ -45,10 +44,23 @@ class HostEngine:
         self._tree = tree
         self._rule = rule
         self._counters = counters.numpy()
+        self._ranks: HostRanks | None = None
+        if tree is not None and isinstance(self._base, RankBased):
+            self._ranks = HostRanks(tree, self._counters, self._base.alpha, self._base.resort_every)
         self._ones = np.ones(0, dtype=np.int32)
         # the mass of new transitions before any priority was given
         self._first_mass = rule.mass(1.0)
         self.reseed(seed)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside storage, tree and counters."""
+        return 0 if self._ranks is None else self._ranks.nbytes
+
+    @property
+    def ranked(self) -> Tensor | None:
+        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
+        return None if self._ranks is None else self._ranks.list
 
     def reseed(self, seed: int) -> None:
         """Draw from the stream of this seed, from the counter's position on."""
@@ -115,7 +127,7 @@ class HostEngine:
             masses, largest, saturated = self._rule.masses(priorities)
             self._given(largest, saturated)
             return masses
-        if self._tree is None or not isinstance(self._base, Proportional):
+        if self._tree is None or not isinstance(self._base, PRIORITIZED):
             return 0
         if self._base.initial == "running":
             return self._counters.item(Counter.TOP) or self._first_mass
@@ -175,6 +187,8 @@ class HostEngine:
             lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else self._tree.lowest()
             exponent = beta if beta is not None else self._scheduled(base)
             return slots, (masses / total).astype(np.float32), importance_weights(masses, lowest, exponent)
+        if isinstance(base, RankBased):
+            return self._by_rank(base, drawn, beta)
         first, added = self.span()
         size = added - first
         if isinstance(base, Uniform) and not base.replacement:
@@ -184,7 +198,20 @@ class HostEngine:
             ranks = independent_ranks(size, self._words.doubles(self._blocks(drawn), drawn))
         return self._slots(ranks, first), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
 
-    def _scheduled(self, base: Proportional) -> float:
+    def _by_rank(
+        self, base: RankBased, drawn: int, beta: float | None, skipped: int = 0, *, exact: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, probabilities and weights of draws by rank; `skipped` and `exact` as in `HostRanks.draw`."""
+        if self._ranks is None:
+            raise RuntimeError(f"{self._sampler} keeps no ranks.")
+        doubles = self._words.doubles(self._blocks(drawn), drawn)
+        rows = self._ranks.draw(doubles, stratified=base.stratified, skipped=skipped, exact=exact)
+        lowest = int(np.minimum.reduce(rows.masses)) if base.normalize == "batch" else rows.last
+        exponent = beta if beta is not None else self._scheduled(base)
+        probability = (rows.masses / rows.total).astype(np.float32)
+        return rows.slots, probability, importance_weights(rows.masses, lowest, exponent)
+
+    def _scheduled(self, base: Proportional | RankBased) -> float:
         return base.beta if isinstance(base.beta, (int, float)) else base.beta(self._counters.item(Counter.STEP))
 
     def _blocks(self, words: int) -> int:

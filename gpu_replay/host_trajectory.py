@@ -11,13 +11,14 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, HostEligibility
 from gpu_replay.ops.eligible_draw import Reach, reach
 from gpu_replay.ops.frames import gather_stacks, plan_stacks, shift_pictures, shifts_from
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.hindsight import Chosen, Strategy, goal_words, goals_from
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import carrier, gather_rows
 from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
 from gpu_replay.ops.windows import measured, powers_of, windows_from
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
 # starts whose windows are looked up together
@@ -49,7 +50,7 @@ class TrajectoryHostEngine(HostEngine):
         sampler: Sampler,
         tree: MassTree | None,
         marks: MassTree | None,
-        rule: MassRule,
+        rule: Rule,
         counters: Tensor,
         seed: int,
     ) -> None:
@@ -62,7 +63,7 @@ class TrajectoryHostEngine(HostEngine):
         self._powers = powers_of(storage.gamma, self._shape.n_step)
         self._eligibility = HostEligibility(storage.streams, tree, marks, self._counters, self._rewards, self._powers)
         self._lengths, self._sums = self._eligibility.length, self._eligibility.reward
-        self.scratch_bytes = self._lengths.nbytes + self._sums.nbytes
+        self._streams = storage.streams
         self._flags = storage.streams.flags.numpy()
         self._depth = storage.streams.depth.numpy()
         self._final = storage.streams.final.numpy()
@@ -71,6 +72,11 @@ class TrajectoryHostEngine(HostEngine):
             column for column in self._columns if column[0] not in storage.observations and column[0] != "reward"
         ]
         self._pools = {name: carrier(tensor) for name, tensor in storage.finals.items()}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside storage, trees and counters."""
+        return super().scratch_bytes + self._lengths.nbytes + self._sums.nbytes
 
     def recall(self) -> None:
         """Follow a restored state: look up the windows of all eligible starts."""
@@ -137,19 +143,24 @@ class TrajectoryHostEngine(HostEngine):
         """
         if not skipped:
             return self._counters.item(Counter.ELIGIBLE)
+        if self._ranks is not None:
+            # order codes have no sums
+            newest = self._with_masses().arrays[0].take(self._ranks.newest(skipped))
+            return self._counters.item(Counter.ELIGIBLE) - np.count_nonzero(newest)
         tree = self._marks if self._marks is not None else self._with_masses()
         found = self._reach(tree, skipped).mass
         return found if tree is self._marks else min(found, 1)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight."""
-        slots, probability, weight = self._drawn(batch, beta, 0)
+        slots, probability, weight = self._drawn(batch, beta)
         shifts = self._shifts(batch)
         return {**self._transitions(slots, shifts), **self._named(slots, probability, weight)}
 
     def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, and read those steps."""
-        slots, probability, weight = self._drawn(batch, beta, (length - 1) * self._shape.num_envs)
+        skipped = (length - 1) * self._shape.num_envs
+        slots, probability, weight = self._drawn(batch, beta, skipped, exact=True)
         shifts = self._shifts(batch)
         return {**self._sequences(slots, length, shifts), **self._named(slots, probability, weight)}
 
@@ -162,12 +173,17 @@ class TrajectoryHostEngine(HostEngine):
             "weight": torch.from_numpy(weight),
         }
 
-    def _drawn(self, batch: int, beta: float | None, skipped: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slots, probabilities and weights of `batch` starts, none of them in the newest `skipped` slots."""
+    def _drawn(
+        self, batch: int, beta: float | None, skipped: int = 0, *, exact: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, probabilities and weights of `batch` starts, none of them in the newest `skipped` slots.
+
+        exact: ranks are those of this moment in any case.
+        """
         newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
         if isinstance(self._base, Latest):
             newest = batch
-        slots, probability, weight = self._by_chance(batch - newest, beta, skipped)
+        slots, probability, weight = self._by_chance(batch - newest, beta, skipped, exact=exact)
         if newest:
             found = self._reach(self._with_marks(), skipped, by_key=True)
             last = found.slots(np.arange(found.mass - newest, found.mass))
@@ -177,7 +193,9 @@ class TrajectoryHostEngine(HostEngine):
             weight = np.concatenate((weight, sure))
         return slots, probability, weight
 
-    def _by_chance(self, drawn: int, beta: float | None, skipped: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _by_chance(
+        self, drawn: int, beta: float | None, skipped: int, *, exact: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, probabilities and weights of the starts that the base sampler draws."""
         base = self._base
         if drawn == 0:
@@ -193,6 +211,8 @@ class TrajectoryHostEngine(HostEngine):
             lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else tree.lowest()
             exponent = beta if beta is not None else self._scheduled(base)
             return slots, (masses / found.mass).astype(np.float32), importance_weights(masses, lowest, exponent)
+        if isinstance(base, RankBased):
+            return self._by_rank(base, drawn, beta, skipped, exact=exact)
         found = self._reach(self._with_marks(), skipped)
         if isinstance(base, Uniform) and not base.replacement:
             words = self._words.words(self._blocks(PERMUTATION_WORDS), PERMUTATION_WORDS)
@@ -291,6 +311,13 @@ class TrajectoryHostEngine(HostEngine):
         out["truncated"] = torch.from_numpy(flags & Flag.TRUNCATED != 0)
         out["mask"] = torch.from_numpy(mask)
         return out
+
+    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
+        """Choose `count` rows of the batch with these keys, and where their new goals are."""
+        words = self._words.words(self._blocks(PERMUTATION_WORDS), PERMUTATION_WORDS)
+        drawn = goal_words(count, strategy)
+        doubles = self._words.doubles(self._blocks(drawn), drawn) if drawn else np.zeros(count)
+        return goals_from(self._streams, keys.numpy() % self._capacity, self.span(), words, doubles, strategy)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""

@@ -142,7 +142,7 @@ def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor 
         if each is not None:
             result[row] = as_field(name, as_tensor(name, each, device)[None], field, None, device)[0]
         elif ended is not None and bool(ended[row]):
-            raise ValueError(f"{name!r} has None for environment {row}, whose episode was truncated in this step.")
+            raise ValueError(f"{name!r} has None for environment {row}, whose episode ended in this step.")
     return result
 
 

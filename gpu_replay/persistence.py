@@ -18,6 +18,8 @@ from gpu_replay.ops.counters import LASTING, counter_values
 from gpu_replay.settings import difference
 
 VERSION = 1
+# counters of a list of ranks that serves several samples
+_OF_LISTS = ("RANKED", "SORTED")
 
 
 class Persistent(Protocol):
@@ -122,7 +124,8 @@ def _counters_of(buffer: Persistent) -> dict[str, int]:
 
 
 def _checked_counters(counters: Any) -> dict[str, int]:
-    found = {name: counters[name] for name in LASTING}
+    # buffers without such a list say nothing of it, as those of earlier versions
+    found = {name: counters.get(name, 0) if name in _OF_LISTS else counters[name] for name in LASTING}
     for name, count in found.items():
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")

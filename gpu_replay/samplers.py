@@ -22,6 +22,13 @@ def _flag(owner: str, name: str, value: object) -> None:
         raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
 
 
+def _count(owner: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner} {name} must be an int; found {value!r}.")
+    if value < 1:
+        raise ValueError(f"{owner} {name} must be at least 1; found {value}.")
+
+
 @dataclass(frozen=True)
 class Uniform:
     """Every stored transition is equally likely.
@@ -62,25 +69,57 @@ class Proportional:
     stratified: bool = True
 
     def __post_init__(self) -> None:
-        _number("Proportional", "alpha", self.alpha)
-        if isinstance(self.beta, LinearSchedule):
-            _number("Proportional", "beta.start", self.beta.start)
-            _number("Proportional", "beta.end", self.beta.end)
-        else:
-            _number("Proportional", "beta", self.beta)
+        _check_prioritized(self)
         _number("Proportional", "eps", self.eps)
         if self.clip is not None:
             _number("Proportional", "clip", self.clip, open_low=True)
-        if isinstance(self.initial, str):
-            if self.initial not in ("running", "stored"):
-                raise ValueError(
-                    f"Proportional initial must be 'running', 'stored' or a number; found {self.initial!r}."
-                )
-        else:
-            _number("Proportional", "initial", self.initial)
-        if self.normalize not in ("batch", "buffer"):
-            raise ValueError(f"Proportional normalize must be 'batch' or 'buffer'; found {self.normalize!r}.")
-        _flag("Proportional", "stratified", self.stratified)
+
+
+@dataclass(frozen=True)
+class RankBased:
+    """P(i) is proportional to 1 / rank(i) ** alpha: rank 1 has the largest priority, equal ones go by smaller key.
+
+    alpha:        0 is uniform; at least 0.
+    beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
+    initial, normalize: as in Proportional.
+    stratified:   one draw from each of `B` parts of equal probability; False draws independently.
+    resort_every: 1 ranks exactly at every `sample`; k makes the order anew at every k-th one only. In between,
+                  transitions keep their ranks, one that took the slot of another has the other's, and what came beyond
+                  is not drawn.
+
+    Outliers among the priorities do not matter here, only their order. Schaul et al. 2016, "Prioritized Experience
+    Replay", section 3.3.
+    """
+
+    alpha: float = 0.7
+    beta: float | LinearSchedule = 0.5
+    initial: Literal["running", "stored"] | float = "running"
+    normalize: Literal["batch", "buffer"] = "batch"
+    stratified: bool = True
+    resort_every: int = 1
+
+    def __post_init__(self) -> None:
+        _check_prioritized(self)
+        _count("RankBased", "resort_every", self.resort_every)
+
+
+def _check_prioritized(sampler: Proportional | RankBased) -> None:
+    """The settings that both have."""
+    owner = type(sampler).__name__
+    _number(owner, "alpha", sampler.alpha)
+    if isinstance(sampler.beta, LinearSchedule):
+        _number(owner, "beta.start", sampler.beta.start)
+        _number(owner, "beta.end", sampler.beta.end)
+    else:
+        _number(owner, "beta", sampler.beta)
+    if isinstance(sampler.initial, str):
+        if sampler.initial not in ("running", "stored"):
+            raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")
+    else:
+        _number(owner, "initial", sampler.initial)
+    if sampler.normalize not in ("batch", "buffer"):
+        raise ValueError(f"{owner} normalize must be 'batch' or 'buffer'; found {sampler.normalize!r}.")
+    _flag(owner, "stratified", sampler.stratified)
 
 
 @dataclass(frozen=True)
@@ -97,16 +136,17 @@ class Combined:
     Zhang and Sutton 2017, "A Deeper Look at Experience Replay".
     """
 
-    base: Uniform | Proportional
+    base: Uniform | Proportional | RankBased
     newest: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, (Uniform, Proportional)):
-            raise TypeError(f"Combined base must be Uniform(...) or Proportional(...); found {self.base!r}.")
-        if isinstance(self.newest, bool) or not isinstance(self.newest, int):
-            raise TypeError(f"Combined newest must be an int; found {self.newest!r}.")
-        if self.newest < 1:
-            raise ValueError(f"Combined newest must be at least 1; found {self.newest}.")
+        if not isinstance(self.base, (Uniform, Proportional, RankBased)):
+            raise TypeError(
+                f"Combined base must be Uniform(...), Proportional(...) or RankBased(...); found {self.base!r}."
+            )
+        _count("Combined", "newest", self.newest)
 
 
-Sampler = Uniform | Proportional | Latest | Combined
+Sampler = Uniform | Proportional | RankBased | Latest | Combined
+# those that keep a priority for each transition
+PRIORITIZED = (Proportional, RankBased)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Combined, Latest, Proportional, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.schedule import LinearSchedule
 
-_KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, Latest, Combined, LinearSchedule)}
+_KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, RankBased, Latest, Combined, LinearSchedule)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

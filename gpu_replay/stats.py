@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.mass import UNIT, MassRule
+from gpu_replay.ops.mass import UNIT, MassRule, Rule
+from gpu_replay.ops.rank_table import cumulative_masses
 
 # masses looked at together, so that a large buffer is not copied to float64 at once
 _CHUNK = 2**22
@@ -22,7 +24,8 @@ class Stats:
     added:                 transitions ever added.
     eligible:              those of the stored ones that can be drawn.
     min_priority, mean_priority, max_priority: of what is stored, as the masses hold them (after `clip`, to a
-                           resolution of 2**-20 in priority ** alpha); nan without priorities or with alpha 0.
+                           resolution of 2**-20 in priority ** alpha; nan with alpha 0), exactly with RankBased; nan
+                           without priorities.
     entropy:               of the sampling distribution, in nats; at most log(size), reached when it is uniform.
     effective_sample_size: 1 / sum(P ** 2), in transitions; at most size.
     mean_age, max_age:     in transitions added since; the newest has age 0.
@@ -66,7 +69,7 @@ def uniform_distribution(size: int) -> Distribution:
     return Distribution(math.nan, math.nan, math.nan, entropy, float(size))
 
 
-def mass_distribution(masses: Tensor, rule: MassRule) -> Distribution:
+def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
     """Of (N,) int64 masses; slots of mass 0 do not count."""
     count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0
     low, high = math.inf, 0.0
@@ -93,3 +96,21 @@ def mass_distribution(masses: Tensor, rule: MassRule) -> Distribution:
         max(0.0, math.log(total) - m_log_m / total),
         float(total) ** 2 / squares,
     )
+
+
+def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
+    """Of (N,) int64 order codes, drawn by rank; slots of code 0 do not count."""
+    count, mean = int((codes > 0).sum()), 0.0
+    if not count:
+        return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
+    low, high = math.inf, 0.0
+    for chunk in codes.split(_CHUNK):
+        held = rule.priorities(chunk[chunk > 0].cpu().numpy())
+        if held.size:
+            # divided first: the sum of all may be more than a number holds
+            mean += float((held / count).sum())
+            low, high = min(low, float(held.min())), max(high, float(held.max()))
+    masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
+    # these masses stand for ranks, not for priorities
+    spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))
+    return Distribution(low, min(mean, high), high, spread.entropy, spread.effective_sample_size)

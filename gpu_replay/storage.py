@@ -12,8 +12,10 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops.host_ranks import host_ranks_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import Combined, Proportional, Sampler, Uniform
+from gpu_replay.ops.rank_draw import ranks_bytes
+from gpu_replay.samplers import Combined, Proportional, RankBased, Sampler, Uniform
 
 MAX_CAPACITY = 2**31 - 1
 
@@ -26,7 +28,7 @@ def base_sampler(sampler: Sampler) -> Sampler:
 def estimate(
     capacity: int, fields: Mapping[str, Field], sampler: Sampler | None = None, backend: Backend = "host"
 ) -> dict[str, int]:
-    """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" where there are any."""
+    """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
     sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
     sizes["times_sampled"] = capacity * torch.int32.itemsize
     base = base_sampler(sampler if sampler is not None else Uniform())
@@ -35,6 +37,12 @@ def estimate(
         sizes["priorities"] = tree_bytes(capacity, backend, low=low, high=high)
         if backend == "triton":
             sizes["priorities"] += capacity * torch.int32.itemsize
+    if isinstance(base, RankBased):
+        sizes["priorities"] = tree_bytes(capacity, backend, high=base.initial == "stored", summed=False)
+        sizes["ranks"] = host_ranks_bytes(capacity, base.resort_every)
+        if backend == "triton":
+            sizes["priorities"] += capacity * torch.int32.itemsize
+            sizes["ranks"] = ranks_bytes(capacity)
     return sizes
 
 

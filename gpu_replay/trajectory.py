@@ -7,18 +7,21 @@ pass in; the work is done by an engine, `host_trajectory.py` on CPU tensors or `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import inputs
+from gpu_replay import inputs, persistence
 from gpu_replay.base import NO_DTYPE, UNIFORM, Buffer, check_beta, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.fields import Field
+from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.host_trajectory import TrajectoryHostEngine
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.hindsight import gather_goals
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.samplers import Combined, Latest, Sampler, Uniform
 from gpu_replay.storage import Storage
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from gpu_replay.ops._backend import Backend
 
 _FLAG = Field((), torch.bool)
+OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
 
 
 class TrajectoryReplayBuffer(Buffer):
@@ -56,12 +60,14 @@ class TrajectoryReplayBuffer(Buffer):
     padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
     random_shift:   pictures of `obs` and of `next_obs` are moved by up to so many pixels, edges repeated (DrQ); fields
                     of one or no dimension stay.
-    sampler:        Uniform, Proportional, Latest or Combined.
+    sampler:        Uniform, Proportional, RankBased, Latest or Combined.
     device:         "cuda" when there is one, else "cpu".
     seed:           of the draws.
     final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
                     slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
                     to stored steps, further truncated windows cannot be drawn.
+    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
+                    final observations are kept for terminated episodes too.
 
     A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
     terminated inside, the observation after it are stored. One thread may `add` while another samples and updates.
@@ -89,9 +95,13 @@ class TrajectoryReplayBuffer(Buffer):
         device: torch.device | str | None = None,
         seed: int = 0,
         final_capacity: int | None = None,
+        relabel: Hindsight | None = None,
     ) -> None:
         checked = check_stream_fields(fields)
-        self._shape = stream_shape(capacity, num_envs, checked, stack, n_step, autoreset, final_capacity)
+        self._relabel = relabel
+        self._shape = stream_shape(
+            capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
+        )
         self._num_envs = self._shape.num_envs
         self._gamma = check_gamma(gamma)
         self._autoreset = autoreset
@@ -101,6 +111,7 @@ class TrajectoryReplayBuffer(Buffer):
             raise ValueError(
                 f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
             )
+        check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
         super().__init__(self._shape.slots, checked, sampler, device, seed)
         self._marks: MassTree | None = None
         if needs_marks(self._sampler):
@@ -155,6 +166,11 @@ class TrajectoryReplayBuffer(Buffer):
         return self._gamma
 
     @property
+    def relabel(self) -> Hindsight | None:
+        """How goals of sampled batches are rewritten."""
+        return self._relabel
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, what is known about the steps, priorities and counters."""
         return super().nbytes + (0 if self._marks is None else self._marks.nbytes)
@@ -171,7 +187,8 @@ class TrajectoryReplayBuffer(Buffer):
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
                    did not end are not read (also as an object array with None in them, as Gymnasium gives it). Only
                    "same_step" and "disabled" need it, to bootstrap truncated episodes; "next_step" ignores it. With
-                   several observation fields: `final_obs.NAME` for each.
+                   several observation fields: `final_obs.NAME` for each. With `relabel` those of terminated
+                   episodes are kept as well.
 
         With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
@@ -216,7 +233,9 @@ class TrajectoryReplayBuffer(Buffer):
             return None
         flags = torch.as_tensor(terminated), torch.as_tensor(truncated)
         # the rows that will be read, where the device need not be asked for them
-        ended = flags[1] & ~flags[0] if flags[0].is_cpu and flags[1].is_cpu else None
+        ended = None
+        if flags[0].is_cpu and flags[1].is_cpu:
+            ended = flags[1] & ~flags[0] if self._relabel is None else flags[1] | flags[0]
         return {
             name: inputs.as_final(f"final_{name}", given[name], self._fields[name], self._num_envs, ended, self._device)
             for name in observations
@@ -252,6 +271,8 @@ class TrajectoryReplayBuffer(Buffer):
                      `reward + discount * value(next_obs)`.
         `terminated`, `truncated` (B,) bool, whether the window ended that way.
         `key` (B,) int64, `probability` and `weight` (B,) float32 as in ReplayBuffer.
+        With `relabel` goals and rewards of a share of the rows are those of hindsight, and `next_obs` of a step that
+        terminated is the final observation where it is there.
 
         Raises RuntimeError when nothing is eligible, ValueError when more distinct starts are asked for than there
         are. A beta schedule advances by one.
@@ -261,7 +282,16 @@ class TrajectoryReplayBuffer(Buffer):
             beta = check_beta(beta)
         with self._lock:
             self._check_enough(f"sample({batch})", batch, 0)
-            return Batch(self._engine.sample(batch, beta))
+            tensors = self._engine.sample(batch, beta)
+            count = 0 if self._relabel is None else self._relabel.count(batch)
+            if self._relabel is None or not count:
+                return Batch(tensors)
+            chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
+            name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
+            goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
+        # the user's functions run while other threads add
+        self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
+        return Batch(tensors)
 
     def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, *, beta: float | None = None) -> Batch:
         """Draw `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
@@ -280,6 +310,10 @@ class TrajectoryReplayBuffer(Buffer):
         steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
         if beta is not None:
             beta = check_beta(beta)
+        if self._relabel is not None:
+            raise ValueError(
+                "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
+            )
         if "mask" in self._fields:
             raise ValueError("sample_sequences returns a `mask` of its own; give the field 'mask' another name.")
         with self._lock:
@@ -344,7 +378,27 @@ class TrajectoryReplayBuffer(Buffer):
             "padding": self._padding,
             "random_shift": self._random_shift,
             "final_capacity": self._shape.finals,
+            "relabel": None if self._relabel is None else self._relabel.describe(),
         }
+
+    @classmethod
+    def load(
+        cls: type[OwnStream],
+        path: str | PathLike[str],
+        device: torch.device | str | None = None,
+        relabel: Hindsight | None = None,
+    ) -> OwnStream:
+        """The buffer that `save` wrote, on any device.
+
+        relabel: given again where the saved buffer had one, since its functions are not saved.
+
+        Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
+        """
+        saved = persistence.Saved(path, cls.__name__)
+        check_relabel_again(path, saved.settings.get("relabel"), relabel)
+        buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed, relabel=relabel)
+        saved.fill(buffer)
+        return buffer
 
     @classmethod
     def _arguments(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -355,15 +409,7 @@ class TrajectoryReplayBuffer(Buffer):
         """Views of all memory in use after `added` steps, by name."""
         views = super().state_tensors(added)
         written = min(added, self._capacity)
-        streams = self._streams.streams
-        views["streams.flags"] = streams.flags[:written]
-        views["streams.depth"] = streams.depth[:written]
-        views["streams.pending"] = streams.pending
-        if self._shape.finals:
-            views["streams.final"] = streams.final[:written]
-            views["streams.owner"] = streams.owner
-            for name, tensor in self._streams.finals.items():
-                views[f"final.{name}"] = tensor
+        views |= self._streams.state_tensors(written)
         if self._tree is None and self._marks is not None:
             views["marks"] = self._marks.masses[:written]
         return views
@@ -371,9 +417,7 @@ class TrajectoryReplayBuffer(Buffer):
     def refresh(self, seed: int) -> None:
         """Follow what was written into `state_tensors` and `counters`, and draw from this seed."""
         written = min(int(self._counters[Counter.ADDED]), self._capacity)
-        streams = self._streams.streams
-        streams.flags[written:].zero_()
-        streams.depth[written:].zero_()
+        self._streams.forget_from(written)
         super().refresh(seed)
         leaves = self._tree.masses if self._tree is not None else None
         if self._marks is not None:

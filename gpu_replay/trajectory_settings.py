@@ -33,6 +33,8 @@ def stream_shape(
     n_step: object,
     autoreset: object,
     final_capacity: object,
+    *,
+    hindsight: bool = False,
 ) -> StreamShape:
     """The shape of a ring with these settings, or TypeError / ValueError.
 
@@ -49,9 +51,8 @@ def stream_shape(
     if final_capacity is not None:
         finals = min(whole("final_capacity", final_capacity, 0), slots)
     next_step = choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
-    return StreamShape(
-        envs, steps, whole("stack", stack, 1), whole("n_step", n_step, 1), next_step, 0 if next_step else finals
-    )
+    kept = 0 if next_step else finals
+    return StreamShape(envs, steps, whole("stack", stack, 1), whole("n_step", n_step, 1), next_step, kept, hindsight)
 
 
 def check_stream_fields(fields: object) -> dict[str, Field]:

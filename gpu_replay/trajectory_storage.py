@@ -11,7 +11,7 @@ from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import Combined, Proportional, Sampler
+from gpu_replay.samplers import PRIORITIZED, Combined, Sampler
 from gpu_replay.storage import Storage, base_sampler, estimate
 from gpu_replay.trajectory_settings import Padding, observation_names
 
@@ -20,7 +20,7 @@ REWARD = Field((), torch.float32)
 
 def needs_marks(sampler: Sampler) -> bool:
     """Whether eligible starts must be counted in the order of their slots, beside any masses."""
-    return isinstance(sampler, Combined) or not isinstance(base_sampler(sampler), Proportional)
+    return isinstance(sampler, Combined) or not isinstance(base_sampler(sampler), PRIORITIZED)
 
 
 def trajectory_estimate(
@@ -66,6 +66,28 @@ class TrajectoryStorage(Storage):
             for name in self.observations:
                 field = fields[name]
                 self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
+
+    def state_tensors(self, written: int) -> dict[str, Tensor]:
+        """Views of what is kept beside the fields while so many slots are written, by name."""
+        streams = self.streams
+        views = {
+            "streams.flags": streams.flags[:written],
+            "streams.depth": streams.depth[:written],
+            "streams.pending": streams.pending,
+        }
+        if streams.shape.hindsight:
+            views["streams.spans"] = streams.spans[:written]
+            views["streams.parted"] = streams.parted
+        if streams.shape.finals:
+            views["streams.final"] = streams.final[:written]
+            views["streams.owner"] = streams.owner
+        return views | {f"final.{name}": tensor for name, tensor in self.finals.items()}
+
+    def forget_from(self, written: int) -> None:
+        """Make the slots from this one on as if they had never been written."""
+        self.streams.flags[written:].zero_()
+        self.streams.depth[written:].zero_()
+        self.streams.spans[written:].fill_(-1)
 
     @property
     def nbytes(self) -> int:

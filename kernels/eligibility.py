@@ -65,6 +65,8 @@ def follow_kernel(
     pending_ptr,
     final_ptr,
     owner_ptr,
+    spans_ptr,
+    parted_ptr,
     times_sampled_ptr,
     keys_ptr,
     terminated_ptr,
@@ -89,9 +91,11 @@ def follow_kernel(
     FRAMES: tl.constexpr,
     MASSES: tl.constexpr,
     GIVEN: tl.constexpr,
+    ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
     NEXT_STEP: tl.constexpr,
     FINALS: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
     TERMINATED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     DEAD: tl.constexpr,
@@ -138,6 +142,7 @@ def follow_kernel(
         dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
         flags = tl.where(dead, DEAD, flags)
         over = before & (DEAD | CUT)
+    behind = depth.to(tl.int64)
     # nothing comes before the very first step
     depth = tl.where((over != 0) | (added == 0), 0, depth)
 
@@ -148,8 +153,14 @@ def follow_kernel(
         for block in range(program):
             # all of them exist
             others = block * ENVS + tl.arange(0, ENVS)
-            wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
+            if HINDSIGHT:
+                wants += (tl.load(truncated_ptr + others) | tl.load(terminated_ptr + others)).to(tl.int64)
+            else:
+                wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
         wanted = flags == TRUNCATED
+        if HINDSIGHT:
+            # a terminated window needs no final observation, but its goal may be wanted
+            wanted = flags != 0
         rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
         few = wanted & (rank < finals)
         place = remainder(tl.load(counters_ptr + KEPT), finals, per_finals) + rank
@@ -175,13 +186,33 @@ def follow_kernel(
     if GIVEN:
         priority = tl.load(priority_ptr + env, mask=named, other=0).to(tl.float64)
         alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-        own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+        own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
         rejected = named & (own == 0) & ((flags & DEAD) == 0)
         tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
         tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
 
+    if HINDSIGHT:
+        # the first step of an episode is overwritten: what is left of it is found by its environment
+        gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
+        parted = tl.load(parted_ptr + env, mask=named, other=0)
+        parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
+        # the span of the episode that this step leaves behind; before the very first step no flags are set
+        leaves = named & (over != 0)
+        span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
+        held = leaves & (behind * envs < capacity)
+        parted = tl.where(leaves & (held == 0), span, parted)
+        first = tl.where(held, head - behind * envs, 0)
+        first = tl.where(first < 0, first + capacity, first) + env
+
     # in a ring of one step these are the slots that were read above
     tl.debug_barrier()
+    if HINDSIGHT:
+        tl.store(parted_ptr + env, parted, mask=named)
+        tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
+        tl.store(spans_ptr + first, span, mask=held)
+        if NEXT_STEP:
+            # the final observation of the step before this dead one has come
+            tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & dead & (previous != slot))
     tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
     tl.store(depth_ptr + slot, depth, mask=named)
     tl.store(pending_ptr + line + env, own, mask=named)

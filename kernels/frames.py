@@ -132,6 +132,7 @@ def gather_windows_kernel(
     SHIFT: tl.constexpr,
     TERMINATED: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    FINAL: tl.constexpr,
     RANDOM: tl.constexpr,
     SEED: tl.constexpr,
 ):
@@ -140,7 +141,8 @@ def gather_windows_kernel(
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
     finds them in the cache. HEIGHTS and SIDES are those of the pictures that a random shift moves, 0 where it does not;
-    `span` items in turn are moved alike. Its words lie just before the place of the stream.
+    `span` items in turn are moved alike. Its words lie just before the place of the stream. FINAL: the flag of endings
+    after which `next_obs` is the final observation in any case, or 0.
     """
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
@@ -171,9 +173,9 @@ def gather_windows_kernel(
                     length, flag, last, _ = window_from(
                         flags_ptr, rewards_ptr, powers_ptr, newest, named, num_envs, steps, N, TOGETHER, ENDING, False
                     )
-                    stays = (flag & TERMINATED) != 0
+                    stays = ((flag & TERMINATED) != 0) & ((flag & FINAL) == 0)
                     if not NEXT_STEP:
-                        final = (flag & ENDING) == TRUNCATED
+                        final = ((flag & ENDING) == TRUNCATED) | ((flag & FINAL) != 0)
                         stays = stays | final
                         # the newest frame is a kept final observation, the others are one step closer
                         pooled = final & (age == 0)

@@ -5,18 +5,25 @@ import triton.language as tl
 
 
 @triton.jit
-def mass_of(priority, alpha, eps, clip, limit):
+def mass_of(priority, alpha, eps, clip, limit, ORDERED: tl.constexpr):
     """float64 priorities to int64 masses, 0 where not finite, and whether they were cut to the limit.
 
-    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit).
+    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit); with ORDERED the order code, which is
+    the bits of |priority|, plus 1.
     """
     x = tl.abs(priority)
     finite = x <= 1.7976931348623157e308
-    x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
-    exponent = tl.minimum(tl.log2(x) * alpha, 42.5)
-    # a factor of 2**20 is exact, so fusing it with the addition changes nothing
-    mass = (tl.exp2(exponent) * 1048576.0 + 0.5).to(tl.int64)
-    return tl.where(finite, tl.minimum(tl.maximum(mass, 1), limit), 0), finite & (mass > limit)
+    if ORDERED:
+        mass = x.to(tl.int64, bitcast=True) + 1
+        saturated = x < 0
+    else:
+        x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
+        exponent = tl.minimum(tl.log2(x) * alpha, 42.5)
+        # a factor of 2**20 is exact, so fusing it with the addition changes nothing
+        mass = (tl.exp2(exponent) * 1048576.0 + 0.5).to(tl.int64)
+        saturated = finite & (mass > limit)
+        mass = tl.minimum(tl.maximum(mass, 1), limit)
+    return tl.where(finite, mass, 0), saturated
 
 
 @triton.jit
@@ -47,6 +54,7 @@ def admit_kernel(
     SHIFT: tl.constexpr,
     BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
+    ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
     ADDED: tl.constexpr,
     TOP: tl.constexpr,
@@ -89,7 +97,7 @@ def admit_kernel(
             if GIVEN:
                 priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
                 alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-                own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+                own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
                 new = tl.where(own > 0, own, new)
                 note_given(own, saturated, live, counters_ptr, PENDING_TOP, REJECTED, SATURATED)
             # slots outside the segment keep their mass
@@ -111,7 +119,7 @@ def admit_kernel(
         if GIVEN:
             priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
             alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-            own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+            own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
             note_given(own, saturated, named, counters_ptr, PENDING_TOP, REJECTED, SATURATED)
 
     # every thread has read the counters before the last program changes them
@@ -171,6 +179,7 @@ def update_kernel(
     REJECTED: tl.constexpr,
     SATURATED: tl.constexpr,
     SPARSE: tl.constexpr,
+    ORDERED: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
@@ -193,7 +202,7 @@ def update_kernel(
         winner = live & (tl.load(stamp_ptr + slot, mask=live, other=-1) == position)
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
         alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-        new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1))
+        new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
         meant = winner
         if SPARSE:
             # a slot without mass must not be drawn, whatever its priority

@@ -20,9 +20,11 @@ from launches import TARGETS, Launch, Resources, compile_for, recorded, resource
 from gpu_replay import (
     Combined,
     Field,
+    Hindsight,
     Latest,
     LinearSchedule,
     Proportional,
+    RankBased,
     ReplayBuffer,
     TrajectoryReplayBuffer,
     Uniform,
@@ -61,6 +63,9 @@ WHOLE_WORDS = {
 }
 EVERYTHING = Proportional(beta=LinearSchedule(0.4, 1.0, 100), clip=2.0, initial="stored", normalize="buffer")
 PLAIN = Proportional()
+ALL_RANKS = RankBased(
+    beta=LinearSchedule(0.4, 1.0, 100), initial="stored", normalize="buffer", stratified=False, resort_every=2
+)
 
 # name: capacity, fields, sampler
 BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
@@ -70,6 +75,7 @@ BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
     "4 levels": (2_100_000, SMALL, PLAIN),
     "odd widths, uniform": (100, ODD, Uniform()),
     **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
+    "by rank": (1_000_000, SMALL, RankBased()),
 }
 MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
     "twenty fields, replacement": (100, TWENTY, Uniform(replacement=True)),
@@ -79,6 +85,8 @@ MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
     "1 level, independent draws": (100, SMALL, Proportional(stratified=False)),
     "3 levels, lowest only": (20_000, SMALL, Proportional(normalize="buffer")),
     "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
+    "by rank, all options": (2_100_000, CLASSIC, ALL_RANKS),
+    "few by rank, combined": (30, SMALL, Combined(RankBased(normalize="buffer"))),
 }
 
 ACTION = {"action": Field((), torch.int64)}
@@ -91,6 +99,7 @@ FRAMES = {
     "atari to float": {"obs": Field((84, 84), torch.uint8, torch.float32, 1 / 255), **ACTION},
 }
 SAME_STEP = {"autoreset": "same_step", "padding": "zero"}
+GOALS = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")} | ACTION
 
 # name: capacity, fields, sampler, further settings of a trajectory buffer of two environments
 TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
@@ -98,12 +107,20 @@ TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] =
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
     "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
     "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
+    "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=torch.dist)}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
 }
 MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
     "streams of 4 levels": (2_100_000, VECTORS, Combined(PLAIN), {"n_step": 8}),
     "streams of 4 levels, all options": (2_100_000, VECTORS, Combined(EVERYTHING), {"stack": 8, **SAME_STEP}),
     "streams of 4 levels, replacement": (2_100_000, VECTORS, Uniform(replacement=True), {"autoreset": "disabled"}),
+    "goals of episodes": (
+        100,
+        GOALS,
+        Uniform(),
+        {"relabel": Hindsight(reward_fn=torch.dist, strategy="episode"), **SAME_STEP},
+    ),
+    "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=torch.dist, strategy="final")}),
     "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
     "several observations": (
         100,
@@ -114,6 +131,8 @@ MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any
         PLAIN,
         {"stack": 3, "n_step": 2, **SAME_STEP},
     ),
+    "steps by rank": (20_000, VECTORS, RankBased(resort_every=3), {}),
+    "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
 }
 
 
@@ -163,8 +182,14 @@ def _stream_launches(
         note("step with final observation", lambda: buffer.add(**step, **finals))
         # what no launch has counted
         buffer._counters[Counter.ELIGIBLE] = 10
-        note("starts", lambda: buffer.sample(5))
-        note("sequences", lambda: buffer.sample_sequences(5, 2))
+        if buffer.relabel is None:
+            note("starts", lambda: buffer.sample(5))
+            note("sequences", lambda: buffer.sample_sequences(5, 2))
+        else:
+            strategy = buffer.relabel.strategy
+            # rows that no launch has chosen cannot be rewritten
+            note("starts", lambda: buffer._engine.sample(5, None))
+            note("later goals", lambda: buffer._engine.choose_goals(torch.arange(5), 4, strategy))
         note("update of starts", lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
     return calls
 

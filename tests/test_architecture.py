@@ -18,6 +18,7 @@ MOST_LINES = 450
 # From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.
 LAYERS = (
     ("cli", "__main__"),
+    ("study",),
     ("training", "bench"),
     ("__init__",),
     ("buffer", "trajectory"),
@@ -29,6 +30,7 @@ LAYERS = (
         "trajectory_storage",
         "samplers",
         "settings",
+        "hindsight",
         "stats",
         "checkpoint",
         "pieces",
@@ -40,7 +42,7 @@ LAYERS = (
 )
 RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
 # the programs do not know of one another, nor does the core know of them
-PROGRAMS = LAYERS[1]
+PROGRAMS = ("training", "bench")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
 HEAVY = ("triton", "gymnasium", "ale_py", "matplotlib", "tqdm", "safetensors", "tensorboard", "hypothesis")
 

@@ -139,7 +139,13 @@ def test_a_sum_of_rewards_is_rounded_as_on_the_host() -> None:
         assert "fma" not in text_of(f"gather_windows_kernel: {name}: starts", MAIN_TARGET), name
 
 
-DRAWS = ("stratified_draw_kernel", "uniform_draw_kernel", "draw_by_mass_kernel", "draw_marked_kernel")
+DRAWS = (
+    "stratified_draw_kernel",
+    "uniform_draw_kernel",
+    "draw_by_mass_kernel",
+    "draw_marked_kernel",
+    "choose_goals_kernel",
+)
 
 
 @pytest.mark.parametrize("kernel", DRAWS)

@@ -20,7 +20,7 @@ from tolerances import close
 from torch import Tensor
 from trees import check_sums
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.mass_tree import STALE_EDGE
 from gpu_replay.ops.ring import carrier, gather_rows, launch_gather
@@ -126,6 +126,9 @@ SAMPLERS: dict[str, Any] = {
     "independent": Proportional(stratified=False, initial=3.0, normalize="buffer"),
     "combined-uniform": Combined(Uniform(), newest=2),
     "combined-everything": Combined(EVERYTHING, newest=3),
+    "rank": RankBased(),
+    "rank-outdated": RankBased(initial="stored", normalize="buffer", resort_every=3),
+    "combined-rank": Combined(RankBased(stratified=False), newest=3),
 }
 
 
@@ -142,7 +145,7 @@ def check_state(host: ReplayBuffer, tested: ReplayBuffer) -> None:
     assert tested._counters.tolist() == host._counters.tolist()
     assert torch.equal(tested._storage.times_sampled.cpu(), host._storage.times_sampled)
     if tested._tree is not None:
-        assert torch.equal(tested._tree.masses.cpu(), host.masses())
+        assert torch.equal(tested._tree.masses.cpu(), host._tree.masses)
         check_sums(tested._tree)
         assert (tested._engine._masses.stamps == -1).all()
 
@@ -205,7 +208,7 @@ def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: 
             check_state(host, tested)
 
 
-@pytest.mark.parametrize("name", ["uniform", "everything"])
+@pytest.mark.parametrize("name", ["uniform", "everything", "rank"])
 def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

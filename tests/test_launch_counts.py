@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from launches import Launch, recorded
 from torch import Tensor
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
@@ -27,6 +28,13 @@ SAMPLERS = {
     "combined-uniform": Combined(Uniform()),
     "combined-replacement": Combined(Uniform(replacement=True), newest=2),
     "combined-proportional": Combined(Proportional(normalize="buffer", initial="stored"), newest=3),
+}
+BY_RANK = {
+    "rank": RankBased(),
+    "rank-everything": RankBased(
+        beta=LinearSchedule(0.4, 1.0, 10), initial="stored", normalize="buffer", stratified=False, resort_every=2
+    ),
+    "combined-rank": Combined(RankBased(normalize="buffer", initial="stored"), newest=3),
 }
 # with the fan-out of the kernels these give trees of one, two, three and four levels
 CAPACITIES = {100: 1, 5_000: 2, 20_000: 3, 2_100_000: 4}
@@ -82,7 +90,7 @@ def test_launches_do_not_depend_on_the_number_of_fields(sampler: str, count: int
 def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None:
     with recorded() as launches:
         buffer = ReplayBuffer(capacity, some_fields(2), sampler=SAMPLERS["everything"], device="cpu")
-        assert len(buffer._with_priorities().levels) == CAPACITIES[capacity]
+        assert len(buffer._with_masses().levels) == CAPACITIES[capacity]
         counted = of_each_call(buffer, launches, 4_000, given=True)
     assert counted == {
         "add": ["write_kernel", "admit_kernel"],
@@ -92,11 +100,38 @@ def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None
     }
 
 
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("sampler", BY_RANK)
+def test_draws_by_rank_are_three_launches_after_two_for_an_order_that_is_out_of_date(
+    sampler: str, count: int, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorts = []
+    plain = torch.sort
+    with recorded() as launches:
+        monkeypatch.setattr(
+            torch, "sort", lambda *given, **named: (sorts.append(len(launches)), plain(*given, **named))[1]
+        )
+        buffer = ReplayBuffer(capacity, some_fields(count), sampler=BY_RANK[sampler], device="cpu")
+        counted = of_each_call(buffer, launches, 10, given=True)
+        buffer.sample(5)
+    drawn = ["rank_draw_kernel", "weigh_kernel", "gather_kernel"]
+    assert counted == {
+        "add": ["write_kernel", "admit_kernel"],
+        "sample": ["arrange_kernel", "list_kernel", *drawn],
+        "sample with beta": drawn,
+        "update": ["settle_kernel", "update_kernel"],
+    }
+    # both were followed by an update or came to their end
+    assert [launch.name for launch in launches] == ["arrange_kernel", "list_kernel", *drawn]
+    assert sorts == [1, 1]
+
+
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 250])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *BY_RANK])
 def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, rows: int) -> None:
     with recorded() as launches:
-        buffer = ReplayBuffer(100, some_fields(3), sampler=SAMPLERS[sampler], device="cpu")
+        buffer = ReplayBuffer(100, some_fields(3), sampler={**SAMPLERS, **BY_RANK}[sampler], device="cpu")
         buffer.add(**values(buffer, 70))
         launches.clear()
         buffer.add(**values(buffer, rows))
@@ -110,12 +145,13 @@ def test_an_update_of_nothing_launches_nothing() -> None:
     assert launches == []
 
 
-def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
+@pytest.mark.parametrize("sampler", [SAMPLERS["everything"], BY_RANK["combined-rank"]], ids=["mass", "rank"])
+def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any) -> None:
     """Compiling takes a second, in which training stands: sizes and counts must not ask for it again."""
     variants = set()
     with recorded() as launches:
-        buffer = ReplayBuffer(5_000, some_fields(5), sampler=SAMPLERS["everything"], device="cpu")
-        for rows in (1, 2, 16, 31, 128, 1000, 6_000):
+        buffer = ReplayBuffer(5_000, some_fields(5), sampler=sampler, device="cpu")
+        for rows in (4, 6, 16, 31, 128, 1000, 6_000):
             buffer.add(**values(buffer, rows), priority=torch.ones(rows))
             buffer.sample(rows)
             keys = torch.arange(rows)

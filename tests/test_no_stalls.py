@@ -22,11 +22,14 @@ MODULES = (
     "device_trajectory",
     "inputs",
     "batch",
+    "hindsight",
     "ops/admission",
     "ops/eligibility_launch",
     "ops/eligible_draw",
     "ops/frames",
+    "ops/hindsight",
     "ops/prefix_sum",
+    "ops/rank_draw",
     "ops/ring",
     "ops/stratified_draw",
     "ops/uniform_draw",
@@ -183,6 +186,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"launch_write", "launch_admit", "launch_gather", "launch_update", "tile_for"} <= reached
     assert {"launch_stratified_draw", "launch_weigh", "launch_uniform_draw", "size_at_least"} <= reached
     assert {"follow", "_starts", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
+    assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
 
 

@@ -16,7 +16,7 @@ from devices import device_fixture as device_fixture
 from tolerances import close
 from transitions import EXACT, NUMBER, SAMPLERS
 
-from gpu_replay import Combined, LinearSchedule, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Combined, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -25,6 +25,8 @@ KINDS = SAMPLERS | {
     "clipped": Proportional(alpha=0.5, beta=LinearSchedule(0.2, 1.0, 9), clip=4.0, normalize="buffer"),
     "stored": Proportional(alpha=0.7, initial="stored", stratified=False),
     "combined-replacement": Combined(Uniform(replacement=True), newest=3),
+    "rank-independent": RankBased(alpha=1.0, normalize="buffer", stratified=False, initial="stored"),
+    "combined-rank": Combined(RankBased(beta=LinearSchedule(0.2, 1.0, 9), resort_every=4), newest=2),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 
-from gpu_replay import Batch, Combined, Field, Latest, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Batch, Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -81,10 +81,20 @@ class Adder:
 
 
 @pytest.mark.parametrize(
-    "sampler", [Proportional(), Uniform(), Uniform(replacement=True), Latest(), Combined(Proportional(), 3)], ids=repr
+    "sampler",
+    [
+        Proportional(),
+        RankBased(),
+        RankBased(resort_every=5),
+        Uniform(),
+        Uniform(replacement=True),
+        Latest(),
+        Combined(Proportional(), 3),
+    ],
+    ids=repr,
 )
 def test_no_transition_is_torn_while_another_thread_adds(
-    sampler: Proportional | Uniform | Latest | Combined, device: str
+    sampler: Proportional | RankBased | Uniform | Latest | Combined, device: str
 ) -> None:
     buffer = ReplayBuffer(START, WIDE, sampler=sampler, device=device)
     buffer.add(**rows(0, START, device))

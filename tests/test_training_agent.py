@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, Uniform
+from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, Uniform
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.episodes import EpisodeStatistics
@@ -246,13 +246,14 @@ def test_schedules_go_from_start_to_end_and_stay() -> None:
 
 def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_updates() -> None:
     made = {}
-    for name in ("proportional", "uniform", "combined"):
+    for name in ("proportional", "uniform", "combined", "rank"):
         settings = Settings(sampler=name, newest=3, steps=3_200, num_envs=32, updates=2, warmup=64)
         made[name] = make_buffer(Catch.spec, settings, CPU, seed=0).sampler
     beta = LinearSchedule(0.4, 1.0, steps=(3_200 - 64) // 32 * 2)
     assert made["proportional"] == Proportional(alpha=0.6, beta=beta)
     assert made["uniform"] == Uniform()
     assert made["combined"] == Combined(Proportional(alpha=0.6, beta=beta), newest=3)
+    assert made["rank"] == RankBased(alpha=0.6, beta=beta)
 
 
 def test_streams_of_seeds_differ_and_repeat() -> None:

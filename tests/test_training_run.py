@@ -95,7 +95,7 @@ def test_catch_is_learned() -> None:
     assert listener.rows[-1]["td_error"] < 0.5
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "combined"])
+@pytest.mark.parametrize("sampler", ["uniform", "combined", "rank"])
 def test_the_other_samplers_learn_too(sampler: str) -> None:
     _, listener, _ = play_catch(0, sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
     # chance gives -0.5, with a standard error of 0.06

@@ -10,7 +10,17 @@ import torch
 from launches import Launch, recorded
 from torch import Tensor
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
 from gpu_replay.ops.counters import Counter
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +38,8 @@ SAMPLERS: dict[str, Any] = {
     "everything": EVERYTHING,
     "combined-uniform": Combined(Uniform()),
     "combined-everything": Combined(EVERYTHING, newest=3),
+    "rank": RankBased(beta=LinearSchedule(0.4, 1.0, 10), initial="stored"),
+    "combined-rank": Combined(RankBased(normalize="buffer", stratified=False), newest=3),
 }
 FIELDS = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
 MANY = {
@@ -85,7 +97,12 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
     name: str, fields: dict[str, Field], autoreset: str
 ) -> None:
     by_mass = name in ("proportional", "everything", "combined-everything")
+    by_rank = name in ("rank", "combined-rank")
     drawn = ["draw_by_mass_kernel", "weigh_kernel"] if by_mass else ["draw_marked_kernel"]
+    # after an add the order is out of date; a sequence has an order of its own
+    order = ["arrange_kernel", "list_kernel"] if by_rank else []
+    if by_rank:
+        drawn = ["rank_draw_kernel", "weigh_kernel"]
     kept = ["keep_finals_kernel"] if autoreset == "same_step" else []
     settings = {"autoreset": autoreset, "random_shift": 2}
     # trees of one, two and three levels
@@ -96,10 +113,10 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
         assert counted == {
             "add": ["write_kernel", "follow_kernel"],
             "add with final observations": ["write_kernel", "follow_kernel", *kept],
-            "sample": [*drawn, "gather_windows_kernel"],
+            "sample": [*order, *drawn, "gather_windows_kernel"],
             "sample with beta": [*drawn, "gather_windows_kernel"],
-            "sequences": [*drawn, "gather_windows_kernel"],
-            "update": ["settle_kernel", "update_kernel"] if by_mass else ["update_kernel"],
+            "sequences": [*order, *drawn, "gather_windows_kernel"],
+            "update": ["settle_kernel", "update_kernel"] if by_mass or by_rank else ["update_kernel"],
         }
 
 
@@ -109,7 +126,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
     with recorded() as launches:
         for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
             buffer = made(num_envs * steps, num_envs, FIELDS, SAMPLERS["combined-everything"], autoreset="same_step")
-            assert len(buffer._with_priorities().levels) == 2
+            assert len(buffer._with_masses().levels) == 2
             for batch in (4, 16, 31, 300):
                 buffer._counters[Counter.ELIGIBLE] = 300
                 buffer.add(**step_of(buffer, final=True), priority=torch.ones(num_envs))
@@ -126,3 +143,30 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
             launches.clear()
     assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
     assert len(variants) == 8
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset: str) -> None:
+    goals = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")}
+    fields, variants = {**goals, "action": Field((), torch.int64)}, set()
+    with recorded() as launches:
+        for num_envs, steps in ((1, 4_000), (16, 250), (50, 81)):
+            relabel = Hindsight(reward_fn=torch.dist)
+            buffer = made(num_envs * steps, num_envs, fields, Uniform(), autoreset=autoreset, relabel=relabel)
+            buffer.add(**step_of(buffer, final=False))
+            assert [launch.name for launch in launches] == ["write_kernel", "follow_kernel"]
+            for batch in (1, 16, 300):
+                launches.clear()
+                # what is chosen is found by launches that are not made here
+                keys = buffer._engine.sample(batch, None)["key"]
+                buffer._engine.choose_goals(keys, batch, relabel.strategy)
+                names = [launch.name for launch in launches]
+                assert names == ["draw_marked_kernel", "gather_windows_kernel", "choose_goals_kernel"]
+                chosen = launches[-1]
+                variants.add(chosen.variant)
+                parameters = zip(chosen.kernel.params, chosen.arguments, strict=False)
+                numbers = [each for each, argument in parameters if isinstance(argument, int)]
+                assert len(numbers) == 6
+                assert all(each.do_not_specialize for each in numbers)
+            launches.clear()
+    assert len(variants) == 1

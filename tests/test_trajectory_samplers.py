@@ -20,7 +20,7 @@ from tolerances import close
 from trajectory_pair import Pair, live_through, numbered, play
 from transitions import EXACT
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, Uniform
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -281,7 +281,18 @@ def test_combined_needs_enough_eligible_starts(device: str) -> None:
         pair.buffer.sample(2)
 
 
-EVERY = [Uniform(), REPLACEMENT, EXACT, INDEPENDENT, Latest(), Combined(Uniform()), Combined(EXACT, newest=2)]
+EVERY = [
+    Uniform(),
+    REPLACEMENT,
+    EXACT,
+    INDEPENDENT,
+    RankBased(),
+    RankBased(resort_every=3),
+    Latest(),
+    Combined(Uniform()),
+    Combined(EXACT, newest=2),
+    Combined(RankBased(), newest=2),
+]
 
 
 @pytest.mark.parametrize("sampler", EVERY, ids=repr)

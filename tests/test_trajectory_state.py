@@ -19,6 +19,7 @@ from gpu_replay import (
     Latest,
     LinearSchedule,
     Proportional,
+    RankBased,
     TrajectoryReplayBuffer,
     Uniform,
 )
@@ -33,6 +34,8 @@ KINDS: dict[str, Any] = {
     "stored": Proportional(alpha=1.0, eps=0.0, initial="stored", stratified=False),
     "latest": Latest(),
     "combined": Combined(EXACT, newest=2),
+    "rank": RankBased(beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer"),
+    "rank-outdated": Combined(RankBased(initial="stored", stratified=False, resort_every=4)),
 }
 MODES = ["next_step", "same_step", "disabled"]
 DEEP: dict[str, Any] = {"stack": 3, "n_step": 4}

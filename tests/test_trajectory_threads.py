@@ -11,7 +11,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 
-from gpu_replay import Batch, Field, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Batch, Field, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
 
 pytestmark = pytest.mark.contract
@@ -53,7 +53,7 @@ def check_whole(batch: Batch) -> None:
     assert torch.equal(batch.reward.cpu(), (step + 0.5 * (step + 1)).float())
 
 
-@pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=["uniform", "proportional"])
+@pytest.mark.parametrize("sampler", [Uniform(), Proportional(), RankBased()], ids=["uniform", "proportional", "rank"])
 def test_one_thread_adds_while_another_samples_and_updates(sampler: Sampler, device: str) -> None:
     buffer = TrajectoryReplayBuffer(
         31 * ENVS,

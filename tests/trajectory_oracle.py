@@ -48,6 +48,8 @@ class History:
     autoreset: str = "next_step"
     padding: str = "reset"
     final_capacity: int | None = None
+    # with hindsight, final observations of terminated episodes are kept too
+    relabel: Any = None
     steps: list[list[Step]] = field(default_factory=list)
     # environment and step before which `begin_episodes` was called
     broken: set[tuple[int, int]] = field(default_factory=set)
@@ -119,12 +121,17 @@ class View:
         if history.autoreset == "next_step":
             return set()
         rows = history.capacity if history.final_capacity is None else history.final_capacity
+        if rows == 0:
+            return set()
         kept: list[tuple[int, int]] = []
         for number in range(self.count):
             oldest = max([0, number + 1 - history.turn, *(each for each in history.cleared if each <= number)])
             for env in range(history.num_envs):
                 step = history.steps[env][number]
-                if not step["truncated"] or step["terminated"] or step.get("final") is None:
+                wanted = step["truncated"] and not step["terminated"]
+                if history.relabel is not None:
+                    wanted = step["truncated"] or step["terminated"]
+                if not wanted or step.get("final") is None:
                     continue
                 # the row that comes next must not belong to a step that is still stored
                 if len(kept) < rows or kept[len(kept) - rows][1] < oldest:

@@ -14,7 +14,7 @@ from devices import INTERPRETED
 from oracle import UNIT
 from torch import Tensor
 
-from gpu_replay import Batch, Combined, Field, Latest, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Batch, Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, Uniform
 
 FIELDS = {
     "obs": Field((2, 3), torch.float32),
@@ -26,7 +26,7 @@ FIELDS = {
 # what `make` stores: every field costs the interpreter as much again
 STORED = {name: FIELDS[name] for name in ("obs", "action")} if INTERPRETED else FIELDS
 NUMBER = {"number": Field((), torch.int64)}
-SAMPLERS: dict[str, Uniform | Proportional | Latest | Combined] = {
+SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
     "uniform": Uniform(),
     "replacement": Uniform(replacement=True),
     "proportional": Proportional(),
@@ -34,6 +34,8 @@ SAMPLERS: dict[str, Uniform | Proportional | Latest | Combined] = {
     "latest": Latest(),
     "combined-uniform": Combined(Uniform()),
     "combined-proportional": Combined(Proportional(), newest=2),
+    "rank": RankBased(),
+    "rank-outdated": RankBased(resort_every=3),
 }
 EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else
 

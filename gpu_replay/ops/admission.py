@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 
 _FANOUT_WITHOUT_TREE = 128
@@ -15,9 +15,11 @@ _FANOUT_WITHOUT_TREE = 128
 class DeviceMasses:
     """What the mass kernels need beside the tree: the rule's numbers and, for updates, one stamp per slot."""
 
-    def __init__(self, tree: MassTree, rule: MassRule, initial: int) -> None:
+    def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
         device = tree.levels[0].device
         self.tree = tree
+        # whether the leaves are order codes
+        self.ordered = rule.ordered
         self.numbers = torch.tensor([rule.alpha, rule.eps, rule.clip], dtype=torch.float64, device=device)
         self.masses = torch.tensor([initial, rule.limit], dtype=torch.int64, device=device)
         self.stamps = torch.full((tree.slots,), -1, dtype=torch.int32, device=device)
@@ -84,6 +86,7 @@ def launch_admit(
         SHIFT=fanout.bit_length() - 1,
         BLOCKS=blocks,
         GIVEN=priorities is not None,
+        ORDERED=masses is not None and masses.ordered,
         SOURCE=-1 if source is None else int(source),
         ADDED=int(Counter.ADDED),
         TOP=int(Counter.TOP),
@@ -131,5 +134,6 @@ def launch_update(
         REJECTED=int(Counter.REJECTED),
         SATURATED=int(Counter.SATURATED),
         SPARSE=sparse,
+        ORDERED=masses is not None and masses.ordered,
         **positions,
     )

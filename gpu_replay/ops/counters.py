@@ -28,7 +28,9 @@ class Counter:
     EDGE_HIGH = 12  # largest mass seen by the add in progress, 0 between adds
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept
-    COUNT = 15
+    RANKED = 15  # transitions in the list of ranks that serves several samples, 0 without one
+    SORTED = 16  # samples drawn before that list was made
+    COUNT = 17
 
 
 # the smallest mass of nothing
@@ -44,6 +46,8 @@ LASTING = {
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,
     "FINALS": Counter.FINALS,
+    "RANKED": Counter.RANKED,
+    "SORTED": Counter.SORTED,
 }
 
 

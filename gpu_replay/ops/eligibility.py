@@ -24,7 +24,7 @@ class Flag:
     TERMINATED = 1
     TRUNCATED = 2
     DEAD = 4  # carries the final observation of an episode and nothing else: never a start
-    FINAL = 8  # truncated, and its final observation was kept
+    FINAL = 8  # ended, and its final observation is there; known of truncated steps, or of all for hindsight
     CUT = 16  # the stream was broken from outside after this step
 
 
@@ -34,6 +34,8 @@ class StreamShape:
 
     next_step: whether the step after an ending carries the final observation.
     finals:    final observations kept beside the ring; 0 with `next_step`.
+    hindsight: whether later goals are looked up: episodes are then remembered, and all endings have `Flag.FINAL` whose
+               final observation is there.
     """
 
     num_envs: int
@@ -42,6 +44,7 @@ class StreamShape:
     n_step: int
     next_step: bool
     finals: int
+    hindsight: bool = False
 
     @property
     def slots(self) -> int:
@@ -58,6 +61,10 @@ class Streams:
              `t % (n_step + 1)`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
     owner:   (finals,) int64 keys of the steps whose final observations are kept, -1 before any.
+    spans:   (slots,) int32, only for hindsight: at the first step of an episode that another one follows, how many of
+             its steps, from the first on, have the observation after them; -1 while it is the newest. Nothing
+             elsewhere.
+    parted:  (num_envs,) int32, the same of the episode whose first step was overwritten last.
     """
 
     def __init__(self, shape: StreamShape, device: torch.device) -> None:
@@ -68,11 +75,14 @@ class Streams:
         self.pending = torch.zeros((shape.n_step + 1, shape.num_envs), dtype=torch.int64, device=device)
         self.final = torch.zeros(slots if shape.finals else 0, dtype=torch.int32, device=device)
         self.owner = torch.full((shape.finals,), -1, dtype=torch.int64, device=device)
+        self.spans = torch.full((slots if shape.hindsight else 0,), -1, dtype=torch.int32, device=device)
+        self.parted = torch.full((shape.num_envs if shape.hindsight else 0,), -1, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return sum(tensor.nbytes for tensor in (self.flags, self.depth, self.pending, self.final, self.owner))
+        held = (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
+        return sum(tensor.nbytes for tensor in held)
 
 
 def length_dtype(n_step: int) -> np.dtype[Any]:
@@ -85,7 +95,8 @@ def stream_bytes(shape: StreamShape, backend: Backend) -> int:
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
     if backend == "host":
         per_slot += np.dtype(np.float32).itemsize + length_dtype(shape.n_step).itemsize
-    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals)
+    spans = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
+    return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + spans
 
 
 class HostEligibility:
@@ -120,6 +131,8 @@ class HostEligibility:
         self._pending = streams.pending.numpy()
         self._final = streams.final.numpy().reshape(by_step) if shape.finals else None
         self._owner = streams.owner.numpy()
+        self._spans = streams.spans.numpy().reshape(by_step) if shape.hindsight else None
+        self._parted = streams.parted.numpy()
         self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
         self._leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self._trees]
         self._envs = np.arange(shape.num_envs, dtype=np.int64)
@@ -152,6 +165,8 @@ class HostEligibility:
         ended = terminated * np.uint8(Flag.TERMINATED) | truncated * np.uint8(Flag.TRUNCATED)
         flags = np.where(dead, np.uint8(Flag.DEAD), ended)
         self._revoke(row, step)
+        if self._spans is not None:
+            self._remember(self._spans, step, depth, before, dead)
         kept = self._keep_finals(step, row, oldest, flags) if with_final and shape.finals else self._envs[:0]
         self.flags[row] = flags
         self.depth[row] = depth
@@ -164,6 +179,26 @@ class HostEligibility:
             return np.zeros(self._shape.num_envs, dtype=np.int32)
         over = Flag.DEAD | Flag.CUT if self._shape.next_step else Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
         return (self.depth[(step - 1) % self._shape.steps] + 1) * (before & over == 0)
+
+    def _remember(self, spans: np.ndarray, step: int, depth: np.ndarray, before: np.ndarray, dead: np.ndarray) -> None:
+        """Note the span of each episode that this step's leaves behind, before the step's own depth is stored.
+
+        depth, before, dead: of this step, of the step before it, and whether this one is dead.
+        """
+        steps = self._shape.steps
+        row, last = step % steps, (step - 1) % steps
+        # the first step of an episode is overwritten: what is left of it is found by its environment
+        np.copyto(self._parted, spans[row], where=self.depth[row] == 0)
+        if steps > 1:
+            self.flags[last] |= dead * np.uint8(Flag.FINAL)
+        over = np.flatnonzero(depth == 0) if step else self._envs[:0]
+        if over.size:
+            behind = self.depth[last, over] + 1
+            span = behind - 1 + (before[over] & Flag.FINAL != 0)
+            held = behind < steps
+            spans[(step - behind[held]) % steps, over[held]] = span[held]
+            self._parted[over[~held]] = span[~held]
+        spans[row] = -1
 
     def _revoke(self, row: int, step: int) -> None:
         """Take away the starts that are overwritten, and those that lose the first frame of their stack."""
@@ -180,7 +215,9 @@ class HostEligibility:
     def _keep_finals(self, step: int, row: int, oldest: int, flags: np.ndarray) -> np.ndarray:
         """Choose rows for the final observations of this step, as long as the next row is free."""
         shape, count = self._shape, self._counters.item(Counter.FINALS)
-        wanted = np.flatnonzero(flags & (Flag.TERMINATED | Flag.TRUNCATED) == Flag.TRUNCATED)[: shape.finals]
+        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
+        # a terminated window needs no final observation, but its goal may be wanted
+        wanted = np.flatnonzero(ended != 0 if shape.hindsight else ended == Flag.TRUNCATED)[: shape.finals]
         places = (count + np.arange(wanted.size)) % shape.finals
         # owners are in the order of their keys, so the free rows come first
         free = self._owner[places] < oldest * shape.num_envs

@@ -343,6 +343,8 @@ def _launch(
         SHIFT=shift,
         TERMINATED=int(Flag.TERMINATED),
         TRUNCATED=int(Flag.TRUNCATED),
+        # the flag is looked for where endings may turn out not to be any
+        FINAL=int(Flag.FINAL) if shape.hindsight else 0,
         RANDOM=int(Counter.RANDOM),
         SEED=int(Counter.SEED),
         # a product of the sum of rewards is rounded before it is added, as on the host

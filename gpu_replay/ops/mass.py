@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ class MassRule:
 
     limit: largest mass of one slot.
     """
+
+    ordered: ClassVar[bool] = False
 
     alpha: float
     eps: float
@@ -71,3 +74,36 @@ class MassRule:
         if self.alpha == 0:
             return np.full(masses.shape, math.nan)
         return np.maximum((masses / UNIT) ** (1 / self.alpha) - self.eps, 0.0)
+
+
+@dataclass(frozen=True)
+class OrderRule:
+    """How priorities become order codes, where their order is all that counts: the numbers of `MassRule`, unused.
+
+    code = bits of the float64 |priority|, plus 1: the bits of numbers that are not negative ascend with them, so codes
+    compare as priorities do, exactly. A slot that must not be drawn has code 0. Sums of codes mean nothing.
+    """
+
+    ordered: ClassVar[bool] = True
+
+    alpha: ClassVar[float] = 0.0
+    eps: ClassVar[float] = 0.0
+    clip: ClassVar[float] = math.inf
+    limit: ClassVar[int] = 2**63 - 1
+
+    def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
+        """The (B,) int64 codes of (B,) finite float64 priorities, the largest of them, and 0: none is ever cut."""
+        codes = np.abs(priorities).view(np.int64)
+        codes += 1
+        return codes, int(np.maximum.reduce(codes)), 0
+
+    def mass(self, priority: float) -> int:
+        """The code of one priority."""
+        return self.masses(np.array([priority], dtype=np.float64))[1]
+
+    def priorities(self, codes: np.ndarray) -> np.ndarray:
+        """The (B,) float64 priorities of (B,) int64 codes above 0, exactly."""
+        return (codes - 1).view(np.float64)
+
+
+Rule = MassRule | OrderRule

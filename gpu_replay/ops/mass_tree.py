@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_replay.ops import prefix_sum
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
+from gpu_replay.ops.rank_order import RankOrder
 
 # the mark of a block whose extremes must be looked up again
 STALE_EDGE = -1
@@ -38,31 +39,41 @@ def level_sizes(slots: int, fanout: int, root_limit: int) -> list[int]:
     return sizes
 
 
-def tree_bytes(slots: int, backend: Backend, low: bool = False, high: bool = False) -> int:
+def tree_bytes(slots: int, backend: Backend, low: bool = False, high: bool = False, summed: bool = True) -> int:
     """Bytes that a tree over so many slots takes."""
     fanout = fanout_for(backend)
-    sizes = level_sizes(slots, fanout, root_limit_for(backend))
+    sizes = level_sizes(slots, fanout, root_limit_for(backend))[: None if summed else 1]
     return 8 * (sum(sizes) + (low + high) * (sizes[0] // fanout))
 
 
 class MassTree:
     """int64 masses of `slots` slots, all 0 at first, and their sums.
 
-    levels: leaves first; `levels[0][:slots]` are the masses.
+    levels: leaves first; `levels[0][:slots]` are the masses. With `summed=False` the leaves are all there is: what is
+            kept are order codes (see `OrderRule`), whose sums mean nothing.
     low, high: (blocks,) extremes of each block of leaves, or None.
     """
 
     def __init__(
-        self, slots: int, device: torch.device, backend: Backend, *, low: bool = False, high: bool = False
+        self,
+        slots: int,
+        device: torch.device,
+        backend: Backend,
+        *,
+        low: bool = False,
+        high: bool = False,
+        summed: bool = True,
     ) -> None:
         self.slots = slots
         self.backend = backend
         self.fanout = fanout_for(backend)
-        sizes = level_sizes(slots, self.fanout, root_limit_for(backend))
+        sizes = level_sizes(slots, self.fanout, root_limit_for(backend))[: None if summed else 1]
         self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
         blocks = sizes[0] // self.fanout
         self.low = torch.full((blocks,), NO_MASS, dtype=torch.int64, device=device) if low else None
         self.high = torch.zeros(blocks, dtype=torch.int64, device=device) if high else None
+        # host: the order of the leaves, told of every change
+        self.order: RankOrder | None = None
         # what the host code works on: views of the same memory
         host = backend == "host"
         self.arrays = tuple(level.numpy() for level in self.levels) if host else ()
@@ -93,6 +104,8 @@ class MassTree:
         for edge in (self.low, self.high):
             if edge is not None:
                 edge.fill_(STALE_EDGE)
+        if self.order is not None:
+            self.order.forget()
 
     def clear(self) -> None:
         """No slot has mass."""
@@ -102,10 +115,14 @@ class MassTree:
             self.low.fill_(NO_MASS)
         if self.high is not None:
             self.high.zero_()
+        if self.order is not None:
+            self.order.forget()
 
     def set_range(self, start: int, stop: int, mass: int | np.ndarray) -> None:
         """Host: give the slots `start` to `stop` a mass each, and their ancestors the new sums."""
         self.arrays[0][start:stop] = mass
+        if self.order is not None:
+            self.order.note(start, stop)
         low, high = start // self.fanout, -(-stop // self.fanout)
         for edge in self._edges:
             edge[low:high] = STALE_EDGE
@@ -116,7 +133,9 @@ class MassTree:
     def set_slots(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Host: give (B,) distinct slots their (B,) masses, and their ancestors the differences."""
         leaves = self.arrays[0]
-        change = masses - leaves.take(slots)
+        if self.order is not None:
+            self.order.note_slots(slots)
+        change = masses - leaves.take(slots) if len(self.arrays) > 1 else masses
         leaves[slots] = masses
         shift = self.fanout.bit_length() - 1
         node = slots >> shift

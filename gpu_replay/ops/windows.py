@@ -85,8 +85,14 @@ def windows_from(
     discount = powers.take(length)
     discount *= ~terminated
     stays, final = terminated, None
+    # a transition with another goal may go on after its ending: it needs the final observation if it is there
+    known = found & Flag.FINAL != 0 if shape.hindsight else None
+    if shape.next_step and known is not None:
+        stays = terminated & ~known
     if not shape.next_step:
         final = truncated & ~terminated
+        if known is not None:
+            final |= known
         stays = terminated | final
         final = final if np.logical_or.reduce(final) else None
     after = wrapped(last + shape.num_envs * ~stays, shape.slots)

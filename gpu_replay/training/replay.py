@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from gpu_replay import Combined, Field, LinearSchedule, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Combined, Field, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.settings import Settings
 
@@ -21,9 +21,11 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
         settings.beta_start, settings.beta_end, steps=max(1, settings.planned_updates // settings.updates_a_sample)
     )
     prioritized = Proportional(alpha=settings.alpha, beta=beta)
-    sampler: Uniform | Proportional | Combined = prioritized
+    sampler: Uniform | Proportional | RankBased | Combined = prioritized
     if settings.sampler == "uniform":
         sampler = Uniform()
+    elif settings.sampler == "rank":
+        sampler = RankBased(alpha=settings.alpha, beta=beta)
     elif settings.sampler == "combined":
         sampler = Combined(prioritized, newest=settings.newest)
     return TrajectoryReplayBuffer(
@@ -60,6 +62,6 @@ def beta_of(buffer: TrajectoryReplayBuffer, samples: int) -> float:
     """The buffer's beta after so many samples; not-a-number without priorities."""
     sampler = buffer.sampler
     base = sampler.base if isinstance(sampler, Combined) else sampler
-    if not isinstance(base, Proportional):
+    if not isinstance(base, (Proportional, RankBased)):
         return float("nan")
     return base.beta(samples) if isinstance(base.beta, LinearSchedule) else base.beta

@@ -59,7 +59,9 @@ class Settings:
     epsilon_late: float = knob(1.0, "share of --epsilon-end that is left after --epsilon-late-steps", 0, 1)
     epsilon_late_steps: int = knob(1_000_000, "environment steps until then, falling linearly after --epsilon-steps", 1)
     persistence: float = knob(0.0, "probability that a random action is repeated: swings build up", 0, 1)
-    sampler: Literal["proportional", "uniform", "combined"] = knob("proportional", "how the replay buffer draws")
+    sampler: Literal["proportional", "uniform", "combined", "rank"] = knob(
+        "proportional", "how the replay buffer draws"
+    )
     alpha: float = knob(0.6, "how much priorities count: 0 is uniform, 1 fully proportional", 0)
     beta_start: float = knob(0.4, "importance correction at the start", 0)
     beta_end: float = knob(1.0, "importance correction at the end of --steps: unbiased when it matters most", 0)

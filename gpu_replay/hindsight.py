@@ -1,0 +1,233 @@
+"""`Hindsight`: the noun with which users say how goals of a sampled batch are replaced by goals that were achieved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay import inputs
+from gpu_replay.fields import Field
+from gpu_replay.ops.hindsight import Strategy
+
+_PREFIX = "obs."
+_REWARD = torch.float32
+
+
+@dataclass(frozen=True)
+class Hindsight:
+    """Rewrites the goals and rewards of a share of every batch, as if the agent had wanted what it then achieved.
+
+    achieved, desired: names of the observation fields "obs.NAME" that hold the goal achieved so far and the goal that
+                   the agent is given; of one shape and dtype.
+    reward_fn:     `reward_fn(achieved, desired)`: K rewards, [K], of K steps at once, from `[K, *goal]` tensors on the
+                   buffer's device as they leave `sample()`: the goal achieved after the step, and the new goal. Of
+                   CPU tensors it may give a NumPy array.
+    ratio:         share of a batch that is rewritten: exactly `round(ratio * B)` random rows.
+    strategy:      where a step's new goal comes from: "future", what was achieved after a step drawn uniformly from
+                   the step itself to the last stored one of its episode; "final", after the last one, or while the
+                   episode runs the newest one; "episode", after any stored step of the episode.
+    terminated_fn: `terminated_fn(achieved, desired)`: [K] bool, where reaching the goal ends an episode: rewritten
+                   rows get `terminated` and `discount` from it. Without it these stay as they were.
+
+    Give it to a TrajectoryReplayBuffer as `relabel`. In a batch `obs.DESIRED` and `next_obs.DESIRED` of a rewritten row
+    are the new goal, in every frame of a stack, and `reward` is that of the new goal; keys, weights, priorities and
+    what is stored do not change. What was achieved after a step is seen in the observation after it. Where an episode's
+    last one is not there, because `add` got no `final_obs` or the stream was broken, no goal comes from it, and a
+    rewritten row that would need it stays as it is. `reward_fn` may be called for such rows too; their results are not
+    used. Neither function may wait for the device if samples are to be captured in a CUDA graph.
+
+    With the dictionaries of a Gymnasium `GoalEnv` (Gymnasium-Robotics) each entry is a field of its own:
+
+        import gymnasium
+        import gymnasium_robotics
+        import torch
+        from gpu_replay import Field, Hindsight, TrajectoryReplayBuffer
+
+        def reward_fn(achieved, desired):
+            return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
+
+        gymnasium.register_envs(gymnasium_robotics)
+        envs = gymnasium.make_vec("FetchReach-v4", num_envs=8)
+        goal = Field((3,), torch.float32)
+        buffer = TrajectoryReplayBuffer(
+            capacity=1_000_000,
+            num_envs=8,
+            fields={
+                "obs.observation": Field((10,), torch.float32),
+                "obs.achieved_goal": goal,
+                "obs.desired_goal": goal,
+                "action": Field((4,), torch.float32),
+            },
+            relabel=Hindsight(reward_fn=reward_fn, ratio=0.8, strategy="future"),
+        )
+        obs, _ = envs.reset(seed=0)
+        for _ in range(10_000):
+            action = envs.action_space.sample()
+            after, reward, terminated, truncated, _ = envs.step(action)
+            fields = {f"obs.{name}": value for name, value in obs.items()}
+            buffer.add(**fields, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            obs = after
+        batch = buffer.sample(256)
+        batch.obs.observation, batch.obs.desired_goal, batch.next_obs.desired_goal, batch.reward
+
+    Raises TypeError or ValueError for settings that make no sense.
+
+    Andrychowicz et al. 2017, "Hindsight Experience Replay".
+    """
+
+    achieved: str = "achieved_goal"
+    desired: str = "desired_goal"
+    _: KW_ONLY
+    reward_fn: Callable[[Tensor, Tensor], Any]
+    ratio: float = 0.8
+    strategy: Strategy = "future"
+    terminated_fn: Callable[[Tensor, Tensor], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("achieved", self.achieved), ("desired", self.desired)):
+            if not isinstance(value, str):
+                raise TypeError(f"Hindsight {name} must be the name of an observation field; found {value!r}.")
+        if self.achieved_field == self.desired_field:
+            raise ValueError(f"Hindsight achieved and desired must be two fields; found {self.achieved!r} for both.")
+        if not callable(self.reward_fn):
+            raise TypeError(f"Hindsight reward_fn must be a function of (achieved, desired); found {self.reward_fn!r}.")
+        if self.terminated_fn is not None and not callable(self.terminated_fn):
+            raise TypeError(
+                f"Hindsight terminated_fn must be a function of (achieved, desired) or None; "
+                f"found {self.terminated_fn!r}."
+            )
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float, np.integer, np.floating)):
+            raise TypeError(f"Hindsight ratio must be a number; found {self.ratio!r}.")
+        if not 0 <= float(self.ratio) <= 1:
+            raise ValueError(f"Hindsight ratio must be from 0 to 1, a share of the batch; found {self.ratio!r}.")
+        object.__setattr__(self, "ratio", float(self.ratio))
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"Hindsight strategy must be 'future', 'final' or 'episode'; found {self.strategy!r}.")
+
+    @property
+    def achieved_field(self) -> str:
+        """The field of achieved goals by its full name."""
+        return _PREFIX + self.achieved.removeprefix(_PREFIX)
+
+    @property
+    def desired_field(self) -> str:
+        """The field of desired goals by its full name."""
+        return _PREFIX + self.desired.removeprefix(_PREFIX)
+
+    def describe(self) -> dict[str, Any]:
+        """All but the functions as JSON values."""
+        return {
+            "achieved": self.achieved_field.removeprefix(_PREFIX),
+            "desired": self.desired_field.removeprefix(_PREFIX),
+            "ratio": self.ratio,
+            "strategy": self.strategy,
+        }
+
+    def count(self, batch: int) -> int:
+        """Rows of a batch that are rewritten."""
+        return round(self.ratio * batch)
+
+    def check(self, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:
+        """Raise ValueError where a buffer of these fields and settings cannot be relabelled."""
+        for name in (self.achieved_field, self.desired_field):
+            if name not in fields:
+                raise ValueError(
+                    f"relabel needs the field {name!r}; the buffer's fields are {', '.join(fields)}. "
+                    "Name the goals with Hindsight(achieved=..., desired=...)."
+                )
+        achieved, desired = fields[self.achieved_field], fields[self.desired_field]
+        if (achieved.shape, achieved.dtype) != (desired.shape, desired.dtype):
+            raise ValueError(
+                f"relabel puts {self.achieved_field!r} in the place of {self.desired_field!r}: both need one shape and "
+                f"dtype; found {achieved.shape} {achieved.dtype} and {desired.shape} {desired.dtype}."
+            )
+        if n_step != 1:
+            raise ValueError(
+                f"relabel needs n_step=1; found n_step={n_step}. Only the reward of a single step can be made anew."
+            )
+        if random_shift and len(achieved.shape) >= 2:
+            raise ValueError(
+                f"relabel cannot compare goals that random_shift={random_shift} moves; {self.achieved_field!r} has "
+                f"shape {achieved.shape}. Use random_shift=0, or goals of one dimension."
+            )
+
+    def rewrite(
+        self, tensors: dict[str, Tensor], rows: Tensor, known: Tensor, goals: Tensor, stack: int, gamma: float
+    ) -> None:
+        """Give rows of a batch new goals, and what follows from them, in place; calls the user's functions.
+
+        tensors: of the batch. rows: (K,) int64, distinct. known: (K,) bool, false for rows that stay as they are.
+        goals:   (K, *goal) as sampled. stack: frames of an observation. gamma: the discount of a step.
+        """
+        wide = goals if stack == 1 else goals.unsqueeze(1)
+        mask = known.reshape(-1, *(1 for _ in wide.shape[1:]))
+        for name in (self.desired_field, f"next_{self.desired_field}"):
+            before = tensors[name].index_select(0, rows)
+            tensors[name].index_copy_(0, rows, torch.where(mask, wide, before))
+        after = tensors[f"next_{self.achieved_field}"].index_select(0, rows)
+        # rows that keep their goal are shown with it
+        wanted = tensors[self.desired_field].index_select(0, rows)
+        if stack > 1:
+            after, wanted = after[:, -1].contiguous(), wanted[:, -1].contiguous()
+        # a function that works in place does not spoil what the other one sees
+        again = None if self.terminated_fn is None else (after.clone(), wanted.clone())
+        reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
+        if reward.dtype.is_complex:
+            raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
+        put(tensors["reward"], rows, known, inputs.cast("reward", reward, _REWARD))
+        if self.terminated_fn is None or again is None:
+            return
+        terminated = self._made("terminated_fn", self.terminated_fn(*again), rows)
+        if terminated.dtype != torch.bool:
+            raise TypeError(f"terminated_fn of Hindsight must return bool; found {terminated.dtype}.")
+        put(tensors["terminated"], rows, known, terminated)
+        discount = tensors["discount"].new_full(rows.shape, gamma)
+        put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
+
+    def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
+        """What a user's function returned as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
+        count, device = rows.shape[0], rows.device
+        wanted = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"
+        if not isinstance(given, (Tensor, np.ndarray)):
+            raise TypeError(f"{wanted}; found {type(given).__name__}.")
+        found = inputs.as_tensor(name, given, device)
+        if tuple(found.shape) != (count,):
+            raise ValueError(f"{wanted}; found shape {list(found.shape)}.")
+        if not inputs.same_device(found.device, device):
+            raise ValueError(f"{wanted}; found {type(given).__name__} on {found.device}.")
+        return found
+
+
+def put(target: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
+    """target[rows] = values where they are known, all (K,)."""
+    target.index_copy_(0, rows, torch.where(known, values, target.index_select(0, rows)))
+
+
+def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:
+    """Raise TypeError or ValueError where a buffer cannot be given this `relabel`; None always can."""
+    if relabel is None:
+        return
+    if not isinstance(relabel, Hindsight):
+        raise TypeError(f"relabel must be Hindsight(reward_fn=...) or None; found {relabel!r}.")
+    relabel.check(fields, n_step, random_shift)
+
+
+def check_relabel_again(path: object, saved: dict[str, Any] | None, relabel: object) -> None:
+    """Raise ValueError where a checkpoint with these settings needs another `relabel`, or none."""
+    if saved is None:
+        if relabel is not None:
+            raise ValueError(f"{path} was saved without relabel; load it without, or add its steps to a new buffer.")
+        return
+    words = ", ".join(f"{name}={value!r}" for name, value in saved.items())
+    if relabel is None:
+        raise ValueError(
+            f"{path} was saved with relabel=Hindsight({words}), whose reward_fn is code and is not saved. Give it "
+            "again: load(path, relabel=Hindsight(...))."
+        )
+    if isinstance(relabel, Hindsight) and relabel.describe() != saved:
+        raise ValueError(f"{path} was saved with relabel=Hindsight({words}); found {relabel!r}.")

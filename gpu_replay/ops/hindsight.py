@@ -1,0 +1,171 @@
+"""Which rows of a batch get another goal, and where that goal is stored: looked up without walking along an episode.
+
+The goal that a step achieved is seen in the observation after it, which lies one step later in the ring, or among the
+final observations that are kept beside it. An episode's first step, or its environment once that step is overwritten,
+says how many of its steps have such an observation (`Streams.spans`, `Streams.parted`); of the newest episode all have
+but the newest step. So the steps to choose from are an interval that is known at once.
+
+Andrychowicz et al. 2017, "Hindsight Experience Replay".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.eligibility import Flag, Streams
+from gpu_replay.ops.frames import convert_into
+from gpu_replay.ops.uniform_draw import (
+    FEW,
+    PERMUTATION_WORDS,
+    ROUNDS,
+    ROUNDS_OF_FEW,
+    draws_per_program,
+    permuted_ranks,
+)
+
+Strategy = Literal["future", "final", "episode"]
+
+
+class Chosen(NamedTuple):
+    """Distinct rows of a batch, in random order, and where their new goals are.
+
+    rows:   (K,) int64.
+    known:  (K,) bool, false where the observation after the row's own step is not stored: such a row stays as it is.
+    slots:  (K,) int64 of the steps in whose observations the goals stand; any slot where there is none.
+    places: (K,) int64 rows of kept final observations in which they stand instead, -1 where they do not; or None where
+            none are kept.
+    """
+
+    rows: Tensor
+    known: Tensor
+    slots: Tensor
+    places: Tensor | None
+
+
+def goal_words(count: int, strategy: Strategy) -> int:
+    """Random words, beside those of a permutation, that `count` goals take."""
+    return 0 if strategy == "final" else count
+
+
+def goals_from(
+    streams: Streams,
+    slots: np.ndarray,
+    span: tuple[int, int],
+    words: np.ndarray,
+    doubles: np.ndarray,
+    strategy: Strategy,
+) -> Chosen:
+    """Host: choose rows of a batch and their goals.
+
+    slots:   (B,) of the batch.
+    span:    the smallest live key and the next key.
+    words:   (PERMUTATION_WORDS,) uint64 that say which rows.
+    doubles: (K,) float64 in [0, 1), one for each goal; with the strategy "final" only their number counts.
+    """
+    shape = streams.shape
+    envs, steps = shape.num_envs, shape.steps
+    flags, final = streams.flags.numpy(), streams.final.numpy()
+    rows = permuted_ranks(slots.size, doubles.size, words)
+    slot = slots[rows]
+    line, env = np.divmod(slot, envs)
+    oldest, newest = span[0] // envs, span[1] // envs - 1
+    age = (newest - line) % steps
+    depth = streams.depth.numpy()[slot].astype(np.int64)
+    # the first step of the episode has not been overwritten
+    whole = depth < steps - age
+    first = slot - np.where(whole, depth, 0) * envs
+    first += (first < 0) * shape.slots
+    spans = np.where(whole, streams.spans.numpy()[first], streams.parted.numpy()[env])
+    kept = flags[newest % steps * envs + env] & Flag.FINAL != 0
+    # steps after this one whose goals are known; less than none where its own is not
+    ahead = np.minimum(np.where(spans >= 0, spans - 1 - depth, age - 1 + kept), age)
+    known = ahead >= 0
+    ahead = np.maximum(ahead, 0)
+    if strategy == "final":
+        chosen = ahead
+    else:
+        back = np.minimum(depth, np.maximum(newest - oldest - age, 0)) if strategy == "episode" else 0
+        width = back + ahead + 1
+        chosen = np.minimum((doubles * width).astype(np.int64), width - 1) - back
+    line += chosen
+    line %= steps
+    place = line * envs + env
+    places = None
+    if shape.finals:
+        pooled = flags[place] & Flag.FINAL != 0
+        places = torch.from_numpy(np.where(pooled, final[place], -1).astype(np.int64))
+        line = np.where(pooled, line, line + 1)
+    else:
+        line += 1
+    source = line % steps * envs + env
+    return Chosen(torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source), places)
+
+
+def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field) -> Tensor:
+    """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
+
+    ring: (slots, *shape) achieved goals of the steps. pool: (finals, *shape) of final observations, or None.
+    """
+    raw = ring.index_select(0, chosen.slots)
+    if pool is not None and chosen.places is not None:
+        pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
+        raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
+    if not field.converts:
+        return raw
+    goals = torch.empty(raw.shape, dtype=field.output_dtype, device=raw.device)
+    convert_into(goals, raw, field)
+    return goals
+
+
+def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count: int, strategy: Strategy) -> Chosen:
+    """Device: choose `count` rows of the batch with these (B,) keys and their goals; one launch.
+
+    The random stream is moved on past the words that this takes.
+    """
+    from gpu_replay.kernels.hindsight import choose_goals_kernel
+
+    shape, device = streams.shape, counters.device
+    rows, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
+    known = torch.empty(count, dtype=torch.bool, device=device)
+    places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
+    draws = draws_per_program(count, device.type == "cpu")
+    choose_goals_kernel[(-(-count // draws),)](
+        keys,
+        streams.flags,
+        streams.depth,
+        streams.spans,
+        streams.parted,
+        streams.final,
+        counters,
+        rows,
+        known,
+        slots,
+        slots if places is None else places,
+        count,
+        keys.numel(),
+        shape.num_envs,
+        shape.steps,
+        shape.finals,
+        blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy)),
+        LAST=strategy == "final",
+        EPISODE=strategy == "episode",
+        POOLED=places is not None,
+        ROUNDS=ROUNDS,
+        ROUNDS_OF_FEW=ROUNDS_OF_FEW,
+        FEW=FEW,
+        PERMUTATION_BLOCKS=blocks_for(PERMUTATION_WORDS),
+        DRAWS=draws,
+        FINAL=int(Flag.FINAL),
+        ADDED=int(Counter.ADDED),
+        FIRST=int(Counter.FIRST),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        TICKET=int(Counter.TICKET),
+    )
+    return Chosen(rows, known, slots, places)

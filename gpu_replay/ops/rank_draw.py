@@ -1,0 +1,258 @@
+"""Draws by rank on the device: who has which rank, found by a sort, and the launches of the draws.
+
+The order codes of all slots are arranged by the age of their keys and sorted, the largest first. The sort is stable, so
+that equal codes keep the smaller key first, and codes of 0, of slots that cannot be drawn, come last. Nothing of it
+waits for the device, and all of it can be captured in a CUDA graph. While a sort is under way it takes up to 48 bytes a
+slot beside what is kept: the codes, sorted codes and ages, and what PyTorch's radix sort needs as much again for.
+
+Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.rank_table import cumulative_masses
+
+# parts that one step of the search for a rank divides what is left into
+_BASE = 32
+# places of the list that are looked at together where slots can no longer be drawn
+_WIDTH = 32
+
+
+class RankList(NamedTuple):
+    """Slots in order of their ranks.
+
+    slots:  (capacity,) int32, of which the first `listed[0]` can be drawn. listed: (1,) int64.
+    """
+
+    slots: Tensor
+    listed: Tensor
+
+
+class DeviceRanks:
+    """The masses of ranks and the list of a buffer, and whether the next `sample` must make the list anew.
+
+    every:    samples that a list serves. One that serves a single sample is kept all the same while the host knows that
+              nothing has changed; with more, `counters` say how long it is and when it was made.
+    counters: of the buffer.
+    """
+
+    def __init__(self, slots: int, alpha: float, every: int, counters: Tensor) -> None:
+        device = counters.device
+        self.sums = torch.from_numpy(cumulative_masses(slots, alpha)).to(device)
+        self.every = every
+        self._counters = counters
+        count = counters[Counter.RANKED : Counter.RANKED + 1] if every > 1 else torch.zeros_like(counters[:1])
+        self.list = RankList(torch.zeros(slots, dtype=torch.int32, device=device), count)
+        # where the device says whether the list is out of date
+        self._due = torch.zeros_like(counters[:1]) if every > 1 else None
+        # samples that the list can still serve, as far as the host knows
+        self._left = 0
+        # whether a graph may have changed what the host thinks it knows
+        self._unsure = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of table and list."""
+        # with a longer list the counters hold the count
+        return self.sums.nbytes + self.list.slots.nbytes + torch.int64.itemsize
+
+    def changed(self, capturing: bool) -> None:
+        """Something was added or updated."""
+        self._unsure |= capturing
+        if self.every == 1:
+            self._left = 0
+
+    def forget(self, capturing: bool) -> None:
+        """Follow a `clear`."""
+        self._unsure |= capturing
+        self._left = 0
+
+    def recall(self) -> None:
+        """Follow a restored state. Waits for the device."""
+        self._left = 0
+        if self.every > 1:
+            counts = self._counters.tolist()
+            if counts[Counter.RANKED]:
+                self._left = max(0, self.every - (counts[Counter.STEP] - counts[Counter.SORTED]))
+
+    def passed(self, capturing: bool) -> None:
+        """A sample is drawn that makes no list for others."""
+        if self.every > 1:
+            self._unsure |= capturing
+            self._left = max(0, self._left - 1)
+
+    def exact(self, tree: MassTree, skipped: int, capturing: bool) -> RankList:
+        """A list of its own for one call, without the newest `skipped` slots; 2 launches and a sort."""
+        self.passed(capturing)
+        made = RankList(torch.empty_like(self.list.slots), torch.empty_like(self.list.listed))
+        _make_list(tree, self._counters, made, skipped=skipped)
+        return made
+
+    def current(self, tree: MassTree, capturing: bool) -> RankList:
+        """The list to draw from now; 2 launches and a sort where it is made anew."""
+        if capturing or self._unsure:
+            # only the device knows whether it is time
+            self._unsure |= self.every > 1
+            _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
+            self._left = 0
+        elif self._left:
+            self.passed(capturing)
+        else:
+            _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
+            # one that serves a single sample does so until something changes
+            self._left = max(1, self.every - 1)
+        return self.list
+
+
+def ranks_bytes(slots: int) -> int:
+    """Bytes of the table and the list of `DeviceRanks`."""
+    return slots * (torch.int64.itemsize + torch.int32.itemsize)
+
+
+def slots_per_program(slots: int, interpreted: bool) -> int:
+    """Slots that one program arranges or lists; as many as there are where a program is dear."""
+    return min(2**16, 1 << (slots - 1).bit_length()) if interpreted else 1024
+
+
+def ranks_per_program(batch: int, interpreted: bool) -> int:
+    """Draws of one program: two for each of four warps; as many as there are where a program is dear."""
+    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
+
+
+def digits_for(slots: int) -> int:
+    """Steps of the search for a rank."""
+    digits = 1
+    while _BASE**digits < slots:
+        digits += 1
+    return digits
+
+
+def _make_list(
+    tree: MassTree,
+    counters: Tensor,
+    made: RankList,
+    *,
+    skipped: int = 0,
+    due: Tensor | None = None,
+    every: int = 1,
+) -> None:
+    """Device: sort the slots by their codes, without the newest `skipped`; two launches beside the sort.
+
+    due, every: (1,) int64, of a list that serves so many samples: it stays as it is unless it is out of date by now.
+    """
+    from gpu_replay.kernels.rank_draw import arrange_kernel, list_kernel
+
+    slots = slots_per_program(tree.slots, counters.device.type == "cpu")
+    grid = (-(-tree.slots // slots),)
+    codes = torch.empty(tree.slots, dtype=torch.int64, device=counters.device)
+    # the device decides alone, so that a captured call is the same code as any other
+    said = counters if due is None else due
+    positions = {
+        "KEPT": due is not None,
+        "ADDED": int(Counter.ADDED),
+        "STEP": int(Counter.STEP),
+        "SORTED": int(Counter.SORTED),
+        "SLOTS": slots,
+    }
+    arrange_kernel[grid](
+        tree.masses, codes, said, counters, tree.slots, skipped, every, RANKED=int(Counter.RANKED), **positions
+    )
+    codes, ages = torch.sort(codes, descending=True, stable=True)
+    list_kernel[grid](
+        codes,
+        ages,
+        made.slots,
+        made.listed,
+        said,
+        counters,
+        tree.slots,
+        **positions,
+    )
+
+
+class RankDraw(NamedTuple):
+    """What `launch_rank_draw` gives back; `batch` numbers each.
+
+    slots, keys: int64.
+    masses:      int64, 0 where a row was not drawn by rank.
+    probability: float32.
+    """
+
+    slots: Tensor
+    keys: Tensor
+    masses: Tensor
+    probability: Tensor
+
+
+def launch_rank_draw(
+    sums: Tensor,
+    ranked: RankList,
+    tree: MassTree,
+    marks: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    *,
+    skipped: int = 0,
+    outdated: bool = False,
+    stratified: bool,
+    lowest_of_all: bool,
+) -> RankDraw:
+    """Device: `drawn` draws from a list by rank and the newest for the rest of the batch; one launch.
+
+    sums:     of the masses of the ranks up to each.
+    tree:     of the codes.
+    marks:    tree of ones where the newest rows can be drawn, or None where all stored ones can.
+    skipped:  slots of the newest keys that newest rows leave out; the list must have been made without them.
+    outdated: whether the list may hold slots that can no longer be drawn.
+    """
+    from gpu_replay.kernels.rank_draw import rank_draw_kernel
+
+    device = counters.device
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
+    masses = torch.empty(batch, dtype=torch.int64, device=device)
+    probability = torch.empty(batch, dtype=torch.float32, device=device)
+    draws = ranks_per_program(batch, device.type == "cpu")
+    if drawn == batch:
+        marks = None
+    rank_draw_kernel[(-(-batch // draws),)](
+        sums,
+        ranked.slots,
+        ranked.listed,
+        tree.masses,
+        () if marks is None else marks.levels,
+        counters,
+        times_sampled,
+        slots,
+        keys,
+        masses,
+        probability,
+        drawn,
+        batch,
+        tree.slots,
+        skipped,
+        DIGITS=digits_for(tree.slots),
+        BASE=_BASE,
+        MARK_LEVELS=0 if marks is None else len(marks.levels),
+        FANOUT=tree.fanout,
+        DRAWS=draws,
+        WIDTH=_WIDTH,
+        STRATIFIED=stratified,
+        SKIPS=skipped > 0,
+        OUTDATED=outdated,
+        LOWEST_OF_ALL=lowest_of_all,
+        ADDED=int(Counter.ADDED),
+        RANDOM=int(Counter.RANDOM),
+        SEED=int(Counter.SEED),
+        EDGE_LOW=int(Counter.EDGE_LOW),
+    )
+    return RankDraw(slots, keys, masses, probability)

@@ -1,0 +1,66 @@
+"""What is measured of a sampled batch: its TD errors and how many of its states resemble one another.
+
+All functions take the batches of many updates at once, since a call for each would cost more than what it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+# updates whose products fit a cache together
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class TdStatistics:
+    """Of the absolute TD errors of each batch, (U,) each."""
+
+    mean: Floats
+    median: Floats
+    maximum: Floats
+    deviation: Floats
+
+
+def td_statistics(td_errors: Floats) -> TdStatistics:
+    """Mean, median, maximum and population standard deviation of the absolute TD errors.
+
+    td_errors: (U, B), of either sign; one row for each update.
+    """
+    sizes = np.abs(td_errors).astype(np.float64)
+    return TdStatistics(sizes.mean(axis=1), np.median(sizes, axis=1), sizes.max(axis=1), sizes.std(axis=1))
+
+
+def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
+    """(U,) pairs i < j of each batch whose state vectors have a Pearson correlation r with |r| > `above`.
+
+    states: (U, B, D), of which the D components of two vectors are correlated, as by `numpy.corrcoef` of the rows.
+
+    A vector whose components are all equal has no correlation with any other and is not counted. With D = 2 every
+    other pair has |r| = 1.
+    """
+    updates = states.shape[0]
+    counts = np.empty(updates, dtype=np.int64)
+    for first in range(0, updates, _BLOCK):
+        counts[first : first + _BLOCK] = _correlated(states[first : first + _BLOCK], above)
+    return counts
+
+
+def _correlated(states: Floats, above: float) -> NDArray[np.int64]:
+    # components first: sums over a few of them are then sums of long rows
+    centred = np.ascontiguousarray(states.transpose(0, 2, 1))
+    constant = centred.max(axis=1) == centred.min(axis=1)
+    centred -= centred.mean(axis=1, keepdims=True)
+    # the largest component becomes 1, so that no square underflows or overflows
+    largest = np.abs(centred).max(axis=1)
+    scale = np.where(constant, 0, 1 / np.where(constant, 1, largest))
+    centred *= scale[:, None]
+    length = np.sqrt(np.square(centred).sum(axis=1))
+    centred /= np.where(constant, 1, length)[:, None]
+    close = np.abs(centred.transpose(0, 2, 1) @ centred) > above
+    # each pair stands twice in the matrix, and each vector once with itself
+    return np.array([np.count_nonzero(each) - np.count_nonzero(each.diagonal()) for each in close]) // 2

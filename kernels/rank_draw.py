@@ -1,0 +1,216 @@
+"""Draws by rank: the list of slots in order of their priorities, and the draws from it."""
+
+import triton
+import triton.language as tl
+
+from .eligible_draw import from_oldest, reach
+from .philox import floor_of_product, words_at
+from .stratified_draw import NO_MASS, descend, key_in_slot, stratified_target
+
+
+@triton.jit(do_not_specialize=["capacity", "skipped", "every"])
+def arrange_kernel(
+    codes_ptr,
+    arranged_ptr,
+    due_ptr,
+    counters_ptr,
+    capacity,
+    skipped,
+    every,
+    SLOTS: tl.constexpr,
+    KEPT: tl.constexpr,
+    ADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    RANKED: tl.constexpr,
+    SORTED: tl.constexpr,
+):
+    """arranged[age] = code of the slot with the key of that age, the oldest first; 0 for the newest `skipped` slots.
+
+    KEPT: the list serves `every` samples, and due[0] says whether it is out of date.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if KEPT:
+        if program == 0:
+            old = tl.load(counters_ptr + STEP) - tl.load(counters_ptr + SORTED) >= every
+            tl.store(due_ptr, (old | (tl.load(counters_ptr + RANKED) == 0)).to(tl.int64))
+    age = program * SLOTS + tl.arange(0, SLOTS)
+    slot = tl.load(counters_ptr + ADDED) % capacity + age
+    slot = tl.where(slot >= capacity, slot - capacity, slot)
+    # code 0: comes after all that can be drawn
+    code = tl.load(codes_ptr + slot, mask=age < capacity - skipped, other=0)
+    tl.store(arranged_ptr + age, code, mask=age < capacity)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def list_kernel(
+    codes_ptr,
+    ages_ptr,
+    list_ptr,
+    listed_ptr,
+    due_ptr,
+    counters_ptr,
+    capacity,
+    SLOTS: tl.constexpr,
+    KEPT: tl.constexpr,
+    ADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    SORTED: tl.constexpr,
+):
+    """list[rank] = slot of the age at that rank, and listed[0] = how many can be drawn, given the sorted codes.
+
+    KEPT: the list serves further samples: nothing happens unless due[0], else it is noted when it was made.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    rank = program * SLOTS + tl.arange(0, SLOTS)
+    end = capacity.to(tl.int64)
+    if KEPT:
+        end *= tl.load(due_ptr)
+    live = rank < end
+    first = (program == 0) & (end > 0)
+    slot = tl.load(counters_ptr + ADDED) % capacity + tl.load(ages_ptr + rank, mask=live, other=0)
+    slot = tl.where(slot >= capacity, slot - capacity, slot)
+    tl.store(list_ptr + rank, slot.to(tl.int32), mask=live)
+    # codes that can be drawn come first: the program that has the last of them counts, or the first where there is none
+    code = tl.load(codes_ptr + rank, mask=live, other=0)
+    after = tl.load(codes_ptr + rank + 1, mask=rank + 1 < end, other=0)
+    listed = tl.max(tl.where((code > 0) & (after == 0), rank + 1, 0), axis=0)
+    none = first & (tl.max(code, axis=0) == 0)
+    tl.store(listed_ptr, listed, mask=none | (listed > 0))
+    if KEPT:
+        tl.store(counters_ptr + SORTED, tl.load(counters_ptr + STEP), mask=first)
+
+
+@triton.jit
+def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr, BASE: tl.constexpr):
+    """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other."""
+    digit = tl.arange(0, BASE).to(tl.int64)
+    rank = target * 0
+    for turn in tl.static_range(DIGITS):
+        # the last rank of every part into which this digit divides what is left
+        last = rank[:, None] + (digit[None, :] + 1) * (BASE ** (DIGITS - 1 - turn)) - 1
+        # there are no ranks past the end, so no target passes them
+        total = tl.load(sums_ptr + last, mask=last < count, other=NO_MASS)  # [DRAWS, BASE]
+        passed = tl.sum((total <= target[:, None]).to(tl.int64), axis=1)
+        rank += passed * (BASE ** (DIGITS - 1 - turn))
+    # where nothing is ranked the draw stays inside
+    return tl.minimum(rank, count - 1)
+
+
+@triton.jit
+def pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH: tl.constexpr):
+    """The slots of the first ranks from (DRAWS,) given ones on that can be drawn; rank 1 comes after the last.
+
+    A list of which nothing can be drawn any more leaves the oldest slot that can.
+    """
+    ahead = tl.arange(0, WIDTH).to(tl.int64)
+    slot = rank * 0
+    done = rank * 0
+    waiting = by_rank
+    while tl.max(waiting.to(tl.int32), axis=0) > 0:
+        step = done[:, None] + ahead[None, :]
+        place = rank[:, None] + step
+        place = tl.where(place >= count, place - count, place)
+        looked_at = waiting[:, None] & (step < count)
+        listed = tl.load(list_ptr + place, mask=looked_at, other=0).to(tl.int64)
+        # places beyond a full turn cannot be drawn
+        code = tl.load(codes_ptr + listed, mask=looked_at, other=0)
+        first = tl.min(tl.where(code > 0, ahead[None, :], WIDTH), axis=1)
+        slot = tl.where(waiting, tl.sum(tl.where(ahead[None, :] == first[:, None], listed, 0), axis=1), slot)
+        done = tl.where(waiting & (first == WIDTH), done + WIDTH, done)
+        waiting = waiting & (first == WIDTH) & (done < count)
+    age = head * 0
+    waiting = by_rank & (done >= count)
+    while tl.max(waiting.to(tl.int32), axis=0) > 0:
+        other = head + age + ahead
+        other = tl.where(other >= capacity, other - capacity, other)
+        # ages past the newest cannot be drawn
+        code = tl.load(codes_ptr + other, mask=age + ahead < capacity, other=0)
+        first = tl.min(tl.where(code > 0, ahead, WIDTH), axis=0)
+        slot = tl.where(waiting, tl.sum(tl.where(ahead == first, other, 0), axis=0), slot)
+        age += WIDTH
+        waiting = waiting & (first == WIDTH) & (age < capacity)
+    return slot
+
+
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped"])
+def rank_draw_kernel(
+    sums_ptr,
+    list_ptr,
+    listed_ptr,
+    codes_ptr,
+    marks,
+    counters_ptr,
+    times_sampled_ptr,
+    slots_ptr,
+    keys_ptr,
+    masses_ptr,
+    probability_ptr,
+    drawn,
+    batch,
+    capacity,
+    skipped,
+    DIGITS: tl.constexpr,
+    BASE: tl.constexpr,
+    MARK_LEVELS: tl.constexpr,
+    FANOUT: tl.constexpr,
+    DRAWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRATIFIED: tl.constexpr,
+    SKIPS: tl.constexpr,
+    OUTDATED: tl.constexpr,
+    LOWEST_OF_ALL: tl.constexpr,
+    ADDED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    SEED: tl.constexpr,
+    EDGE_LOW: tl.constexpr,
+):
+    """Draw `drawn` slots by rank and take the newest for the rest of the batch, of marked slots where there are marks.
+
+    sums: of the masses of the ranks up to each. OUTDATED: the list may hold slots that can no longer be drawn. SKIPS:
+    none of the newest is in the newest `skipped` slots, as none of the list is. Leaves the smallest mass of the batch,
+    or with LOWEST_OF_ALL of the list, in counters[EDGE_LOW]. The mass of a newest row is written as 0: it was not
+    drawn. Where nothing is ranked, as in a graph replayed after a `clear`, the draws stay inside but mean nothing.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    draw = program * DRAWS + tl.arange(0, DRAWS)
+    live = draw < batch
+    by_rank = draw < drawn
+    added = tl.load(counters_ptr + ADDED)
+    head = added % capacity
+    count = tl.maximum(tl.load(listed_ptr), 1)
+    total = tl.load(sums_ptr + count - 1)
+    word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
+    if STRATIFIED:
+        target = stratified_target(draw, drawn.to(tl.int64), total, word)
+    else:
+        target = floor_of_product(word, total)
+    # rows that draw nothing look for rank 1
+    rank = rank_at(sums_ptr, tl.where(by_rank, target, 0), count, DIGITS, BASE)
+    # nothing comes before rank 1
+    mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
+    chance = mass.to(tl.float64) / total.to(tl.float64)
+    tl.store(masses_ptr + draw, tl.where(by_rank, mass, 0), mask=live)
+    tl.store(probability_ptr + draw, tl.where(by_rank, chance, 1.0).to(tl.float32), mask=live)
+    if OUTDATED:
+        slot = pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH)
+    else:
+        slot = tl.load(list_ptr + rank).to(tl.int64)
+    # only the last programs have newest rows
+    if (program + 1) * DRAWS > drawn:
+        if MARK_LEVELS > 0:
+            marked, oldest, among = reach(marks, head, skipped, capacity, MARK_LEVELS, FANOUT, SKIPS)
+            place = from_oldest(tl.maximum(among - batch + draw, 0), oldest, marked)
+            newest, _ = descend(marks, place, MARK_LEVELS, FANOUT)
+        else:
+            newest = tl.maximum(added - batch + draw, 0) % capacity
+        slot = tl.where(by_rank, slot, newest)
+    tl.store(slots_ptr + draw, slot, mask=live)
+    tl.store(keys_ptr + draw, key_in_slot(slot, added, capacity), mask=live)
+    tl.atomic_add(times_sampled_ptr + slot, tl.full([DRAWS], 1, tl.int32), mask=live, sem="relaxed")
+    if LOWEST_OF_ALL:
+        # that of the last rank
+        before = tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
+        lowest = total - before
+    else:
+        lowest = tl.min(tl.where(by_rank, mass, NO_MASS), axis=0)
+    tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")

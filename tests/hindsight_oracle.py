@@ -1,0 +1,144 @@
+"""What hindsight may do to each row of a batch, in the words of the contract, from every step that was ever added.
+
+Goals say when and where they were achieved: step and environment, negative in a final observation. Desired goals are
+those of the episode, which no achieved goal equals, so that a rewritten row can be told from one that was left alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from trajectory_oracle import Step, View
+from trajectory_pair import Pair, final_of, numbered
+
+from gpu_replay import Batch, Field, Hindsight
+
+ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
+GOALS = {
+    "obs.observation": Field((), torch.int32),
+    ACHIEVED: Field((2,), torch.int16),
+    DESIRED: Field((2,), torch.int16),
+    "action": Field((), torch.int64),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "next_step": {"autoreset": "next_step"},
+    "same_step": {"autoreset": "same_step"},
+    "disabled, few finals": {"autoreset": "disabled", "final_capacity": 2},
+    "no finals": {"autoreset": "same_step", "final_capacity": 0},
+}
+Goal = tuple[int, ...]
+
+
+def reward_of(achieved: Tensor, desired: Tensor) -> Tensor:
+    """A number that says both goals."""
+    weights = torch.tensor([1.0, 7.0], device=achieved.device)
+    return achieved.float() @ weights + 1000 * (desired.float() @ weights)
+
+
+def hindsight(strategy: str = "future", ratio: float = 1.0, **more: Any) -> Hindsight:
+    """`Hindsight` with the rewards of these tests."""
+    return Hindsight(**{"reward_fn": reward_of, "strategy": strategy, "ratio": ratio, **more})
+
+
+def goal_step(
+    number: int, env: int, *, end: str = "", final: bool = False, fields: Mapping[str, Field] = GOALS
+) -> Step:
+    """A step of one environment; `end` has a T where it terminated, a U where it was truncated."""
+    step = numbered(number, env, fields, reward=float(number))
+    step[DESIRED] = [2000 + number, 3000 + env]
+    step |= {"terminated": "T" in end, "truncated": "U" in end}
+    return step | ({"final": final_of(step, bool(end))} if final else {})
+
+
+def live_with_goals(pair: Pair, steps: int, draw: random.Random, *, end: float, final: float = 0.7) -> None:
+    """Random steps of all environments; now and then a `clear` or streams that are broken off."""
+    for _ in range(steps):
+        chance = draw.random()
+        if chance < 0.02:
+            pair.clear()
+        elif chance < 0.08:
+            mask = [draw.random() < 0.4 for _ in range(pair.history.num_envs)]
+            pair.begin_episodes(draw.choice((None, mask)))
+        with_final = draw.random() < final
+        ends = [draw.choice(("T", "U", "TU")) if draw.random() < end else "" for _ in range(pair.history.num_envs)]
+        pair.add([goal_step(pair.history.count, env, end=each, final=with_final) for env, each in enumerate(ends)])
+
+
+def after(view: View, env: int, number: int) -> Goal | None:
+    """The goal achieved after a step, where the observation that shows it is stored."""
+    steps, marks = view.history.steps[env], view.marks[env]
+    if number + 1 < view.count and marks[number + 1][0] == marks[number][0]:
+        return tuple(steps[number + 1][ACHIEVED])
+    if (env, number) in view.kept:
+        return tuple(steps[number]["final"][ACHIEVED])
+    return None
+
+
+def goals_of(view: View, key: int, strategy: str) -> list[Goal]:
+    """The goals that a row with this key may get, each equally likely; none where the row stays as it is."""
+    env, start = view.place(key)
+    if after(view, env, start) is None:
+        return []
+    first = view.marks[env][start][0]
+    episode = [number for number in range(view.oldest, view.count) if view.marks[env][number] == (first, False)]
+    known = {number: goal for number in episode if (goal := after(view, env, number)) is not None}
+    if strategy == "final":
+        return [known[max(known)]]
+    return [goal for number, goal in known.items() if number >= start or strategy == "episode"]
+
+
+def rewritten(batch: Batch, view: View) -> list[bool]:
+    """Whether each row has another goal than its step was given; fails where a row is torn."""
+    answers: dict[Any, bool] = {}
+    return [_changed(row, view, answers) for row in zip(batch.key.tolist(), *_goals(batch), strict=True)]
+
+
+def _goals(batch: Batch) -> tuple[list[Any], list[Any]]:
+    """The goals of the frames of `obs` and of `next_obs`, as tuples of tuples."""
+    found = []
+    for name in (DESIRED, f"next_{DESIRED}"):
+        frames = batch[name].cpu().reshape(len(batch), -1, 2).tolist()
+        found.append([tuple(map(tuple, row)) for row in frames])
+    return found[0], found[1]
+
+
+def _changed(row: tuple[int, Any, Any], view: View, answers: dict[Any, bool]) -> bool:
+    if row not in answers:
+        key, goals, after_that = row
+        env, number = view.place(key)
+        changed = max(goals)[0] < 2000
+        if changed:
+            assert len(set(goals)) == 1
+            assert set(after_that) == set(goals)
+        else:
+            assert tuple(view.history.steps[env][number][DESIRED]) in goals
+        answers[row] = changed
+    return answers[row]
+
+
+def check_batch(batch: Batch, view: View, strategy: str) -> dict[int, Counter[Goal]]:
+    """Fail unless every row is one that hindsight may leave behind; returns the goals of each key by their counts."""
+    seen: dict[int, Counter[Goal]] = {}
+    achieved = [tuple(goals[-1]) for goals in batch[f"next_{ACHIEVED}"].cpu().reshape(len(batch), -1, 2).tolist()]
+    names = ("reward", "discount", "terminated", "truncated", "action")
+    others = [tuple(row) for row in zip(*(batch[name].tolist() for name in names), strict=True)]
+    keys, goals = batch.key.tolist(), [row[-1] for row in _goals(batch)[0]]
+    # of rows that are alike one is looked at
+    alike = Counter(zip(keys, goals, achieved, others, rewritten(batch, view), strict=True))
+    for (key, goal, shown, values, changed), count in alike.items():
+        env, number = view.place(key)
+        plain = view.row(key)
+        expected = [plain[name] for name in names]
+        if changed:
+            assert goal in goals_of(view, key, strategy), f"key {key}"
+            # what the step itself achieved, final observations of terminated episodes included
+            assert shown == after(view, env, number), f"key {key}"
+            expected[0] = reward_of(torch.tensor([shown]), torch.tensor([goal])).item()
+            seen.setdefault(key, Counter())[goal] += count
+        assert list(values) == expected, f"{names} of key {key}"
+    return seen

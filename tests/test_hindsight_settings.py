@@ -1,0 +1,312 @@
+"""Hindsight as a setting: what is refused, what user functions may return, and buffers that are saved and loaded."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsight, live_with_goals, reward_of
+from trajectory_pair import Pair, columns
+
+import gpu_replay
+from gpu_replay import Combined, Field, Hindsight, Proportional, TrajectoryReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+
+
+def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: Any) -> TrajectoryReplayBuffer:
+    """A buffer of two environments that has seen some steps."""
+    given: dict[str, Any] = {"fields": GOALS, "relabel": hindsight(), "device": device, **settings}
+    buffer = TrajectoryReplayBuffer(capacity, 2, **given)
+    for number in range(played):
+        step = [goal_step(number, env, end="T" if number == 5 else "", final=True) for env in range(2)]
+        buffer.add(**columns(step, GOALS))
+    return buffer
+
+
+def same(one: Any, other: Any) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        assert torch.equal(value.cpu(), other[name].cpu()), name
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"achieved": 3}, TypeError, "achieved must be the name"),
+        ({"desired": "achieved_goal"}, ValueError, "two fields"),
+        ({"desired": "obs.achieved_goal"}, ValueError, "two fields"),
+        ({"reward_fn": None}, TypeError, "reward_fn must be a function"),
+        ({"terminated_fn": 1.0}, TypeError, "terminated_fn must be a function"),
+        ({"ratio": "all"}, TypeError, "ratio must be a number"),
+        ({"ratio": True}, TypeError, "ratio must be a number"),
+        ({"ratio": 1.01}, ValueError, "ratio must be from 0 to 1"),
+        ({"ratio": -0.1}, ValueError, "ratio must be from 0 to 1"),
+        ({"ratio": float("nan")}, ValueError, "ratio must be from 0 to 1"),
+        ({"strategy": "random"}, ValueError, "'future', 'final' or 'episode'; found 'random'"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Hindsight(**{"reward_fn": reward_of, **settings})
+
+
+def test_a_reward_function_is_needed() -> None:
+    with pytest.raises(TypeError, match="reward_fn"):
+        Hindsight()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"relabel": reward_of}, TypeError, "relabel must be Hindsight"),
+        ({"relabel": hindsight(achieved="reached")}, ValueError, "relabel needs the field 'obs.reached'"),
+        ({"relabel": hindsight(desired="obs.wanted")}, ValueError, "relabel needs the field 'obs.wanted'"),
+        ({"n_step": 2}, ValueError, "n_step=1; found n_step=2"),
+        ({"fields": {**GOALS, DESIRED: Field((3,), torch.int16)}}, ValueError, r"one shape and dtype.*\(3,\)"),
+        ({"fields": {**GOALS, DESIRED: Field((2,), torch.int32)}}, ValueError, "one shape and dtype.*int32"),
+        (
+            {"fields": {**GOALS, **dict.fromkeys((ACHIEVED, DESIRED), Field((4, 4), torch.uint8))}, "random_shift": 2},
+            ValueError,
+            "random_shift=2 moves",
+        ),
+        ({"fields": {"obs": Field((2,), torch.float32), "action": GOALS["action"]}}, ValueError, "obs.achieved_goal"),
+    ],
+)
+def test_buffers_that_cannot_be_relabelled(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        TrajectoryReplayBuffer(**{"capacity": 8, "num_envs": 2, "fields": GOALS, "relabel": hindsight(), **settings})
+
+
+def test_names_with_and_without_their_prefix_mean_the_same(device: str) -> None:
+    short, long = (
+        made(device, relabel=hindsight(achieved=a, desired=d))
+        for a, d in (
+            ("achieved_goal", "desired_goal"),
+            (ACHIEVED, DESIRED),
+        )
+    )
+    assert short.settings() == long.settings()
+    same(short.sample(8), long.sample(8))
+
+
+def test_sequences_are_refused(device: str) -> None:
+    buffer = made(device)
+    with pytest.raises(ValueError, match="sample_sequences cannot relabel"):
+        buffer.sample_sequences(2, 3)
+    assert len(buffer.sample(4)) == 4
+
+
+# what user functions may do
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "nothing": (lambda a, d: None, TypeError, r"one value for each of 8 rows.*found NoneType"),
+    "one number": (lambda a, d: 1.0, TypeError, r"a tensor \[8\].*found float"),
+    "a column": (lambda a, d: (a - d)[:, :1].float(), ValueError, r"found shape \[8, 1\]"),
+    "too few": (lambda a, d: a[1:, 0].float(), ValueError, r"found shape \[7\]"),
+    "complex": (lambda a, d: a[:, 0].to(torch.complex64), TypeError, "real numbers"),
+    "a scalar": (lambda a, d: a.float().mean(), ValueError, r"found shape \[\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rewards_that_cannot_be_used(name: str, device: str) -> None:
+    function, error, words = BAD[name]
+    broken, good = made(device, relabel=hindsight(reward_fn=function)), made(device)
+    for buffer in (broken, good):
+        buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
+    with pytest.raises(error, match=words):
+        broken.sample(8)
+    good.sample(8)
+    # the draw was made, and the next one is the one that comes after it
+    assert broken.state_dict()["counters"] == good.state_dict()["counters"]
+    broken._relabel = good.relabel
+    same(broken.sample(8), good.sample(8))
+
+
+def test_a_function_that_raises_leaves_the_buffer_as_it_is(device: str) -> None:
+    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no such goal")
+
+    buffer = made(device, relabel=hindsight(reward_fn=fails))
+    stored = {name: tensor.clone() for name, tensor in buffer.state_dict()["tensors"].items()}
+    with pytest.raises(ArithmeticError, match="no such goal"):
+        buffer.sample(8)
+    after = buffer.state_dict()["tensors"]
+    assert all(torch.equal(after[name], tensor) for name, tensor in stored.items() if name != "times_sampled")
+    buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
+    assert len(buffer) == 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
+def test_rewards_of_other_dtypes_are_cast(dtype: torch.dtype, device: str) -> None:
+    buffer = made(device, relabel=hindsight(reward_fn=lambda a, d: (a[:, 0] > 3).to(dtype)))
+    batch = buffer.sample(8)
+    assert batch.reward.dtype == torch.float32
+    assert set(batch.reward.tolist()) == {0.0, 1.0}
+
+
+def test_rewards_may_be_arrays_and_need_no_gradient() -> None:
+    asked: list[torch.Size] = []
+
+    def as_array(achieved: torch.Tensor, desired: torch.Tensor) -> np.ndarray:
+        asked.append(achieved.shape)
+        return reward_of(achieved, desired).numpy()
+
+    weight = torch.ones((), requires_grad=True)
+    batches = [
+        made(relabel=hindsight(ratio=0.5, reward_fn=function)).sample(9)
+        for function in (reward_of, as_array, lambda a, d: reward_of(a, d) * weight)
+    ]
+    for batch in batches[1:]:
+        same(batches[0], batch)
+        assert not batch.reward.requires_grad
+    # 4.5 rounds to the even number
+    assert asked == [torch.Size([4, 2])]
+
+
+def test_a_function_that_works_in_place_spoils_nothing(device: str) -> None:
+    def in_place(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        reward = reward_of(achieved, desired)
+        achieved.zero_()
+        desired.fill_(-7)
+        return reward
+
+    def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        return (achieved == desired).all(dim=1)
+
+    one, other = (
+        made(device, relabel=hindsight(reward_fn=each, terminated_fn=reached)) for each in (reward_of, in_place)
+    )
+    same(one.sample(8), other.sample(8))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (lambda a, d: (a == d).all(dim=1).float(), TypeError, "terminated_fn of Hindsight must return bool"),
+        (lambda a, d: a == d, ValueError, r"terminated_fn.*found shape \[8, 2\]"),
+    ],
+)
+def test_endings_that_cannot_be_used(function: Any, error: type[Exception], words: str, device: str) -> None:
+    with pytest.raises(error, match=words):
+        made(device, relabel=hindsight(terminated_fn=function)).sample(8)
+
+
+def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
+    begun, added = threading.Event(), threading.Event()
+
+    def slow(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert added.wait(30)
+        return reward_of(achieved, desired)
+
+    buffer = made(device, relabel=hindsight(reward_fn=slow))
+
+    def add() -> None:
+        assert begun.wait(30)
+        buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
+        added.set()
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    assert len(buffer.sample(8)) == 8
+    thread.join()
+    assert buffer.added == 20
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
+def test_a_missing_final_observation_of_a_termination_is_named(autoreset: str) -> None:
+    buffer = made(autoreset=autoreset, played=3)
+    given = columns([goal_step(3, 0, end="T", final=True), goal_step(3, 1, final=True)], GOALS)
+    for name in [each for each in given if each.startswith("final_")]:
+        given[name] = np.array([None, None], dtype=object)
+    with pytest.raises(ValueError, match="None for environment 0, whose episode ended"):
+        buffer.add(**given)
+    assert buffer.added == 6
+
+
+# what is known of the buffer
+
+
+def test_settings_and_memory(device: str) -> None:
+    buffer = made(device, relabel=hindsight("episode", 0.25))
+    assert buffer.settings()["relabel"] == {
+        "achieved": "achieved_goal",
+        "desired": "desired_goal",
+        "ratio": 0.25,
+        "strategy": "episode",
+    }
+    plain = made(device, relabel=None)
+    assert plain.settings()["relabel"] is None
+    assert plain.relabel is None
+    # a number for each step and for each environment
+    assert buffer.nbytes - plain.nbytes == 4 * (24 + 2) == sum(buffer._sizes().values()) - sum(plain._sizes().values())
+    assert "Hindsight" in gpu_replay.__all__
+
+
+# state
+
+
+@pytest.mark.parametrize("way", ["state_dict", "save"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_loaded_goes_on_as_it_was(mode: str, way: str, device: str, tmp_path: Path) -> None:
+    sampler = Combined(Proportional(alpha=1.0, eps=0.0), newest=1)
+    settings = {"sampler": sampler, "fields": GOALS, "device": device, "relabel": hindsight(ratio=0.6), **MODES[mode]}
+    draw = random.Random(mode)
+    for steps in scale((4, 11, 25), (11,)):
+        pair = Pair(18, 2, seed=4, **settings)
+        live_with_goals(pair, steps, draw, end=0.25)
+        buffer = pair.buffer
+        if way == "save":
+            buffer.save(tmp_path / "checkpoint")
+            loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device, hindsight(ratio=0.6))
+        else:
+            loaded = TrajectoryReplayBuffer(18, 2, seed=9, **settings)
+            # what it held before is forgotten
+            for number in range(7):
+                loaded.add(**columns([goal_step(number, env, end="T", final=True) for env in range(2)], GOALS))
+            loaded.load_state_dict(buffer.state_dict())
+        # both go on, over the seam
+        for number in range(scale(12, 4)):
+            for each in (buffer, loaded):
+                count = pair.history.count + number
+                ends = ["T" if (count + env) % 5 == 0 else "" for env in range(2)]
+                each.add(**columns([goal_step(count, env, end=ends[env], final=True) for env in range(2)], GOALS))
+            if buffer.stats().eligible >= 1:
+                same(buffer.sample(7), loaded.sample(7))
+
+
+def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:
+    made().save(tmp_path / "goals")
+    made(relabel=None).save(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"reward_fn is code and is not saved.*load\(path, relabel="):
+        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu")
+    with pytest.raises(ValueError, match="strategy='future'"):
+        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu", relabel=hindsight("final"))
+    with pytest.raises(ValueError, match="saved without relabel"):
+        TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu", relabel=hindsight())
+    with pytest.raises(TypeError, match="relabel must be Hindsight"):
+        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu", relabel=reward_of)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="relabel is None here"):
+        made(relabel=None).load_state_dict(made().state_dict())
+    assert TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu").relabel is None
+
+
+def test_a_buffer_of_before_there_was_hindsight_is_loaded(tmp_path: Path) -> None:
+    buffer = made(relabel=None, sampler=Uniform())
+    state = buffer.state_dict()
+    del state["settings"]["relabel"]
+    other = made(relabel=None, played=0)
+    other.load_state_dict(state)
+    same(other.sample(5), buffer.sample(5))

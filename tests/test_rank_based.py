@@ -1,0 +1,331 @@
+"""Sampling by rank: who has which rank, how often each is drawn, and what the weights are.
+
+Hand-worked cases and exact distributions; chi-square tests raise a false alarm once in a million (distribution.py).
+Random sequences of calls are in test_rank_based_sequences.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale, statistical
+from distribution import check_counts
+from oracle import stratum
+from rank_oracle import rank_masses
+from tolerances import close
+from transitions import NUMBER, fill, make
+
+from gpu_replay import Combined, LinearSchedule, Proportional, RankBased, ReplayBuffer
+
+pytestmark = pytest.mark.contract
+
+GIVEN = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+# of keys 0 to 7 with those priorities; of the two ones the smaller key comes first
+RANKS = [5, 7, 4, 8, 3, 1, 6, 2]
+INDEPENDENT = RankBased(alpha=1.0, beta=1.0, stratified=False)
+
+
+def given(settings: Any, device: str, priorities: list[float] = GIVEN, *, seed: int = 0) -> ReplayBuffer:
+    """A full buffer of transitions with these priorities."""
+    buffer = make(len(priorities), settings, device=device, seed=seed, **NUMBER)
+    values = torch.tensor(priorities, dtype=torch.float64, device=device)
+    buffer.add(number=torch.arange(len(priorities), device=device), priority=values)
+    return buffer
+
+
+def check_ranks(buffer: ReplayBuffer, ranks: dict[int, int]) -> None:
+    """Fail unless these keys, all that is stored, have these ranks; the buffer draws with alpha 1, one of each part."""
+    # so many draws that every transition is among them
+    batch = buffer.sample(40 * len(ranks))
+    harmonic = sum(1 / rank for rank in ranks.values())
+    assert set(batch.key.tolist()) == set(ranks)
+    assert close(batch.probability, [1 / ranks[key] / harmonic for key in batch.key.tolist()], "probability")
+    found = [ranks[key] for key in batch.key.tolist()]
+    assert found == sorted(found)
+
+
+def test_ranks_of_a_hand_worked_buffer(device: str) -> None:
+    buffer = given(RankBased(alpha=1.0), device)
+    check_ranks(buffer, dict(enumerate(RANKS)))
+    # key 1 becomes the first, key 5 equal to key 2, which stays before it
+    buffer.update_priorities(torch.tensor([1, 5]), torch.tensor([10.0, -4.0]))
+    check_ranks(buffer, {0: 6, 1: 1, 2: 4, 3: 8, 4: 3, 5: 5, 6: 7, 7: 2})
+
+
+def test_equal_priorities_go_by_key_and_not_by_slot(device: str) -> None:
+    buffer = make(5, RankBased(alpha=1.0), device=device)
+    fill(buffer, 5, priority=[2.0, 1.0, 2.0, 2.0, 2.0])
+    check_ranks(buffer, {0: 1, 2: 2, 3: 3, 4: 4, 1: 5})
+    # keys 5 to 7 take the slots 0 to 2 and enter with the largest priority ever given
+    fill(buffer, 3)
+    check_ranks(buffer, {3: 1, 4: 2, 5: 3, 6: 4, 7: 5})
+    fill(buffer, 1, priority=[2.0])
+    check_ranks(buffer, {4: 1, 5: 2, 6: 3, 7: 4, 8: 5})
+
+
+@pytest.mark.parametrize("initial, ranks", [("running", [3, 1, 2]), ("stored", [2, 1, 3]), (2.0, [1, 3, 2])])
+def test_new_transitions_enter_as_initial_says(initial: Any, ranks: list[int], device: str) -> None:
+    buffer = make(3, RankBased(alpha=1.0, initial=initial), device=device)
+    fill(buffer, 3, priority=[8.0, 4.0, 1.0])
+    buffer.update_priorities(torch.tensor([0]), torch.tensor([3.0]))
+    # keys 3 and 4 push out keys 0 and 1; the largest stored was 4 before the first of them, and before the second
+    fill(buffer, 1)
+    buffer.update_priorities(torch.tensor([1]), torch.tensor([5.0]))
+    expected = {"running": {3: 8.0, 1: 5.0, 2: 1.0}, "stored": {1: 5.0, 3: 4.0, 2: 1.0}}.get(
+        str(initial), {1: 5.0, 3: 2.0, 2: 1.0}
+    )
+    check_ranks(buffer, {key: rank for rank, key in enumerate(expected, 1)})
+    assert close(buffer.stats().max_priority, max(expected.values()), "statistic")
+
+
+def test_every_number_that_is_a_priority_has_its_place(device: str) -> None:
+    # the largest and the smallest number, neighbours in their last bit, and both zeros, which are equal
+    priorities = [0.0, 5e-324, 1.0, 1.7976931348623157e308, math.nextafter(1.0, 2.0), -0.0, 1e-300, -2.0]
+    buffer = given(RankBased(alpha=1.0), device, priorities)
+    check_ranks(buffer, {3: 1, 7: 2, 4: 3, 2: 4, 6: 5, 1: 6, 0: 7, 5: 8})
+    stats = buffer.stats()
+    assert (stats.min_priority, stats.max_priority) == (0.0, 1.7976931348623157e308)
+    assert stats.saturated_priorities == 0
+
+
+def test_only_the_order_of_priorities_counts(device: str) -> None:
+    draws = []
+    for change in (float, lambda value: value**9, lambda value: 1e-12 * value, lambda value: value + 1e6):
+        buffer = given(RankBased(), device, [change(value) for value in GIVEN], seed=3)
+        batch = buffer.sample(50)
+        draws.append((batch.key.tolist(), batch.probability.tolist(), batch.weight.tolist()))
+    assert draws[1:] == draws[:1] * 3
+
+
+@statistical
+@pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 2.0])
+def test_frequencies_are_powers_of_the_rank(alpha: float, stratified: bool, device: str) -> None:
+    size = 50
+    # many are equal
+    priorities = [float((7 * key) % 11) for key in range(size)]
+    buffer = given(RankBased(alpha=alpha, stratified=stratified), device, priorities, seed=1)
+    order = sorted(range(size), key=lambda key: (-priorities[key], key))
+    counts: Counter[int] = Counter()
+    for _ in range(100):
+        counts.update(buffer.sample(1024).key.tolist())
+    check_counts(counts, {key: rank**-alpha for rank, key in enumerate(order, 1)})
+
+
+@statistical
+def test_every_row_of_a_stratified_batch_follows_its_own_part(device: str) -> None:
+    buffer = given(RankBased(alpha=1.0), device, seed=2)
+    masses = rank_masses(8, 1.0)
+    order = sorted(range(8), key=RANKS.__getitem__)
+    ends = [sum(masses[: rank + 1]) for rank in range(8)]
+    rows = [buffer.sample(4).key.tolist() for _ in range(4000)]
+    for part, keys in enumerate(zip(*rows, strict=True)):
+        low, high = stratum(part, 4, ends[-1])
+        overlap = {
+            key: max(0, min(high, end) - max(low, end - mass))
+            for key, mass, end in zip(order, masses, ends, strict=True)
+        }
+        if part:
+            check_counts(Counter(keys), overlap)
+        else:
+            # the first rank fills more than the first part
+            assert set(keys) == {5}
+
+
+@statistical
+def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) -> None:
+    buffer = given(INDEPENDENT, device, [2.0, 3.0, 1.0], seed=9)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for _ in range(100):
+        keys = buffer.sample(256).key.tolist()
+        pairs.update(zip(keys[::2], keys[1::2], strict=True))
+    chances = {1: 1.0, 0: 1 / 2, 2: 1 / 3}
+    check_counts(pairs, {(one, two): chances[one] * chances[two] for one in range(3) for two in range(3)})
+
+
+def test_without_alpha_all_are_alike_and_come_in_the_order_of_their_ranks(device: str) -> None:
+    buffer = given(RankBased(alpha=0.0), device)
+    batch = buffer.sample(8)
+    assert batch.key.tolist() == sorted(range(8), key=RANKS.__getitem__)
+    assert batch.probability.tolist() == [0.125] * 8
+    assert batch.weight.tolist() == [1.0] * 8
+
+
+def test_with_a_large_alpha_only_the_first_is_drawn(device: str) -> None:
+    buffer = given(RankBased(alpha=50.0), device)
+    batch = buffer.sample(100)
+    assert batch.key.tolist() == [5] * 100
+    assert batch.probability.tolist() == [1.0] * 100
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer"])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.5])
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_weights_undo_the_probabilities(alpha: float, beta: float, normalize: Any, device: str) -> None:
+    buffer = given(RankBased(alpha=alpha, beta=beta, normalize=normalize, stratified=False), device, seed=5)
+    # fewer draws than would always meet the last rank
+    batch = buffer.sample(3)
+    chances = [rank**-alpha / sum(each**-alpha for each in RANKS) for rank in RANKS]
+    raw = [(8 * chance) ** -beta for chance in chances]
+    drawn = batch.key.tolist()
+    largest = max(raw) if normalize == "buffer" else max(raw[key] for key in drawn)
+    assert close(batch.probability, [chances[key] for key in drawn], "probability")
+    assert close(batch.weight, [raw[key] / largest for key in drawn], "weight")
+    assert (normalize == "buffer" and beta > 0) or batch.weight.max().item() == 1.0
+
+
+def test_beta_follows_its_schedule_unless_a_call_says_otherwise(device: str) -> None:
+    buffer = given(RankBased(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 4), normalize="buffer"), device)
+    for step, beta in ((0, None), (1, None), (2, 0.3), (3, None), (4, None), (5, None)):
+        batch = buffer.sample(16) if beta is None else buffer.sample(16, beta=beta)
+        exponent = min(step / 4, 1.0) if beta is None else beta
+        assert close(batch.weight, [(RANKS[key] / 8) ** exponent for key in batch.key.tolist()], "weight")
+
+
+def test_combined_ends_with_the_newest(device: str) -> None:
+    buffer = given(Combined(RankBased(alpha=1.0), newest=3), device, seed=4)
+    twin = given(RankBased(alpha=1.0), device, seed=4)
+    batch, alone = buffer.sample(9), twin.sample(6)
+    assert batch.key.tolist() == [*alone.key.tolist(), 5, 6, 7]
+    assert batch.probability.tolist() == [*alone.probability.tolist(), 1.0, 1.0, 1.0]
+    assert batch.weight.tolist() == [*alone.weight.tolist(), 1.0, 1.0, 1.0]
+    assert buffer.sample(3).key.tolist() == [5, 6, 7]
+
+
+# one sort for several samples
+
+
+def test_between_sorts_transitions_keep_their_ranks(device: str) -> None:
+    buffer = make(4, RankBased(alpha=0.0, resort_every=3), device=device)
+    fill(buffer, 3, priority=[1.0, 2.0, 3.0])
+    # without alpha, a batch as large as the list is the list
+    assert buffer.sample(3).key.tolist() == [2, 1, 0]
+    buffer.update_priorities(torch.tensor([0]), torch.tensor([9.0]))
+    # key 3 came after the list was made
+    fill(buffer, 1)
+    assert buffer.sample(3).key.tolist() == [2, 1, 0]
+    # key 4 took the slot of key 0, and has its rank
+    fill(buffer, 1, priority=[2.5])
+    assert buffer.sample(3).key.tolist() == [2, 1, 4]
+    # the fourth sample sorts: key 3 entered with 9.0
+    assert buffer.sample(4).key.tolist() == [3, 2, 4, 1]
+
+
+def test_after_clear_the_order_is_made_anew(device: str) -> None:
+    buffer = make(4, RankBased(alpha=0.0, resort_every=100), device=device)
+    fill(buffer, 4, priority=[1.0, 2.0, 3.0, 4.0])
+    assert buffer.sample(4).key.tolist() == [3, 2, 1, 0]
+    buffer.clear()
+    with pytest.raises(RuntimeError, match="no transitions"):
+        buffer.sample(1)
+    fill(buffer, 2, priority=[1.0, 2.0])
+    assert buffer.sample(2).key.tolist() == [5, 4]
+
+
+def test_a_list_goes_with_the_state(device: str) -> None:
+    settings = RankBased(alpha=0.0, resort_every=4)
+    buffer, other = (make(4, settings, device=device, seed=seed) for seed in (1, 2))
+    fill(buffer, 4, priority=[1.0, 2.0, 3.0, 4.0])
+    buffer.sample(1)
+    buffer.update_priorities(torch.arange(4), torch.tensor([4.0, 3.0, 2.0, 1.0]))
+    other.load_state_dict(buffer.state_dict())
+    for _ in range(3):
+        assert other.sample(4).key.tolist() == buffer.sample(4).key.tolist() == [3, 2, 1, 0]
+    assert other.sample(4).key.tolist() == buffer.sample(4).key.tolist() == [0, 1, 2, 3]
+
+
+def test_a_state_of_a_version_without_lists_is_taken(device: str) -> None:
+    buffer, other = (make(5, Proportional(), device=device, seed=seed) for seed in (1, 2))
+    fill(buffer, 7)
+    state = buffer.state_dict()
+    for name in ("RANKED", "SORTED"):
+        del state["counters"][name]
+    other.load_state_dict(state)
+    assert other.sample(9).key.tolist() == buffer.sample(9).key.tolist()
+
+
+# what it says about itself
+
+
+def test_statistics(device: str) -> None:
+    stats = given(RankBased(alpha=1.0), device).stats()
+    harmonic = sum(1 / rank for rank in RANKS)
+    chances = [1 / rank / harmonic for rank in RANKS]
+    assert (stats.min_priority, stats.mean_priority, stats.max_priority) == (1.0, 31 / 8, 9.0)
+    assert close(stats.entropy, -sum(chance * math.log(chance) for chance in chances), "statistic")
+    assert close(stats.effective_sample_size, 1 / sum(chance**2 for chance in chances), "statistic")
+
+
+def test_statistics_of_the_largest_numbers_there_are(device: str) -> None:
+    largest = 1.7976931348623157e308
+    stats = given(RankBased(), device, [largest] * 5).stats()
+    assert stats.mean_priority == pytest.approx(largest)
+    assert stats.max_priority == largest
+
+
+@pytest.mark.parametrize("settings", [RankBased(), RankBased(resort_every=2), Combined(RankBased())], ids=repr)
+def test_there_are_no_masses(settings: Any, device: str) -> None:
+    buffer = given(settings, device)
+    for call in (buffer.masses, buffer.total_mass):
+        with pytest.raises(RuntimeError, match="masses exist with Proportional"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "changed, error",
+    [
+        ({"alpha": -0.1}, ValueError),
+        ({"alpha": float("nan")}, ValueError),
+        ({"alpha": "1"}, TypeError),
+        ({"beta": -1.0}, ValueError),
+        ({"beta": None}, TypeError),
+        ({"initial": "newest"}, ValueError),
+        ({"initial": -1.0}, ValueError),
+        ({"normalize": "sum"}, ValueError),
+        ({"stratified": 1}, TypeError),
+        ({"resort_every": 0}, ValueError),
+        ({"resort_every": 1.5}, TypeError),
+        ({"resort_every": True}, TypeError),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused_by_name(changed: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"RankBased {next(iter(changed))}"):
+        RankBased(**changed)
+
+
+def test_priorities_that_are_no_numbers_change_nothing(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("on a GPU such an entry is counted, see test_gpu.py")
+    buffer = given(RankBased(alpha=1.0), device)
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite"):
+            buffer.update_priorities(torch.tensor([0, 1]), torch.tensor([7.0, wrong]))
+        with pytest.raises(ValueError, match="finite"):
+            buffer.add(number=torch.tensor([8]), priority=[wrong])
+    check_ranks(buffer, dict(enumerate(RANKS)))
+
+
+def test_updates_of_keys_that_are_gone_are_counted(device: str) -> None:
+    buffer = given(RankBased(alpha=1.0), device)
+    buffer.add(number=torch.tensor([8], device=device), priority=torch.tensor([0.5], device=device))
+    # key 0 is gone; of the two updates of key 8 the last one counts
+    buffer.update_priorities(torch.tensor([0, 8, 9, 8]), torch.tensor([99.0, 99.0, 99.0, 0.25]))
+    assert buffer.stats().stale_updates == 2
+    check_ranks(buffer, {5: 1, 7: 2, 4: 3, 2: 4, 6: 5, 1: 6, 3: 7, 8: 8})
+
+
+@pytest.mark.parametrize("count", scale([1, 39, 40, 41, 500], [1, 41]))
+def test_batches_of_any_size_from_few_transitions(count: int, device: str) -> None:
+    buffer = given(RankBased(alpha=0.0), device, [1.0, 3.0, 2.0, 4.0])
+    keys = buffer.sample(count).key.tolist()
+    assert len(keys) == count
+    order = [3, 1, 2, 0]
+    if count % 4 == 0:
+        assert Counter(keys) == dict.fromkeys(order, count // 4)
+    assert [order.index(key) for key in keys] == sorted(order.index(key) for key in keys)

@@ -1,0 +1,264 @@
+"""Draws by rank through kernels, against plain models of lists and against the host code: the same integers.
+
+On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from guards import Guards, guarded
+from interpreted import first_process, run_interpreted
+from interpreted import kernel_device as kernel_device
+from launches import use_sizes_of_a_gpu
+
+from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, launch_rank_draw
+from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.stratified_draw import stratified_targets
+from gpu_replay.ops.uniform_draw import independent_ranks
+
+
+@pytest.mark.slow
+@first_process
+def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture
+def guards() -> Iterator[Guards]:
+    with guarded() as guards:
+        yield guards
+
+
+class Ring:
+    """Order codes of a ring whose next key goes to the slot `head`, and who may be drawn in which order."""
+
+    def __init__(self, codes: list[int], head: int, device: str, *, seed: int = 7) -> None:
+        self.codes, self.head, self.slots = codes, head, len(codes)
+        self.tree = MassTree(self.slots, torch.device(device), "triton", summed=False)
+        self.tree.masses.copy_(torch.tensor(codes))
+        self.seed, self.block = seed, 5
+        self.counters = new_counters(torch.device(device), seed)
+        self.counters[Counter.ADDED] = self.added = 3 * self.slots + head
+        self.counters[Counter.RANDOM] = self.block
+        self.times_sampled = torch.zeros(self.slots, dtype=torch.int32, device=device)
+
+    def age(self, slot: int) -> int:
+        """0 for the slot of the oldest key."""
+        return (slot - self.head) % self.slots
+
+    def order(self, skipped: int = 0) -> list[int]:
+        """Slots by rank."""
+        reached = [slot for slot in range(self.slots) if self.codes[slot] and self.age(slot) < self.slots - skipped]
+        return sorted(reached, key=lambda slot: (-self.codes[slot], self.age(slot)))
+
+    def key(self, slot: int) -> int:
+        return self.added - self.slots + self.age(slot)
+
+    def targets(self, total: int, drawn: int, stratified: bool) -> list[int]:
+        doubles = HostWords(self.seed).doubles(self.block, drawn)
+        return (stratified_targets if stratified else independent_ranks)(total, doubles).tolist()
+
+
+def some_codes(slots: int, seed: int, *, empty: float = 0.3, kinds: int = 5) -> list[int]:
+    """Few different codes, so that many are equal, at both ends of what a code can be; some slots are empty."""
+    generator = np.random.default_rng([slots, seed])
+    values = np.array([1, 2, 2**52, 2**62 + 1, 0x7FF0000000000000])[:kinds]
+    return np.where(generator.random(slots) < empty, 0, generator.choice(values, slots)).tolist()
+
+
+# the list
+
+
+def check_list(ring: Ring, made: RankList, skipped: int) -> None:
+    expected = ring.order(skipped)
+    assert made.listed.tolist() == [len(expected)]
+    assert made.slots[: len(expected)].tolist() == expected
+    # what comes after the end are slots too
+    assert set(made.slots.tolist()) <= set(range(ring.slots))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 40, 127, 128, 129, 1000])
+def test_the_list_has_the_largest_code_first_and_equal_ones_by_age(slots: int, device: str, guards: Guards) -> None:
+    for seed, head in enumerate((0, 1, slots // 2, slots - 1)):
+        ring = Ring(some_codes(slots, seed), head % slots, device)
+        ranks = DeviceRanks(slots, 0.7, 1, ring.counters)
+        check_list(ring, ranks.current(ring.tree, False), 0)
+        for skipped in {1, slots // 3, slots - 1} - {0}:
+            check_list(ring, ranks.exact(ring.tree, skipped, False), skipped)
+        assert int(ring.counters[Counter.RANKED]) == int(ring.counters[Counter.SORTED]) == 0
+    guards.check()
+
+
+@pytest.mark.parametrize("stored", [0, 1, 1023, 1024, 1025, 2048, 2999, 3000])
+def test_the_end_of_the_list_at_every_side_of_a_program(
+    stored: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    codes = np.zeros(3000, dtype=np.int64)
+    codes[np.random.default_rng(stored).permutation(3000)[:stored]] = 9
+    ring = Ring(codes.tolist(), 1234, device)
+    ranks = DeviceRanks(3000, 0.7, 4, ring.counters)
+    ring.counters[Counter.STEP], ring.counters[Counter.RANKED], ring.counters[Counter.SORTED] = 41, 77, 37
+    check_list(ring, ranks.current(ring.tree, False), 0)
+    assert int(ring.counters[Counter.RANKED]) == stored
+    assert int(ring.counters[Counter.SORTED]) == 41
+
+
+# draws
+
+
+def check_draws(
+    ring: Ring,
+    made: RankList,
+    drawn: int,
+    batch: int,
+    *,
+    alpha: float,
+    stratified: bool,
+    lowest_of_all: bool,
+    outdated: bool = False,
+) -> None:
+    """Draw, and compare with the search of a plain list."""
+    listed = made.slots.tolist()[: int(made.listed)]
+    sums = cumulative_masses(ring.slots, alpha)
+    found = launch_rank_draw(
+        torch.from_numpy(sums).to(made.slots.device),
+        made,
+        ring.tree,
+        None,
+        ring.counters,
+        ring.times_sampled,
+        drawn,
+        batch,
+        stratified=stratified,
+        lowest_of_all=lowest_of_all,
+        outdated=outdated,
+    )
+    total = int(sums[len(listed) - 1])
+    ranks = [int(np.searchsorted(sums, target, "right")) for target in ring.targets(total, drawn, stratified)]
+    masses = [int(sums[rank] - (sums[rank - 1] if rank else 0)) for rank in ranks]
+    keys = [ring.key(drawable(ring, listed, rank)) for rank in ranks] + list(
+        range(ring.added - batch + drawn, ring.added)
+    )
+    assert found.keys.tolist() == keys
+    assert found.slots.tolist() == [key % ring.slots for key in keys]
+    assert found.masses.tolist() == masses + [0] * (batch - drawn)
+    chances = np.array([mass / total for mass in masses] + [1.0] * (batch - drawn)).astype(np.float32)
+    assert found.probability.tolist() == chances.tolist()
+    lowest = int(sums[len(listed) - 1] - (sums[len(listed) - 2] if len(listed) > 1 else 0))
+    assert int(ring.counters[Counter.EDGE_LOW]) == (lowest if lowest_of_all else min(masses))
+    assert ring.times_sampled.tolist() == np.bincount(found.slots.cpu(), minlength=ring.slots).tolist()
+    ring.times_sampled.zero_()
+    ring.counters[Counter.EDGE_LOW] = NO_MASS
+
+
+def drawable(ring: Ring, listed: list[int], rank: int) -> int:
+    """The slot of the first rank from this one on that can be drawn, else the oldest slot that can."""
+    turned = listed[rank:] + listed[:rank]
+    return next((slot for slot in turned + sorted(range(ring.slots), key=ring.age) if ring.codes[slot]), 0)
+
+
+@pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
+@pytest.mark.parametrize("slots", [1, 2, 3, 31, 32, 33, 129, 1024, 1025])
+def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guards: Guards) -> None:
+    for seed, alpha in enumerate((0.0, 0.7, 1.0, 3.0, 40.0)):
+        codes = some_codes(slots, seed)
+        codes[seed % slots] = 5
+        ring = Ring(codes, (17 * seed) % slots, device, seed=seed)
+        made = DeviceRanks(slots, alpha, 1, ring.counters).current(ring.tree, False)
+        for drawn, newest in ((1, 0), (9, 1), (70, 0)):
+            for lowest_of_all in (False, True):
+                check_draws(
+                    ring,
+                    made,
+                    drawn,
+                    drawn + min(newest, slots),
+                    alpha=alpha,
+                    stratified=stratified,
+                    lowest_of_all=lowest_of_all,
+                )
+    guards.check()
+
+
+def test_draws_by_programs_as_small_as_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    ring = Ring(some_codes(3000, 0, empty=0.01), 2999, device)
+    made = DeviceRanks(3000, 0.7, 1, ring.counters).current(ring.tree, False)
+    check_list(ring, made, 0)
+    for drawn, batch in ((8, 8), (16, 25), (33, 34)):
+        check_draws(ring, made, drawn, batch, alpha=0.7, stratified=True, lowest_of_all=batch == 25)
+
+
+@pytest.mark.parametrize("slots", [1, 31, 32, 33, 1024, 1025, 2**15, 2**15 + 1, 2**31 - 1])
+def test_digits_cover_every_rank(slots: int) -> None:
+    assert 32 ** (digits_for(slots) - 1) < slots or slots == 1
+    assert slots <= 32 ** digits_for(slots)
+
+
+# lists that serve several samples
+
+
+@pytest.mark.parametrize("gone", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("slots", [2, 40, 200])
+def test_slots_that_cannot_be_drawn_pass_their_draw_on(slots: int, gone: float, device: str, guards: Guards) -> None:
+    for seed in range(3):
+        ring = Ring(some_codes(slots, seed, empty=0.4), seed, device, seed=seed)
+        # two that are not listed, of which at least one can be drawn later
+        ring.codes[0] = ring.codes[slots - 1] = 0
+        ring.codes[slots // 2] = ring.codes[slots // 2] or 3
+        ring.tree.masses.copy_(torch.tensor(ring.codes))
+        made = DeviceRanks(slots, 0.7, 50, ring.counters).current(ring.tree, False)
+        check_list(ring, made, 0)
+        listed = made.slots.tolist()[: int(made.listed)]
+        for slot in np.random.default_rng(seed).permutation(listed)[: max(1, round(gone * len(listed)))]:
+            ring.codes[slot] = 0
+        ring.codes[slots - 1] = 8
+        ring.codes[0] = 2 * (seed % 2)
+        ring.tree.masses.copy_(torch.tensor(ring.codes))
+        for stratified in (True, False):
+            for drawn, batch in ((33, 33), (5, 6)):
+                check_draws(
+                    ring,
+                    made,
+                    drawn,
+                    batch,
+                    alpha=0.7,
+                    stratified=stratified,
+                    lowest_of_all=False,
+                    outdated=True,
+                )
+    guards.check()
+
+
+@pytest.mark.parametrize("outdated", [False, True])
+@pytest.mark.parametrize("listed", [0, 6])
+def test_draws_where_nothing_can_be_drawn_stay_inside(listed: int, outdated: bool, device: str, guards: Guards) -> None:
+    """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
+    ring = Ring([9] * listed + [0] * (40 - listed), 3, device)
+    ranks = DeviceRanks(40, 0.7, 9, ring.counters)
+    made = ranks.current(ring.tree, False)
+    assert made.listed.tolist() == [listed]
+    ring.tree.clear()
+    found = launch_rank_draw(
+        ranks.sums,
+        made,
+        ring.tree,
+        None,
+        ring.counters,
+        ring.times_sampled,
+        7,
+        9,
+        stratified=True,
+        lowest_of_all=True,
+        outdated=outdated,
+    )
+    assert 0 <= int(found.slots.min()) <= int(found.slots.max()) < 40
+    assert int(ring.times_sampled.sum()) == 9
+    assert bool(found.probability.isfinite().all())
+    guards.check()

@@ -1,0 +1,204 @@
+"""`gpu-replay study` from its flags to its folder: the same figures again, going on, ending early, bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_replay.cli import main
+from gpu_replay.study.pool import WorkerFailed, work
+from gpu_replay.study.run import Episode, RunId
+from gpu_replay.study.settings import AgentSettings
+
+for module in ("gymnasium", "tqdm", "matplotlib"):
+    pytest.importorskip(module)
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["study", "cartpole", "--methods", "none,uniform", "--seeds", "2", "--episodes", "4", "--jobs", "2"]
+
+
+def figures(folder: Path) -> list[dict[str, str]]:
+    """episodes.csv without the times."""
+    with (folder / "episodes.csv").open(newline="") as file:
+        return [{name: cell for name, cell in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny study."""
+    folder = tmp_path_factory.mktemp("study")
+    assert main([*TINY, "--output", str(folder)]) == 0
+    return folder
+
+
+def test_a_study_leaves_its_table_settings_pictures_and_report(study: Path) -> None:
+    rows = figures(study)
+    keys = [(row["environment"], row["method"], row["seed"], row["episode"]) for row in rows]
+    assert keys == [
+        ("CartPole-v1", method, seed, str(episode))
+        for method in ("none", "uniform")
+        for seed in "01"
+        for episode in (1, 2, 3, 4)
+    ]
+    # learning began in each run
+    assert all(row["td_mean"] for row in rows if row["episode"] == "4")
+    settings = json.loads((study / "settings.json").read_text())
+    assert (settings["tuned"], settings["quick"], settings["episodes"], settings["seeds"]) == (False, False, 4, [0, 1])
+    assert list(settings["environments"]) == ["CartPole-v1"]
+    assert list(settings["methods"]) == ["none", "uniform"]
+    assert settings["wall_seconds"] > 0
+    assert settings["jobs"] == 2
+    assert {"torch", "numpy", "gymnasium"} <= settings["versions"].keys()
+    assert any("discount 0.8" in note for note in settings["notes"])
+    assert "discount 0.8" in (study / "report.md").read_text()
+    assert len(list(study.glob("*.png"))) >= 5
+    assert len(list((study / "runs").glob("*.csv"))) == 4
+
+
+def test_a_study_goes_on_where_it_stopped_and_finds_what_it_would_have_found(study: Path, tmp_path: Path) -> None:
+    for name in ("settings.json", "runs/CartPole-v1-none-seed1.csv", "runs/CartPole-v1-uniform-seed0.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((study / name).read_bytes())
+    kept = tmp_path / "runs" / "CartPole-v1-none-seed1.csv"
+    before = kept.stat().st_mtime_ns
+    # in another number of processes, so that the other two runs follow one another in one
+    command = [sys.executable, "-m", "gpu_replay", *TINY[:-1], "1", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 4 runs are there already" in done.stdout
+    assert kept.stat().st_mtime_ns == before
+    assert figures(tmp_path) == figures(study)
+    assert str(tmp_path / "report.md") in done.stdout
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_a_signal_ends_it_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    # long enough that it cannot be over before the signal comes
+    command = [
+        "study",
+        "cartpole",
+        "--methods",
+        "none",
+        "uniform",
+        "--seeds",
+        "3",
+        "--jobs",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpu_replay", *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "runs").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3)
+        # as a terminal does: to all processes of the group
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, err
+    last = err.splitlines()[-1]
+    assert "interrupted with 0 of 6 runs finished; the same command goes on from there." in last
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "episodes.csv").exists()
+    assert json.loads((tmp_path / "settings.json").read_text())["wall_seconds"] > 0
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_that_fails_is_named() -> None:
+    kept: list[RunId] = []
+
+    def keep(run: RunId, found: list[Episode]) -> None:
+        kept.append(run)
+
+    tiny = AgentSettings(episodes=1)
+    tasks = [(RunId("CartPole-v1", "uniform", 0), tiny), (RunId("NoSuchPole-v1", "uniform", 0), tiny)]
+    with pytest.raises(WorkerFailed, match="the run NoSuchPole-v1-uniform-seed0 failed: NameNotFound: "):
+        work(tasks, 1, lambda *given: None, keep, lambda: False)
+    assert kept == [tasks[0][0]]
+
+
+def test_a_process_that_dies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it cannot be called with what a worker is given, and ends before it says anything
+    monkeypatch.setattr("gpu_replay.study.pool._worker", os.abort)
+    with pytest.raises(WorkerFailed, match="a worker process ended with exit code"):
+        work([(RunId("CartPole-v1", "uniform", 0), AgentSettings())], 1, lambda *given: None, print, lambda: False)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["Pong-v5"], "ENV: 'Pong-v5' is not part of the study; use CartPole-v1, Acrobot-v1, MountainCar-v0"),
+        (["--methods", "uniform,best"], "--methods: 'best' is not part of the study; use none, uniform"),
+        (["--episodes", "0"], "argument --episodes: must be at least 1; found 0"),
+        (["--seeds", "0"], "argument --seeds: must be at least 1; found 0"),
+        (["--jobs", "0"], "argument --jobs: must be at least 1; found 0"),
+        (["--jobs", "many"], "argument --jobs: invalid"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, line = refused([*arguments, "--output", str(tmp_path / "study")], capsys)
+    assert code == 2
+    assert message in line
+    assert not (tmp_path / "study").exists()
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and the one line on standard error."""
+    try:
+        code = main(["study", *arguments])
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return code, line
+
+
+def test_an_output_is_needed_and_must_be_writable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, line = refused(["cartpole"], capsys)
+    assert code == 2
+    assert "required: --output" in line
+    (tmp_path / "file").write_text("in the way")
+    code, line = refused(["--output", str(tmp_path / "file" / "study")], capsys)
+    assert code == 2
+    assert "cannot be written: Not a directory" in line
+
+
+def test_other_settings_in_the_same_folder_are_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (study / "episodes.csv").read_bytes()
+    code, line = refused([*TINY[1:], "--tuned", "--output", str(study)], capsys)
+    assert code == 2
+    assert "holds a study with other settings (they differ in" in line
+    assert (study / "episodes.csv").read_bytes() == before
+
+
+def test_names_may_be_short_and_in_any_order() -> None:
+    from gpu_replay.study.command import METHODS, _chosen
+    from gpu_replay.study.methods import METHODS as MADE
+    from gpu_replay.study.settings import ENVIRONMENTS
+
+    assert _chosen("ENV", ["mountaincar", "CartPole-v1"], ENVIRONMENTS) == ["CartPole-v1", "MountainCar-v0"]
+    assert _chosen("ENV", ["ACROBOT", "acrobot"], ENVIRONMENTS) == ["Acrobot-v1"]
+    assert _chosen("--methods", None, METHODS) == list(METHODS) == list(MADE)

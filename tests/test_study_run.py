@@ -1,0 +1,195 @@
+"""Runs of the study: what a line of the table says, and that it is the same every time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_replay.study.methods import METHODS, Drawn
+from gpu_replay.study.run import Episode, RunId, episodes
+from gpu_replay.study.settings import ENVIRONMENTS, TUNED, AgentSettings, StudySettings, poor_settings
+
+gymnasium = pytest.importorskip("gymnasium")
+
+SHORT = AgentSettings(episodes=6, hidden=(16,), batch_size=16, first_update=16, memory=60)
+
+
+def without_time(found: list[Episode]) -> list[Episode]:
+    return [dataclasses.replace(episode, seconds=0.0) for episode in found]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_run_again_is_the_same(method: str) -> None:
+    run = RunId("CartPole-v1", method, 3)
+    first, second = list(episodes(run, SHORT)), list(episodes(run, SHORT))
+    assert without_time(first) == without_time(second)
+    other = list(episodes(dataclasses.replace(run, seed=4), SHORT))
+    assert [each.duration for each in other] != [each.duration for each in first]
+    assert [(each.environment, each.method, each.seed) for each in first] == [("CartPole-v1", method, 3)] * 6
+    assert [each.episode for each in first] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("environment, reward", [("CartPole-v1", 1.0), ("Acrobot-v1", -1.0), ("MountainCar-v0", -1.0)])
+def test_a_line_says_what_happened(environment: str, reward: float) -> None:
+    settings = dataclasses.replace(SHORT, episodes=2 if environment == "Acrobot-v1" else 3, train_every=5, updates=2)
+    found = list(episodes(RunId(environment, "uniform", 0), settings))
+    steps = 0
+    for episode in found:
+        before, steps = steps, steps + episode.duration
+        assert episode.steps == steps
+        assert episode.total == reward * episode.duration
+        assert episode.epsilon == settings.epsilon(steps)
+        # two updates at each fifth step from the one with which 16 are stored
+        assert episode.updates == 2 * sum(step % 5 == 0 and step >= 16 for step in range(before + 1, steps + 1))
+    assert [a.seconds < b.seconds for a, b in itertools.pairwise(found)] == [True] * (len(found) - 1)
+
+
+def test_an_episode_without_updates_has_nothing_to_say_of_them() -> None:
+    settings = dataclasses.replace(SHORT, episodes=1, first_update=1_000)
+    (episode,) = episodes(RunId("CartPole-v1", "uniform", 0), settings)
+    assert episode.updates == 0
+    names = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
+    assert [getattr(episode, name) for name in names] == [None] * 8
+
+
+def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_replay.study import agent
+
+    errors, values, states, weights = [], [], [], []
+    learn = agent.Agent.learn
+
+    def spied(self: agent.Agent, drawn: Drawn) -> agent.Learned:
+        learned = learn(self, drawn)
+        errors.append(np.abs(learned.td_error).astype(np.float64))
+        values.append(learned.values.max(axis=1))
+        states.append(drawn.states.astype(np.float64))
+        weights.append(drawn.weight)
+        return learned
+
+    monkeypatch.setattr(agent.Agent, "learn", spied)
+    settings = dataclasses.replace(SHORT, episodes=1)
+    (episode,) = episodes(RunId("MountainCar-v0", "proportional", 0), settings)
+    assert episode.updates == len(errors) == 200 - 15
+    loss = [w * np.where(e < 1, e * e / 2, e - 0.5) for w, e in zip(weights, errors, strict=True)]
+    pairs = [sum(len(set(a)) > 1 < len(set(b)) for i, a in enumerate(s) for b in s[:i]) for s in states]
+    expected = {
+        "td_mean": np.mean([e.mean() for e in errors]),
+        "td_median": np.mean([np.median(e) for e in errors]),
+        "td_max": np.mean([e.max() for e in errors]),
+        "td_std": np.mean([e.std() for e in errors]),
+        # every pair of MountainCar's states that are not flat
+        "correlated_pairs": np.mean(pairs),
+        "q_mean": np.mean(values),
+        "q_max": np.mean([v.max() for v in values]),
+        "loss": np.mean(loss),
+    }
+    assert {name: getattr(episode, name) for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def filled(method: str, settings: AgentSettings, steps: int) -> Any:
+    """A memory after some steps of CartPole, numbered in the first component, of which each tenth ends an episode."""
+    memory = METHODS[method].make(settings, "CartPole-v1", 4, 0)
+    for step in range(steps):
+        obs, after = (np.array([at, 0, 0.01 * at, 0], dtype=np.float32) for at in (step, step + 0.5))
+        ends = step % 10 == 9
+        memory.add(obs, step % 2, 1.0, after, terminated=ends and step % 20 == 9, truncated=ends and step % 20 == 19)
+    return memory
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_memory_gives_back_what_happened(method: str) -> None:
+    settings = dataclasses.replace(SHORT, memory=100, gamma=0.5)
+    memory = filled(method, settings, 60)
+    assert memory.can_draw(16)
+    assert not memory.can_draw(61)
+    drawn = memory.draw(32, 0.5)
+    at = drawn.states[:, 0].astype(int)
+    assert drawn.inputs.shape == drawn.next_inputs.shape == (32, memory.width)
+    assert drawn.inputs[:, :4].tolist() == drawn.states.tolist()
+    assert drawn.action.tolist() == (at % 2).tolist()
+    assert drawn.discount.tolist() == np.where(at % 20 == 9, 0, 0.5).tolist()
+    ended = at % 10 == 9
+    # what follows within an episode is the next observation; at its end it is the final one, also of a truncated one
+    following = at + np.where(ended | (method != "hindsight"), 0.5, 1)
+    assert drawn.next_inputs[:, 0].tolist() == following.tolist()
+    if method == "none":
+        assert sorted(at.tolist()) == list(range(28, 60))
+    if method == "combined":
+        assert 59 in at
+    if method != "hindsight":
+        assert drawn.reward.tolist() == [1.0] * 32
+        return
+    # beside the observation stands a goal: the true one, or one that was achieved later in the same episode
+    goals = drawn.inputs[:, 4:]
+    assert drawn.next_inputs[:, 4:].tolist() == goals.tolist()
+    true = (goals == 0).all(axis=1)
+    assert np.count_nonzero(~true) == round(0.8 * 32)
+    later = goals[~true, 0] - at[~true]
+    assert (later > 0).all()
+    assert (goals[~true, 0] < at[~true] - at[~true] % 10 + 10).all()
+
+
+def test_the_network_of_hindsight_sees_the_goal() -> None:
+    obs = np.array([1, 2, 3, 4], dtype=np.float32)
+    for method, seen in (("uniform", [1, 2, 3, 4]), ("hindsight", [1, 2, 3, 4, 0, 0])):
+        memory = METHODS[method].make(SHORT, "CartPole-v1", 4, 0)
+        assert memory.see(obs).tolist() == seen
+        assert memory.width == len(seen)
+
+
+def test_importance_weights_grow_stronger_over_the_run() -> None:
+    def weights(method: str, progress: float) -> np.ndarray:
+        memory = filled(method, SHORT, 60)
+        memory.update(torch.arange(60), np.linspace(0.01, 3, 60, dtype=np.float32))
+        return memory.draw(32, progress).weight
+
+    for method in ("none", "uniform", "combined", "hindsight"):
+        assert weights(method, 0.5).tolist() == [1.0] * 32
+    early, late = weights("proportional", 0.0), weights("proportional", 1.0)
+    # the same draws, weighted by P ** -0.4 and by P ** -1
+    np.testing.assert_allclose(late, early ** (1 / 0.4), rtol=1e-4)
+    assert early.min() < 0.7
+    assert weights("rank", 0.0).tolist() == weights("rank", 1.0).tolist()
+    assert weights("rank", 0.0).min() < 1
+
+
+def test_default_settings_are_those_of_the_tutorial() -> None:
+    study = StudySettings.of(ENVIRONMENTS, tuple(METHODS), 5)
+    assert study.seeds == (0, 1, 2, 3, 4)
+    expected = {
+        "episodes": 300,
+        "hidden": (128,),
+        "scale": None,
+        "gamma": 0.8,
+        "learning_rate": 1e-3,
+        "memory": 10_000,
+        "batch_size": 64,
+        "first_update": 64,
+        "epsilon_start": 1.0,
+        "epsilon_end": 0.05,
+        "epsilon_steps": 1_000,
+        "persistence": 0.0,
+        "train_every": 1,
+        "updates": 1,
+        "target_every": None,
+        "double": False,
+    }
+    assert {name: dataclasses.asdict(agent) for name, agent in study.agents.items()} == dict.fromkeys(
+        ENVIRONMENTS, expected
+    )
+
+
+def test_poor_settings_are_named_and_tuned_ones_are_not() -> None:
+    for name in ENVIRONMENTS:
+        assert any("discount 0.8 looks about 5 steps ahead" in note for note in poor_settings(name, AgentSettings()))
+        assert poor_settings(name, TUNED[name]) == []
+    assert any("epsilon falls within 1,000 steps" in note for note in poor_settings("MountainCar-v0", AgentSettings()))
+    notes = StudySettings.of(["MountainCar-v0"], ["uniform"], 1, quick=True).notes()
+    assert "smoke run" in notes[0]
+    assert any("two components" in note for note in notes)
+    assert not any("hindsight" in note for note in notes)
