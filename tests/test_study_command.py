@@ -110,7 +110,7 @@ def test_a_signal_ends_it_and_says_how_to_go_on(tmp_path: Path, number: signal.S
         time.sleep(3)
         # as a terminal does: to all processes of the group
         os.killpg(process.pid, number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=180)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

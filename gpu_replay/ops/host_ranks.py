@@ -19,7 +19,6 @@ from gpu_replay.ops.rank_table import cumulative_masses
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import independent_ranks
 
-
 # sums of masses that a search looks at together
 _ROW = 64
 

@@ -36,7 +36,7 @@ def order_bytes(slots: int) -> int:
     """Bytes that a `RankOrder` over so many slots takes."""
     width = width_for(slots)
     rows = _rows_for(slots, width)
-    return rows * (width * (8 + 4) + 8 + 8 + 8 + 8 + 16) + slots * 8
+    return rows * (width * (8 + 4) + 8 + 8 + 8 + 8 + 8 + 16) + slots * 8
 
 
 def sorted_ages(codes: np.ndarray) -> np.ndarray:
@@ -66,6 +66,14 @@ def _rows_for(slots: int, width: int) -> int:
     return -(-slots // (width * _HELD // 8)) + _SPARE
 
 
+def _steps(starts: np.ndarray, end: int) -> np.ndarray:
+    """How far it is from each of these places to the next, and from the last to `end`."""
+    steps = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=steps[:-1])
+    steps[-1] = end - starts[-1]
+    return steps
+
+
 class RankOrder:
     """The order of the slots of a ring by the codes in `leaves`, 0 for what cannot be drawn.
 
@@ -88,11 +96,13 @@ class RankOrder:
         self._place = np.full(slots, _NO_PLACE, dtype=np.int64)
         self._sizes = np.zeros(rows, dtype=np.int64)
         # the row of each block in order, and an entry that none of the block comes before
-        self._rows = np.zeros(0, dtype=np.int64)
-        self._first = np.zeros(0, dtype=np.complex128)
-        self._bounds = np.zeros(0)
+        self._blocks = 0
+        self._rows = np.zeros(rows, dtype=np.int64)
+        self._first = np.zeros(rows, dtype=np.complex128)
+        # the real parts of these, and how many entries come before the end of each block
+        self._bounds = np.zeros(rows)
+        self._ends = np.zeros(rows, dtype=np.int64)
         self._free = np.zeros(0, dtype=np.int64)
-        self._ends = np.zeros(0, dtype=np.int64)
         self._added = 0
         self._standing = False
         self._changed: list[np.ndarray] = []
@@ -137,8 +147,8 @@ class RankOrder:
             self._changed.clear()
             self._changes = 0
             codes = self._leaves.take(slots)
-            held = np.flatnonzero(codes)
-            if held.size < slots.size:
+            if np.count_nonzero(codes) < slots.size:
+                held = codes.nonzero()[0]
                 slots, codes = slots[held], codes[held]
             if slots.size and not self._insert(slots, codes):
                 self._sort()
@@ -155,40 +165,35 @@ class RankOrder:
 
     def at(self, ranks: np.ndarray) -> np.ndarray:
         """The slots at (B,) ranks from 0 to `count` - 1."""
-        width, ends = self._width, self._ends
+        width, ends = self._width, self._ends[: self._blocks]
         block = ends.searchsorted(ranks, "right")
         rows = self._rows.take(block)
         codes = self._codes.take(rows, axis=0)
-        ordered = np.sort(codes, axis=1)
         # the largest of a block stands in the last column then
-        column = ranks - ends.take(block)
-        column += self._sizes.take(rows)
-        np.subtract(width - 1, column, out=column)
-        line = np.arange(0, ranks.size * width, width)
-        column += line
-        ordered = ordered.reshape(-1)
+        ordered = codes.copy()
+        ordered.sort(axis=1)
+        column = ends.take(block)
+        column -= ranks
+        column -= self._sizes.take(rows)
+        column += np.arange(width - 1, ordered.size, width)
         code = ordered.take(column)
+        same = codes == code[:, None]
         rows *= width
-        slots = self._slot_at.take(rows + (codes == code[:, None]).argmax(axis=1)).astype(np.int64)
-        # one further or one back in the same block
-        last = line + (width - 1)
-        alike = ordered.take(np.minimum(column + 1, last)) == code
-        alike &= column < last
-        below = ordered.take(np.maximum(column - 1, line)) == code
-        below &= column > line
-        alike |= below
-        if np.logical_or.reduce(alike):
-            some = np.flatnonzero(alike)
-            slots[some] = self._among_equals(codes[some], code[some], (last - column)[some], rows[some])
+        slots = self._slot_at.take(same.argmax(axis=1) + rows).astype(np.int64)
+        if np.count_nonzero(same) > ranks.size:
+            some = (np.add.reduce(same, axis=1) > 1).nonzero()[0]
+            # entries with larger codes come first
+            place = width - 1 - column[some] % width
+            place -= np.add.reduce(codes[some] > code[some, None], axis=1)
+            slots[some] = self._among_equals(same[some], place, rows[some])
         return slots
 
-    def _among_equals(self, codes: np.ndarray, code: np.ndarray, place: np.ndarray, begin: np.ndarray) -> np.ndarray:
-        """The slots at places in their blocks where several entries have the same code: those with the smaller keys."""
-        place = place - (codes > code[:, None]).sum(axis=1)
+    def _among_equals(self, same: np.ndarray, place: np.ndarray, begin: np.ndarray) -> np.ndarray:
+        """The slots at these places among those entries of rows that have the same code: the smaller keys first."""
         slots = self._slot_at.take(begin[:, None] + np.arange(self._width))
-        keys = np.where(codes == code[:, None], self._keys(slots), _NO_KEY)
+        keys = np.where(same, self._keys(slots), _NO_KEY)
         keys.sort(axis=1)
-        return keys[np.arange(code.size), place] % self._slots
+        return keys[np.arange(place.size), place] % self._slots
 
     def _keys(self, slots: np.ndarray) -> np.ndarray:
         """Their keys, as int64."""
@@ -205,8 +210,11 @@ class RankOrder:
         return entries
 
     def _count(self) -> None:
-        self._ends = np.add.accumulate(self._sizes.take(self._rows))
-        self.count = int(self._ends[-1])
+        ends = self._ends[: self._blocks]
+        # rows exist, so clipping changes none; it is the mode that writes straight into `ends`
+        self._sizes.take(self._rows[: self._blocks], 0, ends, "clip")
+        np.add.accumulate(ends, 0, None, ends)
+        self.count = ends.item(self._blocks - 1)
 
     # changes
 
@@ -229,11 +237,12 @@ class RankOrder:
         self._sizes.fill(0)
         self._sizes[:blocks] = new
         self._sizes[blocks - 1] = slots.size - (blocks - 1) * new
-        first = np.empty(blocks, dtype=np.complex128)
+        self._blocks = blocks
+        self._rows[:blocks] = np.arange(blocks)
         # the first block takes whatever comes
-        first[0] = complex(-np.inf, -np.inf)
-        first[1:] = self._entries(slots[new::new], codes[new::new])
-        self._begin_with(np.arange(blocks), first)
+        self._first[0] = complex(-np.inf, -np.inf)
+        self._first[1:blocks] = self._entries(slots[new::new], codes[new::new])
+        self._bounds[:blocks] = self._first.real[:blocks]
         self._free = np.arange(blocks, self._sizes.size)
         self._standing = True
         self._changed.clear()
@@ -261,14 +270,12 @@ class RankOrder:
         order = block.argsort(kind="stable")
         block, slots, codes = block[order], slots[order], codes[order]
         # the entries that come into the same block stand together
-        ends = np.empty(block.size, dtype=bool)
-        np.not_equal(block[1:], block[:-1], out=ends[:-1])
-        ends[-1] = True
-        last = np.flatnonzero(ends)
-        blocks = block[last]
-        more = np.empty_like(last)
-        more[0] = last[0] + 1
-        np.subtract(last[1:], last[:-1], out=more[1:])
+        begins = np.empty(block.size, dtype=bool)
+        begins[0] = True
+        np.not_equal(block[1:], block[:-1], out=begins[1:])
+        starts = begins.nonzero()[0]
+        blocks = block[starts]
+        more = _steps(starts, block.size)
         rows = self._rows.take(blocks)
         full = more + self._sizes.take(rows) > self._width
         if not np.logical_or.reduce(full):
@@ -281,20 +288,27 @@ class RankOrder:
 
     def _blocks_for(self, slots: np.ndarray, codes: np.ndarray) -> np.ndarray:
         """The places in the order of blocks where the entries of these slots belong."""
-        priorities = (codes - 1).view(np.float64)
-        numbers = np.negative(priorities)
-        block = self._bounds.searchsorted(numbers, "right") - 1
+        numbers = np.negative((codes - 1).view(np.float64))
+        block = self._bounds[: self._blocks].searchsorted(numbers, "right")
+        block -= 1
         # where a block begins with the same code, keys decide
         alike = self._bounds.take(block) == numbers
         if np.logical_or.reduce(alike):
-            some = np.flatnonzero(alike)
-            block[some] = self._first.searchsorted(self._entries(slots[some], codes[some]), "right") - 1
+            some = alike.nonzero()[0]
+            entries = self._entries(slots[some], codes[some])
+            block[some] = self._first[: self._blocks].searchsorted(entries, "right") - 1
         return block
 
-    def _begin_with(self, rows: np.ndarray, first: np.ndarray) -> None:
-        """Blocks in these rows, in this order, that no entries come before but those of the blocks before them."""
-        self._rows, self._first = rows, first
-        self._bounds = first.real.copy()
+    def _add_blocks(self, before: np.ndarray, rows: np.ndarray, first: np.ndarray) -> None:
+        """Put in (K,) blocks before those at these places, ascending: their rows, and their first entries."""
+        for array, values in ((self._rows, rows), (self._first, first), (self._bounds, first.real)):
+            end = self._blocks
+            for more in range(before.size, 0, -1):
+                at = before.item(more - 1)
+                array[at + more : end + more] = array[at:end]
+                array[at + more - 1] = values[more - 1]
+                end = at
+        self._blocks += before.size
 
     def _fill(self, rows: np.ndarray, more: np.ndarray, slots: np.ndarray, codes: np.ndarray) -> None:
         """Put `more` entries into each of these (K,) rows, which have the room; the entries stand together by rows."""
@@ -302,7 +316,7 @@ class RankOrder:
             return
         width = self._width
         # the gaps of all rows end to end, of which each row gives its first ones
-        gaps = np.flatnonzero(self._codes.take(rows, axis=0) == 0)
+        gaps = (self._codes.take(rows, axis=0) == 0).reshape(-1).nonzero()[0]
         room = width - self._sizes.take(rows)
         before = np.add.accumulate(room) - room
         before -= np.add.accumulate(more) - more
@@ -334,7 +348,7 @@ class RankOrder:
         order = np.lexsort((self._keys(slots), -codes, block))
         block, slots, codes = block[order], slots[order], codes[order]
         starts = block.searchsorted(blocks)
-        sizes = np.diff(starts, append=block.size)
+        sizes = _steps(starts, block.size)
         pieces = -(-sizes // new)
         further = int(np.add.reduce(pieces)) - blocks.size
         if further > self._free.size:
@@ -347,17 +361,15 @@ class RankOrder:
         group = np.repeat(np.arange(blocks.size), pieces)
         piece = np.arange(group.size) - (np.add.accumulate(pieces) - pieces)[group]
         begins = starts[group] + piece * sizes[group] // pieces[group]
-        lengths = np.diff(begins, append=slots.size)
+        lengths = _steps(begins, slots.size)
         later = piece > 0
         row = rows[group]
         row[later] = taken
         self._codes[rows] = 0
         self._put(slots, codes, np.repeat(row * width - begins, lengths) + np.arange(slots.size))
         self._sizes[row] = lengths
-        after = blocks[group[later]] + 1
         heads = begins[later]
-        first = np.insert(self._first, after, self._entries(slots[heads], codes[heads]))
-        self._begin_with(np.insert(self._rows, after, taken), first)
+        self._add_blocks(blocks[group[later]] + 1, taken, self._entries(slots[heads], codes[heads]))
         return True
 
     def _spare_rows(self, blocks: np.ndarray) -> np.ndarray:
@@ -365,22 +377,25 @@ class RankOrder:
 
         These stay as they are.
         """
-        width, sizes = self._width, self._sizes.take(self._rows)
+        width, listed = self._width, self._rows[: self._blocks]
+        sizes = self._sizes.take(listed)
         sizes[blocks] = width
         pairs = np.arange(0, sizes.size - 1, 2)
         pairs = pairs[sizes[pairs] + sizes[pairs + 1] <= self._full]
-        emptied = self._rows[pairs + 1]
+        emptied = listed[pairs + 1]
         held = np.flatnonzero(self._codes.take(emptied, axis=0))
         places = emptied[held // width] * width + held % width
         slots, codes = self._slot_at.take(places).astype(np.int64), self._flat.take(places)
         more = self._sizes.take(emptied)
         self._codes[emptied] = 0
         self._sizes[emptied] = 0
-        self._fill(self._rows[pairs], more, slots, codes)
-        stays = self._sizes.take(self._rows) > 0
+        self._fill(listed[pairs], more, slots, codes)
+        stays = self._sizes.take(listed) > 0
         stays[blocks] = True
         # nothing comes before the first block
         stays[0] = True
-        self._free = np.concatenate((self._free, self._rows[~stays]))
-        self._begin_with(self._rows[stays], self._first[stays])
+        self._free = np.concatenate((self._free, listed[~stays]))
+        self._blocks = int(np.count_nonzero(stays))
+        for array in (self._rows, self._first, self._bounds):
+            array[: self._blocks] = array[: stays.size][stays]
         return np.add.accumulate(stays, dtype=np.int64)[blocks] - 1

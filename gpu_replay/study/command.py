@@ -82,14 +82,14 @@ def run(options: argparse.Namespace) -> int:
     # the longest first, so that the last ones do not keep one core busy while the others wait
     tasks.sort(key=lambda task: -expected_seconds(*task) * task[1].episodes)
     forecast = Forecast(runs, finished)
-    with StopRequest() as stop, _bar(forecast, jobs) as counted:
-        try:
+    try:
+        with StopRequest() as stop, _bar(forecast, jobs) as counted:
             whole = work(tasks, jobs, counted, folder.keep, stop)
-        except WorkerFailed as error:
-            print(f"gpu-replay study: {error} The same command goes on with the runs that are left.", file=sys.stderr)
-            return 1
-        finally:
-            folder.note({**described, "wall_seconds": round(before + time.perf_counter() - began, 1)})
+    except WorkerFailed as error:
+        print(f"gpu-replay study: {error} The same command goes on with the runs that are left.", file=sys.stderr)
+        return 1
+    finally:
+        folder.note({**described, "wall_seconds": round(before + time.perf_counter() - began, 1)})
     if not whole:
         kept = len(folder.finished(run for run, _ in runs))
         print(

@@ -18,8 +18,8 @@ from gpu_replay.study.settings import AgentSettings
 _STEPS = {"CartPole-v1": 180, "Acrobot-v1": 380, "MountainCar-v0": 200}
 # what one step costs beside its updates, in microseconds: mostly the environment's own
 _STEP_COST = {"CartPole-v1": 60, "Acrobot-v1": 130, "MountainCar-v0": 60}
-# what an update costs with a hidden layer of 128, in microseconds
-_UPDATE_COST = {"none": 250, "uniform": 380, "proportional": 400, "rank": 500, "combined": 400, "hindsight": 600}
+# what an update costs with a hidden layer of 128, in microseconds; a busy neighbour on the core included
+_UPDATE_COST = {"none": 400, "uniform": 500, "proportional": 500, "rank": 800, "combined": 550, "hindsight": 1_500}
 # episodes after which what was measured counts as much as what was expected
 _TRUST = 10.0
 

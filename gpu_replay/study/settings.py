@@ -4,7 +4,7 @@ The default agent is that of the tutorial from which the project descends (one h
 epsilon down to 0.05 within 1,000 steps, target network copied at each episode's end), so that its comparison can be
 repeated.
 `poor_settings` says in words where those are known to be poor. `TUNED` starts from the settings of DQN in RL Baselines3
-Zoo.
+Zoo; what it reaches was measured with uniform replay in one run for each seed that is named.
 """
 
 from __future__ import annotations
@@ -63,47 +63,52 @@ class AgentSettings:
 
 
 TUNED: dict[str, AgentSettings] = {
+    # uniform replay, mean return of the last 100 episodes: 446 and 433 with seeds 0 and 1; 400 was aimed at. The best
+    # of four tries with two layers of 128 had 367 after 400 episodes
     "CartPole-v1": AgentSettings(
-        episodes=400,
-        hidden=(128, 128),
+        episodes=500,
+        hidden=(256, 256),
         gamma=0.99,
-        learning_rate=1e-3,
-        memory=50_000,
-        batch_size=64,
+        memory=100_000,
         first_update=1_000,
         epsilon_end=0.02,
         epsilon_steps=8_000,
-        train_every=2,
-        target_every=500,
-        double=True,
+        train_every=256,
+        updates=128,
+        target_every=256,
     ),
+    # uniform replay, mean return of the last 100 episodes: -100.4 and -88.9 with seeds 0 and 1, so that -100 is reached
+    # by one of them and by their mean
     "Acrobot-v1": AgentSettings(
-        episodes=300,
+        episodes=400,
         hidden=(128, 128),
         gamma=0.99,
         learning_rate=6.3e-4,
         memory=50_000,
         batch_size=128,
         first_update=1_000,
-        epsilon_end=0.05,
-        epsilon_steps=12_000,
+        epsilon_end=0.02,
+        epsilon_steps=10_000,
+        persistence=0.8,
         train_every=4,
         target_every=500,
         double=True,
     ),
+    # uniform replay, mean return of the last 100 episodes: -116 with seed 1, -119 with seed 0 after 700 episodes; -120
+    # was aimed at. Random actions that last find the flag sooner
     "MountainCar-v0": AgentSettings(
         episodes=800,
         hidden=(128, 128),
         gamma=0.98,
-        learning_rate=1e-3,
-        memory=50_000,
+        learning_rate=4e-3,
         batch_size=128,
         first_update=1_000,
-        epsilon_end=0.05,
+        epsilon_end=0.02,
         epsilon_steps=24_000,
-        train_every=2,
+        persistence=0.9,
+        train_every=16,
+        updates=8,
         target_every=600,
-        double=True,
     ),
 }
 
