@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Protocol, TypeVar
 
@@ -161,6 +161,28 @@ class Buffer(ABC):
         )
 
     # what it does
+
+    def _check_enough(self, call: str, batch: int, count_at_least: Callable[[int], int], units: str) -> None:
+        """Raise unless `call` can draw a batch; count_at_least(n) may stop counting `units` at n."""
+        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
+        if newest > batch:
+            raise ValueError(
+                f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
+                "Raise the batch size or lower newest."
+            )
+        distinct = newest
+        if isinstance(self._base, Latest):
+            distinct = batch
+        elif isinstance(self._base, Uniform) and not self._base.replacement:
+            distinct = max(newest, batch - newest)
+        found = count_at_least(max(distinct, 1))
+        if found == 0:
+            raise RuntimeError(f"{call}: the buffer holds no {units}. Add more first.")
+        if found < distinct:
+            kind = "of the newest" if distinct == newest or isinstance(self._base, Latest) else "without replacement"
+            raise ValueError(
+                f"{call} {kind} needs {distinct} {units}; the buffer holds {found}. Add more or lower the batch size."
+            )
 
     def _checked_priorities(self, name: str, given: Any, rows: int) -> Any:
         """The priorities as (rows,) numbers, a float64 array for the host engine; on the CPU all are finite."""

@@ -14,7 +14,7 @@ from gpu_replay.base import UNIFORM, Buffer, check_beta, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.host import HostEngine
-from gpu_replay.samplers import Combined, Latest, Sampler, Uniform
+from gpu_replay.samplers import Sampler
 from gpu_replay.storage import check_capacity, estimate
 
 if TYPE_CHECKING:
@@ -131,27 +131,5 @@ class ReplayBuffer(Buffer):
         if beta is not None:
             beta = check_beta(beta)
         with self._lock:
-            self._check_enough(batch)
+            self._check_enough(f"sample({batch})", batch, self._engine.size_at_least, "transitions")
             return Batch(self._engine.sample(batch, beta))
-
-    def _check_enough(self, batch: int) -> None:
-        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
-        if newest > batch:
-            raise ValueError(
-                f"sample({batch}) from Combined(newest={newest}) needs a batch of at least {newest}. "
-                "Raise the batch size or lower newest."
-            )
-        distinct = newest
-        if isinstance(self._base, Latest):
-            distinct = batch
-        elif isinstance(self._base, Uniform) and not self._base.replacement:
-            distinct = max(newest, batch - newest)
-        size = self._engine.size_at_least(max(distinct, 1))
-        if size == 0:
-            raise RuntimeError(f"sample({batch}): the buffer holds no transitions. Add some first.")
-        if size < distinct:
-            kind = "of the newest" if distinct == newest or isinstance(self._base, Latest) else "without replacement"
-            raise ValueError(
-                f"sample({batch}) {kind} needs {distinct} transitions; the buffer holds {size}. "
-                "Add more or lower the batch size."
-            )

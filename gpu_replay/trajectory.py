@@ -23,7 +23,7 @@ from gpu_replay.host_trajectory import TrajectoryHostEngine
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.hindsight import gather_goals
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Combined, Latest, Sampler, Uniform
+from gpu_replay.samplers import Sampler
 from gpu_replay.storage import Storage
 from gpu_replay.trajectory_settings import (
     Autoreset,
@@ -281,7 +281,7 @@ class TrajectoryReplayBuffer(Buffer):
         if beta is not None:
             beta = check_beta(beta)
         with self._lock:
-            self._check_enough(f"sample({batch})", batch, 0)
+            self._check_starts(f"sample({batch})", batch, 0)
             tensors = self._engine.sample(batch, beta)
             count = 0 if self._relabel is None else self._relabel.count(batch)
             if self._relabel is None or not count:
@@ -324,30 +324,12 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            self._check_enough(call, batch, (steps - 1) * self._num_envs)
+            self._check_starts(call, batch, (steps - 1) * self._num_envs)
             return Batch(self._engine.sample_sequences(batch, steps, beta))
 
-    def _check_enough(self, call: str, batch: int, skipped: int) -> None:
-        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
-        if newest > batch:
-            raise ValueError(
-                f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
-                "Raise the batch size or lower newest."
-            )
-        distinct = newest
-        if isinstance(self._base, Latest):
-            distinct = batch
-        elif isinstance(self._base, Uniform) and not self._base.replacement:
-            distinct = max(newest, batch - newest)
-        found = self._engine.count_at_least(max(distinct, 1), skipped)
-        if found == 0:
-            raise RuntimeError(f"{call}: the buffer holds no eligible start. Add more steps first.")
-        if found < distinct:
-            kind = "of the newest" if distinct == newest or isinstance(self._base, Latest) else "without replacement"
-            raise ValueError(
-                f"{call} {kind} needs {distinct} eligible starts; the buffer holds {found}. "
-                "Add more steps or lower the batch size."
-            )
+    def _check_starts(self, call: str, batch: int, skipped: int) -> None:
+        """Raise unless a batch can be drawn without the newest `skipped` slots."""
+        self._check_enough(call, batch, lambda wanted: self._engine.count_at_least(wanted, skipped), "eligible starts")
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.
