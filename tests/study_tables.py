@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-HEADER = ["environment", "method", "seed", "episode", "steps", "duration", "return", "td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss", "epsilon", "updates", "seconds"]
+from gpu_replay.study.records import COLUMNS
+
+HEADER = list(COLUMNS)
 METHODS = ("none", "uniform", "proportional", "rank", "combined", "hindsight")
 ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
 # what one run is made of: final return, correlated pairs, TD error
