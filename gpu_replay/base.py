@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ class Buffer(ABC):
     """A ring of preallocated tensors with a sampler."""
 
     _engine: Engine
+    # what it is that can be drawn, in words
+    _units: ClassVar[str]
 
     def __init__(
         self,
@@ -162,8 +164,12 @@ class Buffer(ABC):
 
     # what it does
 
-    def _check_enough(self, call: str, batch: int, count_at_least: Callable[[int], int], units: str) -> None:
-        """Raise unless `call` can draw a batch; count_at_least(n) may stop counting `units` at n."""
+    @abstractmethod
+    def _count_at_least(self, wanted: int, skipped: int) -> int:
+        """What can be drawn without the newest `skipped` slots, exact only below `wanted`."""
+
+    def _check_enough(self, call: str, batch: int, skipped: int = 0) -> None:
+        """Raise unless `call` can draw a batch without the newest `skipped` slots."""
         newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
         if newest > batch:
             raise ValueError(
@@ -175,13 +181,14 @@ class Buffer(ABC):
             distinct = batch
         elif isinstance(self._base, Uniform) and not self._base.replacement:
             distinct = max(newest, batch - newest)
-        found = count_at_least(max(distinct, 1))
+        found = self._count_at_least(max(distinct, 1), skipped)
         if found == 0:
-            raise RuntimeError(f"{call}: the buffer holds no {units}. Add more first.")
+            raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
         if found < distinct:
             kind = "of the newest" if distinct == newest or isinstance(self._base, Latest) else "without replacement"
             raise ValueError(
-                f"{call} {kind} needs {distinct} {units}; the buffer holds {found}. Add more or lower the batch size."
+                f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. "
+                "Add more or lower the batch size."
             )
 
     def _checked_priorities(self, name: str, given: Any, rows: int) -> Any:

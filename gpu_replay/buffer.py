@@ -37,6 +37,7 @@ class ReplayBuffer(Buffer):
     """
 
     _engine: HostEngine | DeviceEngine
+    _units = "transitions"
 
     def __init__(
         self,
@@ -131,5 +132,8 @@ class ReplayBuffer(Buffer):
         if beta is not None:
             beta = check_beta(beta)
         with self._lock:
-            self._check_enough(f"sample({batch})", batch, self._engine.size_at_least, "transitions")
+            self._check_enough(f"sample({batch})", batch)
             return Batch(self._engine.sample(batch, beta))
+
+    def _count_at_least(self, wanted: int, skipped: int) -> int:
+        return self._engine.size_at_least(wanted)

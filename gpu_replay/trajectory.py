@@ -78,6 +78,7 @@ class TrajectoryReplayBuffer(Buffer):
     """
 
     _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
+    _units = "eligible starts"
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class TrajectoryReplayBuffer(Buffer):
         if beta is not None:
             beta = check_beta(beta)
         with self._lock:
-            self._check_starts(f"sample({batch})", batch, 0)
+            self._check_enough(f"sample({batch})", batch)
             tensors = self._engine.sample(batch, beta)
             count = 0 if self._relabel is None else self._relabel.count(batch)
             if self._relabel is None or not count:
@@ -324,12 +325,11 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            self._check_starts(call, batch, (steps - 1) * self._num_envs)
+            self._check_enough(call, batch, (steps - 1) * self._num_envs)
             return Batch(self._engine.sample_sequences(batch, steps, beta))
 
-    def _check_starts(self, call: str, batch: int, skipped: int) -> None:
-        """Raise unless a batch can be drawn without the newest `skipped` slots."""
-        self._check_enough(call, batch, lambda wanted: self._engine.count_at_least(wanted, skipped), "eligible starts")
+    def _count_at_least(self, wanted: int, skipped: int) -> int:
+        return self._engine.count_at_least(wanted, skipped)
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.

@@ -250,7 +250,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
 
 # streams
 
-CALLS = 24
+CALLS = 40
 
 
 def streams(backend: str, device: str, capacity: int, sampler: Any, **settings: Any) -> TrajectoryReplayBuffer:
