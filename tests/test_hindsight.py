@@ -38,7 +38,9 @@ EACH = scale(120, 4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "num_envs, steps, end", [(1, 9, 0.15), (3, 12, 0.1), (2, 5, 0.5), (2, 1, 0.3), (1, 2, 0.4)], ids=str
+    "num_envs, steps, end",
+    scale([(1, 9, 0.15), (3, 12, 0.1), (2, 5, 0.5), (2, 1, 0.3), (1, 2, 0.4)], [(2, 5, 0.5)]),
+    ids=str,
 )
 def test_every_goal_of_the_strategy_is_reached_and_no_other(
     num_envs: int, steps: int, end: float, strategy: str, mode: str, device: str

@@ -243,7 +243,7 @@ STREAMS = SETTINGS | {
 }
 
 
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("autoreset", scale(["next_step", "same_step"], ["same_step"]))
 @pytest.mark.parametrize("name", STREAMS)
 def test_streams(name: str, autoreset: Any, device: str) -> None:
     for turn, (capacity, num_envs) in enumerate(scale([(1, 1), (9, 1), (20, 2), (64, 8)], [(20, 2)])):

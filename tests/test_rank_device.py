@@ -167,7 +167,7 @@ def drawable(ring: Ring, listed: list[int], rank: int) -> int:
 @pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
 @pytest.mark.parametrize("slots", [1, 2, 3, 31, 32, 33, 129, 1024, 1025])
 def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guards: Guards) -> None:
-    for seed, alpha in enumerate((0.0, 0.7, 1.0, 3.0, 40.0)):
+    for seed, alpha in enumerate((0.0, 0.7, 40.0)):
         codes = some_codes(slots, seed)
         codes[seed % slots] = 5
         ring = Ring(codes, (17 * seed) % slots, device, seed=seed)
