@@ -18,8 +18,6 @@ from trajectory_pair import Pair, columns
 import gpu_replay
 from gpu_replay import Combined, Field, Hindsight, Proportional, TrajectoryReplayBuffer, Uniform
 
-pytestmark = pytest.mark.contract
-
 
 def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: Any) -> TrajectoryReplayBuffer:
     """A buffer of two environments that has seen some steps."""

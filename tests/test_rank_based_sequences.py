@@ -22,8 +22,6 @@ from transitions import FIELDS, check_rows, fill, make
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer
 from gpu_replay.ops import rank_order
 
-pytestmark = pytest.mark.contract
-
 SETTINGS = {
     "exact": RankBased(),
     "independent": RankBased(alpha=1.0, beta=1.0, stratified=False),

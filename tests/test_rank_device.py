@@ -165,9 +165,9 @@ def drawable(ring: Ring, listed: list[int], rank: int) -> int:
 
 
 @pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
-@pytest.mark.parametrize("slots", [1, 2, 3, 31, 32, 33, 129, 1024, 1025])
+@pytest.mark.parametrize("slots", [1, 2, 32, 33, 1024, 1025])
 def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guards: Guards) -> None:
-    for seed, alpha in enumerate((0.0, 0.7, 40.0)):
+    for seed, alpha in enumerate((0.7, 40.0)):
         codes = some_codes(slots, seed)
         codes[seed % slots] = 5
         ring = Ring(codes, (17 * seed) % slots, device, seed=seed)
@@ -207,7 +207,7 @@ def test_digits_cover_every_rank(slots: int) -> None:
 @pytest.mark.parametrize("gone", [0.1, 0.9, 1.0])
 @pytest.mark.parametrize("slots", [2, 40, 200])
 def test_slots_that_cannot_be_drawn_pass_their_draw_on(slots: int, gone: float, device: str, guards: Guards) -> None:
-    for seed in range(3):
+    for seed in range(2):
         ring = Ring(some_codes(slots, seed, empty=0.4), seed, device, seed=seed)
         # two that are not listed, of which at least one can be drawn later
         ring.codes[0] = ring.codes[slots - 1] = 0
