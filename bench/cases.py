@@ -10,7 +10,7 @@ import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,17 @@ POOL = 64
 
 # bytes a transition takes besides its fields, read or written once per call that touches it
 KEY, MASS, PRIORITY, PROBABILITY, WEIGHT = 8, 8, 4, 4, 4
+
+
+class Named(Protocol):
+    """Something that a pattern can choose."""
+
+    @property
+    def name(self) -> str:
+        """Parts with slashes between them."""
+
+
+Chosen = TypeVar("Chosen", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,11 @@ class Case:
     def bytes(self) -> int:
         """Bytes that must move, read and written together, whatever the implementation."""
         return OPERATIONS[self.operation].bytes(self.batch, self.added)
+
+    @property
+    def fields(self) -> Mapping[str, list[Any]]:
+        """What one stored row holds: name to [dtype, shape]."""
+        return OPERATIONS[self.operation].fields
 
     def bind(self, subject: Subject, device: torch.device) -> tuple[Call, Call]:
         """The call to measure on a full subject, and what to do before each call."""
@@ -181,7 +197,7 @@ def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ..
     return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
 
 
-def chosen(cases: list[Case], pattern: str | None) -> list[Case]:
+def chosen(cases: list[Chosen], pattern: str | None) -> list[Chosen]:
     """The cases whose name contains the pattern or matches it as a glob ("cycle*", "*N=1M*"); all for None.
 
     Raises ValueError with the names there are when none does.

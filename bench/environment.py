@@ -32,6 +32,7 @@ def current_environment(device: torch.device) -> Environment:
             "numpy": np.__version__,
             "torch": torch.__version__,
             "triton": installed_version("triton"),
+            "numba": None if cuda else installed_version("numba"),
             "gpu_replay": __version__,
             "cuda": torch.version.cuda if cuda else None,
         },

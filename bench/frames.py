@@ -18,18 +18,15 @@ from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 
 from .cases import OPERATIONS, Case, Kind
 from .rows import Rows, make_priorities
+from .stacks import FRAMES, SHAPE, STACK, StackStream, faults
 from .subjects import ALPHA, BETA, Subject
 from .timing import Call
 
 ENVS = 8
-STACK = 4
 N_STEP = 3
-SHAPE = (84, 84)
 FRAME_BYTES = SHAPE[0] * SHAPE[1]
 CAPACITY = 20_000
 BATCHES = (32, 256, 1024)
-# an episode of Pong has about so many steps
-_EPISODE = 1_000
 FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64", []]}
 
 
@@ -47,26 +44,32 @@ def _cycle_bytes(batch: int, added: int) -> int:
 
 
 class FrameSubject:
-    """This package's TrajectoryReplayBuffer, filled with frames that carry the number of their step."""
+    """This package's TrajectoryReplayBuffer, filled with frames that carry the number of their step.
 
-    add_size: int | None = ENVS
+    n_step: steps until bootstrapping; other libraries are compared with one.
+    envs:   environments that step together.
+    """
+
     has_next_obs = True
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, n_step: int = N_STEP, envs: int = ENVS) -> None:
+        self.add_size: int | None = envs
         self._device = device
         self._capacity = capacity
-        self._step = 0
+        self._n_step = n_step
+        self._stream = StackStream(envs)
         self._buffer = TrajectoryReplayBuffer(
             capacity,
-            ENVS,
+            envs,
             {"obs": Field(SHAPE, torch.uint8), "action": Field((), torch.int64)},
             stack=STACK,
-            n_step=N_STEP,
+            n_step=n_step,
             autoreset="same_step",
             sampler=Proportional(alpha=ALPHA, beta=BETA),
             device=device,
             seed=0,
         )
+        self._truncated = np.zeros(envs, dtype=bool)
 
     @property
     def nbytes(self) -> int:
@@ -75,15 +78,13 @@ class FrameSubject:
 
     def inputs(self, rows: Rows) -> Any:
         """One step of all environments; `rows` are those of vectors and not used."""
-        step = self._step
-        self._step += 1
-        ended = (step + np.arange(ENVS) * 100) % _EPISODE == 0
+        step = self._stream.step()
         values = {
-            "obs": np.full((ENVS, *SHAPE), step % 251, dtype=np.uint8),
-            "action": np.arange(ENVS, dtype=np.int64),
-            "reward": np.ones(ENVS, dtype=np.float32),
-            "terminated": ended,
-            "truncated": np.zeros(ENVS, dtype=bool),
+            "obs": step.frames,
+            "action": step.action,
+            "reward": step.reward,
+            "terminated": step.terminated,
+            "truncated": self._truncated,
         }
         if self._device.type == "cpu":
             return values
@@ -91,7 +92,7 @@ class FrameSubject:
 
     def fill(self, rounds: int) -> None:
         """Fill the ring past its end, then spread the priorities."""
-        for _ in range(self._capacity // ENVS + 8):
+        for _ in range(self._capacity // (self.add_size or 1) + 8):
             self.add(self.inputs({}))
         random = np.random.default_rng(0)
         for _ in range(rounds):
@@ -112,22 +113,15 @@ class FrameSubject:
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
         """See Subject."""
-        return {name: sampled[name] for name in ("obs", "next_obs", "reward", "discount", "weight")}
+        return {name: sampled[name] for name in ("obs", "action", "reward", "next_obs", "discount", "weight")}
 
     def wrong(self) -> list[str]:
-        """What is wrong with a sampled batch: frames that are not those of their steps, or weights."""
+        """What is wrong with a sampled batch: rows that are mixed up, keys of other rows, or weights."""
         batch = self.sample(256)
-        number = batch.obs[:, :, 0, 0].cpu().numpy().astype(np.int64)
-        after = batch.next_obs[:, :, 0, 0].cpu().numpy().astype(np.int64)
-        step = batch.key.cpu().numpy() // ENVS
-        going = batch.discount.cpu().numpy() > 0
-        wrong = []
-        if not np.array_equal(number[:, -1], step % 251):
-            wrong.append("the newest frame of obs is not that of its step")
-        if not np.array_equal(after[going, -1], (step[going] + N_STEP) % 251):
-            wrong.append("the newest frame of next_obs is not that of its step")
-        if not bool((batch.weight > 0).all()):
-            wrong.append("the weights are not positive")
+        wrong = faults(self.fields(batch), ahead=self._n_step)
+        number = batch.obs[:, -1, 0, 0].cpu().numpy()
+        if not np.array_equal(number, batch.key.cpu().numpy() // (self.add_size or 1) % FRAMES):
+            wrong.append("the newest frame of obs is not that of its key")
         return wrong
 
 

@@ -31,6 +31,11 @@ class IndexSubject:
         self._words = HostWords(seed=0)
         self._block = 0
 
+    @property
+    def tree(self) -> MassTree:
+        """The masses and their sums."""
+        return self._tree
+
     def inputs(self, rows: Rows) -> Any:
         """Nothing is added to an index."""
         return None

@@ -13,22 +13,30 @@ from typing import NoReturn
 
 import torch
 
-from . import frames, memory, report, storage
-from .cases import BATCHES, CAPACITIES, Case, chosen, cycle_cases, index_cases, step_cases
+from . import frames, kernel_runner, memory, page, peers_suite, plots, report, storage
+from .cases import BATCHES, CAPACITIES, Case, chosen, index_cases, step_cases
 from .environment import current_environment
 from .index_subject import IndexSubject
+from .kernel_cases import KernelCase, kernel_cases
+from .kernel_tables import kernels_table
+from .peers_table import peers_table
 from .progress import Progress
+from .proven import Red, proven
 from .record import Record
-from .results import default_file, read, recorded_files, write
+from .results import default_file, device_name, read, recorded_files, write
 from .runner import Maker, Refused, Run
-from .subjects import PEERS, MissingPeer, ReplaySubject, make_peer, peer_version
-from .timing import Plan, copy_bandwidth
+from .subjects import PEERS, MissingPeer, ReplaySubject, peer_version
+from .timing import How, Plan, copy_bandwidth
 
 CPU = torch.device("cpu")
 OURS = "gpu_replay"
 QUICK = Plan(warmup=0.01, seconds=0.02, fewest=20, most=200)
 QUICK_CAPACITIES = (10_000,)
 QUICK_BATCHES = (32, 256)
+# a kernel that takes a second is called a few times, one that takes a microsecond thousands of times
+KERNELS = Plan(warmup=0.03, seconds=0.2, fewest=6, most=5000)
+# a step of Atari agents: so many environments, so many transitions learned from
+ATARI_ENVS, ATARI_STEPS, ATARI_BATCH = 128, 8_000, 512
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         # str() of a KeyError is the repr of its message
         print(f"gpu-replay bench: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 2
-    except (OSError, RuntimeError, MemoryError, MissingPeer, Refused) as error:
+    except (OSError, RuntimeError, MemoryError, MissingPeer, Red, Refused) as error:
         print(f"gpu-replay bench: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
@@ -69,18 +77,20 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     suites = {
         "cpu": (_cpu, "add, sample, update, full cycles, the index alone and memory, on the CPU with one thread"),
-        "gpu": (_gpu, "add, sample, update and full cycles on the GPU, timed by CUDA events"),
+        "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
+        "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
         "frames": (_frames, "stacks of Atari frames stored once, beside a bare copy of the same bytes"),
-        "peers": (_peers, "the full cycle of this package and of other libraries, side by side"),
+        "peers": (_peers, "full cycles, adds and the index alone, beside other libraries in turns"),
         "storage": (_storage, "storing transitions and reading batches, for deque, list, NumPy rings and this buffer"),
     }
+    files = {"kernels": "kernels-DEVICE"}
     for name, (run, about) in suites.items():
         command = commands.add_parser(name, help=about, description=f"Measures {about}.")
         command.add_argument(
             "--output",
             type=Path,
             metavar="FILE",
-            help=f"JSON lines; its cases are renewed (default: {default_file(name)})",
+            help=f"JSON lines; its cases are renewed (default: {default_file(files.get(name, name))})",
         )
         command.add_argument("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         command.add_argument(
@@ -89,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, suite=name)
         if name == "peers":
             command.add_argument("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
+            command.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
+        if name == "kernels":
+            command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+            command.add_argument("--n-max", type=_count, metavar="N", help="no cases with more slots: 1000000, 1e7")
+            command.add_argument("--plot", action="store_true", help="PNGs from the records, beside them")
+        if name in ("gpu", "kernels"):
+            command.add_argument(
+                "--timing",
+                choices=("events", "graph"),
+                help="on a GPU, events around each call or around a replayed CUDA graph of calls "
+                f"(default: {'both' if name == 'gpu' else 'graph'})",
+            )
     about = "Markdown tables made from records"
     command = commands.add_parser("report", help=about, description=f"{about}.")
     command.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON lines (default: all recorded)")
@@ -100,7 +122,24 @@ def _parser() -> argparse.ArgumentParser:
         help="renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable",
     )
     command.set_defaults(run=_report)
+    about = "PNGs of kernel microbenchmarks made from records"
+    command = commands.add_parser("plot", help=about, description=f"{about}, one folder for each file.")
+    command.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON lines (default: all recorded)")
+    command.set_defaults(run=_plot)
+    about = "the page of one GPU, from all that bench/on_gpu.sh left in a folder"
+    command = commands.add_parser("page", help=about, description=f"Writes {about}.")
+    command.add_argument("--results", type=Path, required=True, metavar="DIR", help="the folder of the records")
+    command.add_argument("--output", type=Path, metavar="FILE", help="Markdown (default: DIR.md, beside the folder)")
+    command.set_defaults(run=_page)
     return parser
+
+
+def _count(text: str) -> int:
+    """A positive whole number, in digits or as 1e7."""
+    number = float(text)
+    if not 1 <= number < float("inf") or number % 1:
+        raise ValueError(f"{text!r} is not a positive whole number")
+    return int(number)
 
 
 def _cpu(options: argparse.Namespace) -> int:
@@ -109,7 +148,7 @@ def _cpu(options: argparse.Namespace) -> int:
     index = index_cases(*sizes) if options.quick else index_cases()
     kept = chosen(steps + index, options.only)
     with_memory = options.only is None
-    run = _prepared("cpu", CPU, options.quick)
+    run = _prepared(options, CPU, _operations(kept) + ["memory"] * with_memory)
     with _session(options, len(kept) + with_memory) as (records, progress):
         parts: tuple[tuple[Maker, list[Case]], ...] = (
             (partial(ReplaySubject, device=CPU), steps),
@@ -132,13 +171,73 @@ def _gpu(options: argparse.Namespace) -> int:
         raise RuntimeError("bench gpu needs a CUDA or ROCm device and torch finds none; `bench cpu` needs none.")
     device = torch.device("cuda")
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ((*CAPACITIES, 10_000_000), (*BATCHES, 65_536))
-    kept = chosen(step_cases(*sizes), options.only)
-    run = _prepared("gpu", device, options.quick)
+    vectors, atari = step_cases(*sizes), _atari_cases(options.quick)
+    kept = chosen(vectors + atari, options.only)
+    ways: tuple[How, ...] = (options.timing,) if options.timing else ("events", "graph")
+    run = replace(_prepared(options, device, _operations(kept)), ways=ways)
+    parts: tuple[tuple[Maker, list[Case]], ...] = (
+        (partial(ReplaySubject, device=device), vectors),
+        (partial(frames.FrameSubject, device=device, envs=ATARI_ENVS), atari),
+    )
     with _session(options, len(kept)) as (records, progress):
-        for record in run.records(kept, {OURS: partial(ReplaySubject, device=device)}, progress):
-            records.append(record)
+        for make, cases in parts:
+            for record in run.records([case for case in cases if case in kept], {OURS: make}, progress):
+                records.append(record)
     _print(records)
     return 0
+
+
+def _atari_cases(quick: bool) -> list[Case]:
+    """The parts of a step of Atari agents, and the whole of it."""
+    capacity = ATARI_ENVS * (100 if quick else ATARI_STEPS)
+    return [
+        Case("frame-add", capacity, ATARI_ENVS, ATARI_ENVS),
+        Case("frames", capacity, ATARI_BATCH, 0),
+        Case("frame-cycle", capacity, ATARI_BATCH, ATARI_ENVS),
+    ]
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("bench kernels --device cuda needs a CUDA or ROCm device and torch finds none.")
+    if device.type == "cpu" and options.timing:
+        raise ValueError(f"--timing {options.timing} needs a GPU; on a CPU the host's clock is all there is.")
+    if options.plot:
+        plots.require()
+    most = options.n_max
+    cases = kernel_cases(device.type, most=most)
+    if options.quick:
+        cases = kernel_cases(device.type, QUICK_CAPACITIES, QUICK_BATCHES, rows=10_000, frames=2_000, most=most)
+    kept = chosen(cases, options.only)
+    name = f"kernels-{device_name(device)}"
+    options.output = options.output or default_file(f"{name}-quick" if options.quick else name)
+    ways: tuple[How, ...] = ("host",) if device.type == "cpu" else (options.timing or "graph",)
+    run = _prepared(options, device, _operations(kept))
+    # others may be busy on the same CPU, while a GPU is its user's own
+    rounds = 1 if options.quick or device.type == "cuda" else 3
+    run = replace(run, ways=ways, plan=run.plan if options.quick else KERNELS, rounds=rounds)
+    with _session(options, len(kept)) as (records, progress):
+        for record in kernel_runner.records(run, kept, progress):
+            records.append(record)
+    if records:
+        print(kernels_table(records), report.conditions(records), sep="\n\n")
+    if options.plot and options.output.is_file():
+        _draw(options.output)
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    plots.require()
+    for file in options.files or recorded_files():
+        _draw(file)
+    return 0
+
+
+def _draw(file: Path) -> None:
+    """Plots of a file's kernel records, in a folder of its name."""
+    for image in plots.draw([record for record in read(file) if record.suite == "kernels"], file.with_suffix("")):
+        print(f"{image}: drawn from {file}", file=sys.stderr)
 
 
 def _frames(options: argparse.Namespace) -> int:
@@ -147,7 +246,7 @@ def _frames(options: argparse.Namespace) -> int:
     sizes = (2_000, (32,)) if options.quick else (capacity, frames.BATCHES)
     gathered, others = frames.gather_cases(*sizes), frames.stream_cases(*sizes)
     kept = chosen(gathered + others, options.only)
-    run = replace(_prepared("frames", device, options.quick), rounds=1 if options.quick else 5)
+    run = replace(_prepared(options, device, _operations(kept)), rounds=1 if options.quick else 5)
     ours: dict[str, Maker] = {OURS: partial(frames.FrameSubject, device=device)}
     both: dict[str, Maker] = {**ours, "take": partial(frames.TakeSubject, device=device)}
     with _session(options, len(kept)) as (records, progress):
@@ -159,22 +258,25 @@ def _frames(options: argparse.Namespace) -> int:
 
 
 def _peers(options: argparse.Namespace) -> int:
-    cases = cycle_cases(QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else cycle_cases()
-    kept = chosen(cases, options.only)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("bench peers --device cuda needs a CUDA or ROCm device and torch finds none.")
+    parts = peers_suite.parts(peers_suite.QUICK if options.quick else peers_suite.Sizes(), device)
+    kept = chosen([case for part in parts for case in part.cases], options.only)
+    parts = [replace(part, cases=[case for case in part.cases if case in kept]) for part in parts]
     names = options.peer or list(PEERS)
     versions = {name: peer_version(name) for name in names}
-    run = replace(_prepared("peers", CPU, options.quick), versions=versions, rounds=1 if options.quick else 5)
-    makers: dict[str, Maker] = {OURS: partial(ReplaySubject, device=CPU)}
-    makers |= {name: partial(make_peer, name) for name in names}
+    run = _prepared(options, device, _operations(kept))
+    run = replace(run, versions=versions, rounds=1 if options.quick else 5)
     with _session(options, len(kept)) as (records, progress):
-        for record in run.records(kept, makers, progress):
+        for record in peers_suite.records(run, parts, names, progress, device):
             records.append(record)
-    print(report.peers_table(records), report.conditions(records), sep="\n\n")
+    print(peers_table(records), report.conditions(records), sep="\n\n")
     return 0
 
 
 def _storage(options: argparse.Namespace) -> int:
-    run = _prepared("storage", CPU, options.quick)
+    run = _prepared(options, CPU, ["storage-one", "storage-blocks", "storage-batches"])
     work = storage.QUICK if options.quick else storage.Work()
     layouts = storage.chosen(options.only)
     with _session(options, 3 * len(layouts)) as (records, progress):
@@ -199,9 +301,37 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(suite: str, device: torch.device, quick: bool) -> Run:
+def _page(options: argparse.Namespace) -> int:
+    folder: Path = options.results
+    if not folder.is_dir():
+        raise ValueError(f"--results {folder} is not a folder; `bench/on_gpu.sh` makes one.")
+    output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page.page(folder, output))
+    print(f"{output} is written")
+    return 0
+
+
+def _operations(cases: Sequence[Case | KernelCase]) -> list[str]:
+    return list(dict.fromkeys(case.operation for case in cases))
+
+
+def _prepared(options: argparse.Namespace, device: torch.device, operations: list[str]) -> Run:
+    """What all records of the run share; raises Red while tests of these operations are, except for a trial."""
+    quick = options.quick
+    tests = None if quick else proven(operations, device)
     bandwidth = copy_bandwidth(device, nbytes=2**25, repetitions=3) if quick else copy_bandwidth(device)
-    return Run(suite, device, QUICK if quick else Plan(), current_environment(device), bandwidth, quick, versions={})
+    return Run(
+        options.suite,
+        device,
+        QUICK if quick else Plan(),
+        current_environment(device),
+        bandwidth,
+        quick,
+        versions={},
+        ways=("host",) if device.type == "cpu" else ("events",),
+        tests=tests,
+    )
 
 
 @contextmanager

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def number(value: float) -> str:
+    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table with aligned columns, the first left, the others right."""
     lines = [list(header), *[list(row) for row in rows]]

@@ -70,6 +70,7 @@ def record(run: Run, capacity: int, *, repetitions: int) -> Record:
         copy_share=None,
         quick=run.quick,
         environment=run.environment,
+        tests=run.tests,
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU, in parts of at most 9 minutes, each leaving its record.
+# Runs everything that needs a GPU within 25 minutes, in parts of at most 9, each leaving its record; then makes a page.
 #
 # It needs no network and no installation: PyTorch, Triton and pytest of the machine, and this checkout. Wheels that the
 # machine lacks (for Pong: ale-py, gymnasium, farama-notifications) are taken from a folder and put into a temporary one.
@@ -10,21 +10,25 @@ usage() {
 usage: bench/on_gpu.sh [PART ...] [option ...]
 
 parts (all of them when none is given):
-  tests              the tests marked gpu, except those of the kernels
-  kernels-and-bench  the tests of the kernels, then `gpu-replay bench gpu`
-  train              `gpu-replay train catch`, then Pong if ale-py is there
+  tests              the tests marked gpu, except those of the kernels; 8.5 minutes at most
+  kernels-and-bench  the tests of the kernels, then `gpu-replay bench kernels`, with pictures, `gpu`, `frames` and
+                     `peers`; 9 minutes at most
+  train              `gpu-replay train catch`, then Pong if ale-py is there; 7 minutes at most
+  page               the page of all records there are, those of earlier runs too; seconds
 
 options:
   --output DIR       where records go (default: bench/results/NAME-OF-THE-GPU)
+  --page FILE        where the page goes (default: bench/results/NAME-OF-THE-GPU.md, or DIR/page.md with --output)
   --wheels DIR       wheels to use for what the machine lacks
   --python FILE      the Python that has PyTorch (default: python3)
   --workers N        test processes on the one GPU (default: 4 where pytest-xdist is installed, else 1)
-  --seconds N        the most that one part may take (default: 540)
+  --seconds N        the most that each part may take, instead of the times above
   --dry-run          print the commands instead of running them; needs no GPU
   --help             this text
 
 A part writes NAME.log for each of its steps, beside JUnit XML, JSON lines and training output, and one line for each
-step into PART.steps.jsonl. The exit status is 0 only if every step of every part succeeded.
+step into PART.steps.jsonl. A step whose time is over is interrupted, and writes what it has. The exit status is 0 only
+if every step of every part succeeded.
 END
 }
 
@@ -35,11 +39,13 @@ fail() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 parts=()
-output="" wheels="" python=python3 workers="" seconds=540 dry=""
+output="" page="" wheels="" python=python3 workers="" seconds="" dry=""
+# together 25 minutes
+declare -A most=([tests]=510 [kernels-and-bench]=540 [train]=420 [page]=30)
 while (($#)); do
     case $1 in
-        tests | kernels-and-bench | train) parts+=("$1") ;;
-        --output | --wheels | --python | --workers | --seconds)
+        tests | kernels-and-bench | train | page) parts+=("$1") ;;
+        --output | --page | --wheels | --python | --workers | --seconds)
             (($# > 1)) || fail "$1 needs a value; see --help"
             printf -v "${1#--}" %s "$2"
             shift
@@ -50,13 +56,14 @@ while (($#)); do
     esac
     shift
 done
-((${#parts[@]})) || parts=(tests kernels-and-bench train)
-[[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds must be a whole number; found '$seconds'"
+((${#parts[@]})) || parts=(tests kernels-and-bench train page)
+[[ -z $seconds || $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds must be a whole number; found '$seconds'"
 [[ -z $workers || $workers =~ ^[1-9][0-9]*$ ]] || fail "--workers must be a whole number; found '$workers'"
 [[ -z $wheels || -d $wheels ]] || fail "--wheels $wheels is not a folder"
 # paths are the caller's; the commands run at the root of the checkout
 [[ -z $wheels ]] || wheels=$(cd "$wheels" && pwd)
 [[ $output == /* || -z $output ]] || output=$PWD/$output
+[[ $page == /* || -z $page ]] || page=$PWD/$page
 [[ $python == */* && $python != /* ]] && python=$PWD/$python
 command -v "$python" >/dev/null || fail "there is no $python; name one with --python"
 cd "$root" || exit 2
@@ -89,7 +96,9 @@ fi
 commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 slug=$(tr -cs 'A-Za-z0-9' '-' <<<"$gpu" | tr 'A-Z' 'a-z')
 slug=${slug#-}
+[[ -n $page || -z $output ]] || page=$output/page.md
 output=${output:-$root/bench/results/${slug%-}}
+page=${page:-$output.md}
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -102,19 +111,26 @@ has() {
     "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null
 }
 
+# a shell in the background ignores interrupts, and what it starts does too unless told otherwise
+heeding=()
+env --default-signal=INT true 2>/dev/null && heeding=(env --default-signal=INT)
+
+# seconds of the part that a step leaves to those after it
+reserve=0
+
 # step NAME COMMAND ...: within what is left of the part's time, logged and recorded
 step() {
-    local name=$1 left=$((deadline - SECONDS)) started=$SECONDS code
+    local name=$1 left=$((deadline - SECONDS - reserve)) started=$SECONDS code
     shift
     if [[ -n $dry ]]; then
-        printf 'timeout -k 10 %s' "$seconds"
+        printf 'timeout -s INT -k 10 %s' "$((limit - reserve))"
         printf ' %q' "$@"
         echo
         return 0
     fi
     echo "== $part: $name"
     if ((left > 0)); then
-        timeout -k 10 "$left" "$@" 2>&1 | tee "$output/$name.log"
+        timeout -s INT -k 10 "$left" "${heeding[@]}" "$@" 2>&1 | tee "$output/$name.log"
         code=${PIPESTATUS[0]}
     else
         echo "no time was left for it" | tee "$output/$name.log"
@@ -148,18 +164,40 @@ part_kernels-and-bench() {
     shopt -s nullglob
     files=(tests/test_kernel*.py)
     shopt -u nullglob
+    # what is measured last must not be left without any time
+    reserve=$((limit / 2))
     ((${#files[@]} == 0)) || pytest kernels "${files[@]}"
-    step bench "$python" -m gpu_replay bench gpu --output "$output/bench.jsonl"
+    reserve=$((limit / 4))
+    if [[ -n $dry ]] || has matplotlib; then
+        bench kernels --plot
+    else
+        bench kernels
+    fi
+    reserve=$((limit / 6))
+    bench gpu
+    reserve=$((limit / 9))
+    bench frames
+    reserve=0
+    bench peers --device cuda
+}
+
+# bench SUITE [OPTION ...]
+bench() {
+    step "bench-$1" "$python" -m gpu_replay bench "$@" --output "$output/$1.jsonl"
 }
 
 part_train() {
-    local long=$((seconds > 180 ? seconds - 120 : 60))
+    local long=$((limit > 180 ? limit - 120 : 60))
     step catch "$python" -m gpu_replay train catch --device cuda --seed 0 --max-seconds 60 --output "$output/catch"
     if [[ -n $dry ]] || has ale_py; then
         step pong "$python" -m gpu_replay train pong --device cuda --seed 0 --max-seconds "$long" --output "$output/pong"
     else
         echo "== train: ale-py is not installed, so Pong is left out; give its wheels with --wheels"
     fi
+}
+
+part_page() {
+    step page "$python" -m gpu_replay bench page --results "$output" --output "$page"
 }
 
 [[ -n $dry ]] || mkdir -p "$output" || exit 2
@@ -173,7 +211,8 @@ if [[ -n $wheels ]]; then
     fi
 fi
 for part in "${parts[@]}"; do
-    deadline=$((SECONDS + seconds))
+    limit=${seconds:-${most[$part]}}
+    deadline=$((SECONDS + limit)) reserve=0
     [[ -n $dry ]] || rm -f "$output/$part.steps.jsonl"
     "part_$part"
 done

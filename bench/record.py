@@ -49,6 +49,11 @@ class Record:
     counted:        bytes a row as the buffer itself counts them; None where the unit is a time.
     seconds:        of all recorded calls together, where that is what was asked for.
     quick:          made with few repetitions, not to be quoted.
+    flush:          bytes overwritten before each repetition to empty the caches, outside the measured time; 0 for
+                    caches as the calls before left them.
+    timing:         "host" for the host's clock, "events" for CUDA events around each call, "graph" for events around a
+                    replayed CUDA graph of calls; None in lines older than this field.
+    tests:          "passed" when the tests of the operation passed before the run; None when nobody asked.
     """
 
     suite: str
@@ -70,12 +75,21 @@ class Record:
     environment: Environment
     counted: float | None = None
     seconds: float | None = None
+    flush: int = 0
+    timing: Literal["host", "events", "graph"] | None = None
+    tests: Literal["passed"] | None = None
     schema: int = SCHEMA
 
     @property
     def identity(self) -> tuple[str, ...]:
         """What a newer record of the same thing replaces."""
-        return (self.suite, self.case, self.implementation, self.environment.device, self.environment.cpu)
+        machine = (self.environment.device, self.environment.cpu)
+        return (self.suite, self.case, self.implementation, *machine, self.clock)
+
+    @property
+    def clock(self) -> str:
+        """How it was timed; lines that do not say were timed in the only way there was."""
+        return self.timing or ("host" if self.environment.device == "cpu" else "events")
 
     @property
     def median(self) -> float:

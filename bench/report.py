@@ -9,20 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from . import runs, storage
+from . import expected, kernel_tables, runs, storage
 from .cases import OPERATIONS, short
-from .markdown import table
+from .kernel_tables import kernels_table
+from .markdown import number, table
+from .peers_table import NOTE, peers_table
 from .record import Environment, Record
 from .reference import ELSEWHERE, best_peer
 
 Records = Sequence[Record]
-
-
-def number(value: float) -> str:
-    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def conditions(records: Records) -> str:
@@ -59,7 +54,7 @@ def cells_table(records: Records, peers: Records = ()) -> str:
         share = "" if record.copy_share is None else f"{record.copy_share:.1%}"
         rows.append(
             [
-                record.case,
+                record.case + (", replayed" if record.clock == "graph" else ""),
                 *[number(record.quantiles[name]) for name in ("p10", "p50", "p90")],
                 share,
                 f"{number(peer[0])} ({peer[1]})" if peer else "",
@@ -85,23 +80,6 @@ def _cycle_cell(record: Record | None, peers: Records) -> str:
         return ""
     peer = best_peer(record.case, peers, record.environment.cpu)
     return number(record.median) + (f" ({peer[0] / record.median:.2f}x)" if peer else "")
-
-
-def peers_table(records: Records) -> str:
-    """The full cycle of all implementations, cases down and implementations across; the last column compares.
-
-    The last column is the best other implementation's time over that of the first.
-    """
-    names = list(dict.fromkeys(record.implementation for record in records))
-    found = {(record.case, record.implementation): record.median for record in records}
-    rows = []
-    for case in dict.fromkeys(record.case for record in records):
-        times = [found.get((case, name)) for name in names]
-        others = [time for time in times[1:] if time is not None]
-        ahead = f"{min(others) / times[0]:.2f}x" if times[0] and others else ""
-        label = case.removeprefix("cycle/").replace("/", ", ")
-        rows.append([label, *["" if time is None else number(time) for time in times], ahead])
-    return table(["full cycle, µs", *names, "ahead"], rows)
 
 
 def frames_table(records: Records) -> str:
@@ -152,8 +130,19 @@ def _gpu_section(records: Records) -> str:
 
 def _peers_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "peers"]
-    note = f"One cycle: {OPERATIONS['cycle'].about}; all sampled fields and weights come as torch tensors."
-    return f"{peers_table(mine)}\n\n{note} Medians. {conditions(mine)}"
+    return f"{peers_table(mine)}\n\n{NOTE} Medians. {conditions(mine)}"
+
+
+def _kernels_of(record: Record) -> str | None:
+    """The kind of device of a kernel microbenchmark, None for another record."""
+    if record.suite != "kernels":
+        return None
+    return "cpu" if record.environment.device == "cpu" else "gpu"
+
+
+def _kernels_section(records: Records) -> str:
+    mine = [record for record in records if record.suite == "kernels"]
+    return f"{kernels_table(mine)}\n\n{kernel_tables.NOTE} Medians. {conditions(mine)}"
 
 
 def _memory_section(records: Records) -> str:
@@ -181,6 +170,12 @@ SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], st
     "cpu": (_cpu_section, lambda record: record.suite == "cpu" and record.operation == "cycle", "gpu-replay bench cpu"),
     "cpu-cells": (_cells_section, lambda record: record.suite == "cpu" and record.unit == "us", "gpu-replay bench cpu"),
     "gpu": (_gpu_section, lambda record: record.suite == "gpu", "gpu-replay bench gpu"),
+    "kernels": (_kernels_section, lambda record: _kernels_of(record) == "gpu", "gpu-replay bench kernels"),
+    "kernels-cpu": (
+        _kernels_section,
+        lambda record: _kernels_of(record) == "cpu",
+        "gpu-replay bench kernels --device cpu",
+    ),
     "peers": (_peers_section, lambda record: record.suite == "peers", "gpu-replay bench peers"),
     "frames": (_frames_section, lambda record: record.suite == "frames", "gpu-replay bench frames"),
     "storage": (_storage_section, lambda record: record.suite == "storage", "gpu-replay bench storage"),
@@ -203,10 +198,9 @@ def section(name: str, records: Records) -> str:
         return f"Not measured yet: `{command}`."
     texts = []
     for device, cpu in machines:
-        # peers are measured on the CPU, whatever the device of the table
-        here = [
-            r for r in records if r.environment.cpu == cpu and (r.environment.device == device or r.suite == "peers")
-        ]
+        # tables of a GPU show peers measured on the CPU beside it, but peers have a table for each device
+        also = "peers" if name != "peers" else None
+        here = [r for r in records if r.environment.cpu == cpu and (r.environment.device == device or r.suite == also)]
         texts.append(make(here))
     return "\n\n".join(texts) + f" Reproduce: `{command}`."
 
@@ -223,6 +217,9 @@ def updated(document: str, records: Records) -> str:
         _, closed, after = rest.partition(end)
         if not closed:
             raise ValueError(f"{mark} is not closed; put {end} where its table ends.")
-        text = runs.section(runs.run_folders()) if name == "pong" else section(name, records)
+        if name == "pong":
+            text = runs.section(runs.run_folders())
+        else:
+            text = expected.section(records) if name == "expected" else section(name, records)
         document = f"{before}{mark}\n{text}\n{end}{after}"
     return document

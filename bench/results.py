@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 from .environment import checkout
 from .record import Record
 
-# what a run on a GPU leaves in the folder of its machine is called bench.jsonl
-NAMES = ("cpu", "gpu", "peers", "frames", "storage", "bench")
+# what a run on a GPU leaves in the folder of its machine is called bench.jsonl and kernels.jsonl; elsewhere the kernels
+# have a file for each device
+NAMES = ("cpu", "gpu", "peers", "frames", "storage", "bench", "kernels", "kernels-*")
+QUICK = "-quick"
 
 
 def default_file(name: str) -> Path:
     """Where a run writes when no option says so: into the checkout, else into the current folder."""
     root = checkout()
     return root / "bench" / "results" / f"{name}.jsonl" if root else Path(f"gpu-replay-bench-{name}.jsonl")
+
+
+def device_name(device: torch.device) -> str:
+    """How files name a device: "cpu", or its own name in small letters, "nvidia-h200"."""
+    if device.type == "cpu":
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
 def recorded_folder() -> Path | None:
@@ -31,9 +43,10 @@ def recorded_files() -> list[Path]:
     """
     root = checkout()
     if root:
-        found = sorted(file for name in NAMES for file in (root / "bench" / "results").rglob(f"{name}.jsonl"))
+        found = sorted({file for name in NAMES for file in (root / "bench" / "results").rglob(f"{name}.jsonl")})
     else:
-        found = [file for file in map(default_file, NAMES) if file.is_file()]
+        found = sorted({file for name in NAMES for file in Path().glob(default_file(name).name)})
+    found = [file for file in found if not file.stem.endswith(QUICK)]
     if not found:
         raise ValueError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
     return found

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from .cases import OPERATIONS, Case
+from .cases import Case
 from .progress import Progress
 from .record import Environment, Record
 from .rows import make_priorities, make_rows, mismatches
 from .subjects import MissingPeer, SelfFilling, Subject
-from .timing import Plan, Timing, measure
+from .timing import Call, How, NotCaptured, Plan, Timing, calls_per_graph, captured, measure
 
 # rows of one add while filling, updates of one round of spreading priorities
 CHUNK = 4096
@@ -29,6 +30,38 @@ class Refused(Exception):
     """A subject that gives wrong answers is not measured; the message says what was wrong."""
 
 
+class Measured(Protocol):
+    """What a record says of its case."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the suite."""
+
+    @property
+    def operation(self) -> str:
+        """What is measured."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+
+    @property
+    def batch(self) -> int:
+        """Transitions of a call."""
+
+    @property
+    def added(self) -> int:
+        """Rows that a call adds."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move."""
+
+    @property
+    def fields(self) -> Mapping[str, list[Any]]:
+        """What one stored row holds: name to [dtype, shape]."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What all measurements of one run share.
@@ -36,6 +69,8 @@ class Run:
     copy_bandwidth: bytes a second, as timing.copy_bandwidth measures it.
     versions:       of the implementations measured, by name, beside those of the environment.
     rounds:         parts into which the plan's time is split; in each, all subjects have their turn.
+    ways:           how calls are timed, one after the other; "graph" where they can be captured.
+    tests:          "passed" when those of all operations did.
     """
 
     suite: str
@@ -46,6 +81,8 @@ class Run:
     quick: bool
     versions: Mapping[str, str | None]
     rounds: int = 1
+    ways: tuple[How, ...] = ("host",)
+    tests: Literal["passed"] | None = None
 
     def records(self, cases: list[Case], makers: Mapping[str, Maker], progress: Progress) -> Iterator[Record]:
         """Measure the cases on all implementations; yields each record as soon as it is known.
@@ -57,8 +94,10 @@ class Run:
             subjects = self._subjects(capacity, makers, progress)
             for case in group:
                 progress.show(case.name)
-                for name, timing in self._timings(case, subjects).items():
-                    yield self._record(case, name, timing)
+                for way in self.ways:
+                    bound = {name: case.bind(subject, self.device) for name, subject in subjects.items()}
+                    for name, (timing, how) in self.timings(bound, self.plan, way, progress).items():
+                        yield self.record(case, name, timing, how)
                 progress.advance()
 
     def _subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
@@ -77,21 +116,39 @@ class Run:
                 subjects[name] = subject
         return subjects
 
-    def _timings(self, case: Case, subjects: Mapping[str, Subject]) -> dict[str, Timing]:
-        bound = {name: case.bind(subject, self.device) for name, subject in subjects.items()}
-        part = replace(
-            self.plan,
-            warmup=self.plan.warmup / self.rounds,
-            seconds=self.plan.seconds / self.rounds,
-            fewest=-(-self.plan.fewest // self.rounds),
-        )
-        parts: dict[str, list[Timing]] = {name: [] for name in subjects}
-        for _ in range(self.rounds):
-            for name, (call, prepare) in bound.items():
-                parts[name].append(measure(call, prepare=prepare, plan=part, device=self.device))
-        return {name: Timing.joined(timings) for name, timings in parts.items()}
+    def timings(
+        self, bound: Mapping[str, tuple[Call, Call]], plan: Plan, way: How, progress: Progress
+    ) -> dict[str, tuple[Timing, How]]:
+        """What the clock saw of each call, prepared by the second of its pair, and how it was timed; they take turns.
 
-    def _record(self, case: Case, implementation: str, timing: Timing) -> Record:
+        Where calls are captured, they are prepared once, before the capture: a graph works on tensors that stay. One
+        that cannot be captured is timed by events, and a line says so.
+        """
+        ready: dict[str, tuple[Call, Call, int, How]] = {}
+        for name, (call, prepare) in bound.items():
+            ready[name] = (call, prepare, 1, way)
+            if way == "graph":
+                prepare()
+                calls = calls_per_graph(call, self.device, cold=plan.flush > 0)
+                try:
+                    ready[name] = (captured(call, self.device, calls), _nothing, calls, "graph")
+                except NotCaptured as reason:
+                    progress.say(f"{name} is timed by events, since it cannot be captured: {reason}")
+                    ready[name] = (call, prepare, 1, "events")
+        part = replace(
+            plan,
+            warmup=plan.warmup / self.rounds,
+            seconds=plan.seconds / self.rounds,
+            fewest=-(-plan.fewest // self.rounds),
+        )
+        parts: dict[str, list[Timing]] = {name: [] for name in ready}
+        for _ in range(self.rounds):
+            for name, (call, prepare, calls, _) in ready.items():
+                parts[name].append(measure(call, prepare=prepare, plan=part, device=self.device, calls=calls))
+        return {name: (Timing.joined(timings), ready[name][3]) for name, timings in parts.items()}
+
+    def record(self, case: Measured, implementation: str, timing: Timing, how: How, flush: int = 0) -> Record:
+        """The record of one implementation of one case."""
         spread = timing.microseconds()
         share = case.bytes / (spread["p50"] / 1e6) / self.copy_bandwidth
         version = self.versions.get(implementation)
@@ -104,7 +161,7 @@ class Run:
             capacity=case.capacity,
             batch=case.batch,
             added=case.added,
-            fields=dict(OPERATIONS[case.operation].fields),
+            fields=dict(case.fields),
             unit="us",
             quantiles={name: round(value, 3) for name, value in spread.items()},
             repetitions=timing.repetitions,
@@ -114,7 +171,14 @@ class Run:
             copy_share=round(share, 5),
             quick=self.quick,
             environment=replace(self.environment, versions=versions),
+            flush=flush,
+            timing=how,
+            tests=self.tests,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:

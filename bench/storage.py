@@ -155,6 +155,8 @@ def _record(run: Run, work: Work, name: str, part: str, rows: int, timed: list[t
         quick=run.quick,
         environment=run.environment,
         seconds=round(float(elapsed[:, 0].sum()) / 1e9, 6),
+        timing="host",
+        tests=run.tests,
     )
 
 

@@ -2,7 +2,8 @@
 
 A measurement is warmed up, then repeated, each repetition timed by itself, so that quantiles say how calls are spread
 and not only their mean. On the CPU the clock is `perf_counter_ns`; on a GPU it is a pair of CUDA events around each
-call, read after the last one, so that no repetition waits for the device.
+call, read after the last one, so that no repetition waits for the device. A call may be a replayed CUDA graph of
+several calls, which leaves the time of the device alone, without that of Python and of launching.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 Call = Callable[[], object]
+# how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
+How = Literal["host", "events", "graph"]
+# calls before a capture: they compile, choose algorithms and make what is made once
+WARM_UPS = 3
+# a graph holds as many calls as take about so many nanoseconds, and no more than so many
+_GRAPH_NANOSECONDS, _GRAPH_CALLS = 500_000, 32
+# a cache that nobody describes
+_ASSUMED_CACHE = 2**25
 
 
 @dataclass(frozen=True)
@@ -116,23 +126,86 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
-def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device) -> Timing:
+def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, calls: int = 1) -> Timing:
     """Warm up, then time as many repetitions as the plan has seconds for.
 
     call:    what is measured.
     prepare: runs before each repetition, outside the measured time.
+    calls:   how often `call` does what is measured: the time of a repetition is divided by it.
     """
     clock = clock_for(device)
     prepare = _with_flush(prepare, plan.flush, device)
-    warmup, spent = 0, 0
+    warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup
     while warmup < 3 or time.perf_counter() < budget:
         # the last warm-up calls decide the estimate: the first ones load caches and code
+        began = time.perf_counter()
         spent = int(clock.run(call, prepare, 1)[0])
+        whole = time.perf_counter() - began
         warmup += 1
     gc.collect()
-    repetitions = min(plan.most, max(plan.fewest, int(plan.seconds * 1e9 / max(spent, 1))))
-    return Timing(clock.run(call, prepare, repetitions), warmup)
+    repetitions = int(plan.seconds * 1e9 / max(spent, 1))
+    if plan.flush:
+        # emptying caches may take a thousand times as long as the call
+        repetitions = min(repetitions, int(4 * plan.seconds / whole))
+    repetitions = min(plan.most, max(plan.fewest, repetitions))
+    return Timing(clock.run(call, prepare, repetitions) // calls, warmup)
+
+
+class NotCaptured(Exception):
+    """A call that cannot go into a CUDA graph; the message says why in one line."""
+
+
+def captured(call: Call, device: torch.device, calls: int) -> Call:
+    """What replays `calls` calls of `call` as one CUDA graph.
+
+    call: works on tensors that stay where they are while the graph lives, and waits for nothing.
+
+    Raises NotCaptured where it does something that a graph cannot hold.
+    """
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                call()
+        torch.cuda.current_stream(device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                for _ in range(calls):
+                    call()
+        except RuntimeError as error:
+            raise NotCaptured(str(error).strip().splitlines()[0]) from error
+    replay: Call = graph.replay
+    return replay
+
+
+def calls_per_graph(call: Call, device: torch.device, *, cold: bool) -> int:
+    """Calls that one graph holds: enough to be timed well; one where caches must be empty before each."""
+    if cold:
+        return 1
+    fastest = int(clock_for(device).run(call, lambda: None, WARM_UPS).min())
+    return max(1, min(_GRAPH_CALLS, _GRAPH_NANOSECONDS // max(1, fastest)))
+
+
+def flush_bytes(device: torch.device) -> int:
+    """Bytes to overwrite in order to empty the last cache of the device: twice its size."""
+    if device.type == "cuda":
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    else:
+        cache = _last_cache_of_cpu()
+    return 2 * (cache or _ASSUMED_CACHE)
+
+
+def _last_cache_of_cpu() -> int:
+    """Bytes of the largest cache that Linux describes, 0 where it describes none."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) * 1024)
+    return max(sizes)
 
 
 def _with_flush(prepare: Call, size: int, device: torch.device) -> Call:

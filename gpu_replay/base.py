@@ -6,7 +6,8 @@ Public methods check what users pass in; the work is done by an engine, on CPU t
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+import weakref
+from abc import abstractmethod
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -14,9 +15,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import inputs, persistence
 from gpu_replay.batch import Batch
+from gpu_replay.capture import Capturable
+from gpu_replay.compiled import Drawn, Operators
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter, new_counters
@@ -26,6 +30,7 @@ from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampl
 from gpu_replay.settings import describe_field, describe_sampler, field_from, sampler_from
 from gpu_replay.stats import Distribution, Stats, mass_distribution, rank_distribution, uniform_distribution
 from gpu_replay.storage import Storage, base_sampler, check_device, check_memory
+from gpu_replay.turns import Turns
 
 UNIFORM = Uniform()
 # the dtype of no array that anybody passes in
@@ -52,11 +57,15 @@ class Engine(Protocol):
 
     def reseed(self, seed: int) -> None: ...
 
+    def replayed(self, rows: int) -> None: ...
 
-class Buffer(ABC):
+
+class Buffer(Capturable):
     """A ring of preallocated tensors with a sampler."""
 
     _engine: Engine
+    # what `sample` gives, for compiled code
+    _drawn: Drawn
     # what it is that can be drawn, in words
     _units: ClassVar[str]
 
@@ -80,6 +89,9 @@ class Buffer(ABC):
         self._on_cpu = self._device.type == "cpu"
         self._backend = choose(self._device)
         self._lock = threading.RLock()
+        self._turns = Turns(self._device)
+        # nothing of it is left to do when the process ends
+        weakref.finalize(self, self._turns.close).atexit = False
         check_memory(self._sizes(), self._device)
 
         self._storage = self._make_storage()
@@ -96,6 +108,7 @@ class Buffer(ABC):
             high = self._base.initial == "stored"
             self._tree = MassTree(self._capacity, self._device, self._backend, high=high, summed=False)
         self._counters = new_counters(self._device, self._seed)
+        self._operators = Operators(self, self._device)
         # the NumPy dtype that each field takes as it is, one that no input has where there is none
         host = self._backend == "host"
         self._plain_dtypes: dict[str, np.dtype[Any]] = {
@@ -109,7 +122,7 @@ class Buffer(ABC):
 
     def _make_storage(self) -> Storage:
         """The ring, allocated."""
-        return Storage(self._capacity, self._fields, self._device)
+        return Storage(self._capacity, self._fields, self._device, packed=self._backend == "host")
 
     # what it is
 
@@ -210,6 +223,9 @@ class Buffer(ABC):
         and, on the CPU, for priorities that are not finite (on CUDA such an entry keeps its priority and is counted);
         TypeError for keys that are not integers.
         """
+        if is_dynamo_compiling():
+            self._operators.update(keys, priorities)
+            return
         found = inputs.as_keys(keys, self._device)
         numbers = self._checked_priorities("priorities", priorities, found.shape[0])
         with self._lock:
@@ -221,14 +237,14 @@ class Buffer(ABC):
         keys: (m,) int64, a list of ints, or one int for a batch of one. Raises KeyError naming the first key that is
         not live, TypeError for keys that are not integers.
         """
-        found = inputs.as_keys(keys, self._device).to(self._device)
-        with self._lock:
+        with self._alone():
+            found = inputs.as_keys(keys, self._device).to(self._device)
             tensors = self._engine.read(found)
-        return Batch({**tensors, "key": found.clone()})
+            return Batch({**tensors, "key": found.clone()})
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`."""
-        with self._lock:
+        with self._alone():
             self._counters[Counter.FIRST] = self._counters[Counter.ADDED]
             self._counters[Counter.RANKED] = 0
             self._storage.times_sampled.zero_()
@@ -238,7 +254,7 @@ class Buffer(ABC):
 
     def stats(self) -> Stats:
         """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""
-        with self._lock:
+        with self._alone():
             first, added = self._engine.span()
             size = added - first
             counts = self._counters.tolist()
@@ -280,11 +296,13 @@ class Buffer(ABC):
 
         Raises RuntimeError for a sampler other than Proportional.
         """
-        return self._with_masses().masses.clone()
+        with self._alone():
+            return self._with_masses().masses.clone()
 
     def total_mass(self) -> int:
         """The exact sum of the masses. Raises RuntimeError for a sampler other than Proportional."""
-        return self._with_masses().total()
+        with self._alone():
+            return self._with_masses().total()
 
     def _with_masses(self) -> MassTree:
         if self._tree is None or not isinstance(self._base, Proportional):
@@ -296,7 +314,7 @@ class Buffer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as copies: transitions, priorities, counters, random state. `save` makes no copy."""
-        with self._lock:
+        with self._alone():
             return persistence.snapshot(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -305,12 +323,12 @@ class Buffer(ABC):
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
         nothing is changed then.
         """
-        with self._lock:
+        with self._alone():
             persistence.restore(self, state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one."""
-        with self._lock:
+        with self._alone():
             persistence.save(self, path)
 
     @classmethod
@@ -318,7 +336,8 @@ class Buffer(ABC):
         """The buffer that `save` wrote, on any device. Raises CheckpointError that says what is damaged."""
         saved = persistence.Saved(path, cls.__name__)
         buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed)
-        saved.fill(buffer)
+        with buffer._alone():
+            saved.fill(buffer)
         return buffer
 
     def settings(self) -> dict[str, Any]:
@@ -364,15 +383,6 @@ class Buffer(ABC):
             self._tree.masses[written:].zero_()
             self._tree.build()
         self._engine.reseed(seed)
-
-
-def check_beta(beta: object) -> float:
-    """An importance exponent as a float, or TypeError / ValueError."""
-    if isinstance(beta, bool) or not isinstance(beta, (int, float, np.integer, np.floating)):
-        raise TypeError(f"sample beta must be a number; found {beta!r}.")
-    if not 0 <= float(beta) < float("inf"):
-        raise ValueError(f"sample beta must be finite and at least 0; found {beta!r}.")
-    return float(beta)
 
 
 def refuse_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

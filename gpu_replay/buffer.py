@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import inputs
-from gpu_replay.base import UNIFORM, Buffer, check_beta, refuse_names
+from gpu_replay.base import UNIFORM, Buffer, refuse_names
 from gpu_replay.batch import Batch
+from gpu_replay.compiled import drawn_as
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.host import HostEngine
 from gpu_replay.samplers import Sampler
@@ -50,6 +52,7 @@ class ReplayBuffer(Buffer):
     ) -> None:
         super().__init__(check_capacity(capacity), check_fields(fields), sampler, device, seed)
         self._engine = self._make_engine()
+        self._drawn = drawn_as({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
@@ -60,7 +63,9 @@ class ReplayBuffer(Buffer):
             return HostEngine(*parts)
         from gpu_replay.device import DeviceEngine
 
-        return DeviceEngine(*parts)
+        # calls on other streams come after what is allocated and filled on this one
+        with self._turns.turn():
+            return DeviceEngine(*parts, self._turns)
 
     @classmethod
     def from_spaces(
@@ -94,6 +99,8 @@ class ReplayBuffer(Buffer):
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
         TypeError for a dtype that would lose values. Nothing is stored by a call that raises.
         """
+        if is_dynamo_compiling():
+            return self._operators.add(fields, priority)
         values, rows = self._checked(fields)
         priorities = None if priority is None else self._checked_priorities("priority", priority, rows)
         with self._lock:
@@ -128,9 +135,11 @@ class ReplayBuffer(Buffer):
         Raises RuntimeError when nothing is stored, ValueError when more distinct transitions are asked for than there
         are. A beta schedule advances by one.
         """
+        if is_dynamo_compiling():
+            return self._operators.sample(self._drawn, batch_size, beta)
         batch = inputs.batch_size(batch_size)
         if beta is not None:
-            beta = check_beta(beta)
+            beta = inputs.importance(beta)
         with self._lock:
             self._check_enough(f"sample({batch})", batch)
             return Batch(self._engine.sample(batch, beta))

@@ -258,6 +258,7 @@ def _observation(name: str, device: torch.device) -> Field:
 
 def _info(options: argparse.Namespace) -> int:
     from gpu_replay.ops._backend import VARIABLE, choose
+    from gpu_replay.ops.accelerated import loops
     from gpu_replay.training.versions import OPTIONAL, device_name, versions
 
     found = versions()
@@ -270,6 +271,8 @@ def _info(options: argparse.Namespace) -> int:
             code: str = choose(device)
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
+        if code == "host":
+            code = "host, compiled by Numba" if loops() else 'host, NumPy alone (pip install "gpu-replay[cpu]" is faster)'
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")

@@ -6,9 +6,6 @@ the counters; the host keeps only a lower bound of the size, to refuse a sample 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -23,6 +20,7 @@ from gpu_replay.ops.uniform_draw import launch_uniform_draw
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.storage import Storage, base_sampler
+from gpu_replay.turns import Turns
 
 
 class DeviceEngine:
@@ -35,9 +33,18 @@ class DeviceEngine:
     sparse = False
 
     def __init__(
-        self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: Rule, counters: Tensor, seed: int
+        self,
+        storage: Storage,
+        sampler: Sampler,
+        tree: MassTree | None,
+        rule: Rule,
+        counters: Tensor,
+        seed: int,
+        turns: Turns,
     ) -> None:
         self._storage = storage
+        self._turns = turns
+        self._turn = turns.turn
         self._counters = counters
         self._device = counters.device
         self._base = base = base_sampler(sampler)
@@ -57,27 +64,9 @@ class DeviceEngine:
                 beta = base.beta
                 parts = [beta.start, beta.end - beta.start, float(beta.steps)]
                 self._schedule = torch.tensor(parts, dtype=torch.float64, device=self._device)
-        # transitions known to be stored, and whether a captured add may have stored more
+        # transitions known to be stored, and whether an add that others replay may have stored more
         self._known = 0
         self._captured = False
-        self._last_stream: torch.cuda.Stream | None = None
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """On a GPU: its own device is the current one, and this stream waits for the stream of the last call.
-
-        Two threads that work on streams of their own then never overlap on the device; the host waits for nothing.
-        """
-        if self._device.type != "cuda":
-            yield
-            return
-        with torch.cuda.device(self._device):
-            if not self._capturing():
-                stream = torch.cuda.current_stream()
-                if self._last_stream is not None and self._last_stream != stream:
-                    stream.wait_stream(self._last_stream)
-                self._last_stream = stream
-            yield
 
     @property
     def scratch_bytes(self) -> int:
@@ -117,7 +106,7 @@ class DeviceEngine:
     def size_at_least(self, wanted: int) -> int:
         """Stored transitions, exact only below `wanted`.
 
-        Waits for the device only when captured adds may have changed the answer.
+        Waits for the device only when adds that others replay may have changed the answer.
         """
         if self._known < wanted and self._captured and not self._capturing():
             first, added = self.span()
@@ -126,10 +115,20 @@ class DeviceEngine:
 
     def _capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
-        if self._device.type != "cuda":
-            return False
-        with torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
+        return self._turns.capturing()
+
+    def _note(self, rows: int) -> None:
+        """Follow an `add` of so many rows, made or captured."""
+        if not self._capturing():
+            self.replayed(rows)
+        elif self._turns.recorded is not None:
+            self._turns.recorded.rows += rows
+        else:
+            self._captured = True
+
+    def replayed(self, rows: int) -> None:
+        """Follow a replay that added so many rows."""
+        self._known = min(self._storage.capacity, self._known + rows)
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
@@ -137,10 +136,7 @@ class DeviceEngine:
         with self._turn():
             own = self._write(values, priorities)
             keys = launch_admit(self._masses, self._counters, storage.times_sampled, rows, own, self._source)
-        if self._capturing():
-            self._captured = True
-        else:
-            self._known = min(storage.capacity, self._known + rows)
+            self._note(rows)
         return keys
 
     def _write(self, values: dict[str, Tensor], priorities: Tensor | None) -> Tensor | None:
@@ -155,6 +151,11 @@ class DeviceEngine:
     def _moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
         if value.device != self._device:
+            if self._capturing():
+                raise ValueError(
+                    f"a call that is captured in a CUDA graph needs its tensors on {self._device}; found one on "
+                    f"{value.device}, which a replay could not read anew. Keep one on the device and copy into it."
+                )
             value = value.to(self._device, non_blocking=not value.is_pinned())
         return value.contiguous()
 

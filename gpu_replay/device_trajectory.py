@@ -22,6 +22,7 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.windows import powers_of
 from gpu_replay.samplers import Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
+from gpu_replay.turns import Turns
 
 
 class TrajectoryDeviceEngine(DeviceEngine):
@@ -42,13 +43,14 @@ class TrajectoryDeviceEngine(DeviceEngine):
         rule: Rule,
         counters: Tensor,
         seed: int,
+        turns: Turns,
     ) -> None:
-        super().__init__(storage, sampler, tree, rule, counters, seed)
+        super().__init__(storage, sampler, tree, rule, counters, seed, turns)
         self._steps = storage
         self._marks = marks
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(self._device)
-        # the oldest stored step and the next one, but for captured adds
+        # the oldest stored step and the next one, but for adds that others replay
         self._first_step = self._next_step = 0
         # steps overwritten since the number of eligible starts, `_known`, was read
         self._overwritten = 0
@@ -99,12 +101,14 @@ class TrajectoryDeviceEngine(DeviceEngine):
             if finals is not None:
                 moved = {name: self._moved(value) for name, value in finals.items()}
                 launch_keep_finals(storage.streams, storage.finals, storage.fields, moved, self._counters)
-        if self._capturing():
-            self._captured = True
-        else:
-            self._overwritten += self._next_step >= self._shape.steps
-            self._next_step += 1
+            self._note(self._shape.num_envs)
         return keys
+
+    def replayed(self, rows: int) -> None:
+        """Follow a replay that added so many rows, whole steps of all environments."""
+        steps = rows // self._shape.num_envs
+        self._next_step += steps
+        self._overwritten += min(steps, max(0, self._next_step - self._shape.steps))
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
@@ -119,8 +123,8 @@ class TrajectoryDeviceEngine(DeviceEngine):
     def span_of_steps(self) -> tuple[int, int]:
         """The oldest stored step and the next one.
 
-        Waits for the device only when captured adds may have changed the answer; while capturing it takes the ring for
-        full then.
+        Waits for the device only when adds that others replay may have changed the answer; while capturing it takes the
+        ring for full then.
         """
         steps, envs = self._shape.steps, self._shape.num_envs
         if self._captured:
@@ -136,7 +140,7 @@ class TrajectoryDeviceEngine(DeviceEngine):
         """Eligible starts, those in the newest `skipped` slots left out, exact only below `wanted`.
 
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
-        captured adds may have changed the answer. While capturing it takes them for enough.
+        adds that others replay may have changed the answer. While capturing it takes them for enough.
         """
         if self._capturing():
             return wanted

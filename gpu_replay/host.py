@@ -10,17 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.ops import accelerated
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
 from gpu_replay.ops.host_ranks import HostRanks
-from gpu_replay.ops.mass import Rule
+from gpu_replay.ops.mass import MassRule, Rule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ring import carrier, gather_rows, write_rows
-from gpu_replay.ops.stratified_draw import draw_slots, importance_weights
+from gpu_replay.ops.outputs import Outputs
+from gpu_replay.ops.ring import as_sampled, carrier, gather_rows, write_rows
+from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
 from gpu_replay.samplers import PRIORITIZED, Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.storage import Storage, base_sampler
 
 _NOTHING = np.empty(0, dtype=np.int64)
+# up to so many numbers one division each is cheaper than three operations without
+_SMALL = 512
 
 
 class HostEngine:
@@ -36,18 +40,25 @@ class HostEngine:
         self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: Rule, counters: Tensor, seed: int
     ) -> None:
         self._capacity = storage.capacity
+        self._turn = np.array(storage.capacity)
         self._rows = {name: carrier(tensor) for name, tensor in storage.tensors.items()}
         self._columns = [(name, self._rows[name], field) for name, field in storage.fields.items()]
+        self._records = storage.records
+        together = () if storage.records is None else storage.records.dtype.names or ()
+        # in the order of the fields: those that lie in records are taken from them
+        self._packed = [(name, field, name in together) for name, field in storage.fields.items()]
         self._times_sampled = storage.times_sampled.numpy()
         self._sampler = sampler
         self._base = base_sampler(sampler)
         self._tree = tree
         self._rule = rule
+        self._loops = accelerated.loops()
         self._counters = counters.numpy()
         self._ranks: HostRanks | None = None
         if tree is not None and isinstance(self._base, RankBased):
             self._ranks = HostRanks(tree, self._counters, self._base.alpha, self._base.resort_every)
         self._ones = np.ones(0, dtype=np.int32)
+        self._outputs = Outputs()
         # the mass of new transitions before any priority was given
         self._first_mass = rule.mass(1.0)
         self.reseed(seed)
@@ -69,17 +80,26 @@ class HostEngine:
     # slots and keys
 
     def _slots(self, ages: np.ndarray, first: int) -> np.ndarray:
-        """Slots of the live keys `first + ages`: one subtraction does for a modulus, since they span one turn."""
-        slots = ages + first % self._capacity
+        """Slots of the live keys `first + ages`."""
+        slots = ages + np.array(first % self._capacity)
+        if slots.size <= _SMALL:
+            return np.remainder(slots, self._turn, slots)
+        # one subtraction does for a modulus, since they span one turn
         slots -= (slots >= self._capacity) * self._capacity
         return slots
 
     def _keys(self, slots: np.ndarray) -> np.ndarray:
         """Live keys in these slots."""
-        turn, head = divmod(self._counters.item(Counter.ADDED), self._capacity)
-        keys = slots + turn * self._capacity
-        keys -= (slots >= head) * self._capacity
-        return keys
+        added = self._counters.item(Counter.ADDED)
+        if slots.size > _SMALL:
+            turn, head = divmod(added, self._capacity)
+            keys = slots + turn * self._capacity
+            keys -= (slots >= head) * self._capacity
+            return keys
+        # slots from the oldest transition on, counted round the ring
+        keys = slots - np.array(added)
+        np.remainder(keys, self._turn, keys)
+        return np.add(keys, np.array(added - self._capacity), keys)
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""
@@ -93,6 +113,9 @@ class HostEngine:
 
     def forget(self) -> None:
         """Follow a `clear`."""
+
+    def replayed(self, rows: int) -> None:
+        """Follow the replay of a graph; there are none on a CPU."""
 
     # add
 
@@ -151,28 +174,33 @@ class HostEngine:
             newest = batch
         drawn = batch - newest
         slots, probability, weight = self._draw(drawn, beta)
-        keys = self._keys(slots)
         if newest:
             added = self._counters.item(Counter.ADDED)
             last = np.arange(added - newest, added)
             sure = np.ones(newest, dtype=np.float32)
-            keys = np.concatenate((keys, last))
             slots = np.concatenate((slots, last % self._capacity))
             probability = np.concatenate((probability, sure))
             weight = np.concatenate((weight, sure))
         self._counters[Counter.STEP] += 1
-        self._count_sampled(slots)
+        keys = self._noted(slots)
         tensors = self._gather(slots)
         tensors["key"] = torch.from_numpy(keys)
         tensors["probability"] = torch.from_numpy(probability)
         tensors["weight"] = torch.from_numpy(weight)
         return tensors
 
-    def _count_sampled(self, slots: np.ndarray) -> None:
+    def _noted(self, slots: np.ndarray) -> np.ndarray:
+        """Count the slots as sampled; returns the keys in them."""
+        if self._loops is not None:
+            keys = np.empty(slots.size, dtype=np.int64)
+            added = self._counters.item(Counter.ADDED)
+            self._loops.note_draws(slots, added, self._capacity, self._times_sampled, keys)
+            return keys
         if self._ones.size < slots.size:
             self._ones = np.ones(slots.size, dtype=np.int32)
         # a slot drawn twice counts twice, which an indexed += would not do
         np.add.at(self._times_sampled, slots, self._ones[: slots.size])
+        return self._keys(slots)
 
     def _draw(self, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, probabilities and weights of the rows that the base sampler draws."""
@@ -181,12 +209,13 @@ class HostEngine:
             nothing = np.empty(0, dtype=np.float32)
             return _NOTHING, nothing, nothing
         if isinstance(base, Proportional) and self._tree is not None:
-            slots, masses, total = draw_slots(
-                self._tree, self._words.doubles(self._blocks(drawn), drawn), base.stratified
+            return draw_by_mass(
+                self._tree,
+                self._words.doubles(self._blocks(drawn), drawn),
+                beta if beta is not None else self._scheduled(base),
+                stratified=base.stratified,
+                lowest_of_all=base.normalize == "buffer",
             )
-            lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else self._tree.lowest()
-            exponent = beta if beta is not None else self._scheduled(base)
-            return slots, (masses / total).astype(np.float32), importance_weights(masses, lowest, exponent)
         if isinstance(base, RankBased):
             return self._by_rank(base, drawn, beta)
         first, added = self.span()
@@ -206,7 +235,7 @@ class HostEngine:
             raise RuntimeError(f"{self._sampler} keeps no ranks.")
         doubles = self._words.doubles(self._blocks(drawn), drawn)
         rows = self._ranks.draw(doubles, stratified=base.stratified, skipped=skipped, exact=exact)
-        lowest = int(np.minimum.reduce(rows.masses)) if base.normalize == "batch" else rows.last
+        lowest = smallest(rows.masses) if base.normalize == "batch" else rows.last
         exponent = beta if beta is not None else self._scheduled(base)
         probability = (rows.masses / rows.total).astype(np.float32)
         return rows.slots, probability, importance_weights(rows.masses, lowest, exponent)
@@ -221,7 +250,13 @@ class HostEngine:
         return block
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
-        return {name: gather_rows(rows, field, slots) for name, rows, field in self._columns}
+        if self._records is None:
+            return {name: gather_rows(rows, field, slots) for name, rows, field in self._columns}
+        records = self._records.take(slots)
+        return {
+            name: as_sampled(records[name].copy(), field) if packed else gather_rows(self._rows[name], field, slots)
+            for name, field, packed in self._packed
+        }
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""
@@ -238,11 +273,32 @@ class HostEngine:
     def update(self, keys: Tensor, numbers: np.ndarray) -> None:
         """Give live keys their new masses; the last of a repeated key wins, keys that are not live are counted."""
         first, added = self.span()
-        ages = keys.numpy() - first
+        tree = self._tree
+        if self._loops is not None and tree is not None and isinstance(self._rule, MassRule) and numbers.size:
+            largest, stale, cut = self._loops.update(
+                np.ascontiguousarray(keys.numpy()),
+                self._rule.uncut(numbers),
+                self._rule.limit,
+                first,
+                added,
+                self._capacity,
+                self.sparse,
+                tree.flat,
+                tree.starts,
+                tree.shift,
+                tree.low_array,
+                tree.high_array,
+            )
+            self._given(largest, cut)
+            if stale:
+                self._counters[Counter.STALE] += stale
+            return
+        ages = keys.numpy() - np.array(first)
         if ages.size == 0:
             return
         # seen as unsigned, a negative age is a large one
-        if np.maximum.reduce(ages.view(np.uint64)) >= added - first:
+        unsigned = ages.view(np.uint64)
+        if unsigned.item(unsigned.argmax()) >= added - first:
             live = (ages >= 0) & (ages < added - first)
             ages, numbers = ages[live], numbers[live]
             self._counters[Counter.STALE] += live.size - ages.size
@@ -262,9 +318,12 @@ class HostEngine:
 def _winners(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct slots, each with its last number."""
     # a stratified draw comes back in ascending slots, mostly distinct
-    if not np.logical_and.reduce(slots[1:] > slots[:-1]):
+    rises = slots[1:] > slots[:-1]
+    if np.count_nonzero(rises) == rises.size:
+        return slots, numbers
+    if np.count_nonzero(slots[1:] < slots[:-1]):
         order = np.argsort(slots, kind="stable")
         slots, numbers = slots[order], numbers[order]
-        last = np.append(slots[1:] != slots[:-1], True)
-        slots, numbers = slots[last], numbers[last]
-    return slots, numbers
+        rises = slots[1:] > slots[:-1]
+    last = np.append(rises, True)
+    return slots[last], numbers[last]

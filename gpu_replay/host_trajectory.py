@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,14 +12,14 @@ from gpu_replay.host import HostEngine
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, HostEligibility
 from gpu_replay.ops.eligible_draw import Reach, reach
-from gpu_replay.ops.frames import gather_stacks, plan_stacks, shift_pictures, shifts_from
+from gpu_replay.ops.frames import StackPlan, gather_stacks, plan_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import Chosen, Strategy, goal_words, goals_from
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import carrier, gather_rows
-from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
+from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
-from gpu_replay.ops.windows import measured, powers_of, windows_from
+from gpu_replay.ops.windows import measured, powers_of, windows_from, wrapped
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
@@ -166,9 +168,8 @@ class TrajectoryHostEngine(HostEngine):
 
     def _named(self, slots: np.ndarray, probability: np.ndarray, weight: np.ndarray) -> dict[str, Tensor]:
         self._counters[Counter.STEP] += 1
-        self._count_sampled(slots)
         return {
-            "key": torch.from_numpy(self._keys(slots)),
+            "key": torch.from_numpy(self._noted(slots)),
             "probability": torch.from_numpy(probability),
             "weight": torch.from_numpy(weight),
         }
@@ -203,12 +204,20 @@ class TrajectoryHostEngine(HostEngine):
             return np.empty(0, dtype=np.int64), nothing, nothing
         if isinstance(base, Proportional):
             tree = self._with_masses()
-            found = self._reach(tree, skipped)
             doubles = self._words.doubles(self._blocks(drawn), drawn)
+            if not skipped:
+                return draw_by_mass(
+                    tree,
+                    doubles,
+                    beta if beta is not None else self._scheduled(base),
+                    stratified=base.stratified,
+                    lowest_of_all=base.normalize == "buffer",
+                )
+            found = self._reach(tree, skipped)
             targets = stratified_targets if base.stratified else independent_ranks
             slots = found.slots(targets(found.mass, doubles))
             masses = tree.arrays[0].take(slots)
-            lowest = int(np.minimum.reduce(masses)) if base.normalize == "batch" else tree.lowest()
+            lowest = smallest(masses) if base.normalize == "batch" else tree.lowest()
             exponent = beta if beta is not None else self._scheduled(base)
             return slots, (masses / found.mass).astype(np.float32), importance_weights(masses, lowest, exponent)
         if isinstance(base, RankBased):
@@ -244,6 +253,8 @@ class TrajectoryHostEngine(HostEngine):
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
+        if self._loops is not None and shifts is None:
+            return self._looped(self._loops, slots)
         batch = slots.size
         windows = windows_from(
             self._shape,
@@ -272,6 +283,56 @@ class TrajectoryHostEngine(HostEngine):
         out["truncated"] = torch.from_numpy(windows.truncated)
         return out
 
+    def _looped(self, loops: Any, slots: np.ndarray) -> dict[str, Tensor]:
+        """What `_transitions` makes of pictures that are not moved, with the compiled loops."""
+        batch, shape = slots.size, self._shape
+        plan = np.empty((2 * batch, shape.stack), dtype=np.int64)
+        absent = np.empty(plan.size if self._zero else 0, dtype=np.int64)
+        late, ends = np.empty(2 * batch, dtype=bool), np.empty((2, batch), dtype=bool)
+        numbers = np.empty((2, batch), dtype=np.float32)
+        missing, ending = loops.windows(
+            slots,
+            self._flags,
+            self._depth,
+            self._lengths,
+            self._sums,
+            self._powers,
+            shape.num_envs,
+            shape.stack,
+            shape.next_step,
+            shape.hindsight,
+            self._zero,
+            plan,
+            absent,
+            late,
+            numbers[0],
+            numbers[1],
+            ends[0],
+            ends[1],
+        )
+        whole = StackPlan(plan, absent[:missing] if missing else None)
+        places = np.flatnonzero(late) if ending else None
+        out, after = {}, {}
+        for name, rows, field in self._stacked:
+            kept = None
+            if places is not None:
+                kept = places, self._pools[name].take(self._final[self._last(slots, places - batch)], axis=0)
+            out[name], after[f"next_{name}"] = gather_stacks(rows, field, whole, kept, self._outputs, name).chunk(2)
+        for name, rows, field in self._single:
+            out[name] = gather_rows(rows, field, slots)
+        out["reward"] = torch.from_numpy(numbers[0])
+        out.update(after)
+        out["discount"] = torch.from_numpy(numbers[1])
+        out["terminated"] = torch.from_numpy(ends[0])
+        out["truncated"] = torch.from_numpy(ends[1])
+        return out
+
+    def _last(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The slots of the last steps of the windows in some rows of a batch."""
+        starts = slots[rows]
+        length = self._lengths.take(starts).astype(np.int64)
+        return wrapped(starts + (length - 1) * self._shape.num_envs, self._capacity)
+
     def _stacks(
         self, newest: np.ndarray, depth: np.ndarray, final: np.ndarray | None, shifts: np.ndarray | None
     ) -> dict[str, Tensor]:
@@ -282,7 +343,7 @@ class TrajectoryHostEngine(HostEngine):
         out = {}
         for name, rows, field in self._stacked:
             kept = None if late is None else (late, self._pools[name].take(self._final[newest[late]], axis=0))
-            stacks = gather_stacks(rows, field, plan, kept)
+            stacks = gather_stacks(rows, field, plan, kept, self._outputs, name)
             if shifts is not None and len(field.shape) >= 2:
                 stacks = shift_pictures(stacks, shifts)
             out[name] = stacks

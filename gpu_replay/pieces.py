@@ -207,7 +207,8 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, not copied."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    # a single element counts as contiguous whatever its stride is
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @contextmanager

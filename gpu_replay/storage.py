@@ -1,10 +1,16 @@
-"""The ring of preallocated tensors, and how many bytes it will take before it is made."""
+"""The ring of preallocated tensors, and how many bytes it will take before it is made.
+
+On the host the small fields of a transition lie side by side in one record: a transition is then one trip to memory
+instead of one for each field.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +24,8 @@ from gpu_replay.ops.rank_draw import ranks_bytes
 from gpu_replay.samplers import Combined, Proportional, RankBased, Sampler, Uniform
 
 MAX_CAPACITY = 2**31 - 1
+# bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
+_SMALL_ROW = 256
 
 
 def base_sampler(sampler: Sampler) -> Sampler:
@@ -30,6 +38,10 @@ def estimate(
 ) -> dict[str, int]:
     """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
     sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
+    if backend == "host":
+        padding = record_layout(fields).padding
+        if padding:
+            sizes["alignment"] = capacity * padding
     sizes["times_sampled"] = capacity * torch.int32.itemsize
     base = base_sampler(sampler if sampler is not None else Uniform())
     if isinstance(base, Proportional):
@@ -126,23 +138,83 @@ def check_device(device: torch.device | str | None) -> torch.device:
     return found
 
 
+class RecordLayout(NamedTuple):
+    """How small fields lie in a record.
+
+    offsets: name to byte offset, of the fields that are in it; empty where each field has memory of its own.
+    size:    bytes of a record, `padding` of them for alignment.
+    """
+
+    offsets: dict[str, int]
+    size: int
+    padding: int
+
+
+def record_layout(fields: Mapping[str, Field]) -> RecordLayout:
+    """Widest types first, so that all are aligned; a single small field needs no record."""
+    small = {name: field for name, field in fields.items() if field.row_bytes <= _SMALL_ROW}
+    if len(small) < 2:
+        return RecordLayout({}, 0, 0)
+    offsets, end = {}, 0
+    for name in sorted(small, key=lambda name: -small[name].dtype.itemsize):
+        offsets[name] = end
+        end += small[name].row_bytes
+    widest = max(field.dtype.itemsize for field in small.values())
+    size = -(-end // widest) * widest
+    return RecordLayout(offsets, size, size - end)
+
+
+def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor; on the host NumPy allocates it, which asks for huge pages: fewer misses of the TLB."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
 class Storage:
     """One preallocated tensor `[capacity, *shape]` per field, and how often each slot was sampled.
+
+    records: (capacity,) structured, the small fields of each transition; None where none lie side by side. The tensors
+             of those fields are views of it. Only for the host, and where `packed` says so.
 
     Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
     """
 
-    def __init__(self, capacity: int, fields: dict[str, Field], device: torch.device) -> None:
+    def __init__(self, capacity: int, fields: dict[str, Field], device: torch.device, *, packed: bool = False) -> None:
         self.capacity = capacity
         self.fields = fields
         self.device = device
-        self.tensors: dict[str, Tensor] = {
-            name: torch.empty((capacity, *field.shape), dtype=field.dtype, device=device)
-            for name, field in fields.items()
-        }
+        layout = record_layout(fields) if packed else RecordLayout({}, 0, 0)
+        self.records: np.ndarray | None = None
+        self._padding = capacity * layout.padding
+        self.tensors: dict[str, Tensor] = {}
+        raw = room((capacity * layout.size,), torch.uint8, device)
+        for name, field in fields.items():
+            if name not in layout.offsets:
+                self.tensors[name] = room((capacity, *field.shape), field.dtype, device)
+                continue
+            width = field.dtype.itemsize
+            inner = torch.empty(field.shape, device="meta").stride()
+            self.tensors[name] = raw.view(field.dtype).as_strided(
+                (capacity, *field.shape), (layout.size // width, *inner), layout.offsets[name] // width
+            )
+        if layout.offsets:
+            self.records = raw.numpy().view(_record_dtype(fields, layout))
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values()) + self.times_sampled.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
+
+
+def _record_dtype(fields: Mapping[str, Field], layout: RecordLayout) -> np.dtype[Any]:
+    """A record as NumPy sees it; bfloat16, which it lacks, as int16."""
+    carriers = {name: np.int16 if fields[name].dtype == torch.bfloat16 else None for name in layout.offsets}
+    formats = [
+        (carriers[name] or torch.empty(0, dtype=fields[name].dtype).numpy().dtype, fields[name].shape)
+        for name in layout.offsets
+    ]
+    names, offsets = list(layout.offsets), list(layout.offsets.values())
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.size})

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import inputs, persistence
-from gpu_replay.base import NO_DTYPE, UNIFORM, Buffer, check_beta, refuse_names
+from gpu_replay.base import NO_DTYPE, UNIFORM, Buffer, refuse_names
 from gpu_replay.batch import Batch
+from gpu_replay.compiled import drawn_as
 from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.host_trajectory import TrajectoryHostEngine
@@ -35,7 +37,14 @@ from gpu_replay.trajectory_settings import (
     stream_shape,
     whole,
 )
-from gpu_replay.trajectory_storage import REWARD, TrajectoryStorage, needs_marks, trajectory_estimate
+from gpu_replay.trajectory_storage import (
+    REWARD,
+    TrajectoryStorage,
+    needs_marks,
+    sequence_outputs,
+    stream_outputs,
+    trajectory_estimate,
+)
 
 if TYPE_CHECKING:
     from gpu_replay.device_trajectory import TrajectoryDeviceEngine
@@ -121,6 +130,8 @@ class TrajectoryReplayBuffer(Buffer):
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
         flag = np.dtype(bool) if self._backend == "host" else NO_DTYPE
         self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
+        self._drawn = drawn_as(stream_outputs(self._fields, self._shape.stack))
+        self._drawn_sequences = drawn_as(sequence_outputs(self._fields, self._shape.stack))
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)
@@ -142,7 +153,9 @@ class TrajectoryReplayBuffer(Buffer):
             return TrajectoryHostEngine(*parts)
         from gpu_replay.device_trajectory import TrajectoryDeviceEngine
 
-        return TrajectoryDeviceEngine(*parts)
+        # calls on other streams come after what is allocated and filled on this one
+        with self._turns.turn():
+            return TrajectoryDeviceEngine(*parts, self._turns)
 
     # what it is
 
@@ -195,6 +208,8 @@ class TrajectoryReplayBuffer(Buffer):
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises.
         """
+        if is_dynamo_compiling():
+            return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
         finals = {name: fields.pop(f"final_{name}") for name in self._streams.observations if f"final_{name}" in fields}
         if final_obs is not None:
             finals["obs"] = final_obs
@@ -252,7 +267,7 @@ class TrajectoryReplayBuffer(Buffer):
         dtype.
         """
         if envs is None:
-            chosen = torch.ones(self._num_envs, dtype=torch.bool)
+            chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
             chosen = self._checked_step("envs", envs, _FLAG)
         with self._lock:
@@ -278,18 +293,21 @@ class TrajectoryReplayBuffer(Buffer):
         Raises RuntimeError when nothing is eligible, ValueError when more distinct starts are asked for than there
         are. A beta schedule advances by one.
         """
+        if is_dynamo_compiling():
+            return self._operators.sample(self._drawn, batch_size, beta)
         batch = inputs.batch_size(batch_size)
         if beta is not None:
-            beta = check_beta(beta)
+            beta = inputs.importance(beta)
         with self._lock:
             self._check_enough(f"sample({batch})", batch)
             tensors = self._engine.sample(batch, beta)
             count = 0 if self._relabel is None else self._relabel.count(batch)
             if self._relabel is None or not count:
                 return Batch(tensors)
-            chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
-            name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
-            goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
+            with self._turns.turn():
+                chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
+                name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
+                goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
         # the user's functions run while other threads add
         self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
         return Batch(tensors)
@@ -307,10 +325,12 @@ class TrajectoryReplayBuffer(Buffer):
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
+        if is_dynamo_compiling():
+            return self._operators.sample(self._drawn_sequences, batch_size, beta, length, burn_in)
         batch = inputs.batch_size(batch_size)
         steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
         if beta is not None:
-            beta = check_beta(beta)
+            beta = inputs.importance(beta)
         if self._relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
@@ -337,7 +357,7 @@ class TrajectoryReplayBuffer(Buffer):
         Starts whose stack would need forgotten frames are not eligible. See `begin_episodes` for streams that are
         broken off as well.
         """
-        with self._lock:
+        with self._alone():
             super().clear()
             if self._marks is not None:
                 self._marks.clear()
@@ -379,7 +399,8 @@ class TrajectoryReplayBuffer(Buffer):
         saved = persistence.Saved(path, cls.__name__)
         check_relabel_again(path, saved.settings.get("relabel"), relabel)
         buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed, relabel=relabel)
-        saved.fill(buffer)
+        with buffer._alone():
+            saved.fill(buffer)
         return buffer
 
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gpu_replay.compiled import STEPS, Output
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
@@ -34,6 +35,39 @@ def trajectory_estimate(
     if needs_marks(sampler):
         sizes["marks"] = tree_bytes(shape.slots, backend)
     return sizes
+
+
+def stream_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
+    """What a batch of a trajectory buffer holds besides what every draw gives, in order."""
+    stacks, singles = _outputs(fields, stack)
+    return {
+        **stacks,
+        **singles,
+        "reward": (torch.float32, ()),
+        **{f"next_{name}": output for name, output in stacks.items()},
+        "discount": (torch.float32, ()),
+        "terminated": (torch.bool, ()),
+        "truncated": (torch.bool, ()),
+    }
+
+
+def sequence_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
+    """What a batch of sequences holds besides what every draw gives, in order."""
+    stacks, singles = _outputs(fields, stack)
+    flags = dict.fromkeys(("terminated", "truncated", "mask"), (torch.bool, ()))
+    outputs = {**stacks, **singles, "reward": (torch.float32, ()), **flags}
+    return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
+
+
+def _outputs(fields: Mapping[str, Field], stack: int) -> tuple[dict[str, Output], dict[str, Output]]:
+    """The fields that are stacked, and the others, as they leave `sample`."""
+    stacked = observation_names(fields)
+    frames = (stack,) if stack > 1 else ()
+    stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
+    singles: dict[str, Output] = {
+        name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked
+    }
+    return stacks, singles
 
 
 class TrajectoryStorage(Storage):

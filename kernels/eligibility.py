@@ -266,9 +266,9 @@ def follow_kernel(
         tl.store(counters_ptr + TICKET, 0)
         tl.store(counters_ptr + EDGE_HIGH, 0)
         if MASSES:
-            # an atomic, so that what other programs left is seen
-            given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0)
-            tl.atomic_max(counters_ptr + TOP, given_top)
+            # an atomic, so that what other programs left is seen; the ticket has put it in order
+            given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0, sem="relaxed")
+            tl.atomic_max(counters_ptr + TOP, given_top, sem="relaxed")
             tl.store(counters_ptr + PENDING_TOP, 0)
         if FINALS:
             tl.store(counters_ptr + KEPT, tl.load(counters_ptr + KEPT) + (done >> 32))

@@ -23,7 +23,7 @@ LAYERS = (
     ("__init__",),
     ("buffer", "trajectory"),
     ("base",),
-    ("host", "device", "host_trajectory", "device_trajectory", "persistence"),
+    ("host", "device", "host_trajectory", "device_trajectory", "persistence", "capture"),
     (
         "storage",
         "trajectory_settings",
@@ -38,13 +38,13 @@ LAYERS = (
     ),
     ("ops",),
     ("kernels",),
-    ("fields", "batch", "errors", "schedule", "inputs", "spaces", "machine"),
+    ("fields", "batch", "errors", "schedule", "inputs", "spaces", "machine", "graphs", "turns", "compiled"),
 )
 RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
 # the programs do not know of one another, nor does the core know of them
 PROGRAMS = ("training", "bench")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
-HEAVY = ("triton", "gymnasium", "ale_py", "matplotlib", "tqdm", "safetensors", "tensorboard", "hypothesis")
+HEAVY = ("triton", "numba", "gymnasium", "ale_py", "matplotlib", "tqdm", "safetensors", "tensorboard", "hypothesis")
 
 
 def sources(root: Path) -> dict[str, Path]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import report, subjects
+from gpu_replay.bench import peers_suite, report, subjects
 from gpu_replay.bench.cases import Case, chosen, cycle_cases, index_cases, short, step_cases
 from gpu_replay.bench.environment import current_environment
 from gpu_replay.bench.index_subject import IndexSubject
@@ -24,7 +24,7 @@ from gpu_replay.bench.reference import BEST_PEER_US, ELSEWHERE, best_peer
 from gpu_replay.bench.results import read, write
 from gpu_replay.bench.rows import ROW_BYTES, make_rows, mismatches
 from gpu_replay.bench.runner import Refused, check, fill
-from gpu_replay.bench.subjects import MissingPeer, Peer, ReplaySubject, make_peer
+from gpu_replay.bench.subjects import MissingPeer, Peer, ReplaySubject, Task, make_peer
 from gpu_replay.bench.timing import Plan, Timing, copy_bandwidth, measure, quantiles
 
 CPU = torch.device("cpu")
@@ -197,7 +197,8 @@ def test_bytes_that_must_move_by_hand() -> None:
 def test_the_registry_covers_the_sizes_that_are_to_be_beaten() -> None:
     names = [case.name for case in step_cases() + index_cases()]
     assert len(names) == len(set(names))
-    assert set(BEST_PEER_US) <= set(names)
+    compared = [case.name for part in peers_suite.parts(peers_suite.Sizes(), CPU) for case in part.cases]
+    assert set(BEST_PEER_US) <= {*names, *compared}
     for operation in ("sample", "update", "cycle"):
         for capacity in ("10k", "100k", "1M"):
             for batch in (32, 256, 4096):
@@ -261,7 +262,7 @@ def test_the_index_alone_keeps_its_total_exact() -> None:
 def test_a_missing_peer_is_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(subjects.PEERS, "absent", Peer("absent_buffer", "absent-library"))
     with pytest.raises(MissingPeer, match=r"absent skipped: .*pip install absent-library"):
-        make_peer("absent", 100)
+        make_peer("absent", Task(100, 8))
 
 
 # comparison and tables
@@ -299,7 +300,7 @@ def test_the_peers_table_compares_with_the_best_other_one() -> None:
         record(suite="peers", implementation=n, median=m) for n, m in (("ours", 50.0), ("a", 200.0), ("b", 100.0))
     ]
     assert report.peers_table(records).splitlines()[2].split("|")[1:-1] == [
-        " N=1M, B=256    ",
+        " cycle, N = 1M, B = 256 ",
         " 50.0 ",
         " 200 ",
         " 100 ",
@@ -385,7 +386,10 @@ def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
     assert commands.main(arguments) == 0
-    assert [r.implementation for r in read(file)] == ["gpu_replay", "python_sum_tree"]
+    both, ours = ["gpu_replay", "python_sum_tree"], ["gpu_replay"]
+    found = read(file)
+    assert [r.operation for r in found] == ["cycle", "cycle", "frame-cycle", "frame-cycle", "index"]
+    assert [r.implementation for r in found] == [*both, *both, *ours]
     assert "python_sum_tree" in capsys.readouterr().out
 
 
@@ -424,5 +428,6 @@ def test_bench_gpu_measures_and_records(tmp_path: Path) -> None:
     file = tmp_path / "gpu.jsonl"
     assert commands.main(["gpu", "--quick", "--output", str(file)]) == 0
     records = read(file)
-    assert {r.operation for r in records} == {"add", "sample", "update", "cycle"}
+    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "frames", "frame-add", "frame-cycle"}
+    assert {r.timing for r in records} == {"events", "graph"}
     assert all(r.environment.device == torch.cuda.get_device_name() for r in records)

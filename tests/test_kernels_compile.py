@@ -67,8 +67,59 @@ def test_the_table_has_every_case_and_no_other() -> None:
     assert found == dict.fromkeys(TARGETS, sorted(cases(True)))
 
 
+# a count of samples and a position in a batch have 32 bits; a sum or an extreme of masses must have 64
+COUNTS = {"add.u32", "max.s32"}
+SUMS = {"add.u64", "max.s64", "min.s64"}
+
+
+def atomics_of(ptx: str) -> list[tuple[str, str, str]]:
+    """Scope, order and operation of every atomic of a kernel: ("gpu", "relaxed", "add.u64")."""
+    found = re.findall(r"\b(?:red|atom)\.(\S+)", ptx)
+    parts = [re.fullmatch(r"global\.(\w+)\.(\w+)\.(\w+\.\w+)", each) for each in found]
+    assert None not in parts, found
+    return [(each[1], each[2], each[3]) for each in parts if each]
+
+
+def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) -> None:
+    """The program that takes the last ticket changes what the others have read, and reads what they have added up: the
+    ticket alone puts that in order, so it releases what came before it and acquires what the others released.
+
+    All else are sums, extremes and counts, which come out the same in any order and are read by a later launch.
+    """
+    wrong, tickets, kinds = {}, 0, set()
+    # what other tests compile as well, and what they leave out
+    some = [case for case in cases(full) if full or case.split(": ")[1] in (*PART, "goals", "by rank")]
+    for case in some:
+        atomics = atomics_of(text_of(case, MAIN_TARGET))
+        wanted = 1 if "TICKET" in cases(True)[case].constants else 0
+        ordered = [kind for _, order, kind in atomics if order != "relaxed"]
+        relaxed = {kind for _, order, kind in atomics if order == "relaxed"}
+        kinds |= relaxed
+        tickets += wanted
+        if ordered != ["add.u64"] * wanted or relaxed - COUNTS - SUMS or {scope for scope, *_ in atomics} - {"gpu"}:
+            wrong[case] = atomics
+    assert wrong == {}
+    # the test saw all kinds of them, in all kernels that have any
+    assert tickets >= 8
+    sources = [path.read_text() for path in KERNELS.glob("*.py")]
+    ticketed = {launch.name for launch in cases(False).values() if "TICKET" in launch.constants}
+    assert len(ticketed) >= 6
+    assert ticketed <= {cases(True)[case].name for case in some}
+    assert sum(text.count("atomic_add(counters_ptr + TICKET") for text in sources) == len(ticketed)
+    assert kinds == COUNTS | SUMS
+
+
+def test_an_atomic_with_an_order_of_its_own_would_be_seen() -> None:
+    ptx = "atom.global.gpu.acq_rel.add.u64 a; red.global.gpu.relaxed.add.f32 b; @p atom.global.gpu.relaxed.max.s64 c;"
+    assert atomics_of(ptx) == [
+        ("gpu", "acq_rel", "add.u64"),
+        ("gpu", "relaxed", "add.f32"),
+        ("gpu", "relaxed", "max.s64"),
+    ]
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_sums_and_extremes_are_64_bit_relaxed_atomics(target: str) -> None:
+def test_sums_and_extremes_are_64_bit_atomics(target: str) -> None:
     amd = target.startswith("gfx")
     add = r"global_atomic_add_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.add\.u64"
     most = r"global_atomic_smax_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.max\.s64"
@@ -85,6 +136,9 @@ def test_sums_and_extremes_are_64_bit_relaxed_atomics(target: str) -> None:
     texts = {name: text_of(name, target) for name in wanted}
     missing = [(name, one) for name, atomics in wanted.items() for one in atomics if not re.search(one, texts[name])]
     assert missing == []
+    # a float would be rounded in the order in which it is added
+    floats = r"atomic_\w*_(?:f16|bf16|f32|f64)\b" if amd else r"(?:red|atom)\.\S+\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b"
+    assert [name for name, text in texts.items() if re.search(floats, text)] == []
 
 
 def test_whole_words_are_moved_as_such(full: bool) -> None:

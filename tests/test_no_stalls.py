@@ -18,8 +18,12 @@ MODULES = (
     "buffer",
     "trajectory",
     "base",
+    "compiled",
     "device",
     "device_trajectory",
+    "capture",
+    "graphs",
+    "turns",
     "inputs",
     "batch",
     "hindsight",
@@ -35,7 +39,18 @@ MODULES = (
     "ops/uniform_draw",
     "ops/mass_tree",
 )
-ROOTS = ("add", "sample", "sample_sequences", "update_priorities")
+ROOTS = (
+    "add",
+    "sample",
+    "sample_sequences",
+    "update_priorities",
+    "begin_episodes",
+    "_add",
+    "_sample",
+    "_update",
+)
+# a captured step: its calls, what it does in them, and what a buffer does around a replay
+STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "replayed", "turn", "close")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
@@ -47,14 +62,21 @@ REFUSED = {
     "argwhere",
     "masked_select",
     "unique",
+    "unique_consecutive",
+    "bincount",
     "equal",
     "allclose",
     "synchronize",
     "is_nonzero",
     "tensor",
     "as_tensor",
+    "from_numpy",
+    "asarray",
+    "pin_memory",
 }
-CONVERSIONS = {"bool", "int", "float"}
+CONVERSIONS = {"bool", "int", "float", "complex", "print"}
+# what makes a mask, besides comparisons
+MASKS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge", "bool", "any", "all"}
 # conversions of numbers that are on the host, and of tensors that stay where they are
 HARMLESS = {
     "int(source)",  # a position among the counters
@@ -63,11 +85,19 @@ HARMLESS = {
     "float(exponent)",
     "float(np.float32(beta))",
     "bool(ended[row])",  # flags on the CPU
+    "beta.item()",  # of compiled code, on the CPU
+    "torch.as_tensor(value)",  # arrays in compiled code
     "torch.as_tensor(terminated)",
     "torch.as_tensor(truncated)",
+    "np.asarray(value)",  # arrays that are on the host and stay there until they are moved, which no graph does
+    "torch.from_numpy(array)",
+    "torch.from_numpy(_storable(name, array))",
 }
 # positions among the counters, bits of flags, and functions that are searched themselves
 PLAIN = ("int(Counter.", "int(Flag.", "inputs.")
+# on the way to the host, or of a length that only the device knows unless it is told
+TO_HOST = ("'cpu'", "device='cpu'", "torch.device('cpu')")
+OUTPUT_SIZE = "output_size"
 # waits only when a replayed graph may have added what the host has not seen, or when the host does not know of enough
 MAY_WAIT = {"size_at_least", "count_at_least", "span_of_steps"}
 
@@ -113,8 +143,39 @@ def _name(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else ""
 
 
+def _refused(call: ast.Call) -> bool:
+    """Whether a call waits for the device by its name, or by the way it is called."""
+    name, method = _name(call), isinstance(call.func, ast.Attribute)
+    if name in REFUSED:
+        # an attribute only: `tensor` alone is a name that anything may have
+        return method
+    if name == "to":
+        return any(ast.unparse(argument) in TO_HOST for argument in (*call.args, *call.keywords))
+    if name == "where":
+        # with a condition alone it is nonzero
+        return method and len(call.args) + len(call.keywords) == 1
+    if name == "repeat_interleave":
+        return OUTPUT_SIZE not in {keyword.arg for keyword in call.keywords}
+    converts = name in CONVERSIONS and isinstance(call.func, ast.Name)
+    return converts and not all(isinstance(argument, ast.Constant) for argument in call.args)
+
+
+def _decides(node: ast.AST) -> list[ast.expr]:
+    """What must be true or false for the host to go on."""
+    if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+        return [node.test]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    return []
+
+
 def _is_mask(node: ast.expr) -> bool:
     """Whether an expression is a comparison of tensors, or made of such."""
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        return name in MASKS or name.startswith("logical_")
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Invert)
     if isinstance(node, ast.BinOp):
@@ -138,20 +199,18 @@ def stalls(function: Function) -> Iterator[str]:
         if isinstance(node, ast.Call):
             if text in HARMLESS or text.startswith(PLAIN):
                 continue
-            name = _name(node)
-            # an attribute only: `tensor` alone is a name that anything may have
-            refused = name in REFUSED and isinstance(node.func, ast.Attribute)
-            converts = name in CONVERSIONS and isinstance(node.func, ast.Name)
-            constant = all(isinstance(argument, ast.Constant) for argument in node.args)
-            if refused or (converts and not constant):
+            if _refused(node):
                 yield text
         elif isinstance(node, ast.Subscript):
             index = node.slice
             if _is_mask(index) or (isinstance(index, ast.Name) and index.id in masks):
                 yield text
+        for test in _decides(node):
+            if isinstance(test, ast.Call) and _is_mask(test):
+                yield ast.unparse(test)
 
 
-def search(sources: Mapping[str, str], roots: tuple[str, ...] = ROOTS) -> tuple[set[str], list[str]]:
+def search(sources: Mapping[str, str], roots: tuple[str, ...] = ROOTS + STEPS) -> tuple[set[str], list[str]]:
     """The functions that the roots reach, and what in them waits for the device."""
     known = functions(sources)
     reached: set[str] = set()
@@ -188,6 +247,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"follow", "_starts", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
+    assert {"borrow", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "_note"} <= reached
 
 
 def test_functions_that_wait_say_so() -> None:
@@ -217,6 +277,28 @@ DRAW = "def draw(x):\n    '''Draw.'''\n    "
         "return torch.equal(x, x)",
         "torch.cuda.synchronize()",
         "return torch.tensor([1], device='cuda')",
+        "return torch.as_tensor([1.0])",
+        "return torch.from_numpy(x).to('cuda')",
+        "return x.pin_memory()",
+        "return bool(x)",
+        "return torch.where(x)",
+        "return torch.argwhere(x)",
+        "return torch.masked_select(x, x)",
+        "return x.masked_select(x)",
+        "return x.repeat_interleave(x)",
+        "return torch.unique(x)",
+        "return x.unique_consecutive()",
+        "return torch.bincount(x)",
+        "return x.to('cpu')",
+        "return x.to(device='cpu', non_blocking=True)",
+        "return x[x.isfinite()]",
+        "return x[torch.logical_not(x)]",
+        "x[x == 3] = 0",
+        "if x.any():\n        return x",
+        "while not x.all():\n        x = x + 1",
+        "return x if torch.isnan(x) else None",
+        "print(x)",
+        "x.record().synchronize()",
         "return helper(x)\ndef helper(x):\n    return [y.item() for y in x]",
         "return late(x)\ndef late(x):\n    '''Look at x; waits for the device.'''\n    return x.item()",
         "if x.device.type != 'cpu':\n        return x.item()\n    return x",
@@ -241,6 +323,10 @@ def test_a_stall_is_found(body: str) -> None:
         "if not self._on_cpu:\n        return x\n    return x.numpy()",
         "return x\ndef unrelated(x):\n    return x.item()",
         "return int(Counter.ADDED)",
+        "return torch.where(x, 1, 0)",
+        "return x.repeat_interleave(3, output_size=9)",
+        "return x.to('cuda')",
+        "return x.logical_not()",
     ],
 )
 def test_what_does_not_wait_is_let_through(body: str) -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from gpu_replay import cli
+from gpu_replay.bench import page
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "bench" / "on_gpu.sh"
-PARTS = ("tests", "kernels-and-bench", "train")
+PARTS = ("tests", "kernels-and-bench", "train", "page")
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="a shell script")
 
@@ -48,46 +51,74 @@ def python(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_dry_run_prints_every_command_within_nine_minutes() -> None:
-    lines = dry_run()
-    assert [line for part in PARTS for line in dry_run(part)] == lines
-    assert len(lines) >= 4
-    for line in lines:
-        assert line[:3] == ["timeout", "-k", "10"]
-        assert 0 < int(line[3]) <= 540
-        assert line[4:6] == [sys.executable, "-m"]
+def test_a_dry_run_prints_every_command_of_25_minutes_in_parts_of_nine() -> None:
+    lines = {part: dry_run(part) for part in PARTS}
+    assert [line for part in PARTS for line in lines[part]] == dry_run()
+    assert sum(len(each) for each in lines.values()) >= 9
+    longest = {}
+    for part, each in lines.items():
+        for line in each:
+            # interrupted, so that what was measured is still written
+            assert line[:5] == ["timeout", "-s", "INT", "-k", "10"]
+            assert line[6:8] == [sys.executable, "-m"]
+        longest[part] = max(int(line[5]) for line in each)
+        # no step takes the time that those after it need
+        assert [int(line[5]) for line in each] == sorted(int(line[5]) for line in each)
+    assert max(longest.values()) <= 540
+    assert sum(longest.values()) <= 1500
+    assert all(int(line[5]) <= 100 for part in PARTS for line in dry_run(part, "--seconds", "100"))
+
+
+def test_the_page_goes_beside_the_records(tmp_path: Path) -> None:
+    def output(*arguments: str) -> str:
+        (line,) = dry_run("page", *arguments)
+        return line[-1]
+
+    assert output() == f"{ROOT}/bench/results/no-gpu.md"
+    # a folder that is brought back from elsewhere has its page in it
+    assert output("--output", str(tmp_path)) == f"{tmp_path}/page.md"
+    assert output("--output", str(tmp_path), "--page", "/there/page.md") == "/there/page.md"
 
 
 @pytest.mark.slow
-def test_the_programs_know_the_options_that_are_given_to_them() -> None:
+def test_the_programs_know_the_options_that_are_given_to_them(capsys: pytest.CaptureFixture[str]) -> None:
     seen = set()
     for line in dry_run("--workers", "1"):
-        module, *arguments = line[6:]
+        module, *arguments = line[8:]
         if module == "pytest":
-            command = [*line[4:], "--collect-only", "-q"]
+            # a file with tests of a GPU stands for all of them
+            words = [word for word in arguments if not word.startswith(("--junitxml", "tests/"))]
+            command = [sys.executable, "-m", "pytest", *words, "--collect-only", "-q", "tests/test_prefix_sum.py"]
             environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-            junit = [word for word in command if word.startswith("--junitxml")]
-            command = [word for word in command if word not in junit]
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
         else:
             assert module == "gpu_replay"
-            command = [*line[4:], "--help"]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        if module == "gpu_replay":
+            with pytest.raises(SystemExit) as ended:
+                cli.main([*arguments, "--help"])
+            assert ended.value.code == 0
+            text = capsys.readouterr().out
             options = {word for word in arguments if word.startswith("--")}
-            assert all(option in done.stdout for option in options)
-        seen.add(module)
-    assert seen == {"pytest", "gpu_replay"}
+            assert [option for option in options if option not in text] == []
+        seen.add((module, *arguments[:2]) if module == "gpu_replay" else module)
+    suites = ("kernels", "gpu", "frames", "peers", "page")
+    assert seen == {
+        "pytest",
+        *(("gpu_replay", "bench", suite) for suite in suites),
+        ("gpu_replay", "train", "catch"),
+        ("gpu_replay", "train", "pong"),
+    }
 
 
 def test_every_step_leaves_its_record(tmp_path: Path, python: str) -> None:
     out = tmp_path / "out"
     done = on_gpu("--python", python, "--output", str(out))
     assert done.returncode == 0, done.stderr
+    ran = {}
     for part in PARTS:
         steps = [json.loads(line) for line in (out / f"{part}.steps.jsonl").read_text().splitlines()]
         assert steps
+        ran[part] = tuple(step["step"] for step in steps)
         for step in steps:
             assert step["part"] == part
             assert (step["status"], step["gpu"], step["torch"]) == (0, "NVIDIA Test 9000", "2.11.0")
@@ -95,6 +126,8 @@ def test_every_step_leaves_its_record(tmp_path: Path, python: str) -> None:
             assert log.startswith("ran -m ")
             # the package is found without being installed
             assert f"with {ROOT}:" in log
+    # the page names the steps that are missing
+    assert ran == {**page.PARTS, "page": ("page",)}
 
 
 def test_records_go_to_a_folder_named_after_the_gpu(tmp_path: Path, python: str) -> None:
@@ -116,9 +149,13 @@ def test_records_go_to_a_folder_named_after_the_gpu(tmp_path: Path, python: str)
 def test_a_failing_step_is_recorded_and_the_rest_still_runs(tmp_path: Path, python: str) -> None:
     done = on_gpu("--python", python, "--output", str(tmp_path / "out"), FAILING="bench gpu")
     assert done.returncode == 1
-    assert "bench ended with status 3" in done.stdout
-    assert (tmp_path / "out" / "bench.log").read_text() == "failing on purpose\n"
-    assert json.loads((tmp_path / "out" / "kernels-and-bench.steps.jsonl").read_text().splitlines()[-1])["status"] == 3
+    assert "bench-gpu ended with status 3" in done.stdout
+    assert (tmp_path / "out" / "bench-gpu.log").read_text() == "failing on purpose\n"
+    lines = (tmp_path / "out" / "kernels-and-bench.steps.jsonl").read_text().splitlines()
+    assert {each["step"]: each["status"] for each in map(json.loads, lines)} == {
+        **dict.fromkeys(page.PARTS["kernels-and-bench"], 0),
+        "bench-gpu": 3,
+    }
     assert (tmp_path / "out" / "train.steps.jsonl").is_file()
 
 

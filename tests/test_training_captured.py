@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 
 from gpu_replay.training.captured import WARM_UPS, CapturedStep
 from gpu_replay.training.catch import Catch
@@ -22,82 +21,36 @@ from gpu_replay.training.trainer import Trainer
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class Driver:
-    """Stands for CUDA: a graph remembers what was called while it was captured."""
-
-    def __init__(self, refuses: bool = False) -> None:
-        self.log: list[str] = []
-        self.refuses = refuses
-
-    def CUDAGraph(self) -> Driver:
-        return self
-
-    @contextmanager
-    def graph(self, graph: Driver) -> Iterator[None]:
-        self.log.append("capture")
-        yield
-        if self.refuses:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more that nobody reads")
-
-    def replay(self) -> None:
-        self.log.append("replay")
-
-    def Stream(self, device: torch.device) -> Driver:
-        self.log.append("aside")
-        return self
-
-    def current_stream(self, device: torch.device) -> Driver:
-        return self
-
-    def wait_stream(self, other: Driver) -> None:
-        pass
-
-    def stream(self, other: Driver) -> Any:
-        return nullcontext()
-
-    def device(self, device: torch.device) -> Any:
-        return nullcontext()
-
-
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Driver]:
-    def install(refuses: bool) -> Driver:
-        made = Driver(refuses)
-        for name in ("CUDAGraph", "graph", "Stream", "current_stream", "stream", "device"):
-            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
-        return made
-
-    return install
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
 
 
-def test_a_step_is_captured_after_a_few_calls_and_replayed_from_then_on(driver: Callable[[bool], Driver]) -> None:
-    cuda = driver(False)
-    step = CapturedStep(lambda: cuda.log.append("step"), CUDA)
+def test_a_step_is_captured_after_a_few_calls_and_replayed_from_then_on(cuda: FakeCuda) -> None:
+    step = CapturedStep(lambda: cuda.work("step"), CUDA)
     assert step.enabled
     for _ in range(WARM_UPS):
         step()
-    assert cuda.log == ["aside", "step"] * WARM_UPS
+    assert [name for name, _ in cuda.done] == ["step"] * WARM_UPS
     assert not step.captured
-    cuda.log.clear()
+    cuda.done.clear()
     # the capture runs nothing, so a replay follows at once: one call, one step
     step()
-    assert cuda.log == ["capture", "step", "replay"]
     assert step.captured
     step()
-    assert cuda.log == ["capture", "step", "replay", "replay"]
+    assert [name for name, _ in cuda.done] == ["step replayed"] * 2
 
 
-def test_a_step_that_cannot_be_captured_is_called(
-    driver: Callable[[bool], Driver], capsys: pytest.CaptureFixture[str]
-) -> None:
-    cuda = driver(True)
-    step = CapturedStep(lambda: cuda.log.append("step"), CUDA)
+def test_a_step_that_cannot_be_captured_is_called(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    step = CapturedStep(lambda: cuda.work("step"), CUDA)
     for _ in range(WARM_UPS):
         step()
-    cuda.log.clear()
+    cuda.done.clear()
+    cuda.refusal = "operation not permitted when stream is capturing\nand more that nobody reads"
     step()
     step()
-    assert cuda.log == ["capture", "step", "step", "step"]
+    assert [name for name, _ in cuda.done] == ["step", "step"]
+    assert cuda.captures == 1
     assert not step.enabled
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("runs without: operation not permitted when stream is capturing")

@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_replay.ops import accelerated
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
+
+# slots that are summed up again at no cost beside that of the call
+_FEW_SLOTS = 512
 
 
 class Flag:
@@ -136,6 +140,14 @@ class HostEligibility:
         self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
         self._leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self._trees]
         self._envs = np.arange(shape.num_envs, dtype=np.int64)
+        # in a ring this long no row that a step without endings touches is met twice
+        self._roomy = shape.steps > shape.n_step + shape.stack
+        self._ages = np.arange(shape.stack, dtype=np.int32)[:, None]
+        self._no_flags = bytes(shape.num_envs)
+        self._loops = accelerated.loops()
+        # rows between two that changed are summed up with them while they are few; an order is told of changes only
+        together = (shape.n_step + shape.stack) * shape.num_envs <= _FEW_SLOTS
+        self._together = together and all(each.order is None for each, _ in self._trees)
 
     def follow(
         self,
@@ -158,6 +170,10 @@ class HostEligibility:
         """
         shape = self._shape
         row = step % shape.steps
+        # bytes are compared faster than an array is reduced
+        rows = terminated, truncated, self.flags[row - 1]
+        if self._roomy and step and all(each.tobytes() == self._no_flags for each in rows):
+            return self._follow_on(step, row, oldest, masses, initial), self._envs[:0]
         before = self.flags[(step - 1) % shape.steps].copy()
         depth = self._depth(step, before)
         # a step that was broken off from outside is followed by a first one, in every mode
@@ -172,6 +188,114 @@ class HostEligibility:
         self.depth[row] = depth
         self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
         return self._grant(step, oldest, flags, depth, before, initial), kept
+
+    def _follow_on(self, step: int, row: int, oldest: int, masses: np.ndarray | None, initial: int) -> int:
+        """What `follow` does with a step in which nothing ended, after one in which nothing did: most steps.
+
+        returns: the largest given mass that came to count.
+        """
+        shape = self._shape
+        if self._spans is not None:
+            # as in `_remember`; no episode is left behind
+            np.copyto(self._parted, self._spans[row], where=self.depth[row] == 0)
+            self._spans[row] = -1
+        loops, (tree, unit) = self._loops, self._trees[0]
+        if loops is not None and len(self._trees) == 1 and tree.order is None:
+            more, largest = loops.follow_on(
+                step,
+                oldest,
+                shape.steps,
+                shape.num_envs,
+                shape.stack,
+                self.depth.reshape(-1),
+                self.flags.reshape(-1),
+                self._pending,
+                self._pending[0, :0] if masses is None else masses,
+                initial,
+                unit,
+                tree.flat,
+                tree.starts,
+                tree.fanout,
+                tree.low_array,
+                tree.high_array,
+                self._rewards.reshape(-1),
+                self._powers.reshape(-1),
+                self.reward,
+                self.length,
+            )
+            self._counters[Counter.ELIGIBLE] += more
+            return int(largest)
+        begun = (row - shape.n_step) % shape.steps
+        end = row + shape.stack
+        lost = None
+        if step >= shape.steps:
+            if end > shape.steps:
+                self._revoke(row, step)
+            else:
+                lost = self._leaves[0][row:end] > 0
+                lost &= self.depth[row:end] >= self._ages
+        depth = np.add(self.depth[row - 1], 1, out=self.depth[row])
+        self.flags[row] = 0
+        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
+        chosen, largest = self._follow_window(step, begun, depth, oldest, initial)
+        count = 0 if lost is None else np.count_nonzero(lost)
+        if lost is not None and count:
+            for leaves in self._leaves:
+                np.copyto(leaves[row:end], 0, where=lost)
+        self._counters[Counter.ELIGIBLE] += chosen - count
+        self._follow_rows(begun, chosen > 0, row, lost if count else None)
+        return largest
+
+    def _follow_rows(self, begun: int, chosen: bool, row: int, lost: np.ndarray | None) -> None:
+        """Sum up the row `begun` if starts were chosen there, and the rows from `row` on that lost some.
+
+        lost: (stack, num_envs) bool.
+        """
+        envs, end = self._shape.num_envs, row + self._shape.stack
+        for tree, _ in self._trees:
+            if chosen and lost is not None and begun < row and self._together:
+                tree.follow_range(begun * envs, end * envs)
+                continue
+            if chosen:
+                tree.follow_range(begun * envs, (begun + 1) * envs)
+            if lost is not None:
+                rows = np.flatnonzero(np.logical_or.reduce(lost, axis=1))
+                tree.follow_range((row + rows.item(0)) * envs, (row + rows.item(-1) + 1) * envs)
+
+    def _follow_window(self, step: int, row: int, depth: np.ndarray, oldest: int, initial: int) -> tuple[int, int]:
+        """Write down the windows that began `n_step` steps ago in `row` of the ring, and the masses of their starts.
+
+        returns: how many there are, and the largest given mass.
+        """
+        shape, n = self._shape, self._shape.n_step
+        start = step - n
+        if start < oldest:
+            return 0, 0
+        chosen = depth >= n
+        if start - shape.stack + 1 < oldest:
+            chosen &= start - np.minimum(depth - n, shape.stack - 1) >= oldest
+        count = int(np.count_nonzero(chosen))
+        if not count:
+            return 0, 0
+        given, largest = self._pending[start % (n + 1)], 0
+        entering: int | np.ndarray = initial
+        if np.count_nonzero(given):
+            largest = int(np.maximum.reduce(given * chosen))
+            entering = np.where(given > 0, given, initial)
+        # row upon row, so that the order of the sum is that of the steps
+        rewards = self._rewards
+        if n == 1:
+            sums = rewards[row]
+        elif row + n <= shape.steps:
+            sums = np.add.reduce(rewards[row : row + n] * self._powers[:n], axis=0)
+        else:
+            sums = np.add.reduce(rewards[np.arange(row, row + n) % shape.steps] * self._powers[:n], axis=0)
+        everywhere = True if count == shape.num_envs else chosen
+        for (_, unit), leaves in zip(self._trees, self._leaves, strict=True):
+            np.copyto(leaves[row], 1 if unit else entering, where=everywhere)
+        np.copyto(self._sums[row], sums, "same_kind", everywhere)
+        np.copyto(self._lengths[row], n, "unsafe", everywhere)
+        return count, largest
 
     def _depth(self, step: int, before: np.ndarray) -> np.ndarray:
         """Steps since the first of the episode, for each environment."""

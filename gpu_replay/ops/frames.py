@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
+from gpu_replay.ops import accelerated
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams
+from gpu_replay.ops.outputs import Outputs
 from gpu_replay.ops.ring import Tile, carrier, tile_for, tile_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
@@ -32,6 +35,16 @@ class StackPlan(NamedTuple):
 
     slots: np.ndarray
     absent: np.ndarray | None
+
+
+@lru_cache(maxsize=64)
+def _stack_places(stack: int, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+    """(1, S) steps from the frames of a stack to the newest, and slots."""
+    steps = np.arange(stack - 1, -1, -1, dtype=np.int64)[None, :]
+    slots = steps * num_envs
+    for places in (steps, slots):
+        places.flags.writeable = False
+    return steps, slots
 
 
 def plan_stacks(
@@ -51,33 +64,51 @@ def plan_stacks(
     """
     if stack == 1:
         return StackPlan(newest[:, None], None)
-    wanted = np.arange(stack - 1, -1, -1, dtype=np.int64)[None, :]
+    wanted, back = _stack_places(stack, num_envs)
+    # most stacks lie within their episode, and apart from the seam of the ring
+    if late is None and depth.size and depth.item(depth.argmin()) >= stack - 1:
+        slots = newest[:, None] - back
+        if newest.item(newest.argmin()) < (stack - 1) * num_envs:
+            slots += (slots < 0) * turn
+        return StackPlan(slots, None)
     if late is not None:
         wanted = np.maximum(wanted - late[:, None], 0)
     slots = newest[:, None] - np.minimum(wanted, depth[:, None]) * num_envs
     slots += (slots < 0) * turn
-    if not zero or depth.size == 0 or np.minimum.reduce(depth) >= stack - 1:
+    if not zero:
         return StackPlan(slots, None)
     return StackPlan(slots, np.flatnonzero(wanted > depth[:, None]))
 
 
 def gather_stacks(
-    frames: np.ndarray, field: Field, plan: StackPlan, late: tuple[np.ndarray, np.ndarray] | None = None
+    frames: np.ndarray,
+    field: Field,
+    plan: StackPlan,
+    late: tuple[np.ndarray, np.ndarray] | None,
+    outputs: Outputs,
+    name: str,
 ) -> Tensor:
     """Host: (B, S, *shape) stacks from one field's carrier array, (B, *shape) for stacks of one frame.
 
-    late: (k,) rows of the batch and their (k, *shape) newest frames, which are not in the ring; or None.
+    late:    (k,) rows of the batch and their (k, *shape) newest frames, which are not in the ring; or None.
+    outputs: where the memory of the stacks comes from, for the field `name`.
     """
     batch, stack = plan.slots.shape
     flat = plan.slots.reshape(-1)
     shape = (batch, stack, *field.shape) if stack > 1 else (batch, *field.shape)
     if not field.converts:
-        out = np.empty((flat.size, *field.shape), dtype=frames.dtype)
-        # slots exist, so clipping changes none; it is the mode that writes straight into `out`
-        frames.take(flat, 0, out, "clip")
+        out = outputs.array(name, (flat.size, *field.shape), frames.dtype)
+        loops = accelerated.loops()
+        if loops is not None and stack > 1 and batch % 2 == 0 and field.row_bytes % 8 == 0:
+            words = field.row_bytes // 8
+            held = frames.reshape(len(frames), -1).view(np.int64)
+            loops.gather_stacks(held, plan.slots, out.reshape(-1).view(np.int64).reshape(-1, words))
+        else:
+            # slots exist, so clipping changes none; it is the mode that writes straight into `out`
+            frames.take(flat, 0, out, "clip")
         _complete(out, plan, late)
         return _as_field(out.reshape(shape), field)
-    converted = torch.empty((flat.size, *field.shape), dtype=field.output_dtype)
+    converted = outputs.tensor(name, (flat.size, *field.shape), field.output_dtype)
     piece = max(1, _PIECE // max(1, field.row_bytes))
     for start in range(0, flat.size, piece):
         stop = min(start + piece, flat.size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,8 @@ UNIT = float(2**20)
 TINY = 1e-300
 # exponents above this give more than 2**62, beyond any limit, and still fit an int64
 TOP_EXPONENT = 42.5
+# as arrays without dimensions: a scalar operand costs as much again as an operation on a small batch
+_UNIT, _HALF, _TOP_EXPONENT, _ONE = np.array(UNIT), np.array(0.5), np.array(TOP_EXPONENT), np.array(1)
 
 
 @dataclass(frozen=True)
@@ -38,32 +41,45 @@ class MassRule:
         """The rule for a buffer of so many slots; `clip=None` cuts nothing."""
         return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
 
+    @cached_property
+    def _operands(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.eps), np.array(self.alpha)
+
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 masses of (B,) finite float64 priorities, the largest of them, and how many were cut.
 
-        B is at least 1. Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
+        B is at least 1.
         """
-        x = np.abs(priorities)
-        x += self.eps
-        if self.clip < math.inf:
-            np.minimum(x, self.clip, out=x)
-        if self.eps < TINY:
-            np.maximum(x, TINY, out=x)
-        np.log2(x, out=x)
-        x *= self.alpha
-        np.minimum(x, TOP_EXPONENT, out=x)
-        np.exp2(x, out=x)
-        x *= UNIT
-        x += 0.5
-        # the cast truncates, which is the floor of a positive number
-        masses = x.astype(np.int64)
-        np.maximum(masses, 1, out=masses)
-        largest = int(np.maximum.reduce(masses))
+        masses = self.uncut(priorities)
+        # finding its place costs half of a reduction at these sizes
+        largest = int(masses.item(masses.argmax()))
         saturated = 0
         if largest > self.limit:
             largest, saturated = self.limit, int(np.count_nonzero(masses > self.limit))
             np.minimum(masses, self.limit, out=masses)
         return masses, largest, saturated
+
+    def uncut(self, priorities: np.ndarray) -> np.ndarray:
+        """The (B,) int64 masses of (B,) finite float64 priorities before they are cut to the limit.
+
+        Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
+        """
+        eps, alpha = self._operands
+        x = np.abs(priorities)
+        np.add(x, eps, x)
+        if self.clip < math.inf:
+            np.minimum(x, self.clip, out=x)
+        if self.eps < TINY:
+            np.maximum(x, TINY, out=x)
+        np.log2(x, x)
+        np.multiply(x, alpha, x)
+        np.minimum(x, _TOP_EXPONENT, out=x)
+        np.exp2(x, x)
+        np.multiply(x, _UNIT, x)
+        np.add(x, _HALF, x)
+        # the cast truncates, which is the floor of a positive number
+        masses = x.astype(np.int64)
+        return np.maximum(masses, _ONE, out=masses)
 
     def mass(self, priority: float) -> int:
         """The mass of one priority."""
@@ -95,7 +111,7 @@ class OrderRule:
         """The (B,) int64 codes of (B,) finite float64 priorities, the largest of them, and 0: none is ever cut."""
         codes = np.abs(priorities).view(np.int64)
         codes += 1
-        return codes, int(np.maximum.reduce(codes)), 0
+        return codes, int(codes.item(codes.argmax())), 0
 
     def mass(self, priority: float) -> int:
         """The code of one priority."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops import prefix_sum
+from gpu_replay.ops import accelerated, prefix_sum
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
 from gpu_replay.ops.rank_order import RankOrder
@@ -67,18 +67,29 @@ class MassTree:
         self.slots = slots
         self.backend = backend
         self.fanout = fanout_for(backend)
+        self.shift = self.fanout.bit_length() - 1
         sizes = level_sizes(slots, self.fanout, root_limit_for(backend))[: None if summed else 1]
-        self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
+        host = backend == "host"
+        # host: all levels in one piece, for the compiled loops
+        self.starts = np.cumsum([0, *sizes])
+        self.flat = np.zeros(self.starts[-1] if host else 0, dtype=np.int64)
+        if host:
+            self.levels = torch.from_numpy(self.flat).split(sizes)
+        else:
+            self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
         blocks = sizes[0] // self.fanout
         self.low = torch.full((blocks,), NO_MASS, dtype=torch.int64, device=device) if low else None
         self.high = torch.zeros(blocks, dtype=torch.int64, device=device) if high else None
         # host: the order of the leaves, told of every change
         self.order: RankOrder | None = None
         # what the host code works on: views of the same memory
-        host = backend == "host"
         self.arrays = tuple(level.numpy() for level in self.levels) if host else ()
         self.rows = tuple(array.reshape(-1, self.fanout) for array in self.arrays)
         self._edges = tuple(edge.numpy() for edge in (self.low, self.high) if host and edge is not None)
+        nothing = np.zeros(0, dtype=np.int64)
+        self.low_array = nothing if self.low is None or not host else self.low.numpy()
+        self.high_array = nothing if self.high is None or not host else self.high.numpy()
+        self.loops = accelerated.loops() if host else None
 
     @property
     def masses(self) -> Tensor:
@@ -121,8 +132,16 @@ class MassTree:
     def set_range(self, start: int, stop: int, mass: int | np.ndarray) -> None:
         """Host: give the slots `start` to `stop` a mass each, and their ancestors the new sums."""
         self.arrays[0][start:stop] = mass
+        self.follow_range(start, stop)
+
+    def follow_range(self, start: int, stop: int) -> None:
+        """Host: give the ancestors of the slots `start` to `stop` their sums, after masses were written there."""
         if self.order is not None:
             self.order.note(start, stop)
+        if self.loops is not None:
+            edges = self.low_array, self.high_array
+            self.loops.sum_range(self.flat, self.starts, self.fanout, start, stop, *edges)
+            return
         low, high = start // self.fanout, -(-stop // self.fanout)
         for edge in self._edges:
             edge[low:high] = STALE_EDGE
@@ -137,13 +156,12 @@ class MassTree:
             self.order.note_slots(slots)
         change = masses - leaves.take(slots) if len(self.arrays) > 1 else masses
         leaves[slots] = masses
-        shift = self.fanout.bit_length() - 1
-        node = slots >> shift
+        node = slots >> self.shift
         for edge in self._edges:
             edge[node] = STALE_EDGE
         for above in self.arrays[1:]:
             np.add.at(above, node, change)
-            node = node >> shift
+            node = node >> self.shift
 
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""

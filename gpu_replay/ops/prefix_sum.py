@@ -48,6 +48,18 @@ def scan_block(length: int) -> int:
     return min(4096, max(128, 1 << (length - 1).bit_length())) if length > 0 else 128
 
 
+def scan_warps(block: int, width: int) -> int:
+    """Warps of `width` threads that scan one block: 16 values a thread, since more would take most of its registers."""
+    return max(1, block // (16 * width))
+
+
+def warp_width(device: torch.device) -> int:
+    """Threads of one warp: 64 on AMD's data centre GPUs, else 32."""
+    if device.type != "cuda":
+        return 32
+    return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
+
+
 def blocks_per_program(block: int) -> int:
     """Blocks of `block` values that one program sums: together at most 4096 values."""
     return max(1, 4096 // block)
@@ -78,6 +90,5 @@ def _scan(values: Tensor, out: Tensor) -> None:
         before = torch.empty_like(sums)
         _scan(sums, before)
     with torch.cuda.device_of(values):
-        # 16 values a thread: more would take most of its registers
-        warps = max(1, block // 512)
+        warps = scan_warps(block, warp_width(values.device))
         scan_kernel[(programs,)](values, before, out, length, BLOCK=block, FIRST=programs == 1, num_warps=warps)

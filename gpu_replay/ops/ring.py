@@ -38,7 +38,12 @@ def write_rows(store: np.ndarray, rows: np.ndarray, start: int) -> None:
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
     """Host: (B, *shape) rows of one field's carrier array, as the field wants them sampled."""
-    raw = torch.from_numpy(rows.take(slots, axis=0))
+    return as_sampled(rows.take(slots, axis=0), field)
+
+
+def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
+    """Host: (B, *shape) rows of a field's carrier dtype, which nobody else holds, as the field wants them sampled."""
+    raw = torch.from_numpy(rows)
     if field.dtype == torch.bfloat16:
         raw = raw.view(torch.bfloat16)
     if not field.converts:

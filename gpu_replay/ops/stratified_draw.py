@@ -10,6 +10,8 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,14 @@ _SUM_OF_BYTES = np.uint64(0x0101010101010101)
 _TOP_BYTE = np.uint64(56)
 
 
+@lru_cache(maxsize=64)
+def _strata(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """0 to `batch`, and `batch` without dimensions: scalar operands cost as much again as an operation."""
+    stratum = np.arange(batch + 1, dtype=np.int64)
+    stratum.flags.writeable = False
+    return stratum, np.array(batch)
+
+
 def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
     """Place one target in each of `B` equal parts of the total mass.
 
@@ -35,16 +45,19 @@ def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
     returns: (B,) int64, ascending, each in [0, total).
     """
     batch = doubles.size
-    whole, part = divmod(total, batch)
-    stratum = np.arange(batch + 1, dtype=np.int64)
-    bounds = stratum * part
-    bounds //= batch
-    stratum *= whole
-    bounds += stratum
+    stratum, parts = _strata(batch)
+    if total <= (2**63 - 1) // batch:
+        bounds = stratum * np.array(total)
+        np.floor_divide(bounds, parts, bounds)
+    else:
+        whole, part = divmod(total, batch)
+        bounds = stratum * part
+        bounds //= parts
+        bounds += stratum * whole
     start = bounds[:-1]
     width = bounds[1:] - start
     targets = (doubles * width).astype(np.int64)
-    if not 0 < whole < _EXACT:
+    if not batch <= total < _EXACT * batch:
         # a wide product may round up to the width; a stratum without width, when there are more draws than mass, takes
         # the unit it starts in
         width -= 1
@@ -86,6 +99,7 @@ def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.n
         parts = np.split(targets, range(most, targets.size, most))
         return np.concatenate([locate(tree, root_prefix, part) for part in parts])
     fanout, batch = tree.fanout, targets.size
+    width = np.array(fanout)
     node = root_prefix[1:].searchsorted(targets, "right")
     if len(tree.rows) == 1:
         return node
@@ -107,8 +121,8 @@ def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.n
         else:
             child = _passed(prefix[1:].reshape(batch, fanout), targets)
             place = child + block_start
-        node *= fanout
-        node += child
+        np.multiply(node, width, node)
+        np.add(node, child, node)
         if level:
             targets -= prefix.take(place)
     return node
@@ -125,11 +139,39 @@ def _passed(prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
     """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
-    ratio = lowest / masses
-    np.log2(ratio, out=ratio)
-    ratio *= beta
-    np.exp2(ratio, out=ratio)
+    return _weights(np.true_divide(np.array(lowest), masses), beta)
+
+
+def _weights(ratio: np.ndarray, beta: float) -> np.ndarray:
+    """(B,) float32 of (B,) float64 ratios, which are used up."""
+    np.log2(ratio, ratio)
+    np.multiply(ratio, np.array(beta), ratio)
+    np.exp2(ratio, ratio)
     return ratio.astype(np.float32)
+
+
+def smallest(masses: np.ndarray) -> int:
+    """The smallest of (B,) masses. Finding its place costs half of a reduction at these sizes."""
+    return int(masses.item(masses.argmin()))
+
+
+def draw_by_mass(
+    tree: MassTree, doubles: np.ndarray, beta: float, *, stratified: bool, lowest_of_all: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Host: (B,) int64 slots, float32 probabilities and float32 weights of draws from a tree that is not empty.
+
+    doubles: (B,) float64 in [0, 1). lowest_of_all: whether the smallest of all masses has weight 1, or of the batch.
+    """
+    lowest = tree.lowest() if lowest_of_all else 0
+    if tree.loops is None:
+        slots, masses, total = draw_slots(tree, doubles, stratified)
+        weight = importance_weights(masses, lowest or smallest(masses), beta)
+        return slots, (masses / total).astype(np.float32), weight
+    slots, masses, ratio = np.empty((3, doubles.size), dtype=np.int64)
+    probability = np.empty(doubles.size, dtype=np.float32)
+    ratio = ratio.view(np.float64)
+    tree.loops.draw(tree.flat, tree.starts, tree.fanout, doubles, stratified, lowest, slots, masses, probability, ratio)
+    return slots, probability, _weights(ratio, beta)
 
 
 def draws_per_program(batch: int, interpreted: bool) -> int:

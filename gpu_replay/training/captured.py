@@ -1,8 +1,4 @@
-"""One learning step as a CUDA graph: some hundred kernels for the price of one launch.
-
-Nothing in the step may look at the device or depend on numbers of the host that change; what must move on between
-replays (random draws, the schedule of beta, priorities, the optimiser's state) is in device memory.
-"""
+"""One learning step of the trainer as a CUDA graph, or as it is where that cannot be."""
 
 from __future__ import annotations
 
@@ -11,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-# lets libraries choose their algorithms, Triton compile and the optimiser make its state
-WARM_UPS = 3
+from gpu_replay.graphs import WARM_UPS, CaptureError, GraphedCall
+
+__all__ = ["WARM_UPS", "CapturedStep"]
 
 
 class CapturedStep:
@@ -26,9 +23,7 @@ class CapturedStep:
 
     def __init__(self, step: Callable[[], None], device: torch.device, *, enabled: bool = True) -> None:
         self._step = step
-        self._device = device
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm_ups = WARM_UPS
+        self._graphed = GraphedCall(step, device)
         self._enabled = enabled and device.type == "cuda"
 
     @property
@@ -39,37 +34,17 @@ class CapturedStep:
     @property
     def captured(self) -> bool:
         """Whether calls are replays."""
-        return self._graph is not None
+        return self._graphed.captured
 
     def __call__(self) -> None:
         """Do the step once."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif not self._enabled:
-            self._step()
-        elif self._warm_ups:
-            self._warm_ups -= 1
-            self._aside()
-        else:
-            self._capture()
-            self()
-
-    def _aside(self) -> None:
-        """On a stream of its own, where gradients are then accumulated as during the capture."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._step()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph):
-                self._step()
-        except RuntimeError as error:
-            self._enabled = False
-            reason = str(error).strip().splitlines()[0]
-            print(f"the learning step cannot be captured as a CUDA graph and runs without: {reason}", file=sys.stderr)
-        else:
-            self._graph = graph
+        if self._enabled:
+            try:
+                self._graphed()
+                return
+            except CaptureError as error:
+                self._enabled = False
+                print(
+                    f"the learning step cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr
+                )
+        self._step()

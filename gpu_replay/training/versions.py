@@ -11,7 +11,7 @@ import gpu_replay
 from gpu_replay.machine import cpu_model
 
 # distribution names, in the order in which they are shown
-OPTIONAL = ("triton", "gymnasium", "ale-py", "safetensors", "tqdm", "matplotlib", "tensorboard")
+OPTIONAL = ("triton", "numba", "gymnasium", "ale-py", "safetensors", "tqdm", "matplotlib", "tensorboard")
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,224 @@
+"""The torch operations that a user would write instead of this package's kernels: what they are compared with.
+
+Sums over all slots go into tensors that are kept, batches into fresh ones, as in a training loop. Priorities are held
+as powers in a floating dtype: float64, since sums of float32 leave no room for every slot beyond 2**24 of them.
+
+A baseline whose name ends in `alone` does a part of the work: it is measured beside the others and never counted as the
+one to beat.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from .kernel_checks import (
+    Work,
+    wrong_draws,
+    wrong_frames,
+    wrong_ranks,
+    wrong_rows,
+    wrong_scan,
+    wrong_shares,
+    wrong_totals,
+    wrong_update,
+)
+from .kernel_inputs import EPS, Inputs
+from .subjects import ALPHA
+
+# slots that sums in float32 keep apart, and categories that torch.multinomial takes
+FLOAT32_SLOTS = 2**24
+ALONE = " alone"
+# shares of the total by which a sum of floats may differ from the exact one
+SLACK = {torch.float32: 2.0**-18, torch.float64: 2.0**-40}
+
+
+class CumulativeSums:
+    """Powers of priorities and their running sums, drawn from by `searchsorted`, changed by `index_copy_`."""
+
+    def __init__(self, inputs: Inputs, dtype: torch.dtype) -> None:
+        batch, device = inputs.batch, inputs.device
+        self.powers = inputs.priorities.to(dtype, copy=True).add_(EPS).pow_(ALPHA)
+        self.sums = torch.empty_like(self.powers)
+        self.last = inputs.capacity - 1
+        self._stratum = torch.arange(batch, dtype=dtype, device=device)
+        self._targets = torch.empty(batch, dtype=dtype, device=device)
+        self.slots = torch.empty(batch, dtype=torch.int64, device=device)
+        self.build()
+
+    def build(self) -> None:
+        """Sum up all powers."""
+        torch.cumsum(self.powers, 0, out=self.sums)
+
+    def draw(self) -> Tensor:
+        """(B,) int64 slots, one for each stratum of the total."""
+        targets = self._targets.uniform_()
+        targets.add_(self._stratum).mul_(self.sums[-1:]).div_(targets.numel())
+        torch.searchsorted(self.sums, targets, right=True, out=self.slots)
+        return self.slots.clamp_(max=self.last)
+
+    def update(self, slots: Tensor, errors: Tensor) -> None:
+        """Give the slots new powers; the sums are as before."""
+        self.powers.index_copy_(0, slots, errors.add(EPS).pow_(ALPHA).to(self.powers.dtype))
+
+
+def cumsum_of_integers(inputs: Inputs) -> Work:
+    """Running sums of int64."""
+    out = torch.empty_like(inputs.masses)
+    return Work(
+        lambda: torch.cumsum(inputs.masses, 0, out=out),
+        lambda: wrong_scan(inputs.masses, torch.cumsum(inputs.masses, 0, out=out)),
+    )
+
+
+def cumsum(inputs: Inputs) -> Work:
+    """Everything that `searchsorted` needs, made from the powers."""
+    sums = CumulativeSums(inputs, torch.float64)
+    return Work(sums.build, lambda: wrong_totals(sums.powers, sums.sums[-1], SLACK[torch.float64]))
+
+
+def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+    """A draw when anything has changed since the last."""
+    sums = CumulativeSums(inputs, dtype)
+
+    def draw() -> Tensor:
+        sums.build()
+        return sums.draw()
+
+    return Work(draw, lambda: wrong_draws(sums.powers, draw(), SLACK[dtype]))
+
+
+def searchsorted(inputs: Inputs) -> Work:
+    """A draw from sums that are ready."""
+    sums = CumulativeSums(inputs, torch.float64)
+    return Work(sums.draw, lambda: wrong_draws(sums.powers, sums.draw(), SLACK[torch.float64]))
+
+
+def multinomial(inputs: Inputs) -> Work:
+    """A draw by the function made for it, not stratified."""
+    powers = inputs.priorities.add(EPS).pow_(ALPHA)
+
+    def draw() -> Tensor:
+        return torch.multinomial(powers, inputs.batch, replacement=True)
+
+    return Work(draw, lambda: wrong_shares(powers, draw()))
+
+
+def scatter(inputs: Inputs) -> Work:
+    """New powers, from which nothing can be drawn yet."""
+    sums = CumulativeSums(inputs, torch.float64)
+    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Work(
+        lambda: sums.update(*next(turn)),
+        lambda: wrong_update(sums.update, lambda: sums.powers, sums.powers.sum, inputs),
+    )
+
+
+def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+    """New powers and the sums of them."""
+    sums = CumulativeSums(inputs, dtype)
+    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+
+    def update(slots: Tensor, errors: Tensor) -> None:
+        sums.update(slots, errors)
+        sums.build()
+
+    return Work(
+        lambda: update(*next(turn)),
+        lambda: wrong_update(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype]),
+    )
+
+
+def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+    """Draw, and give what was drawn new powers: `cumsum`, `searchsorted`, `index_copy_`."""
+    sums = CumulativeSums(inputs, dtype)
+    turn = cycle(inputs.errors)
+
+    def step() -> Tensor:
+        sums.build()
+        slots = sums.draw()
+        sums.update(slots, next(turn))
+        return slots
+
+    def wrong() -> list[str]:
+        before = sums.powers.clone()
+        return wrong_draws(before, step(), SLACK[dtype])
+
+    return Work(step, wrong)
+
+
+def sort_searchsorted(inputs: Inputs) -> Work:
+    """Sort all priorities and draw ranks from their running sums, which are made once."""
+    masses, batch = inputs.rank_masses, inputs.batch
+    sorted_out = torch.empty_like(inputs.priorities)
+    order = torch.empty(inputs.capacity, dtype=torch.int64, device=inputs.device)
+    stratum = torch.arange(batch, dtype=torch.float64, device=inputs.device)
+    uniform = torch.empty_like(stratum)
+    width = masses[-1:].double() / batch
+
+    def draw() -> Tensor:
+        torch.sort(inputs.priorities, descending=True, out=(sorted_out, order))
+        targets = uniform.uniform_().add_(stratum).mul_(width).long()
+        ranks = torch.searchsorted(masses, targets, right=True).clamp_(max=inputs.capacity - 1)
+        return order[ranks]
+
+    return Work(draw, lambda: wrong_ranks(inputs.priorities, masses, draw(), SLACK[torch.float64]))
+
+
+def index_select_fields(inputs: Inputs) -> Work:
+    """One `index_select` for each field."""
+    turn = cycle(inputs.places)
+
+    def gather(slots: Tensor) -> dict[str, Tensor]:
+        return {name: values.index_select(0, slots) for name, values in inputs.rows.items()}
+
+    return Work(lambda: gather(next(turn)), lambda: wrong_rows(gather, inputs))
+
+
+def index_select_packed(inputs: Inputs) -> Work:
+    """One `index_select` of as many bytes, which are no fields yet."""
+    size = sum(values[0].nbytes for values in inputs.rows.values())
+    packed = torch.cat(
+        [values.view(torch.uint8).reshape(inputs.capacity, -1) for values in inputs.rows.values()], dim=1
+    )
+    turn = cycle(inputs.places)
+
+    def wrong() -> list[str]:
+        found = packed.index_select(0, inputs.places[0])
+        right = found.shape == (inputs.batch, size) and torch.equal(found[-1], packed[inputs.places[0][-1]])
+        return [] if right else ["packed rows are not those of their slots"]
+
+    return Work(lambda: packed.index_select(0, next(turn)), wrong)
+
+
+def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Work:
+    """Stacks before and after, from slots worked out beforehand; a cast where one is wanted.
+
+    dtype: as which the bytes of a frame are seen while they are copied.
+    """
+    frames = inputs.frames_of(inputs.frame_buffer)
+    words = frames.reshape(inputs.capacity, -1).view(dtype)
+    turn = cycle(inputs.stacked)
+
+    def gather(slots: Tensor) -> Tensor:
+        found = words.index_select(0, slots).view(torch.uint8)
+        return found if inputs.dtype == torch.uint8 else found.to(inputs.dtype)
+
+    def wrong() -> list[str]:
+        before, after = gather(inputs.stacked[0]).reshape(2, inputs.batch, -1, *frames.shape[1:])
+        return wrong_frames(before, after, inputs)
+
+    return Work(lambda: gather(next(turn)), wrong)
+
+
+def smallest(inputs: Inputs) -> Work:
+    """The smallest operation of torch: one number becomes zero."""
+    number = torch.ones(1, device=inputs.device)
+
+    def wrong() -> list[str]:
+        number.zero_()
+        return [] if number.item() == 0 else ["the number is not zero"]
+
+    return Work(number.zero_, wrong)

@@ -1,0 +1,165 @@
+"""Whether an implementation gives right answers at all: what is wrong is not measured.
+
+Each function looks at one answer and returns what is wrong with it, in words; nothing for a right one. They are written
+in torch and run where the answer is, since a million draws on a GPU are not worth a trip to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernel_inputs import EPS, N_STEP, STACK, Inputs
+from .subjects import ALPHA
+from .timing import Call
+
+# transitions of a batch whose frames are compared
+_COMPARED = 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """One implementation of one case.
+
+    call:    what is measured; it does the whole work each time.
+    wrong:   does the work once and says what is wrong with the answer.
+    prepare: runs before each call, outside the measured time.
+    """
+
+    call: Call
+    wrong: Callable[[], list[str]]
+    prepare: Call = lambda: None
+
+
+def wrong_scan(values: Tensor, sums: Tensor) -> list[str]:
+    """Inclusive prefix sums (N,) of (N,) values, both int64: exact."""
+    if sums.shape != values.shape:
+        return [f"there are {sums.numel()} sums of {values.numel()} values"]
+    right = torch.equal(sums[:1], values[:1]) and torch.equal(sums[1:] - sums[:-1], values[1:])
+    return [] if right else ["a prefix sum is not the one before it and its value"]
+
+
+def wrong_totals(weights: Tensor, total: Tensor | int, slack: float = 0.0) -> list[str]:
+    """A total that must be the sum of (N,) weights, but for a share of it."""
+    exact = weights.sum(dtype=torch.int64 if weights.dtype == torch.int64 else torch.float64).item()
+    found = total.item() if isinstance(total, Tensor) else total
+    right = found == exact if slack == 0 else abs(found - exact) <= slack * exact
+    return [] if right else [f"the total is {found}, the sum of all is {exact}"]
+
+
+def wrong_draws(weights: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]:
+    """(B,) slots drawn one in each of B equal parts of the total of (N,) weights.
+
+    Each slot's interval of the prefix sums must meet its stratum; by less than `slack`, a share of the total, it may
+    miss it.
+    """
+    wrong = _outside(weights, slots)
+    if wrong:
+        return wrong
+    sums = torch.cumsum(weights if weights.dtype == torch.int64 else weights.double(), 0)
+    batch, total = slots.numel(), sums[-1].item()
+    stratum = torch.arange(batch + 1, dtype=sums.dtype, device=sums.device)
+    if isinstance(total, int):
+        bounds = stratum * (total // batch) + stratum * (total % batch) // batch
+    else:
+        bounds = stratum * (total / batch)
+    margin = type(total)(slack * total)
+    end = sums[slots]
+    start = end - weights[slots]
+    missed = (end <= bounds[:-1] - margin) | (start >= bounds[1:] + margin) | (weights[slots] <= 0)
+    count = int(missed.sum())
+    return [f"{count} of {batch} draws are on slots whose prefix interval does not hold their target"] if count else []
+
+
+def wrong_shares(weights: Tensor, slots: Tensor) -> list[str]:
+    """(B,) independent draws by (N,) weights: where they fall in the total is uniform, and its mean a half.
+
+    A right answer is refused once in 500 million.
+    """
+    wrong = _outside(weights, slots)
+    if wrong:
+        return wrong
+    sums = torch.cumsum(weights.double(), 0)
+    place = (sums[slots] - weights[slots].double() / 2) / sums[-1]
+    mean = float(place.mean())
+    # the deviation of one uniform number is the root of a twelfth
+    allowed = 6 / (12 * slots.numel()) ** 0.5
+    return [] if abs(mean - 0.5) <= allowed else [f"draws lie at {mean:.3f} of the total on average, not at a half"]
+
+
+def wrong_ranks(priorities: Tensor, masses: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]:
+    """(B,) slots drawn by rank, one in each of B equal parts of the total of the (N,) running `masses` of ranks."""
+    wrong = _outside(priorities, slots)
+    if wrong:
+        return wrong
+    batch, total = slots.numel(), int(masses[-1])
+    stratum = torch.arange(batch + 1, device=slots.device)
+    bounds = stratum * (total // batch) + stratum * (total % batch) // batch
+    margin = int(slack * total)
+    first = torch.searchsorted(masses, (bounds[:-1] - margin).clamp(min=0), right=True)
+    last = torch.searchsorted(masses, (bounds[1:] - 1 + margin).clamp(max=total - 1), right=True)
+    ordered = torch.sort(priorities, descending=True).values
+    found = priorities[slots]
+    count = int(((found > ordered[first]) | (found < ordered[last])).sum())
+    return [f"{count} of {batch} draws are not of a rank in their part of the total"] if count else []
+
+
+def wrong_update(
+    update: Callable[[Tensor, Tensor], object],
+    weights: Callable[[], Tensor],
+    total: Callable[[], Tensor | int],
+    inputs: Inputs,
+    slack: float = 0.0,
+    unit: float = 1.0,
+) -> list[str]:
+    """Whether `update` gives distinct slots the powers of their errors, others nothing, and the total follows.
+
+    weights: the (N,) powers in units of 1 / `unit`.
+    """
+    slots, errors = inputs.keys[0], inputs.errors[0]
+    before = weights().clone()
+    update(slots, errors)
+    after = weights()
+    expected = errors.double().add(EPS).pow(ALPHA)
+    # masses are whole numbers
+    near = torch.allclose(after[slots].double() / unit, expected, rtol=1e-4, atol=2.0**-20)
+    wrong = [] if near else ["new weights are not as given"]
+    before[slots] = after[slots]
+    if not torch.equal(before, after):
+        wrong.append("slots that were not updated have changed")
+    return wrong + wrong_totals(after, total(), slack)
+
+
+def wrong_rows(gather: Callable[[Tensor], Mapping[str, Tensor]], inputs: Inputs) -> list[str]:
+    """Rows of every field at (B,) slots, compared with plain indexing."""
+    slots = inputs.places[0]
+    found = gather(slots)
+    return [
+        f"rows of {name!r} are not those of their slots"
+        for name, values in inputs.rows.items()
+        if name not in found or not torch.equal(found[name], values[slots])
+    ]
+
+
+def wrong_frames(before: Tensor, after: Tensor, inputs: Inputs) -> list[str]:
+    """(B, 4, 84, 84) stacks before and after those of `inputs.starts[0]`; some of them compared with plain indexing."""
+    slots = inputs.starts[0][:_COMPARED]
+    frames = inputs.frames_of(inputs.frame_buffer)
+    wrong = []
+    for name, stacks, later in (("obs", before, 0), ("next_obs", after, N_STEP)):
+        back = (torch.arange(1 - STACK, 1, device=slots.device) + later) * inputs.envs
+        expected = frames[slots[:, None] + back].to(inputs.dtype)
+        right = stacks.shape[0] == inputs.batch and stacks.dtype == inputs.dtype
+        if not right or not torch.equal(stacks[:_COMPARED], expected):
+            wrong.append(f"stacks of {name} are not those of their slots")
+    return wrong
+
+
+def _outside(weights: Tensor, slots: Tensor) -> list[str]:
+    if slots.numel() == 0:
+        return ["nothing was drawn"]
+    right = int(slots.min()) >= 0 and int(slots.max()) < weights.numel()
+    return [] if right else [f"slots from {int(slots.min())} to {int(slots.max())} of {weights.numel()} were drawn"]

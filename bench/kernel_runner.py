@@ -1,0 +1,79 @@
+"""Measures kernel microbenchmarks: makes the inputs, checks every implementation, times them in turns, records."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from gpu_replay.storage import free_bytes
+
+from .kernel_cases import OURS, KernelCase
+from .kernel_checks import Work
+from .progress import Progress
+from .record import Record
+from .runner import Refused, Run
+from .timing import flush_bytes
+
+# the share of free memory that a case may take
+_SHARE = 0.9
+
+
+def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[Record]:
+    """Measure the cases; yields each record as soon as it is known.
+
+    A case that does not fit into free memory is skipped with a line that says so, and so is a baseline with wrong
+    answers. Raises Refused when this package's own are wrong.
+    """
+    flush = flush_bytes(run.device)
+    for case in cases:
+        progress.show(case.name)
+        reason = too_large(case, run.device)
+        if reason:
+            progress.say(reason)
+        else:
+            emptied = flush if case.kernel.cold else 0
+            yield from _measured(run, case, emptied, progress)
+            gc.collect()
+        progress.advance()
+
+
+def too_large(case: KernelCase, device: torch.device) -> str | None:
+    """Why the case does not fit into the memory that is free on the device; None when it does."""
+    if device.type == "cuda":
+        # what torch keeps for later is free
+        torch.cuda.empty_cache()
+    free = free_bytes(device)
+    if free is None or case.memory <= _SHARE * free:
+        return None
+    return f"{case.name} is skipped: it takes {case.memory / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+
+
+def _measured(run: Run, case: KernelCase, flush: int, progress: Progress) -> Iterator[Record]:
+    inputs = case.inputs(run.device)
+    bound = {}
+    for name, make in case.makers().items():
+        work = make(inputs)
+        try:
+            check(work, name, case)
+        except Refused as reason:
+            if name == OURS:
+                raise
+            progress.say(str(reason))
+        else:
+            bound[name] = (work.call, work.prepare)
+    if case.left_out():
+        progress.say(f"{case.name}: no {' or '.join(case.left_out())}, which end at {2**24:,} slots.")
+    plan = replace(run.plan, flush=flush)
+    for way in run.ways:
+        for name, (timing, how) in run.timings(bound, plan, way, progress).items():
+            yield run.record(case, name, timing, how, flush)
+
+
+def check(work: Work, name: str, case: KernelCase) -> None:
+    """Look whether an implementation does its work; raises Refused, naming what is wrong."""
+    wrong = work.wrong()
+    if wrong:
+        raise Refused(f"{name} is not measured in {case.name}: {'; '.join(wrong)}.")

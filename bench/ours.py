@@ -1,0 +1,275 @@
+"""This package's operations as the kernel microbenchmarks call them: launchers on a GPU, the host's code on a CPU.
+
+They are called below the buffers, since what is measured is the operation: no arguments are checked and no lock is
+held. On a GPU a draw is two launches, of which the second makes the weights and moves the random stream on.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.ops._backend import choose
+from gpu_replay.ops.admission import DeviceMasses, launch_update
+from gpu_replay.ops.counters import Counter, HostWords, new_counters
+from gpu_replay.ops.frames import launch_gather_windows
+from gpu_replay.ops.host_ranks import HostRanks
+from gpu_replay.ops.mass import UNIT, MassRule, OrderRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
+from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh
+from gpu_replay.ops.windows import powers_of
+from gpu_replay.trajectory_storage import TrajectoryStorage
+
+from .index_subject import IndexSubject
+from .kernel_checks import (
+    Work,
+    wrong_draws,
+    wrong_frames,
+    wrong_ranks,
+    wrong_rows,
+    wrong_scan,
+    wrong_totals,
+    wrong_update,
+)
+from .kernel_inputs import EPS, N_STEP, Inputs
+from .subjects import ALPHA, BETA
+
+GAMMA = 0.99
+
+
+class Index(Protocol):
+    """The index alone: draws slots by mass, and changes masses."""
+
+    @property
+    def tree(self) -> MassTree:
+        """The masses and their sums."""
+
+    def draw(self, batch: int) -> Tensor:
+        """(batch,) int64 slots, one for each stratum of the total."""
+
+    def update(self, slots: Tensor, errors: Tensor) -> None:
+        """Give (B,) slots the masses of (B,) errors."""
+
+
+class HostIndex:
+    """The index on a CPU."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._index = IndexSubject(inputs.capacity)
+        self.tree.masses.copy_(inputs.masses)
+        self.tree.build()
+
+    @property
+    def tree(self) -> MassTree:
+        """See Index."""
+        return self._index.tree
+
+    def draw(self, batch: int) -> Tensor:
+        """See Index."""
+        return torch.from_numpy(self._index.sample(batch)[0])
+
+    def update(self, slots: Tensor, errors: Tensor) -> None:
+        """See Index."""
+        self._index.update((slots.numpy(), None), errors)
+
+
+class DeviceIndex:
+    """The index on a GPU, or interpreted on CPU tensors."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        slots, device = inputs.capacity, inputs.device
+        rule = MassRule.for_slots(slots, ALPHA, EPS, None)
+        self.tree = MassTree(slots, device, "triton")
+        self.tree.masses.copy_(inputs.masses)
+        self.tree.build()
+        self._masses = DeviceMasses(self.tree, rule, rule.mass(1.0))
+        self._counters = full_counters(slots, device)
+        self._times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def draw(self, batch: int) -> Tensor:
+        """See Index; two launches."""
+        slots, _, masses, _ = launch_stratified_draw(
+            self.tree, self._counters, self._times_sampled, batch, batch, stratified=True, lowest_of_all=False
+        )
+        launch_weigh(masses, self._counters, None, BETA, batch)
+        return slots
+
+    def update(self, slots: Tensor, errors: Tensor) -> None:
+        """See Index; two launches. In a ring that has turned once, slots are keys."""
+        launch_update(self._masses, self._counters, self.tree.slots, slots, errors, sparse=False)
+
+
+def full_counters(slots: int, device: torch.device) -> Tensor:
+    """The counters of a ring that has been filled once."""
+    counters = new_counters(device, seed=0)
+    counters[Counter.ADDED] = slots
+    return counters
+
+
+def index_for(inputs: Inputs) -> Index:
+    """The index where the inputs are."""
+    return HostIndex(inputs) if choose(inputs.device) == "host" else DeviceIndex(inputs)
+
+
+def prefix_sum(inputs: Inputs) -> Work:
+    """Inclusive prefix sums of all masses."""
+    values = inputs.masses
+    return Work(lambda: inclusive_prefix_sum(values), lambda: wrong_scan(values, inclusive_prefix_sum(values)))
+
+
+def tree_build(inputs: Inputs) -> Work:
+    """All sums of a tree, from its leaves."""
+    tree = index_for(inputs).tree
+
+    def wrong() -> list[str]:
+        tree.levels[-1].zero_()
+        tree.build()
+        return [error for level in tree.levels[1:] for error in wrong_totals(tree.masses, level.sum())]
+
+    return Work(tree.build, wrong)
+
+
+def draw(inputs: Inputs) -> Work:
+    """Slots by mass, one for each stratum."""
+    index = index_for(inputs)
+    return Work(lambda: index.draw(inputs.batch), lambda: wrong_draws(index.tree.masses, index.draw(inputs.batch)))
+
+
+def update(inputs: Inputs) -> Work:
+    """New masses for given slots, and the sums above them."""
+    index = index_for(inputs)
+    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Work(
+        lambda: index.update(*next(turn)),
+        lambda: wrong_update(index.update, lambda: index.tree.masses, index.tree.total, inputs, unit=UNIT),
+    )
+
+
+def draw_update(inputs: Inputs) -> Work:
+    """Draw, and give what was drawn new masses."""
+    index = index_for(inputs)
+    turn = cycle(inputs.errors)
+
+    def step() -> Tensor:
+        slots = index.draw(inputs.batch)
+        index.update(slots, next(turn))
+        return slots
+
+    def wrong() -> list[str]:
+        before = index.tree.masses.clone()
+        return wrong_draws(before, step()) + wrong_totals(index.tree.masses, index.tree.total())
+
+    return Work(step, wrong)
+
+
+def rank_draw(inputs: Inputs) -> Work:
+    """Slots by rank when as many priorities as are drawn have changed since the last draw."""
+    return _host_rank_draw(inputs) if choose(inputs.device) == "host" else _device_rank_draw(inputs)
+
+
+def _host_rank_draw(inputs: Inputs) -> Work:
+    slots, batch = inputs.capacity, inputs.batch
+    rule = OrderRule()
+    tree = MassTree(slots, inputs.device, "host", summed=False)
+    current = inputs.priorities.clone()
+    tree.arrays[0][:slots] = rule.masses(current.numpy().astype(np.float64))[0]
+    counters = full_counters(slots, inputs.device).numpy()
+    ranks = HostRanks(tree, counters, ALPHA, 1)
+    words, position = HostWords(seed=0), cycle(range(0, 2**40, -(-batch // 4)))
+    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+
+    def change() -> None:
+        changed, errors = next(turn)
+        current[changed] = errors
+        tree.set_slots(changed.numpy(), rule.masses(errors.numpy().astype(np.float64))[0])
+
+    def drawn() -> Tensor:
+        doubles = words.doubles(next(position), batch)
+        return torch.from_numpy(ranks.draw(doubles, stratified=True).slots)
+
+    def wrong() -> list[str]:
+        change()
+        return wrong_ranks(current, inputs.rank_masses, drawn())
+
+    return Work(drawn, wrong, prepare=change)
+
+
+def _device_rank_draw(inputs: Inputs) -> Work:
+    slots, batch, device = inputs.capacity, inputs.batch, inputs.device
+    tree = MassTree(slots, device, "triton", summed=False)
+    # the bits of a float64 that is not negative ascend with it; a code of 0 stands for nothing
+    tree.masses.copy_(inputs.priorities.double().view(torch.int64) + 1)
+    counters = full_counters(slots, device)
+    ranks = DeviceRanks(slots, ALPHA, 1, counters)
+    times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def drawn() -> Tensor:
+        ranked = ranks.exact(tree, 0, True)
+        found = launch_rank_draw(
+            ranks.sums,
+            ranked,
+            tree,
+            None,
+            counters,
+            times_sampled,
+            batch,
+            batch,
+            stratified=True,
+            lowest_of_all=False,
+        )
+        launch_weigh(found.masses, counters, None, BETA, batch)
+        return found.slots
+
+    return Work(drawn, lambda: wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
+
+
+def row_gather(inputs: Inputs) -> Work:
+    """Rows of five small fields at given slots."""
+    buffer = inputs.row_buffer
+    turn = cycle(inputs.places)
+    storage, engine = buffer._storage, buffer._engine
+
+    def gather(slots: Tensor) -> dict[str, Tensor]:
+        if buffer._backend == "host":
+            # in a ring that has turned once, slots are keys
+            return engine.read(slots)
+        return launch_gather(storage.tensors, storage.fields, slots)
+
+    return Work(lambda: gather(next(turn)), lambda: wrong_rows(gather, inputs))
+
+
+def frame_gather(inputs: Inputs) -> Work:
+    """Stacks of four frames before and after, at given slots."""
+    buffer = inputs.frame_buffer
+    turn = cycle(inputs.starts)
+    storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer.counters()
+    powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
+
+    def gather(slots: Tensor) -> dict[str, Tensor]:
+        if buffer._backend == "host":
+            return engine.read(slots)
+        return launch_gather_windows(storage, slots, powers, counters, shifted=False)
+
+    def wrong() -> list[str]:
+        found = gather(inputs.starts[0])
+        return wrong_frames(found["obs"], found["next_obs"], inputs)
+
+    return Work(lambda: gather(next(turn)), wrong)
+
+
+def empty(inputs: Inputs) -> Work:
+    """Nothing: an empty kernel on a GPU, the negative of one number in NumPy on a CPU."""
+    number = torch.ones(1, device=inputs.device)
+    if choose(inputs.device) == "host":
+        array = number.numpy()
+        return Work(lambda: np.negative(array, array), list)
+    from .empty_kernel import empty_kernel
+
+    return Work(lambda: empty_kernel[(1,)](number), list)

@@ -1,0 +1,179 @@
+"""Pictures of kernel microbenchmarks, drawn from records alone: time against size, and bandwidth under its two roofs.
+
+No operation can move bytes faster than a plain copy, nor end before an empty launch does: the first roof is flat, the
+second rises with the bytes. Both come from the same run as the points.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .cases import short
+from .kernel_cases import KERNELS, OURS
+from .record import Record
+
+_INK, _FAINT = "0.15", "0.85"
+# the first is this package's; the others can be told apart without seeing colours well
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
+_DPI = 130
+
+
+def require() -> None:
+    """Raise RuntimeError when there is nothing to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("plots need matplotlib: pip install 'gpu-replay[training]', or leave --plot out.")
+
+
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Draw one PNG for each operation that was measured at several sizes, and the roofline; returns the files.
+
+    Those of several devices or ways of timing go into folders of their own below `folder`.
+    """
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.environment.device, record.clock), []).append(record)
+    files = []
+    for (device, clock), group in groups.items():
+        place = folder if len(groups) == 1 else folder / f"{device}-{clock}".lower().replace(" ", "-")
+        place.mkdir(parents=True, exist_ok=True)
+        for operation in dict.fromkeys(record.operation for record in group):
+            chosen = [record for record in group if record.operation == operation]
+            if len({(record.capacity, record.batch) for record in chosen}) > 1:
+                files.append(_times(chosen, place / f"{operation}.png"))
+        if any(record.implementation == OURS and record.bytes for record in group):
+            files.append(_roofline(group, place / "roofline.png"))
+    return files
+
+
+def _times(records: Sequence[Record], file: Path) -> Path:
+    """Time against N, one panel for each B; against B where N never changes."""
+    operation = records[0].operation
+    over_slots = len({record.capacity for record in records}) > 1
+    panels = sorted({record.batch for record in records}) if over_slots else [0]
+    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
+    figure = _figure(2.2 + 2.7 * len(panels) if len(panels) > 1 else 6.4, 4.6)
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, batch in zip(axes, panels, strict=True):
+        for place, name in enumerate(names):
+            shown = [r for r in records if r.implementation == name and (not over_slots or r.batch == batch)]
+            shown.sort(key=lambda r: (r.capacity, r.batch))
+            if shown:
+                _curve(axis, shown, over_slots, place)
+        axis.set_xlabel("slots, N" if over_slots else "batch, B")
+        if len(panels) > 1:
+            axis.set_title(f"B = {batch:,}", fontsize=9, color=_INK)
+        _log_axes(axis, (r.capacity if over_slots else r.batch for r in records))
+    axes[0].set_ylabel("time of a call, µs")
+    _finish(figure, f"{operation}: {_about(operation)}", records, file)
+    return file
+
+
+def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -> None:
+    """Medians, and a band from p10 to p90."""
+    name = records[0].implementation
+    x = [record.capacity if over_slots else record.batch for record in records]
+    color = _COLORS[place % len(_COLORS)]
+    line = "-" if name == OURS else "--"
+    marker = _MARKERS[place % len(_MARKERS)]
+    axis.plot(x, [r.median for r in records], line, marker=marker, markersize=4, linewidth=1.4, color=color, label=name)
+    low, high = ([record.quantiles[each] for record in records] for each in ("p10", "p90"))
+    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _roofline(records: Sequence[Record], file: Path) -> Path:
+    """Bytes a second against bytes, of this package's operations, under the two roofs."""
+    ours = [record for record in records if record.implementation == OURS and record.bytes]
+    figure = _figure(8.4, 5.2)
+    axis = figure.subplots()
+    for place, operation in enumerate(dict.fromkeys(record.operation for record in ours)):
+        shown = sorted((r for r in ours if r.operation == operation), key=lambda r: (r.bytes, r.capacity))
+        axis.plot(
+            [record.bytes for record in shown],
+            [record.bytes / record.median / 1e3 for record in shown],
+            linestyle="none",
+            marker=_MARKERS[place % len(_MARKERS)],
+            markersize=5,
+            alpha=0.8,
+            color=_COLORS[place % len(_COLORS)],
+            label=operation,
+        )
+    smallest, largest = min(r.bytes for r in ours) / 2, max(r.bytes for r in ours) * 2
+    copy = sorted(record.copy_bandwidth for record in ours)[len(ours) // 2] / 1e9
+    empty = [record.median for record in records if record.operation == "empty" and record.implementation == OURS]
+    # gigabytes a second are bytes a nanosecond; where both roofs meet, a copy takes as long as an empty call
+    launch = empty[0] * 1e3 if empty else 0.0
+    edges = sorted({smallest, min(max(copy * launch, smallest), largest), largest})
+    roof = f"plain copy, {copy:,.1f} GB/s" + (f", and an empty call, {empty[0]:.2g} µs" if empty else "")
+    axis.plot(
+        edges,
+        [min(copy, edge / launch) if launch else copy for edge in edges],
+        "-",
+        color=_INK,
+        linewidth=1.2,
+        label=roof,
+    )
+    axis.set_xlabel("bytes that must move")
+    axis.set_ylabel("GB/s")
+    _log_axes(axis)
+    _finish(figure, "bandwidth of each operation, all sizes", records, file)
+    return file
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
+    """Logarithms both ways; ticks at these sizes where there are any, and enough of them upwards to read a value."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.minorticks_off()
+    ticks = sorted(set(sizes))
+    if ticks:
+        axis.set_xticks(ticks, [short(size) for size in ticks])
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
+    axis.grid(visible=True, which="major", color=_FAINT, linewidth=0.6)
+    axis.tick_params(labelsize=8, colors=_INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> None:
+    """Title, one legend below the panels, and where the figures come from."""
+    environment = records[0].environment
+    machine = environment.cpu if environment.device == "cpu" else environment.device
+    trial = ", QUICK RUN" if any(record.quick for record in records) else ""
+    figure.suptitle(f"{title}\n{machine}, {environment.date[:10]}, {_clock(records)}{trial}", fontsize=9, color=_INK)
+    handles, labels = _legend(figure.axes)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize=8, frameon=False)
+    figure.savefig(file, dpi=_DPI)
+
+
+def _legend(axes: Iterable[Any]) -> tuple[list[Any], list[str]]:
+    """Each name once, whichever panels it is in."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return list(found.values()), list(found)
+
+
+def _clock(records: Sequence[Record]) -> str:
+    return {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].clock]
+
+
+def _about(operation: str) -> str:
+    return KERNELS[operation].about if operation in KERNELS else ""

@@ -1,0 +1,225 @@
+"""The buffers' calls as custom operators, so that `torch.compile(fullgraph=True)` takes a whole learning step.
+
+Compiled code sees `add`, `sample`, `sample_sequences` and `update_priorities` as one operator each: it knows what they
+return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels
+included.
+
+What a buffer stores is not an argument of its operators. Where a compiler cannot see that it need not, it copies an
+argument that is written and puts the copy back afterwards: gigabytes of storage, and without what another thread added
+meanwhile. All that compiled code must know is that a call depends on those before it and cannot be left out, moved or
+made twice. A token says so: an empty tensor of the buffer that every operator declares as written. It costs nothing to
+copy and nothing is ever in it. The buffer is found by a name that no other buffer of the process has.
+
+Shapes and dtypes of what is drawn are spelled out in an argument, so that they follow from arguments alone: compiled
+code that is kept on disk is then never taken for that of a buffer with other fields.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.batch import Batch
+
+# stands in a shape for the steps of a sequence
+STEPS = "L"
+# dtype, and shape without the batch dimension
+Output = tuple[torch.dtype, tuple[int | str, ...]]
+
+# what every draw gives besides the fields
+_ALWAYS: dict[str, Output] = {
+    "key": (torch.int64, ()),
+    "probability": (torch.float32, ()),
+    "weight": (torch.float32, ()),
+}
+# not `custom_op`: what it adds to every call takes as long as the call
+_library = torch.library.Library("gpu_replay", "FRAGMENT")
+# graphs that a compiler captures by itself know nothing of what the host keeps count of; those of `buffer.capture` do
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_buffers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_draws: dict[int, Any] = {}
+_defining = threading.Lock()
+
+
+class Drawn(NamedTuple):
+    """One kind of batch that a buffer gives.
+
+    names:  of its tensors.
+    layout: their dtypes and shapes, as `_parsed` reads them.
+    draw:   the operator that returns so many tensors.
+    """
+
+    names: tuple[str, ...]
+    layout: str
+    draw: Any
+
+
+def drawn_as(outputs: Mapping[str, Output]) -> Drawn:
+    """The kind of batch that holds these tensors, and what every draw gives."""
+    every = {**outputs, **_ALWAYS}
+    entries = (
+        f"{name} {str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}"
+        for name, (dtype, shape) in every.items()
+    )
+    return Drawn(tuple(every), ";".join(entries), _draw_of(len(every)))
+
+
+@lru_cache
+def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
+    """Names, dtypes and shapes of `obs float32 4,84,84;reward float32 ;...`."""
+    entries = (entry.split(" ") for entry in layout.split(";"))
+    return tuple((name, getattr(torch, dtype), shape.split(",") if shape else []) for name, dtype, shape in entries)
+
+
+class Operators:
+    """What a buffer's own methods call while they are compiled.
+
+    name, token: by which the operators find the buffer, and by which they are kept in order.
+
+    Dynamo follows the lines of these methods: nothing here locks, asks a tensor or looks at what a buffer is made of.
+    """
+
+    def __init__(self, buffer: object, device: torch.device) -> None:
+        self.name = f"{type(buffer).__name__} {next(_numbers)}"
+        # an inference tensor could not be written outside of inference mode
+        with torch.inference_mode(False):
+            self.token = torch.empty(0, device=device)
+        _buffers[self.name] = buffer
+
+    def add(self, fields: Mapping[str, Any], priority: Any) -> Tensor:
+        """The buffer's `add`; every field is a tensor or an array."""
+        values = [_tensor(name, value) for name, value in fields.items()]
+        own = None if priority is None else _tensor("priority", priority)
+        keys: Tensor = _ADD(self.token, self.name, ",".join(fields), values, own)
+        return keys
+
+    def sample(
+        self, drawn: Drawn, batch: int, beta: float | None, length: int | None = None, burn_in: int = 0
+    ) -> Batch:
+        """The buffer's `sample`, or `sample_sequences` where a length is given."""
+        # as a number it would be a constant, and another one would be compiled anew
+        exponent = None if beta is None else torch.ones((), dtype=torch.float64, device="cpu") * beta
+        tensors = drawn.draw(self.token, self.name, drawn.layout, batch, length, burn_in, exponent)
+        return Batch(dict(zip(drawn.names, tensors, strict=True)))
+
+    def update(self, keys: Any, priorities: Any) -> None:
+        """The buffer's `update_priorities`, of tensors or arrays."""
+        found, numbers = _tensor("keys", keys), _tensor("priorities", priorities)
+        _UPDATE(self.token, self.name, found, numbers)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name!r} must be a tensor or an array inside torch.compile; found {type(value).__name__}.")
+    # nothing flows back through a buffer
+    return value.detach()
+
+
+# the operators: what runs, and what compilers are told of it
+
+
+def _define(name: str, schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `gpu_replay::NAME`; none of its results needs a gradient."""
+    _library.define(f"{name}{schema}", tags=_TAGS)
+    _library.impl(name, runs, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gpu_replay::{name}", fake, lib=_library)
+    return getattr(torch.ops.gpu_replay, name).default
+
+
+def _found(name: str) -> Any:
+    buffer = _buffers.get(name)
+    if buffer is None:
+        raise RuntimeError(f"this code was compiled for {name}, a buffer that is gone. Compile it for another one.")
+    return buffer
+
+
+def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
+    given = dict(zip(names.split(","), values, strict=True)) if names else {}
+    keys: Tensor = _found(buffer).add(priority=priority, **given)
+    return keys
+
+
+def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
+    # without fields the call itself says what is missing
+    return token.new_empty(values[0].shape[:1] if values else (0,), dtype=torch.int64)
+
+
+def _update(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> None:
+    _found(buffer).update_priorities(keys, priorities)
+
+
+def _update_fake(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> None:
+    return None
+
+
+def _sample(
+    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, beta: Tensor | None
+) -> tuple[Tensor, ...]:
+    found = _found(buffer)
+    # on the CPU: no device is asked for it
+    exponent = None if beta is None else beta.item()
+    if length is None:
+        drawn = found.sample(batch, beta=exponent)
+    else:
+        drawn = found.sample_sequences(batch, length, burn_in, beta=exponent)
+    return tuple(_parted([drawn[name] for name, _, _ in _parsed(layout)]))
+
+
+def _sample_fake(
+    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, beta: Tensor | None
+) -> tuple[Tensor, ...]:
+    steps = 0 if length is None else length + burn_in
+    return tuple(
+        token.new_empty((batch, *(steps if side == STEPS else int(side) for side in shape)), dtype=dtype)
+        for _, dtype, shape in _parsed(layout)
+    )
+
+
+def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without gaps, no two of them in one memory: what an operator returns may not overlap."""
+    seen: set[int] = set()
+    parted = []
+    for tensor in tensors:
+        own = tensor.contiguous()
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        parted.append(own)
+    return parted
+
+
+_ADD = _define(
+    "add",
+    "(Tensor(a!) token, str buffer, str names, Tensor[] values, Tensor? priority) -> Tensor",
+    _add,
+    _add_fake,
+)
+_UPDATE = _define(
+    "update_priorities",
+    "(Tensor(a!) token, str buffer, Tensor keys, Tensor priorities) -> ()",
+    _update,
+    _update_fake,
+)
+
+
+def _draw_of(count: int) -> Any:
+    """The operator `gpu_replay::sample_N` that returns N tensors: one that writes may not return a list of them."""
+    with _defining:
+        if count not in _draws:
+            schema = (
+                "(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, SymInt burn_in, Tensor? beta)"
+                f" -> ({', '.join(['Tensor'] * count)})"
+            )
+            _draws[count] = _define(f"sample_{count}", schema, _sample, _sample_fake)
+        return _draws[count]

@@ -1,0 +1,68 @@
+"""Memory of batches that nobody holds any more, for the next batch.
+
+Memory fresh from the operating system costs more than what is copied into it: each of its pages is found and cleared
+when it is first touched. A buffer therefore keeps the arrays behind its last large batches, and fills one again once no
+tensor uses it. Whether one does is not guessed: every tensor, view and autograd graph over an array holds a reference
+to it, and the interpreter counts those.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# bytes below which memory comes from the heap, where it is reused anyway
+_LARGE = 2**17
+# arrays kept for each name: a loop that holds its batch while it draws the next one needs two
+_KEPT = 2
+
+
+def _references(arrays: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(arrays[place])
+
+
+# what an array counts that only its list holds: interpreters differ in what they count of a call
+_UNUSED = _references([np.empty(0)], 0)
+
+
+class Outputs:
+    """Arrays for batches, by name. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[np.ndarray]] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array of this shape with any content, which no batch of before shares.
+
+        name: of the field it is for; arrays are reused within a name.
+        """
+        count = dtype.itemsize
+        for side in shape:
+            count *= side
+        if count < _LARGE:
+            return np.empty(shape, dtype)
+        return self._bytes(name, count).view(dtype).reshape(shape)
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape with any content, which no batch of before shares."""
+        count = dtype.itemsize
+        for side in shape:
+            count *= side
+        if count < _LARGE:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_numpy(self._bytes(name, count)).view(dtype).view(shape)
+
+    def _bytes(self, name: str, count: int) -> np.ndarray:
+        kept = self._kept.setdefault(name, [])
+        for place in range(len(kept)):
+            if kept[place].size == count and _references(kept, place) == _UNUSED:
+                return kept[place]
+        made = np.empty(count, dtype=np.uint8)
+        if len(kept) == _KEPT:
+            # whoever still uses the oldest goes on holding it
+            del kept[0]
+        kept.append(made)
+        return made

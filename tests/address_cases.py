@@ -1,0 +1,372 @@
+"""Launches on rings of 2^31 - 1 slots, the most there can be: what they leave where offsets pass 2^31 and 2^32 bytes.
+
+One function a kernel; each checks what was left against a few lines of Python, and that the kernel reached that far in
+everything that grows with the ring or the batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from sparse_memory import SparseMemory
+from torch import Tensor
+
+from gpu_replay import Field
+from gpu_replay.ops import rank_draw
+from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
+from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
+from gpu_replay.ops.prefix_sum import block_sums
+from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
+from gpu_replay.ops.ring import launch_gather, launch_write
+from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh, stratified_targets
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
+
+CPU = torch.device("cpu")
+SLOTS = 2**31 - 1
+SEED = 5
+# offsets of 4 and 8 bytes a slot pass 2^31 and 2^32 here
+PLACES = [0, 2**28 - 1, 2**28, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 1, 2**30, 2**30 + 1, SLOTS - 2, SLOTS - 1]
+FAR = 2**32
+# Atari frames: fewer slots, whose rows are long
+FRAME = {"x": Field((84, 84), torch.uint8)}
+FRAMES = 1_300_000
+FRAME_PLACES = [0, *(place + near for place in (2**31 // 7056, 2**32 // 7056) for near in (-1, 0, 1)), FRAMES - 1]
+
+
+def counters_at(added: int, **more: int) -> Tensor:
+    """Counters of a buffer that has seen so many transitions."""
+    counters = new_counters(CPU, SEED)
+    counters[Counter.ADDED] = added
+    for name, value in more.items():
+        counters[getattr(Counter, name)] = value
+    return counters
+
+
+def put(tree: MassTree, masses: Mapping[int, int]) -> None:
+    """Give some slots of an empty tree their masses."""
+    for slot, mass in masses.items():
+        for level in tree.levels:
+            level[slot] += mass
+            slot //= tree.fanout
+
+
+def check_tree(tree: MassTree, masses: Mapping[int, int]) -> None:
+    """Fail unless these slots have these masses, and every node above them the sum of those below it."""
+    expected = dict(masses)
+    for level in tree.levels:
+        assert {node: int(level[node]) for node in expected} == expected
+        above: dict[int, int] = {}
+        for node, mass in expected.items():
+            above[node // tree.fanout] = above.get(node // tree.fanout, 0) + mass
+        expected = above
+    assert tree.total() == sum(masses.values())
+
+
+def key_in(slot: int, added: int, slots: int) -> int:
+    """The largest key below `added` in a slot."""
+    key = added - added % slots + slot
+    return key if key < added else key - slots
+
+
+def drawn_slots(masses: Mapping[int, int], targets: np.ndarray) -> list[int]:
+    """The slots on which targets fall."""
+    slots = sorted(masses)
+    sums = list(accumulate(masses[slot] for slot in slots))
+    return [slots[bisect_right(sums, target)] for target in targets.tolist()]
+
+
+def samples_at(times_sampled: Tensor, slots: list[int]) -> None:
+    """Fail unless each of these slots was counted as often as it stands there."""
+    assert {slot: int(times_sampled[slot]) for slot in slots} == {slot: slots.count(slot) for slot in slots}
+
+
+def write_kernel(memory: SparseMemory) -> None:
+    store = {"x": torch.zeros((FRAMES, 84, 84), dtype=torch.uint8)}
+    random = np.random.default_rng(1)
+    for turn, start in ((0, 0), (2, 2**31 // 7056 - 2), (1, 2**32 // 7056 - 2), (3, FRAMES - 2)):
+        rows = torch.from_numpy(random.integers(1, 256, (4, 84, 84), dtype=np.uint8))
+        launch_write(store, FRAME, {"x": rows}, counters_at(turn * FRAMES + start), None, highest=False)
+        assert torch.equal(store["x"][torch.arange(start, start + 4) % FRAMES], rows)
+    memory.check("write_kernel", past=FAR, store=store["x"])
+
+    fields = {"x": Field((3,), torch.uint8)}
+    store = {"x": torch.zeros((SLOTS, 3), dtype=torch.uint8)}
+    tree = MassTree(SLOTS, CPU, "triton", high=True)
+    put(tree, {SLOTS - 1: 77})
+    assert tree.high is not None
+    tree.high[-1] = STALE_EDGE
+    rows = torch.arange(1, 13, dtype=torch.uint8).view(4, 3)
+    counters = counters_at(7 * SLOTS - 2)
+    # the rows, and the last of the blocks whose largest mass is looked up
+    memory.programs = lambda count: [0, count - 1]
+    launch_write(store, fields, {"x": rows}, counters, tree, highest=True)
+    assert torch.equal(store["x"][[SLOTS - 2, SLOTS - 1, 0, 1]], rows)
+    assert int(counters[Counter.EDGE_HIGH]) == int(tree.high[-1]) == 77
+    memory.check("write_kernel", past=FAR, store=store["x"], leaves=tree.levels[0])
+
+
+def gather_kernel(memory: SparseMemory) -> None:
+    store = {"x": torch.zeros((FRAMES, 84, 84), dtype=torch.uint8)}
+    random = np.random.default_rng(2)
+    rows = torch.from_numpy(random.integers(1, 256, (len(FRAME_PLACES), 84, 84), dtype=np.uint8))
+    store["x"][FRAME_PLACES] = rows
+    order = random.permutation(len(FRAME_PLACES)).tolist()
+    slots = torch.tensor(FRAME_PLACES)[order]
+    assert torch.equal(launch_gather(store, FRAME, slots)["x"], rows[order])
+    memory.check("gather_kernel", past=FAR, store=store["x"])
+
+    # a batch that does not fit 2^32 bytes either, of which the last rows are gathered
+    many = torch.zeros(2**32 // 7056 + 100, dtype=torch.int64)
+    many[-4:] = slots[:4]
+    memory.programs = lambda count: range(count - 2, count)
+    out = launch_gather(store, FRAME, many)["x"]
+    assert torch.equal(out[-4:], rows[order[:4]])
+    memory.check("gather_kernel", past=FAR, out=out)
+
+
+def _masses(*, low: bool = False, high: bool = False) -> DeviceMasses:
+    """A tree of all slots, and what goes with it; the stamps of the places are at rest."""
+    tree = MassTree(SLOTS, CPU, "triton", low=low, high=high)
+    masses = DeviceMasses(tree, MassRule.for_slots(SLOTS, 1.0, 0.0, None), initial=100)
+    masses.stamps[PLACES] = -1
+    return masses
+
+
+def admit_kernel(memory: SparseMemory) -> None:
+    masses = _masses(low=True, high=True)
+    tree = masses.tree
+    times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
+    expected: dict[int, int] = {}
+    for turn, start in ((1, 2**28 - 3), (9, 2**29 - 3), (0, 2**30 - 3), (2, SLOTS - 3)):
+        slots = [(start + row) % SLOTS for row in range(6)]
+        times_sampled[slots] = 9
+        added = turn * SLOTS + start
+        counters = counters_at(added)
+        priorities = torch.arange(1, 7, dtype=torch.float32)
+        keys = launch_admit(masses, counters, times_sampled, 6, priorities, None)
+        assert keys.tolist() == list(range(added, added + 6))
+        assert int(counters[Counter.ADDED]) == added + 6
+        assert not times_sampled[slots].any()
+        expected |= {slot: (row + 1) * 2**20 for row, slot in enumerate(slots)}
+        assert tree.low is not None
+        assert tree.high is not None
+        assert all(int(edge[slot // tree.fanout]) == STALE_EDGE for edge in (tree.low, tree.high) for slot in slots)
+    check_tree(tree, expected)
+    memory.check("admit_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
+
+
+def _updated(memory: SparseMemory, kernel: str) -> None:
+    masses = _masses(low=True)
+    put(masses.tree, dict.fromkeys(PLACES, 1000))
+    added = 3 * SLOTS + 2**29
+    keys = [key_in(slot, added, SLOTS) for slot in PLACES]
+    # the last of a repeated key wins; of keys that were overwritten, or are yet to come, nothing is kept
+    given = torch.tensor([*keys, keys[1], keys[-1], keys[2] - SLOTS, added])
+    counters = counters_at(added)
+    priorities = torch.arange(1, given.numel() + 1, dtype=torch.float64) / 2**10
+    launch_update(masses, counters, SLOTS, given, priorities, sparse=True)
+    position = {slot: row for row, slot in enumerate(PLACES)} | {PLACES[1]: 11, PLACES[-1]: 12}
+    check_tree(masses.tree, {slot: (row + 1) * 2**10 for slot, row in position.items()})
+    assert int(counters[Counter.STALE]) == 2
+    assert masses.stamps[PLACES].tolist() == [-1] * len(PLACES)
+    memory.check(kernel, past=FAR, stamps=masses.stamps)
+    if kernel == "update_kernel":
+        memory.check(kernel, past=FAR, leaves=masses.tree.levels[0])
+
+
+def settle_kernel(memory: SparseMemory) -> None:
+    _updated(memory, "settle_kernel")
+
+
+def update_kernel(memory: SparseMemory) -> None:
+    _updated(memory, "update_kernel")
+
+
+def stratified_draw_kernel(memory: SparseMemory) -> None:
+    tree = MassTree(SLOTS, CPU, "triton", low=True)
+    masses = {slot: 1000 + 7 * row for row, slot in enumerate(PLACES)}
+    put(tree, masses)
+    assert tree.low is not None
+    # the last program's blocks
+    tree.low[-256:] = NO_MASS
+    tree.low[-1] = STALE_EDGE
+    times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
+    added = 5 * SLOTS + 2**30
+    counters = counters_at(added)
+    # the draws, and the last of the blocks whose smallest mass is looked up
+    memory.programs = lambda count: [0, count - 1]
+    slots, keys, found, probability = launch_stratified_draw(
+        tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True
+    )
+    total = sum(masses.values())
+    newest = [2**30 - 2, 2**30 - 1]
+    expected = [*drawn_slots(masses, stratified_targets(total, HostWords(SEED).doubles(0, 30))), *newest]
+    assert set(expected) == {*PLACES, *newest}
+    assert slots.tolist() == expected
+    assert keys.tolist() == [key_in(slot, added, SLOTS) for slot in expected]
+    assert found.tolist() == [*(masses[slot] for slot in expected[:30]), 0, 0]
+    assert probability.tolist() == pytest.approx([*(masses[slot] / total for slot in expected[:30]), 1, 1])
+    samples_at(times_sampled, expected)
+    assert int(tree.low[-1]) == int(counters[Counter.EDGE_LOW]) == masses[SLOTS - 2]
+    memory.check("stratified_draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
+
+
+def weigh_kernel(memory: SparseMemory) -> None:
+    batch = 2**30 + 1000
+    masses = torch.zeros(batch, dtype=torch.int64)
+    masses[-3:] = torch.tensor([4, 0, 16])
+    memory.programs = lambda count: [count - 1]
+    weights = launch_weigh(masses, counters_at(0, EDGE_LOW=4), None, 0.5, batch)
+    assert weights[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
+    memory.check("weigh_kernel", past=FAR, masses=masses, weights=weights)
+
+
+def uniform_draw_kernel(memory: SparseMemory) -> None:
+    added = 6 * SLOTS + 2**29
+    for replacement in (False, True):
+        times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
+        slots, keys, *_ = launch_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)
+        words = HostWords(SEED)
+        ranks = (
+            independent_ranks(SLOTS, words.doubles(0, 40))
+            if replacement
+            else permuted_ranks(SLOTS, 40, words.words(0, PERMUTATION_WORDS))
+        )
+        expected = [added - SLOTS + rank for rank in ranks.tolist()] + [added - 2, added - 1]
+        assert keys.tolist() == expected
+        assert slots.tolist() == [key % SLOTS for key in expected]
+        samples_at(times_sampled, slots.tolist())
+        memory.check("uniform_draw_kernel", past=FAR, times_sampled=times_sampled)
+
+
+def arrange_kernel(memory: SparseMemory) -> None:
+    tree = MassTree(SLOTS, CPU, "triton", summed=False)
+    head, skipped = 2**30, 5
+    tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
+    ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
+    arranged: list[Tensor] = []
+
+    def sort(codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        arranged.append(codes)
+        memory.programs = lambda count: []
+        return codes, codes
+
+    programs = sorted({age // 2**16 for age in ages})
+    memory.programs = lambda count: programs
+    made = RankList(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_draw.torch, "sort", sort)
+        rank_draw._make_list(tree, counters_at(4 * SLOTS + head), made, skipped=skipped)
+    (codes,) = arranged
+    left_out = {age for age in ages if age >= SLOTS - skipped}
+    assert left_out
+    assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
+    memory.check("arrange_kernel", past=FAR, codes=tree.levels[0], arranged=codes)
+
+
+def list_kernel(memory: SparseMemory) -> None:
+    tree = MassTree(SLOTS, CPU, "triton", summed=False)
+    codes, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
+    made = RankList(torch.zeros(SLOTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    head, slots = 2**30, [2**29, SLOTS - 1]
+    # everything is ranked; the last program lists the last ranks and says how many there are
+    codes[-(2**16) :] = 3
+    ages[-2:] = torch.tensor([(slot - head) % SLOTS for slot in slots])
+
+    def sort(given: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        memory.programs = lambda count: [count - 1]
+        return codes, ages
+
+    memory.programs = lambda count: []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_draw.torch, "sort", sort)
+        rank_draw._make_list(tree, counters_at(4 * SLOTS + head), made)
+    assert made.slots[-3:].tolist() == [head, *slots]
+    assert made.listed.tolist() == [SLOTS]
+    memory.check("list_kernel", past=FAR, codes=codes, ages=ages, list=made.slots)
+
+
+def rank_draw_kernel(memory: SparseMemory) -> None:
+    """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
+    tree = MassTree(SLOTS, CPU, "triton", summed=False)
+    sums = torch.zeros(SLOTS, dtype=torch.int64)
+    ranked = RankList(torch.zeros(SLOTS, dtype=torch.int32), torch.tensor([SLOTS]))
+    times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
+    targets = stratified_targets(SLOTS, HostWords(SEED).doubles(0, 12)).tolist()
+    sums[[SLOTS - 1, SLOTS - 2]] = torch.tensor([SLOTS, SLOTS - 1])
+    for target in targets:
+        for digit in range(rank_draw.digits_for(SLOTS)):
+            span = 32**digit
+            looked_at = target // (32 * span) * 32 * span + np.arange(1, 33) * span - 1
+            looked_at = looked_at[looked_at < SLOTS]
+            sums[looked_at] = torch.from_numpy(looked_at + 1)
+        sums[[target, max(0, target - 1)]] = torch.tensor([target + 1, max(1, target)])
+    slots = [PLACES[row % len(PLACES)] for row in range(12)]
+    ranked.slots[targets] = torch.tensor(slots, dtype=torch.int32)
+    # the slot of one draw can no longer be drawn: the next place is taken
+    slots[4] = 2**30 + 77
+    ranked.slots[targets[4] + 1] = slots[4]
+    tree.masses[slots] = 1
+    tree.masses[PLACES[4]] = 0
+    added = 8 * SLOTS + 2**29
+    found = launch_rank_draw(
+        sums,
+        ranked,
+        tree,
+        None,
+        counters_at(added),
+        times_sampled,
+        12,
+        12,
+        outdated=True,
+        stratified=True,
+        lowest_of_all=True,
+    )
+    assert found.slots.tolist() == slots
+    assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
+    assert found.masses.tolist() == [1] * 12
+    samples_at(times_sampled, slots)
+    memory.check(
+        "rank_draw_kernel",
+        past=FAR,
+        sums=sums,
+        list=ranked.slots,
+        codes=tree.levels[0],
+        times_sampled=times_sampled,
+    )
+
+
+def block_sums_kernel(memory: SparseMemory) -> None:
+    values = torch.zeros(SLOTS, dtype=torch.int64)
+    values[-4:] = torch.tensor([1, 2, 3, 4])
+    memory.programs = lambda count: [count - 1]
+    sums = block_sums(values, 128, "triton")
+    # 2^31 - 1 values leave 127 for the last block
+    assert sums[-2:].tolist() == [0, 10]
+    memory.check("block_sums_kernel", past=FAR, values=values)
+    # blocks so short that the sums pass it too
+    memory.programs = lambda count: [count - 1]
+    sums = block_sums(values, 2, "triton")
+    assert sums[-3:].tolist() == [1, 5, 4]
+    memory.check("block_sums_kernel", past=FAR, sums=sums)
+
+
+def scan_kernel(memory: SparseMemory) -> None:
+    from gpu_replay.kernels.prefix_sum import scan_kernel as kernel
+
+    block = 4096
+    values, out = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
+    count = -(-SLOTS // block)
+    before = torch.zeros(count, dtype=torch.int64)
+    before[-2], values[-3:] = 100, torch.tensor([1, 2, 3])
+    memory.programs = lambda count: [count - 1]
+    kernel[(count,)](values, before, out, SLOTS, BLOCK=block, FIRST=False)
+    assert out[-4:].tolist() == [100, 101, 103, 106]
+    memory.check("scan_kernel", past=FAR, values=values, out=out)

@@ -1,0 +1,395 @@
+"""The kernel microbenchmarks: their registry, their checks, what is recorded, tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_replay.bench import kernel_checks, kernel_runner, plots, report, results
+from gpu_replay.bench import main as commands
+from gpu_replay.bench.cases import chosen
+from gpu_replay.bench.kernel_cases import KERNELS, OURS, KernelCase, kernel_cases
+from gpu_replay.bench.kernel_checks import Work
+from gpu_replay.bench.kernel_inputs import EPS, Inputs
+from gpu_replay.bench.kernel_tables import best_baseline, kernels_table
+from gpu_replay.bench.progress import Progress
+from gpu_replay.bench.record import Environment, Record
+from gpu_replay.bench.runner import Refused, Run
+from gpu_replay.bench.timing import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+SHORT = Plan(warmup=0, seconds=0, fewest=2, most=3)
+ENVIRONMENT = Environment("cpu", "Test CPU", 2, 1, 0.5, {"torch": "2.13.0"}, "0123456789ab", "2026-01-02T03:04:05")
+
+
+def record(
+    operation: str = "draw",
+    implementation: str = OURS,
+    median: float = 100.0,
+    capacity: int = 10_000,
+    batch: int = 32,
+    **changes: Any,
+) -> Record:
+    case = KernelCase(operation, capacity, batch)
+    values: dict[str, Any] = {
+        "suite": "kernels",
+        "case": case.name,
+        "operation": operation,
+        "implementation": implementation,
+        "capacity": capacity,
+        "batch": batch,
+        "added": 0,
+        "fields": {},
+        "unit": "us",
+        "quantiles": {"p10": median / 2, "p50": median, "p90": median * 2},
+        "repetitions": 100,
+        "warmup": 3,
+        "bytes": case.bytes,
+        "copy_bandwidth": 10e9,
+        "copy_share": 0.25,
+        "quick": False,
+        "environment": ENVIRONMENT,
+        "timing": "host",
+    }
+    return Record(**{**values, **changes})
+
+
+# the registry
+
+
+def test_bytes_that_must_move_by_hand() -> None:
+    row = 4 * 4 + 8 + 4 + 4 * 4 + 1
+    frame = 84 * 84
+    expected = {
+        ("empty", 0, 0): 0,
+        ("prefix-sum", 1000, 0): 1000 * (8 + 8),
+        ("tree-build", 1000, 0): 1000 * 8,
+        ("draw", 1000, 32): 32 * (8 + 8),
+        ("update", 1000, 32): 32 * (8 + 4 + 8 + 8),
+        ("draw-update", 1000, 32): 32 * (8 + 8) + 32 * (8 + 4 + 8 + 8),
+        ("rank-draw", 1000, 32): 32 * (8 + 8),
+        ("row-gather", 1000, 32): 32 * (8 + row + row),
+        ("frame-gather", 1000, 32): 32 * (8 + 2 * 4 * (frame + frame)),
+        ("frame-gather-bf16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
+        ("frame-gather-f16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
+    }
+    assert {key: KernelCase(*key).bytes for key in expected} == expected
+    assert {operation for operation, _, _ in expected} == set(KERNELS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_registry_covers_the_sizes_that_were_asked_for(device: str) -> None:
+    cases = kernel_cases(device)
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names))
+    assert {case.operation for case in cases} == set(KERNELS)
+    for operation in ("draw", "update", "draw-update", "rank-draw"):
+        sizes = {(case.capacity, case.batch) for case in cases if case.operation == operation}
+        assert {capacity for capacity, _ in sizes} == {10**4, 10**5, 10**6, 10**7, 10**8}
+        assert {batch for _, batch in sizes} == {32, 256, 4096, 65_536}
+    assert {case.batch for case in cases if case.operation == "frame-gather"} == {32, 256, 4096, 65_536}
+    assert all(case.batch <= case.capacity for case in cases)
+    assert max(case.capacity for case in kernel_cases(device, most=10**6)) == 10**6
+    assert [case.name for case in chosen(cases, "tree-build/N=1M")] == ["tree-build/N=1M"]
+
+
+def test_baselines_end_where_they_stop_being_right() -> None:
+    assert KernelCase("draw", 2**24, 32).left_out() == []
+    large = KernelCase("draw", 10**8, 32)
+    assert large.left_out() == ["cumsum + searchsorted, float32", "multinomial"]
+    assert list(large.makers()) == [OURS, "cumsum + searchsorted", "searchsorted alone"]
+
+
+@pytest.mark.parametrize("operation", list(KERNELS))
+def test_every_implementation_gives_right_answers(operation: str) -> None:
+    over = KERNELS[operation].over
+    frame = KERNELS[operation].dtype is not None
+    case = KernelCase(operation, (2000 if frame else 3001) if over else 0, 64 if "B" in over else 0)
+    inputs = case.inputs(CPU)
+    wrong = {}
+    for name, make in case.makers().items():
+        work = make(inputs)
+        wrong[name] = work.wrong()
+        # as often as there are inputs, and once more
+        for _ in range(9):
+            work.prepare()
+            work.call()
+        assert work.wrong() == []
+    assert wrong == {name: [] for name in wrong}
+    assert len(wrong) > 1
+
+
+# checks
+
+
+def test_draws_outside_of_their_strata_are_noticed() -> None:
+    weights = torch.tensor([1, 0, 5, 2, 4, 0, 4], dtype=torch.int64)
+    # strata of 4: the slots 0 and 2, 2 and 3, 4, 6
+    for right in ([0, 2, 4, 6], [2, 2, 4, 6], [2, 3, 4, 6]):
+        assert kernel_checks.wrong_draws(weights, torch.tensor(right)) == []
+        assert kernel_checks.wrong_draws(weights.float(), torch.tensor(right)) == []
+    for wrong, count in (([1, 2, 4, 6], 1), ([0, 2, 4, 5], 1), ([6, 4, 2, 0], 4), ([3, 3, 4, 6], 1)):
+        (reason,) = kernel_checks.wrong_draws(weights, torch.tensor(wrong))
+        assert reason.startswith(f"{count} of 4 draws")
+    assert "slots from 0 to 7 of 7" in kernel_checks.wrong_draws(weights, torch.tensor([0, 2, 4, 7]))[0]
+
+
+def test_draws_in_other_shares_are_noticed() -> None:
+    weights = torch.arange(1, 1001, dtype=torch.float32)
+    torch.manual_seed(0)
+    assert kernel_checks.wrong_shares(weights, torch.multinomial(weights, 4096, replacement=True)) == []
+    assert kernel_checks.wrong_shares(weights, torch.randint(1000, (4096,)))
+
+
+def test_other_wrong_answers_are_noticed() -> None:
+    values = torch.arange(10)
+    assert kernel_checks.wrong_scan(values, values.cumsum(0)) == []
+    assert kernel_checks.wrong_scan(values, values.cumsum(0) + 1)
+    assert kernel_checks.wrong_scan(values, values)
+    assert kernel_checks.wrong_totals(values, 45) == []
+    assert kernel_checks.wrong_totals(values, 46)
+    assert kernel_checks.wrong_totals(values, torch.tensor(46), slack=0.05) == []
+    inputs = Inputs(1000, 32, CPU)
+    order = torch.sort(inputs.priorities, descending=True).indices
+    ranks = torch.searchsorted(inputs.rank_masses, inputs.rank_masses[-1] * torch.arange(32) // 32, right=True)
+    assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks]) == []
+    assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks.flip(0)])
+    rows = {name: values[inputs.places[0]] for name, values in inputs.rows.items()}
+    assert kernel_checks.wrong_rows(lambda slots: rows, inputs) == []
+    mixed = {**rows, "reward": rows["reward"].roll(1)}
+    assert kernel_checks.wrong_rows(lambda slots: mixed, inputs) == ["rows of 'reward' are not those of their slots"]
+
+
+@pytest.mark.parametrize(("fault", "message"), [(None, None), ("scale", "as given"), ("other", "have changed")])
+def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> None:
+    inputs = Inputs(1000, 32, CPU)
+    powers = inputs.priorities.double() + 1
+
+    def update(slots: torch.Tensor, errors: torch.Tensor) -> None:
+        powers[slots] = (errors.double() + EPS) ** 0.6 * (1.01 if fault == "scale" else 1)
+        if fault == "other":
+            powers[(slots[0] + 1) % 1000] += 1
+
+    wrong = kernel_checks.wrong_update(update, lambda: powers, powers.sum, inputs, slack=1e-9)
+    assert wrong == [] if message is None else message in wrong[0]
+
+
+# runs
+
+
+def run(**changes: Any) -> Run:
+    made = Run("kernels", CPU, SHORT, ENVIRONMENT, 1e9, False, versions={}, tests="passed")
+    return dataclasses.replace(made, **changes)
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setitem(KERNELS, "prefix-sum", dataclasses.replace(KERNELS["prefix-sum"], **changes))
+
+
+def wrong_work(inputs: Inputs) -> Work:
+    return Work(lambda: None, lambda: ["it is all wrong"])
+
+
+def measured(case: KernelCase, how: Run) -> list[Record]:
+    with Progress(1, "test") as progress:
+        return list(kernel_runner.records(how, [case], progress))
+
+
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_runner, "flush_bytes", lambda device: 4096)
+
+
+def test_a_record_says_how_it_was_made() -> None:
+    case = KernelCase("prefix-sum", 1000, 0)
+    ours, theirs = measured(case, run())
+    assert (ours.implementation, theirs.implementation) == (OURS, "cumsum")
+    assert ours.flush == 4096
+    assert (ours.timing, ours.tests, ours.suite, ours.bytes) == ("host", "passed", "kernels", 16_000)
+    assert measured(KernelCase("draw", 1000, 32), run())[0].flush == 0
+    assert Record.parse(ours.line()) == ours
+
+
+def test_wrong_answers_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = KernelCase("prefix-sum", 1000, 0)
+    replaced(monkeypatch, baselines={"cumsum": (wrong_work, None)})
+    assert [each.implementation for each in measured(case, run())] == [OURS]
+    assert "cumsum is not measured in prefix-sum/N=1k: it is all wrong." in capsys.readouterr().err
+    replaced(monkeypatch, ours=wrong_work)
+    with pytest.raises(Refused, match="gpu_replay is not measured"):
+        measured(case, run())
+
+
+def test_what_does_not_fit_is_skipped_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_runner, "free_bytes", lambda device: 4_000_000_000)
+    assert measured(KernelCase("rank-draw", 10**8, 32), run()) == []
+    assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
+    assert kernel_runner.too_large(KernelCase("draw", 10**6, 32), CPU) is None
+
+
+# the command
+
+
+def test_bench_kernels_measures_records_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(commands, "proven", lambda operations, device: pytest.fail("a trial needs no tests"))
+    file = tmp_path / "kernels.jsonl"
+    arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--plot", "--output", str(file)]
+    assert commands.main(arguments) == 0
+    found = results.read(file)
+    assert {each.case for each in found} == {"draw/N=10k/B=32", "draw/N=10k/B=256"}
+    assert {each.implementation for each in found} == {OURS, *KERNELS["draw"].baselines}
+    assert all(each.quick and each.tests is None and each.timing == "host" for each in found)
+    assert "| draw" in capsys.readouterr().out
+    drawn = sorted(path.name for path in (tmp_path / "kernels").iterdir())
+    assert drawn == ["draw.png", "roofline.png"]
+    (tmp_path / "kernels" / "draw.png").unlink()
+    assert commands.main(["plot", str(file)]) == 0
+    assert (tmp_path / "kernels" / "draw.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["kernels", "--device", "cpu", "--only", "juggle"], 2, "'juggle' matches no case"),
+        (["kernels", "--device", "cpu", "--timing", "graph"], 2, "--timing graph needs a GPU"),
+        (["kernels", "--device", "cpu", "--only", "N=1M", "--n-max", "1e5"], 2, "matches no case"),
+        (["plot", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),
+    ],
+)
+def test_a_run_that_cannot_be_made_says_why_in_one_line(
+    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.main(arguments) == status
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "inf"])
+def test_a_size_that_is_none_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["kernels", "--n-max", value])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_kernels_without_a_gpu_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["kernels", "--device", "cuda"]) == 1
+    assert "needs a CUDA or ROCm device" in capsys.readouterr().err
+
+
+# tables and pictures
+
+
+def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
+    found = [
+        record(median=100.0),
+        record(implementation="cumsum + searchsorted", median=250.0),
+        record(implementation="multinomial", median=200.0),
+        record(implementation="searchsorted alone", median=10.0),
+        record(implementation="cumsum + searchsorted", median=1.0, timing="events", capacity=10**6),
+    ]
+    best = best_baseline(found, "draw/N=10k/B=32", "host")
+    assert best is not None
+    assert best.implementation == "multinomial"
+    assert kernels_table(found).splitlines()[2].split("|")[1:-1] == [
+        " draw      ",
+        " 10k ",
+        " 32 ",
+        " 100 ",
+        " 200 (multinomial) ",
+        " 2.00x ",
+        "   25.0% ",
+    ]
+
+
+def test_a_machine_without_records_is_told_the_command() -> None:
+    here = [record()]
+    assert report.section("kernels", here) == "Not measured yet: `gpu-replay bench kernels`."
+    text = report.section("kernels-cpu", here)
+    assert "| draw " in text
+    assert text.endswith("Reproduce: `gpu-replay bench kernels --device cpu`.")
+    gpu = [record(environment=dataclasses.replace(ENVIRONMENT, device="Test GPU"), timing="graph")]
+    assert "Test GPU, Test CPU" in report.section("kernels", gpu)
+    assert report.section("kernels-cpu", gpu).startswith("Not measured yet")
+
+
+def test_kernel_records_are_found_and_trials_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for root in (tmp_path, None):
+        monkeypatch.setattr(results, "checkout", lambda root=root: root)
+        monkeypatch.chdir(tmp_path)
+        for name in ("kernels-cpu", "kernels-test-gpu", "kernels-cpu-quick"):
+            results.write(results.default_file(name), [record()])
+        assert [file.stem.split("bench-")[-1] for file in results.recorded_files()] == [
+            "kernels-cpu",
+            "kernels-test-gpu",
+        ]
+    assert results.device_name(CPU) == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (test)")
+    assert results.device_name(torch.device("cuda")) == "nvidia-h200-test"
+
+
+def test_pictures_are_made_of_records_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = [(capacity, batch) for capacity in (10**4, 10**6) for batch in (32, 4096)]
+    found = [
+        record(name, each, 10.0 + capacity / 1e4, capacity, batch)
+        for capacity, batch in sizes
+        for name in ("draw",)
+        for each in (OURS, "other")
+    ]
+    found += [record("frame-gather", OURS, 50.0, 10**5, batch) for batch in (32, 4096)]
+    found.append(record("empty", OURS, 2.0, 0, 0))
+    files = plots.draw(found, tmp_path / "made")
+    assert [file.name for file in files] == ["draw.png", "frame-gather.png", "roofline.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000 for file in files)
+    # one folder for each machine and clock
+    gpu = dataclasses.replace(found[0], environment=dataclasses.replace(ENVIRONMENT, device="Test GPU"), timing="graph")
+    files = plots.draw([found[0], gpu], tmp_path / "both")
+    assert {file.parent.name for file in files} == {"cpu-host", "test-gpu-graph"}
+    assert plots.draw([], tmp_path / "none") == []
+
+
+def test_pictures_without_matplotlib_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert commands.main(["plot"]) == 1
+    assert "pip install 'gpu-replay[training]'" in capsys.readouterr().err
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("timing", ["events", "graph"])
+def test_kernels_are_measured_on_a_gpu(timing: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.jsonl"
+    assert commands.main(["kernels", "--device", "cuda", "--quick", "--timing", timing, "--output", str(file)]) == 0
+    found = results.read(file)
+    assert {each.operation for each in found} == set(KERNELS)
+    assert all(each.environment.device == torch.cuda.get_device_name() for each in found)
+    assert all(each.timing == timing for each in found if each.implementation == OURS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", list(KERNELS))
+def test_every_implementation_gives_right_answers_on_a_gpu(operation: str) -> None:
+    over = KERNELS[operation].over
+    frame = KERNELS[operation].dtype is not None
+    case = KernelCase(operation, (2000 if frame else 100_003) if over else 0, 256 if "B" in over else 0)
+    inputs = case.inputs(torch.device("cuda"))
+    wrong: dict[str, Callable[[], list[str]]] = {name: make(inputs).wrong for name, make in case.makers().items()}
+    assert {name: find() for name, find in wrong.items()} == {name: [] for name in wrong}

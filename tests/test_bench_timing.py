@@ -1,0 +1,243 @@
+"""How calls are timed on a GPU: graphs of calls, what is done where one cannot be captured, and empty caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_replay.bench import runner, timing
+from gpu_replay.bench.progress import Progress
+from gpu_replay.bench.record import Environment, Record
+from gpu_replay.bench.runner import Run
+from gpu_replay.bench.timing import NotCaptured, Plan, Timing, calls_per_graph, captured, flush_bytes, measure
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ENVIRONMENT = Environment("Test GPU", "Test CPU", 2, 1, 0.5, {}, None, "2026-01-02T03:04:05")
+
+
+class Driver:
+    """Stands for CUDA: a graph remembers what was called while it was captured."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.log: list[str] = []
+        self.refuses = refuses
+        self.inside = False
+
+    def CUDAGraph(self) -> Driver:
+        return self
+
+    @contextmanager
+    def graph(self, graph: Driver) -> Iterator[None]:
+        self.log.append("capture")
+        self.inside = True
+        yield
+        self.inside = False
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more that nobody reads")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def Stream(self, device: torch.device) -> Driver:
+        self.log.append("aside")
+        return self
+
+    def current_stream(self, device: torch.device) -> Driver:
+        return self
+
+    def wait_stream(self, other: Driver) -> None:
+        self.log.append("wait")
+
+    def stream(self, other: Driver) -> Any:
+        return nullcontext()
+
+    def device(self, device: torch.device) -> Any:
+        return nullcontext()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Driver]:
+    def install(refuses: bool) -> Driver:
+        made = Driver(refuses)
+        for name in ("CUDAGraph", "graph", "Stream", "current_stream", "stream", "device"):
+            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+        return made
+
+    return install
+
+
+def test_a_graph_holds_so_many_calls_after_a_warm_up_aside(driver: Callable[[bool], Driver]) -> None:
+    cuda = driver(False)
+    replay = captured(lambda: cuda.log.append("call"), CUDA, 4)
+    assert cuda.log == ["aside", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
+    cuda.log.clear()
+    replay()
+    replay()
+    assert cuda.log == ["replay", "replay"]
+
+
+def test_a_call_that_cannot_be_captured_says_why_in_one_line(driver: Callable[[bool], Driver]) -> None:
+    driver(True)
+    with pytest.raises(NotCaptured, match=r"^operation not permitted when stream is capturing$"):
+        captured(lambda: None, CUDA, 1)
+
+
+class FixedClock:
+    """Every call takes the same time."""
+
+    def __init__(self, nanoseconds: int) -> None:
+        self._nanoseconds = nanoseconds
+
+    def run(self, call: Callable[[], object], prepare: Callable[[], object], repetitions: int) -> np.ndarray:
+        for _ in range(repetitions):
+            prepare()
+            call()
+        return np.full(repetitions, self._nanoseconds, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "cold", "calls"), [(1_000, False, 32), (1_000, True, 1), (100_000, False, 5), (10**9, False, 1)]
+)
+def test_a_graph_holds_what_can_be_timed_well(
+    nanoseconds: int, cold: bool, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(nanoseconds))
+    assert calls_per_graph(lambda: None, CUDA, cold=cold) == calls
+
+
+def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(8_000))
+    plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
+    found = measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU, calls=4)
+    assert found.microseconds()["p50"] == 2.0
+    assert found.repetitions == 3
+
+
+def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
+    plan = Plan(warmup=0, seconds=0.01, fewest=2, most=100_000, flush=2**12)
+    found = measure(lambda: None, prepare=lambda: time.sleep(0.002), plan=plan, device=CPU)
+    assert 2 <= found.repetitions <= 20
+
+
+def run(**changes: Any) -> Run:
+    plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
+    return dataclasses.replace(Run("gpu", CUDA, plan, ENVIRONMENT, 1e9, False, versions={}), **changes)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_call_is_replayed_or_else_timed_by_events(
+    refuses: bool, driver: Callable[[bool], Driver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = driver(refuses)
+    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(250_000))
+
+    def call() -> None:
+        cuda.log.append("call")
+
+    def prepare() -> None:
+        assert not cuda.inside
+        cuda.log.append("prepare")
+
+    plan = run().plan
+    with Progress(1, "test") as progress:
+        found, how = run().timings({"ours": (call, prepare)}, plan, "graph", progress)["ours"]
+    begins = cuda.log[: 2 + timing.WARM_UPS]
+    assert begins == ["prepare", *["call"] * timing.WARM_UPS, "aside"]
+    assert found.repetitions == 3
+    if refuses:
+        # a call that is no graph does its work once, and is prepared each time
+        assert (how, found.microseconds()["p50"]) == ("events", 250.0)
+        assert cuda.log[-2:] == ["prepare", "call"]
+        assert "ours is timed by events, since it cannot be captured: operation not" in capsys.readouterr().err
+    else:
+        # two calls in a graph; nothing is prepared any more, since a graph works on what stays
+        assert (how, found.microseconds()["p50"]) == ("graph", 125.0)
+        assert cuda.log.count("prepare") == 1
+        assert cuda.log[-1] == "replay"
+
+
+def test_several_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def watched(call: Callable[[], object], **arguments: Any) -> Timing:
+        call()
+        return Timing(np.array([1000]), 1)
+
+    monkeypatch.setattr(runner, "measure", watched)
+    bound = {name: ((lambda name=name: log.append(name)), (lambda: None)) for name in ("a", "b")}
+    with Progress(1, "test") as progress:
+        found = run(rounds=3).timings(bound, run().plan, "events", progress)
+    assert log == ["a", "b"] * 3
+    assert {name: (timing.repetitions, how) for name, (timing, how) in found.items()} == {
+        "a": (3, "events"),
+        "b": (3, "events"),
+    }
+
+
+def test_a_flush_is_twice_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert flush_bytes(CUDA) == 100 * 2**20
+    # older versions of torch do not say, and a CPU may not either
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert flush_bytes(CUDA) == 2**26
+    monkeypatch.setattr(timing, "_last_cache_of_cpu", lambda: 0)
+    assert flush_bytes(CPU) == 2**26
+    monkeypatch.undo()
+    assert flush_bytes(CPU) >= 2**16
+
+
+def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
+    values: dict[str, Any] = {
+        "suite": "gpu",
+        "case": "cycle/N=1M/B=32",
+        "operation": "cycle",
+        "implementation": "gpu_replay",
+        "capacity": 10**6,
+        "batch": 32,
+        "added": 8,
+        "fields": {},
+        "unit": "us",
+        "quantiles": {"p10": 1.0, "p50": 2.0, "p90": 3.0},
+        "repetitions": 10,
+        "warmup": 3,
+        "bytes": 1000,
+        "copy_bandwidth": 1e12,
+        "copy_share": 0.1,
+        "quick": False,
+        "environment": ENVIRONMENT,
+    }
+    older, events, graph = (Record(**values, timing=way) for way in (None, "events", "graph"))
+    assert older.identity == events.identity != graph.identity
+    assert (older.clock, graph.clock) == ("events", "graph")
+    cpu = dataclasses.replace(older, environment=dataclasses.replace(ENVIRONMENT, device="cpu"))
+    assert cpu.clock == "host"
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_a_graph_of_calls_does_them_all() -> None:
+    count = torch.zeros(1, dtype=torch.int64, device="cuda")
+    replay = captured(lambda: count.add_(1), CUDA, 5)
+    before = int(count)
+    replay()
+    assert int(count) == before + 5
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_not_captured() -> None:
+    number = torch.ones(1, device="cuda")
+    with pytest.raises(NotCaptured):
+        captured(lambda: number.item(), CUDA, 1)
+    # and the device goes on working
+    assert float(number + 1) == 2

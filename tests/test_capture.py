@@ -1,0 +1,221 @@
+"""`buffer.capture`: one call that samples, learns and updates, and what it does where it cannot, or must not, go on.
+
+On a CPU a step runs as it is, with the host code and with interpreted kernels. What it becomes on a GPU is played in
+test_capture_graphs.py; what only a real one shows is in test_capture_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from torch import Tensor
+
+from gpu_replay import (
+    Batch,
+    Combined,
+    Field,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.graphs import WARM_UPS, map_tensors
+from gpu_replay.ops.counters import Counter
+
+pytestmark = pytest.mark.contract
+
+NUMBER = {"number": Field((), torch.int64)}
+STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+BETA = LinearSchedule(0.0, 1.0, 12)
+SAMPLERS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "latest": Latest(),
+    "proportional": Proportional(alpha=1.0, beta=BETA, eps=0.0, initial="stored"),
+    "rank": RankBased(beta=BETA, resort_every=2),
+    "combined": Combined(Proportional(alpha=1.0, beta=BETA, eps=0.0), newest=2),
+}
+BUFFERS: dict[str, Callable[[Any, str], Any]] = {
+    "transitions": lambda sampler, device: ReplayBuffer(50, NUMBER, sampler=sampler, device=device, seed=3),
+    "steps": lambda sampler, device: TrajectoryReplayBuffer(
+        60, 3, STEPS, n_step=2, stack=2, sampler=sampler, device=device, seed=3
+    ),
+}
+ROWS = 8
+# of a buffer that is filled, and of a step that is called
+TURNS, CALLS = scale((12, 16), (4, 4))
+
+
+def add(buffer: Any, turn: int) -> None:
+    """Three rows with the number of the turn."""
+    number = torch.full((3,), turn, device=buffer.device)
+    if isinstance(buffer, ReplayBuffer):
+        buffer.add(number=number)
+    else:
+        flags = number < 0
+        buffer.add(obs=number, action=number, reward=number.float(), terminated=flags, truncated=flags)
+
+
+def filled(kind: str, sampler: Any, device: str = "cpu") -> Any:
+    buffer = BUFFERS[kind](sampler, device)
+    for turn in range(TURNS):
+        add(buffer, turn)
+    return buffer
+
+
+def powers(batch: Batch) -> Tensor:
+    """A power of two for each row."""
+    return torch.bitwise_left_shift(torch.ones_like(batch.key), batch.key % 7).double()
+
+
+def check_alike(mine: Any, other: Any) -> None:
+    """Fail unless both buffers hold the same bits."""
+    assert mine.counters().tolist() == other.counters().tolist()
+    for name, tensor in mine.state_tensors(mine.added).items():
+        assert torch.equal(tensor, other.state_tensors(other.added)[name]), name
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("name", scale(list(SAMPLERS), ["combined"]))
+def test_a_step_is_a_sample_what_learns_from_it_and_an_update(name: str, kind: str, device: str) -> None:
+    buffer, twin = (filled(kind, SAMPLERS[name], device) for _ in range(2))
+    step = buffer.capture(ROWS, lambda batch: (powers(batch), {"key": batch.key, "weight": batch.weight}))
+    for turn in range(CALLS):
+        found, expected = step(), twin.sample(ROWS)
+        twin.update_priorities(expected.key, powers(expected))
+        assert found["key"].tolist() == expected.key.tolist()
+        assert torch.equal(found["weight"], expected.weight)
+        if turn % 3 == 2:
+            for each in (buffer, twin):
+                add(each, TURNS + turn)
+        if turn == CALLS // 2:
+            buffer.load_state_dict(twin.state_dict())
+    check_alike(buffer, twin)
+    assert int(buffer.counters()[Counter.STEP]) == CALLS
+    assert step.captured == (device == "cuda")
+    assert step.replays == (CALLS - WARM_UPS if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
+    buffer = filled(kind, SAMPLERS["proportional"], device)
+    number = torch.full((3,), TURNS, device=device)
+
+    def learn(batch: Batch) -> Tensor:
+        flags = number < 0
+        if kind == "transitions":
+            buffer.add(number=number)
+        else:
+            buffer.add(obs=number, action=number, reward=number, terminated=flags, truncated=flags)
+        number.add_(1)
+        return powers(batch)
+
+    step = buffer.capture(ROWS, learn, beta=0.5)
+    for _ in range(CALLS):
+        assert step() is None
+    assert buffer.added == 3 * (TURNS + CALLS)
+    buffer.clear()
+    with pytest.raises(RuntimeError, match=r"sample\(8\): the buffer holds no .*Add more first"):
+        step()
+    assert (buffer.added, len(buffer)) == (3 * (TURNS + CALLS), 0)
+    for turn in range(5):
+        add(buffer, turn)
+    step()
+    assert len(buffer) == 3 * 6
+    assert int(buffer.counters()[Counter.STEP]) == CALLS + 1
+
+
+def test_priorities_may_be_left_as_they_are() -> None:
+    buffer = filled("transitions", SAMPLERS["proportional"])
+    before = buffer.masses()
+    step = buffer.capture(ROWS, lambda batch: (None, batch))
+    found = step()
+    assert isinstance(found, Batch)
+    assert found.number.shape == (ROWS,)
+    assert buffer.capture(ROWS, lambda batch: None)() is None
+    assert torch.equal(buffer.masses(), before)
+
+
+class Losses(NamedTuple):
+    value: Tensor
+    parts: list[Tensor]
+
+
+def test_what_comes_out_holds_no_backward_pass() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    buffer = filled("transitions", Uniform())
+
+    def learn(batch: Batch) -> tuple[Tensor, Losses]:
+        loss = weight * batch.number
+        return loss.detach(), Losses(loss.mean(), [loss, loss * 2])
+
+    found = buffer.capture(ROWS, learn)()
+    assert isinstance(found, Losses)
+    assert not any(tensor.requires_grad for tensor in (found.value, *found.parts))
+    assert torch.equal(found.parts[1], found.parts[0] * 2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (torch.ones(ROWS, 1), ValueError, r"tensor of shape \[8\] on cpu, .* found shape \[8, 1\] on cpu"),
+        (torch.ones(3), ValueError, r"found shape \[3\] on cpu"),
+        (torch.ones(ROWS, device="meta"), ValueError, r"found shape \[8\] on meta"),
+        (0.5, TypeError, r"or a tuple \(priorities, output\); found float"),
+        ((torch.ones(ROWS),) * 3, TypeError, "found tuple"),
+        ((torch.ones(ROWS), 0.5), TypeError, "so it is made of tensors; found float"),
+        ((None, [torch.ones(1), {"loss": "low"}]), TypeError, "found str"),
+        (torch.ones(ROWS, dtype=torch.bool), TypeError, "priorities must be real numbers"),
+    ],
+)
+def test_what_learn_must_not_return(returned: Any, error: type[Exception], message: str) -> None:
+    buffer = filled("transitions", SAMPLERS["proportional"])
+    before = buffer.masses()
+    with pytest.raises(error, match=message):
+        buffer.capture(ROWS, lambda batch: returned)()
+    assert torch.equal(buffer.masses(), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, powers), ValueError, r"sample\(0\): the batch size must be at least 1"),
+        (("8", powers), TypeError, "needs a whole batch size; found '8'"),
+        ((8, None), TypeError, "needs a function that learns from a batch; found NoneType"),
+        ((8, powers, {"beta": -1}), ValueError, "beta must be finite and at least 0; found -1"),
+        ((8, powers, {"warm_ups": 0}), ValueError, "warm_ups must be at least 1; found 0"),
+        ((8, powers, {"warm_ups": 1.5}), TypeError, "warm_ups must be an int; found 1.5"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    buffer = BUFFERS["transitions"](Uniform(), "cpu")
+    positional = [each for each in arguments if not isinstance(each, dict)]
+    named = arguments[-1] if isinstance(arguments[-1], dict) else {}
+    with pytest.raises(error, match=message):
+        buffer.capture(*positional, **named)
+
+
+def test_a_step_may_be_made_before_there_is_anything_to_draw() -> None:
+    buffer = BUFFERS["transitions"](Uniform(), "cpu")
+    step = buffer.capture(4, lambda batch: (None, batch.key))
+    with pytest.raises(RuntimeError, match="the buffer holds no transitions"):
+        step()
+    add(buffer, 0)
+    with pytest.raises(ValueError, match="needs 4 transitions; the buffer holds 3"):
+        step()
+    add(buffer, 1)
+    assert step().shape == (4,)
+
+
+def test_tensors_are_changed_wherever_they_are() -> None:
+    one = torch.ones(2)
+    found = map_tensors({"a": [one, None], "b": (one,), "c": Batch({"x": one})}, lambda tensor: tensor + 1)
+    assert found["a"][1] is None
+    assert all(torch.equal(each, one + 1) for each in (found["a"][0], found["b"][0], found["c"].x))

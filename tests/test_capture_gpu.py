@@ -1,0 +1,366 @@
+"""What only a GPU shows of `buffer.capture` and of calls from several streams.
+
+The order of work is tested without one (test_turns.py), and so is what a step does (test_capture.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_gpu as transitions
+import test_trajectory_gpu as steps
+import torch
+from test_gpu import numbered, pair, powers, waiting_is_an_error
+from torch import Tensor
+from trees import check_sums
+
+from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.graphs import WARM_UPS
+from gpu_replay.ops.counters import Counter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
+]
+
+REPLAYS = 60
+
+
+@pytest.fixture(autouse=True)
+def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+
+
+def priorities_and_batch(batch: Batch) -> tuple[Tensor, Batch]:
+    return powers(batch.key), batch
+
+
+def busy() -> None:
+    """Some ten milliseconds of work on the current stream."""
+    square = torch.randn(4096, 4096, device="cuda")
+    for _ in range(40):
+        square = square @ square / 4096
+
+
+# a step
+
+
+@pytest.mark.parametrize("name", transitions.SAMPLERS)
+def test_replayed_steps_are_those_of_the_host(name: str) -> None:
+    gpu, host = pair(1000, transitions.SAMPLERS[name])
+    for buffer in (gpu, host):
+        buffer.add(**numbered(0, 700, buffer.device))
+    step = gpu.capture(128, priorities_and_batch)
+
+    def both() -> None:
+        found, expected = step(), host.sample(128)
+        host.update_priorities(expected.key, powers(expected.key))
+        transitions.check_drawn(found, expected)
+
+    for turn in range(WARM_UPS + REPLAYS):
+        both()
+        assert step.captured == (turn >= WARM_UPS)
+        if turn % 4 == 3:
+            # past the end of the ring, between replays
+            for buffer in (gpu, host):
+                buffer.add(**numbered(buffer.added, 37, buffer.device))
+        if turn == 30:
+            gpu.load_state_dict(host.state_dict())
+        if turn == 40:
+            for buffer in (gpu, host):
+                buffer.clear()
+                buffer.add(**numbered(buffer.added, 150, buffer.device))
+    assert step.replays == REPLAYS
+    # the schedule has gone on, also past its end
+    assert int(gpu.counters()[Counter.STEP]) == WARM_UPS + REPLAYS
+    transitions.check_same(gpu, host)
+    transitions.check_stats(gpu, host)
+    transitions.check_drawn(gpu.sample(33), host.sample(33))
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("name", ["uniform", "exact", "everything", "combined-everything", "rank", "rank-outdated"])
+def test_replayed_steps_that_add_are_those_of_the_host(name: str, mode: str) -> None:
+    streams = steps.Streams(1000, 8, steps.SAMPLERS[name], mode, random_shift=1)
+    gpu, host = streams.gpu, streams.host
+    streams.add(40)
+    number = torch.full((), 40, dtype=torch.int64, device="cuda")
+
+    def learn(batch: Batch) -> tuple[Tensor, Batch]:
+        gpu.add(**streams.step(number, "cuda"))
+        number.add_(1)
+        return steps.powers(batch.key), batch
+
+    step = gpu.capture(96, learn)
+    for time in range(150):
+        found, expected = step(), host.sample(96)
+        host.add(**streams.step(40 + time, "cpu"))
+        host.update_priorities(expected.key, steps.powers(expected.key))
+        steps.check_drawn(found, expected)
+        if time == 100:
+            gpu.load_state_dict(host.state_dict())
+    streams.check()
+    assert gpu.added == host.added
+    # the host counted the adds: it knows of enough without asking
+    gpu._engine.count_at_least(10**9, 0)
+    step()
+    with waiting_is_an_error():
+        gpu.sample(50)
+        gpu.sample_sequences(9, 3)
+        step()
+
+
+@pytest.mark.parametrize("name", transitions.SAMPLERS)
+def test_replays_wait_for_nothing(name: str) -> None:
+    buffer = ReplayBuffer(1000, transitions.FIELDS, sampler=transitions.SAMPLERS[name], device="cuda")
+    buffer.add(**numbered(0, 600, "cuda"))
+    rows = numbered(600, 7, "cuda")
+    step = buffer.capture(64, priorities_and_batch)
+    for _ in range(WARM_UPS + 1):
+        step()
+    with waiting_is_an_error():
+        for _ in range(20):
+            step()
+            buffer.add(**rows)
+    assert step.replays == 21
+
+
+def test_replays_take_no_more_memory() -> None:
+    buffer = ReplayBuffer(1000, transitions.FIELDS, sampler=transitions.EVERYTHING, device="cuda")
+    buffer.add(**numbered(0, 600, "cuda"))
+    step = buffer.capture(64, priorities_and_batch)
+    for _ in range(WARM_UPS + 2):
+        step()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        step()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_after_clear_a_step_has_nothing_to_draw() -> None:
+    buffer = ReplayBuffer(300, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+    buffer.add(**numbered(0, 300, "cuda"))
+    step = buffer.capture(32, priorities_and_batch)
+    for _ in range(WARM_UPS + 2):
+        step()
+    buffer.clear()
+    with pytest.raises(RuntimeError, match="the buffer holds no transitions"):
+        step()
+    buffer.add(**numbered(300, 40, "cuda"))
+    assert set(step().key.tolist()) <= set(range(300, 340))
+
+
+def test_a_network_learns_what_it_learns_in_a_loop() -> None:
+    fields = {"x": Field((8,), torch.float32), "y": Field((), torch.float32)}
+    sampler = Proportional(beta=LinearSchedule(0.4, 1.0, 50))
+    first = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2000, 8, device="cuda", generator=generator)
+    losses: list[list[float]] = []
+    for captured in (True, False):
+        buffer = ReplayBuffer(2000, fields, sampler=sampler, device="cuda", seed=1)
+        buffer.add(x=x, y=x.square().sum(1))
+        network = copy.deepcopy(first)
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, capturable=True)
+
+        def learn(batch: Batch, network: Any = network, optimizer: Any = optimizer) -> tuple[Tensor, Tensor]:
+            error = network(batch.x).squeeze(1) - batch.y
+            loss = (batch.weight * error.square()).mean()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            return error.abs(), loss
+
+        step = buffer.capture(256, learn)
+        found = []
+        for _ in range(60):
+            if captured:
+                loss = step()
+            else:
+                batch = buffer.sample(256)
+                priorities, loss = learn(batch)
+                buffer.update_priorities(batch.key, priorities)
+            found.append(float(loss.detach()))
+        assert step.captured == captured
+        losses.append(found)
+    assert losses[0][-1] < losses[0][0] / 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("what", ["item", "mask", "copy", "host add"])
+def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
+    buffer = ReplayBuffer(300, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+    buffer.add(**numbered(0, 300, "cuda"))
+
+    def learn(batch: Batch) -> Tensor:
+        if what == "item":
+            batch.weight.sum().item()
+        elif what == "mask":
+            batch.weight[batch.weight > 0.5]
+        elif what == "copy":
+            torch.tensor([1.0, 2.0], device="cuda")
+        else:
+            buffer.add(**numbered(300, 2, "cpu"))
+        return powers(batch.key)
+
+    step = buffer.capture(32, learn)
+    for _ in range(WARM_UPS):
+        step()
+    before = buffer.counters().tolist()
+    error, message = (RuntimeError, "learn cannot be captured as a CUDA graph: .*take out of learn")
+    if what == "host add":
+        error, message = (ValueError, "needs its tensors on cuda:0; found one on cpu")
+    with pytest.raises(error, match=message):
+        step()
+    assert not step.captured
+    # nothing ran, and what is called next does
+    assert buffer.counters().tolist() == before
+    batch = buffer.sample(32)
+    assert batch.n.tolist() == batch.key.tolist()
+
+
+# streams and threads
+
+
+def test_one_thread_adds_while_another_captures_and_replays() -> None:
+    buffer = ReplayBuffer(5_000, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+    buffer.add(**numbered(0, 5_000, "cuda"))
+    failures: list[str] = []
+    done, captured = threading.Event(), threading.Event()
+
+    def add() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                first, turn = 5_000, 0
+                while turn < 200 or not captured.is_set():
+                    buffer.add(**numbered(first, 4_000, "cuda"))
+                    first, turn = first + 4_000, turn + 1
+        except Exception as error:
+            failures.append(repr(error))
+        finally:
+            done.set()
+
+    def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+        whole = (batch.n == batch.key).all() & (batch.x[:, 0] == batch.n.float()).all()
+        return powers(batch.key), whole
+
+    step = buffer.capture(2_048, learn)
+    thread = threading.Thread(target=add)
+    thread.start()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while not done.is_set() and not failures:
+            if not bool(step()):
+                failures.append("torn")
+            if step.captured:
+                captured.set()
+    captured.set()
+    thread.join()
+    assert failures == []
+    assert step.captured
+    torch.cuda.synchronize()
+    check_sums(buffer._with_masses())
+
+
+Look = Callable[[ReplayBuffer], Any]
+LOOKS: dict[str, Look] = {
+    "len": len,
+    "stats": lambda buffer: buffer.stats().added,
+    "masses": lambda buffer: int(buffer.masses().count_nonzero()),
+    "total mass": lambda buffer: buffer.total_mass(),
+    "state": lambda buffer: buffer.state_dict()["counters"]["ADDED"],
+    "read": lambda buffer: buffer[torch.tensor([299], device="cuda")].n.tolist(),
+    "clear": lambda buffer: (buffer.clear(), len(buffer), buffer.added),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_from_another_stream_sees_all_that_was_added(look: str) -> None:
+    found = []
+    for late in (True, False):
+        buffer = ReplayBuffer(500, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+        rows = numbered(0, 300, "cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            if late:
+                busy()
+            buffer.add(**rows)
+        if not late:
+            torch.cuda.synchronize()
+        found.append(LOOKS[look](buffer))
+        torch.cuda.synchronize()
+    assert found[0] == found[1]
+
+
+def test_a_new_buffer_is_whole_on_every_stream() -> None:
+    """What it is filled with at first was sent on the stream that made it."""
+    side = torch.cuda.Stream()
+    rows = numbered(0, 300, "cuda")
+    torch.cuda.synchronize()
+    busy()
+    buffer = ReplayBuffer(500, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+    with torch.cuda.stream(side):
+        buffer.add(**rows)
+        assert buffer.sample(100).n.shape == (100,)
+        assert (buffer.added, int(buffer._storage.times_sampled.sum())) == (300, 100)
+    torch.cuda.synchronize()
+    assert (buffer.added, int(buffer._storage.times_sampled.sum())) == (300, 100)
+
+
+def test_memory_of_a_buffer_has_no_new_owner_while_another_stream_writes_into_it() -> None:
+    size = 1 << 22
+    buffer = ReplayBuffer(size, {"n": Field((), torch.int64)}, device="cuda")
+    rows = torch.zeros(size, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        buffer.add(n=rows)
+    del buffer
+    gc.collect()
+    owned = [torch.full((size,), 7, dtype=torch.int64, device="cuda") for _ in range(3)]
+    torch.cuda.synchronize()
+    assert all(bool((each == 7).all()) for each in owned)
+
+
+@pytest.mark.parametrize("call", ["add", "update"])
+def test_memory_of_values_has_no_new_owner_before_they_are_read(call: str) -> None:
+    size = 1 << 22
+    buffer = ReplayBuffer(size, {"n": Field((), torch.int64)}, sampler=transitions.EXACT, device="cuda")
+    keys = buffer.add(n=torch.arange(size, device="cuda"))
+    n = torch.full((size,), 3, dtype=torch.int64, device="cuda")
+    priorities = torch.full((size,), 4.0, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        busy()
+        if call == "add":
+            buffer.add(n=n)
+        else:
+            buffer.update_priorities(keys, priorities)
+    del n, keys, priorities
+    owned = [torch.full((size,), 5, dtype=dtype, device="cuda") for dtype in (torch.int64, torch.float32) * 2]
+    torch.cuda.synchronize()
+    assert len(owned) == 4
+    if call == "add":
+        assert bool((buffer._storage.tensors["n"] == 3).all())
+    else:
+        assert bool((buffer.masses() == 4 << 20).all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_step_on_another_gpu_than_the_current_one() -> None:
+    fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+    with torch.cuda.device(0):
+        buffer = TrajectoryReplayBuffer(300, 3, fields, device="cuda:1")
+        zeros = torch.zeros(3, dtype=torch.int64, device="cuda:1")
+        for _ in range(20):
+            buffer.add(obs=zeros, action=zeros, reward=zeros, terminated=zeros < 0, truncated=zeros < 0)
+        step = buffer.capture(16, lambda batch: (None, batch.key))
+        drawn = {tuple(step().tolist()) for _ in range(WARM_UPS + 5)}
+        assert torch.cuda.current_device() == 0
+    assert step.captured
+    assert len(drawn) == WARM_UPS + 5

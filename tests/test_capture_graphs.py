@@ -1,0 +1,284 @@
+"""`buffer.capture` on a GPU that is not there: when a step is captured, what is replayed, what the host then knows.
+
+Streams and graphs only remember what they were given (fake_cuda.py).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from launches import recorded
+from test_capture import BUFFERS, add, filled
+from torch import Tensor
+
+from gpu_replay import Batch, Proportional, Uniform
+from gpu_replay.capture import Capturable, LearningStep
+from gpu_replay.device import DeviceEngine
+from gpu_replay.ops.counters import Counter
+from gpu_replay.turns import Turns
+
+CUDA = torch.device("cuda")
+
+
+class Engine:
+    """Counts what it is told of replays."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def replayed(self, rows: int) -> None:
+        self.rows += rows
+
+
+class Pretended(Capturable):
+    """A buffer whose calls are nothing but work on the device."""
+
+    device = CUDA
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._engine: Engine = Engine()
+        self._turns = Turns(CUDA)
+        self._lock = threading.RLock()
+        self.empty = False
+
+    def _call(self, name: str) -> None:
+        with self._lock, self._turns.turn():
+            self._cuda.work(name)
+
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
+        self._check_enough("sample", batch_size)
+        self._call("sample")
+        return Batch({"key": torch.arange(batch_size)})
+
+    def update_priorities(self, keys: Any, priorities: Any) -> None:
+        self._call("update")
+
+    def add(self, name: str = "add") -> None:
+        self._call(name)
+        if self._turns.capturing() and self._turns.recorded is not None:
+            self._turns.recorded.rows += 5
+
+    def _check_enough(self, call: str, batch: int, skipped: int = 0) -> None:
+        if self.empty:
+            raise RuntimeError("the buffer holds nothing")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    # these priorities are not on a GPU
+    monkeypatch.setattr(LearningStep, "_check", lambda self, priorities: None)
+    return FakeCuda().install(monkeypatch)
+
+
+def test_a_step_runs_as_it_is_a_few_times_and_is_replayed_from_then_on(cuda: FakeCuda) -> None:
+    buffer, learned = Pretended(cuda), []
+
+    def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+        learned.append(len(learned))
+        cuda.work("learn")
+        return torch.ones(4), batch.key
+
+    step = buffer.capture(4, learn, warm_ups=2)
+    parts = ["sample", "learn", "update"]
+    for _ in range(2):
+        cuda.work("mine")
+        step()
+        cuda.work("yours")
+        # aside, but after what came before the call and before what comes after it
+        assert "mine" in cuda.before("sample")
+        assert set(parts) <= cuda.before("yours")
+    assert (step.captured, step.replays) == (False, 0)
+    cuda.done.clear()
+    # the capture runs nothing, so a replay follows at once: one call, one step
+    first = step()
+    assert [name for name, _ in cuda.done] == [f"{part} replayed" for part in parts]
+    assert (step.captured, step.replays) == (True, 1)
+    assert step() is first
+    assert [name for name, _ in cuda.done] == [f"{part} replayed" for part in parts] * 2
+    assert step.replays == 2
+    assert (cuda.captures, len(learned)) == (1, 3)
+
+
+def test_a_replay_has_its_turn_among_the_calls_of_other_streams(cuda: FakeCuda) -> None:
+    buffer, side = Pretended(cuda), cuda.Stream()
+    step = buffer.capture(4, lambda batch: torch.ones(4), warm_ups=1)
+    step()
+    step()
+    for turn in range(3):
+        with cuda.stream(side):
+            cuda.work(f"observed {turn}")
+            buffer.add(f"add {turn}")
+            cuda.work(f"acting {turn}")
+        step()
+        assert "update replayed" in cuda.before(f"add {turn}")
+        came_after = cuda.before("sample replayed")
+        assert {f"observed {turn}", f"add {turn}"} <= came_after
+        assert f"acting {turn}" not in came_after
+
+
+def test_the_host_counts_what_replays_add(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    step = buffer.capture(4, lambda batch: buffer.add(), warm_ups=1)
+    step()
+    assert buffer._engine.rows == 0
+    for _ in range(3):
+        step()
+    assert buffer._engine.rows == 15
+    assert buffer._turns.recorded is None
+
+
+def test_a_call_that_raised_was_no_warm_up(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    step = buffer.capture(4, lambda batch: None, warm_ups=1)
+    buffer.empty = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="holds nothing"):
+            step()
+    buffer.empty = False
+    step()
+    assert not step.captured
+    # nor is there a capture, or a replay, of a draw from nothing
+    for captured in (False, True):
+        buffer.empty = True
+        with pytest.raises(RuntimeError, match="^the buffer holds nothing$"):
+            step()
+        buffer.empty = False
+        assert (step.captured, cuda.captures) == (captured, int(captured))
+        step()
+    assert step.replays == 2
+
+
+REFUSAL = "operation not permitted when stream is capturing\nand more that nobody reads"
+
+
+def test_what_waits_for_the_device_cannot_be_captured(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    cause = RuntimeError(REFUSAL)
+
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            buffer.add()
+            raise cause
+
+    step = buffer.capture(4, learn, warm_ups=1)
+    step()
+    # to end such a capture raises once more
+    cuda.refusal = "operation failed due to a previous error during capture"
+    expected = r"^learn cannot be captured as a CUDA graph: operation not permitted when stream is capturing\. .*item"
+    with pytest.raises(RuntimeError, match=expected) as caught:
+        step()
+    assert caught.value.__cause__ is cause
+    assert (step.captured, step.replays, buffer._engine.rows) == (False, 0, 0)
+    assert cuda.current is cuda.default
+    assert buffer._turns.recorded is None
+
+
+def test_a_capture_that_fails_at_its_end_says_so(cuda: FakeCuda) -> None:
+    step = Pretended(cuda).capture(4, lambda batch: None, warm_ups=1)
+    step()
+    cuda.refusal = "capture was invalidated"
+    with pytest.raises(RuntimeError, match="as a CUDA graph: capture was invalidated"):
+        step()
+    cuda.refusal = None
+    step()
+    assert step.captured
+
+
+def test_what_learn_itself_raises_comes_through(cuda: FakeCuda) -> None:
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("mine")
+
+    step = Pretended(cuda).capture(4, learn, warm_ups=1)
+    step()
+    cuda.refusal = "capture was invalidated"
+    with pytest.raises(KeyError, match="mine"):
+        step()
+
+
+# what the host knows of a buffer whose graphs are replayed
+
+compiled = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
+)
+
+
+@compiled
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        buffer = filled(kind, Uniform())
+        engine = buffer._engine
+        # launches that are not made count nothing
+        buffer._counters[Counter.ELIGIBLE] = 60
+        with buffer._recording(3) as found, monkeypatch.context() as patch:
+            patch.setattr(DeviceEngine, "_capturing", lambda self: True)
+            add(buffer, 0)
+            add(buffer, 0)
+        assert found.rows == 6
+        monkeypatch.setattr(DeviceEngine, "span", None)
+        for steps in range(12, 30, 2):
+            if kind == "transitions":
+                assert engine.size_at_least(1000) == min(50, 3 * steps)
+            else:
+                # 20 steps fit
+                assert engine.span_of_steps() == (max(0, steps - 20), steps)
+                assert engine._overwritten == max(0, steps - 20)
+            with buffer._replaying(3, found):
+                pass
+
+
+@compiled
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        buffer = filled(kind, Uniform())
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceEngine, "_capturing", lambda self: True)
+            add(buffer, 0)
+        asked: list[int] = []
+        monkeypatch.setattr(DeviceEngine, "span", lambda self: (asked.append(1), (0, 45))[1])
+        if kind == "transitions":
+            # what is known to be there stays there
+            assert buffer._engine.size_at_least(36) == 36
+            assert asked == []
+            assert buffer._engine.size_at_least(40) == 45
+        else:
+            assert buffer._engine.span_of_steps() == (0, 15)
+        assert asked == [1]
+
+
+@compiled
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize(
+    "sampler", [Uniform(), Proportional(initial="stored", normalize="buffer")], ids=["alike", "mass"]
+)
+def test_a_step_launches_what_its_calls_launch(sampler: Any, kind: str) -> None:
+    with recorded() as launches:
+        buffer = filled(kind, sampler)
+        buffer._counters[Counter.ELIGIBLE] = 60
+        step = buffer.capture(4, lambda batch: batch.weight)
+        launches.clear()
+        step()
+        names = [launch.name for launch in launches]
+        launches.clear()
+        buffer.update_priorities(buffer.sample(4).key, torch.ones(4))
+        assert names == [launch.name for launch in launches]
+        # three of the draw and two of the update, or as many fewer
+        assert 2 <= len(names) <= 5
+
+
+@compiled
+def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        engine: Any = filled("transitions", Uniform())._engine
+        value = torch.ones(3, device="meta")
+        monkeypatch.setattr(DeviceEngine, "_capturing", lambda self: True)
+        with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
+            engine._moved(value)

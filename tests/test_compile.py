@@ -1,0 +1,445 @@
+"""Learning steps under `torch.compile(fullgraph=True)`: what they leave behind is what eager ones do.
+
+Each test plays the same calls to two buffers with one seed, compiled and not. The backend `aot_eager` needs no compiler
+and does all that is done before code is generated: operators are made functional, arguments that are written are
+copied, what nobody needs is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import scale
+from tolerances import close
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from gpu_replay import (
+    Batch,
+    Combined,
+    Field,
+    Hindsight,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.compiled import Operators
+
+Replay = ReplayBuffer | TrajectoryReplayBuffer
+SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))
+SAMPLERS = {
+    "proportional": SCHEDULED,
+    "uniform": Uniform(),
+    "rank": RankBased(resort_every=2, normalize="buffer"),
+    "combined": Combined(Proportional(stratified=False), newest=2),
+    "latest": Latest(),
+}
+FIELDS = {
+    "obs.place": Field((3,), torch.float32),
+    "obs.picture": Field((2, 2), torch.uint8, torch.bfloat16, 1 / 255),
+    "action": Field((), torch.int64),
+    "reward": Field((), torch.float64, torch.float32),
+    "terminated": Field((), torch.bool),
+}
+STEP_FIELDS = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+ENVS = 3
+# steps that a ring of streams holds, and that were added to one that has turned
+STEPS, TURNED = scale((20, 24), (9, 11))
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """Compiled code of one test is not that of another."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def transitions(rows: int, first: int = 0) -> dict[str, Tensor]:
+    """So many transitions, a function of their numbers."""
+    number = torch.arange(first, first + rows)
+    return {
+        "obs.place": torch.sin(number[:, None] + torch.arange(3.0)),
+        "obs.picture": (number[:, None, None] % 64 + torch.arange(4).reshape(2, 2)).to(torch.uint8),
+        "action": number % 2,
+        "reward": torch.cos(number.double()),
+        "terminated": number % 5 == 0,
+    }
+
+
+def steps(number: int) -> dict[str, Tensor]:
+    """Step `number` of all environments; each episode has seven steps."""
+    env = torch.arange(ENVS)
+    return {
+        "obs": torch.sin(torch.stack((number + env, number * env), dim=1).float()),
+        "action": (number + env) % 2,
+        "reward": torch.cos((number + env).float()),
+        "terminated": (number + 2 * env) % 7 == 6,
+        "truncated": torch.zeros(ENVS, dtype=torch.bool),
+    }
+
+
+def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23)) -> ReplayBuffer:
+    """Transitions in a ring that has turned."""
+    buffer = ReplayBuffer(capacity, FIELDS, sampler=sampler, seed=seed)
+    buffer.add(**transitions(capacity + 9))
+    return buffer
+
+
+def streamed(sampler: Any = SCHEDULED, *, stack: int = 2, n_step: int = 3, **settings: Any) -> TrajectoryReplayBuffer:
+    """Streams of steps in a ring that has turned."""
+    buffer = TrajectoryReplayBuffer(
+        STEPS * ENVS, ENVS, STEP_FIELDS, stack=stack, n_step=n_step, sampler=sampler, seed=5, **settings
+    )
+    for number in range(TURNED):
+        buffer.add(**steps(number))
+    return buffer
+
+
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def same(found: Any, expected: Any, name: str = "") -> bool:
+    """Whether two results of the two ways are one, batches tensor by tensor and in the order of their names."""
+    if isinstance(expected, Batch):
+        return list(found) == list(expected) and all(same(found[each], expected[each], each) for each in expected)
+    if isinstance(expected, tuple):
+        return all(same(*pair) for pair in zip(found, expected, strict=True))
+    if isinstance(expected, Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    return bool(found == expected)
+
+
+def check_left(buffer: Replay, eager: Replay) -> None:
+    """Fail unless both hold the same transitions, priorities, counts and random state."""
+    assert buffer.stats() == eager.stats()
+    found, expected = buffer.state_dict(), eager.state_dict()
+    assert found["counters"] == expected["counters"]
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+
+
+def learner(buffer: ReplayBuffer) -> tuple[Callable[[int], tuple[Tensor, Batch]], nn.Module]:
+    """A step of Q-learning, whose network starts with the same weights each time."""
+    network = nn.Linear(3, 2)
+    nn.init.constant_(network.weight, 0.25)
+    nn.init.zeros_(network.bias)
+
+    def learn(batch_size: int) -> tuple[Tensor, Batch]:
+        batch = buffer.sample(batch_size)
+        value = network(batch.obs.place).gather(1, batch.action[:, None]).squeeze(1)
+        error = batch.reward + batch["obs.picture"].float().mean((1, 2)) - value
+        buffer.update_priorities(batch.key, error.abs())
+        return (batch.weight * error.square()).mean(), batch
+
+    return learn, network
+
+
+def play(buffer: ReplayBuffer, backend: str | None, count: int, batch_size: int) -> list[Any]:
+    """So many learning steps, each of which changes the network."""
+    learn, network = learner(buffer)
+    step = learn if backend is None else compiled(learn, backend)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    results: list[Any] = []
+    for _ in range(count):
+        loss, batch = step(batch_size)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        results.append((loss.detach(), batch))
+    return results
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        pytest.param(SAMPLERS["proportional"], id="proportional", marks=pytest.mark.contract),
+        pytest.param(SAMPLERS["rank"], id="rank"),
+    ],
+)
+def test_learning_steps_leave_behind_what_eager_ones_do(sampler: Any) -> None:
+    buffer, eager = filled(sampler), filled(sampler)
+    assert same(tuple(play(buffer, "aot_eager", 5, 8)), tuple(play(eager, None, 5, 8)))
+    check_left(buffer, eager)
+    # and go on together
+    assert same(buffer.sample(8), eager.sample(8))
+
+
+@pytest.mark.contract
+def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
+    buffer, eager = streamed(), streamed()
+
+    def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
+        keys = replay.add(**step, priority=step["reward"].abs())
+        batch = replay.sample(6)
+        replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
+        return keys, batch, replay.sample(4)
+
+    quick = compiled(learn)
+    for number in range(TURNED, TURNED + 4):
+        assert same(quick(buffer, steps(number)), learn(eager, steps(number)))
+    check_left(buffer, eager)
+
+
+def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
+    buffer, eager = streamed(stack=1, n_step=1), streamed(stack=1, n_step=1)
+
+    def draw(replay: TrajectoryReplayBuffer) -> Batch:
+        return replay.sample_sequences(4, 3, burn_in=2)
+
+    quick = compiled(draw)
+    for _ in range(2):
+        assert same(quick(buffer), draw(eager))
+    check_left(buffer, eager)
+
+
+def test_arrays_are_added_with_priorities_and_a_missing_field_is_named() -> None:
+    buffer, eager = filled(), filled()
+    more = {name: value.numpy() for name, value in transitions(4, 100).items()}
+
+    def add(replay: ReplayBuffer, given: dict[str, np.ndarray]) -> Tensor:
+        return replay.add(**given, priority=np.arange(4.0))
+
+    assert same(compiled(add)(buffer, more), add(eager, more))
+    check_left(buffer, eager)
+    # older releases of torch make other errors of a KeyError
+    with pytest.raises((KeyError, RuntimeError), match="add is missing .*action"):
+        compiled(add)(buffer, {name: value for name, value in more.items() if name != "action"})
+    check_left(buffer, eager)
+
+
+def test_two_buffers_in_one_step_keep_their_own_order() -> None:
+    """What is drawn after an update sees it, though no value says that it comes after."""
+    pairs = [(filled(), filled(seed=6)) for _ in range(2)]
+
+    def step(first: ReplayBuffer, second: ReplayBuffer) -> tuple[Batch, Batch, Batch]:
+        before = first.sample(4)
+        other = second.sample(8)
+        first.update_priorities(before.key, torch.full((4,), 1e6))
+        second.update_priorities(other.key, other.weight)
+        return before, other, first.sample(4)
+
+    quick = compiled(step)
+    for _ in range(2):
+        before, other, after = quick(*pairs[0])
+        assert same((before, other, after), step(*pairs[1]))
+        # a million times the priority of the rest
+        assert set(after.key.tolist()) <= set(before.key.tolist())
+    for buffer, eager in zip(*pairs, strict=True):
+        check_left(buffer, eager)
+
+
+def test_a_call_whose_result_is_not_used_is_made_once() -> None:
+    buffer, eager = filled(), filled()
+
+    def waste(replay: ReplayBuffer) -> None:
+        replay.sample(4)
+        replay.sample(4)
+
+    compiled(waste)(buffer)
+    waste(eager)
+    check_left(buffer, eager)
+
+
+@pytest.mark.parametrize("way", ["function", "backward"])
+def test_gradients_inside_a_step_do_not_draw_again(way: str) -> None:
+    buffer, eager = filled(), filled()
+    # the one way needs this, and releases that lack it refuse it in any code
+    allowed: dict[str, Any] = {"trace_autograd_ops": True} if way == "backward" else {}
+    if not all(hasattr(torch._dynamo.config, name) for name in allowed):
+        pytest.skip(f"torch {torch.__version__} does not compile backward()")
+
+    def step(replay: ReplayBuffer, weight: Tensor) -> Tensor:
+        batch = replay.sample(8)
+
+        def loss(weight: Tensor) -> tuple[Tensor, Tensor]:
+            error = (batch.obs.place * weight).sum(1).tanh() - batch.reward
+            return error.square().mean(), error
+
+        if way == "function":
+            gradient, error = torch.func.grad(loss, has_aux=True)(weight)
+        else:
+            mean, error = loss(weight)
+            mean.backward()
+            gradient, weight.grad = weight.grad, None
+        replay.update_priorities(batch.key, error)
+        return gradient
+
+    with torch._dynamo.config.patch(**allowed):
+        quick, weight = compiled(step), torch.ones(3, requires_grad=way == "backward")
+        for _ in range(3):
+            assert close(quick(buffer, weight), step(eager, weight), "generated")
+    check_left(buffer, eager)
+
+
+def test_batch_sizes_and_exponents_that_change_are_not_compiled_each_time() -> None:
+    buffer, eager = filled(), filled()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def draw(replay: ReplayBuffer, batch_size: int, beta: float) -> Batch:
+        return replay.sample(batch_size, beta=beta)
+
+    quick = compiled(draw, counter)
+    for number in range(10):
+        assert same(quick(buffer, 5 + number, 0.1 * number), draw(eager, 5 + number, 0.1 * number))
+    assert counter.frame_count <= 3
+
+
+def test_a_call_that_eager_code_refuses_raises_the_same() -> None:
+    buffer = ReplayBuffer(10, FIELDS)
+    draw = compiled(lambda replay: replay.sample(4))
+    with pytest.raises(RuntimeError, match=r"sample\(4\): the buffer holds no transitions"):
+        draw(buffer)
+    buffer.add(**transitions(8))
+    assert len(draw(buffer)) == 4
+    with pytest.raises(ValueError, match="finite and at least 0; found -1.0"):
+        compiled(lambda replay: replay.sample(4, beta=-1.0))(buffer)
+    # refused while it is traced, which not every release of torch says in these words
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="'priorities' must be a tensor or an array|TypeError"):
+        compiled(lambda replay, keys: replay.update_priorities(keys, [1.0]))(buffer, torch.tensor([1]))
+
+
+def test_a_buffer_that_was_compiled_for_is_freed() -> None:
+    def drawn() -> weakref.ref[ReplayBuffer]:
+        buffer = filled()
+        compiled(lambda: buffer.sample(4).key.sum())()
+        return weakref.ref(buffer)
+
+    gone = drawn()
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_another_thread_adds_meanwhile_is_kept() -> None:
+    buffer, count = filled(capacity=1000), scale(300, 20)
+    start = buffer.added
+    step = compiled(lambda: buffer.update_priorities(buffer.sample(8).key, torch.ones(8)))
+    step()
+    adding = threading.Thread(target=lambda: [buffer.add(**transitions(1)) for _ in range(count)])
+    adding.start()
+    while adding.is_alive():
+        step()
+    adding.join()
+    assert buffer.added == start + count
+
+
+class Rewound:
+    """A buffer that is as it was before each call, so that a call has one result however often it is made."""
+
+    def __init__(self, buffer: Replay) -> None:
+        self.buffer: Any = buffer
+        self._state = buffer.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        self.buffer.load_state_dict(self._state)
+        return getattr(self.buffer, name)
+
+
+def checked(operators: Operators, operator: Any, *arguments: Any) -> None:
+    """Fail unless the operator is sound as `torch.library.opcheck` sees it.
+
+    It looks at what is declared: the schema, what is written or shares memory, fake results, and the same values when
+    traced with sizes that vary. What a call does to the buffer it cannot see; the tests above hold that against eager
+    calls.
+    """
+    torch.library.opcheck(operator, (operators.token, operators.name, *arguments))
+
+
+@pytest.mark.parametrize(
+    "make, sampler",
+    [
+        *(pytest.param(filled, sampler, id=f"transitions-{name}") for name, sampler in SAMPLERS.items()),
+        *(pytest.param(streamed, SAMPLERS[name], id=f"streams-{name}") for name in ("proportional", "combined")),
+    ],
+)
+def test_draws_are_operators_that_are_what_they_say(make: Callable[..., Replay], sampler: Any) -> None:
+    rewound = Rewound(make(sampler))
+    draw = rewound.buffer._drawn
+    assert list(rewound.buffer.sample(6)) == list(draw.names)
+    checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, None)
+
+
+def test_draws_of_sequences_and_with_an_exponent_are_what_they_say() -> None:
+    rewound = Rewound(streamed(n_step=1))
+    operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._drawn_sequences
+    checked(operators, draw.draw, draw.layout, 5, 4, 2, torch.tensor(0.3, dtype=torch.float64))
+
+
+def test_draws_with_hindsight_are_what_they_say() -> None:
+    relabel = Hindsight("now", "goal", reward_fn=lambda now, goal: -(now - goal).abs().sum(1))
+    fields = {"obs.now": STEP_FIELDS["obs"], "obs.goal": STEP_FIELDS["obs"], "action": STEP_FIELDS["action"]}
+    buffer = TrajectoryReplayBuffer(20 * ENVS, ENVS, fields, relabel=relabel, stack=2)
+    for number in range(20):
+        step = steps(number)
+        now = step.pop("obs")
+        buffer.add(**step, **{"obs.now": now, "obs.goal": now + 1})
+    rewound, draw = Rewound(buffer), buffer._drawn
+    checked(Operators(rewound, buffer.device), draw.draw, draw.layout, 6, None, 0, None)
+
+
+@pytest.mark.parametrize("priorities", [None, torch.arange(3.0)], ids=["without", "with"])
+def test_adds_and_updates_are_operators_that_are_what_they_say(priorities: Tensor | None) -> None:
+    for make, given in ((filled, transitions(ENVS)), (streamed, steps(3))):
+        rewound = Rewound(make())
+        operators = Operators(rewound, rewound.buffer.device)
+        checked(operators, torch.ops.gpu_replay.add.default, ",".join(given), list(given.values()), priorities)
+    if priorities is not None:
+        keys = rewound.buffer.sample(3).key
+        checked(operators, torch.ops.gpu_replay.update_priorities.default, keys, priorities)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+# of a file that inductor imports
+inductor_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
+
+@pytest.mark.slow
+@needs_compiler
+@inductor_warns
+def test_generated_code_keeps_every_call_in_its_place() -> None:
+    """Inductor writes to the token itself instead of to copies: what keeps calls in order is another thing there."""
+    buffer, eager = filled(), filled()
+
+    def step(replay: ReplayBuffer) -> tuple[Batch, Batch]:
+        replay.sample(3)
+        before = replay.sample(4)
+        replay.update_priorities(before.key, torch.full((4,), 1e6))
+        return before, replay.sample(4)
+
+    quick = compiled(step, "inductor")
+    for _ in range(2):
+        assert same(quick(buffer), step(eager))
+    check_left(buffer, eager)
+
+
+@pytest.mark.slow
+@needs_compiler
+@inductor_warns
+def test_generated_learning_steps_draw_what_eager_ones_do(full: bool) -> None:
+    """Losses may differ in their last bits, and masses with them; what is drawn and counted may not."""
+    if not full:
+        pytest.skip("generating the code of a network takes long; runs with --full")
+    buffer, eager = filled(), filled()
+    results = zip(play(buffer, "inductor", 4, 8), play(eager, None, 4, 8), strict=True)
+    for (loss, batch), (eager_loss, eager_batch) in results:
+        assert close(loss, eager_loss, "generated")
+        assert same(batch.key, eager_batch.key)
+        assert same(batch.obs.place, eager_batch.obs.place)
+        assert close(batch.weight, eager_batch.weight, "generated")
+    found, expected = buffer.state_dict(), eager.state_dict()
+    for name in ("ADDED", "RANDOM", "STEP", "STALE"):
+        assert found["counters"][name] == expected["counters"][name]

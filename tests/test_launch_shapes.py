@@ -1,0 +1,123 @@
+"""How much one program does is chosen by plain functions of the host, which need no GPU to be looked at.
+
+On a GPU they answer the same for every batch, since another size is another kernel to compile; all kernels but the scan
+have four warps, 128 threads of NVIDIA's or 256 of AMD's data centre GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_cases import FRAMES, ODD, WHOLE_WORDS
+from launches import LAUNCHERS
+
+from gpu_replay.ops.admission import blocks_per_program
+from gpu_replay.ops.eligibility_launch import envs_per_program, steps_at_once
+from gpu_replay.ops.frames import frame_tile
+from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
+from gpu_replay.ops.prefix_sum import scan_block, scan_warps, warp_width
+from gpu_replay.ops.ring import tile_for
+
+SIZES = (1, 2, 3, 127, 128, 129, 4095, 65_536, 100_003)
+# what a block can have of any of them
+MOST_THREADS = 1024
+FIELDS = {**ODD, **{f"{name}, rows": fields["x"] for name, fields in WHOLE_WORDS.items()}}
+PICTURES = {name: fields["obs"] for name, fields in FRAMES.items()}
+
+
+def sizes_by_count() -> dict[str, Callable[[int, bool], int]]:
+    """The functions of all launchers that say how many of so many one program takes."""
+    found = {}
+    for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            asked = list(inspect.signature(function).parameters)
+            if function.__module__ == module.__name__ and len(asked) == 2 and asked[1] == "interpreted":
+                found[f"{module.__name__.rsplit('.', 1)[1]}.{name}"] = function
+    return found
+
+
+def is_power(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def test_the_functions_are_found() -> None:
+    assert len(sizes_by_count()) >= 8
+
+
+@pytest.mark.parametrize("name", sizes_by_count())
+def test_a_program_takes_a_power_of_two_and_on_a_gpu_always_the_same(name: str) -> None:
+    chosen = sizes_by_count()[name]
+    assert all(is_power(chosen(size, interpreted)) for size in SIZES for interpreted in (False, True))
+    assert len({chosen(size, False) for size in SIZES}) == 1
+    assert chosen(1, False) <= MOST_THREADS
+    # interpreted, no more than twice what there is
+    assert all(chosen(size, True) <= 2 * size for size in SIZES)
+
+
+def test_blocks_that_one_program_admits_do_not_depend_on_the_rows() -> None:
+    assert {blocks_per_program(rows, 128, False) for rows in SIZES} == {8}
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *PICTURES])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_tile_holds_a_row_in_pieces_of_a_few_words_a_thread(name: str, shifted: bool) -> None:
+    field = {**FIELDS, **PICTURES}[name]
+    for chosen in (
+        lambda rows: tile_for(field, rows, False),
+        lambda rows: frame_tile(field, rows, shifted, False),
+    ):
+        tiles = {chosen(rows) for rows in SIZES}
+        assert len(tiles) == 1
+        (tile,) = tiles
+        assert is_power(tile.rows)
+        assert is_power(tile.columns)
+        assert (tile.chunks - 1) * tile.columns < field.elements <= tile.chunks * tile.columns
+        values = tile.rows * tile.columns
+        # of 256 threads each has something to do, of 128 none has more than 16 words of 4 bytes in or out
+        assert 256 <= values <= 8192
+        assert values * max(field.dtype.itemsize, field.output_dtype.itemsize) <= 128 * 128
+
+
+@pytest.mark.parametrize("n_step", [1, 3, 8, 40, 300])
+def test_environments_of_one_program_and_the_steps_it_looks_at_make_a_small_tile(n_step: int) -> None:
+    ages = steps_at_once(n_step + 1)
+    assert is_power(ages)
+    assert ages > n_step
+    envs = {envs_per_program(num_envs, ages, False) for num_envs in SIZES}
+    assert len(envs) == 1
+    assert is_power(max(envs))
+    assert max(envs) * ages <= max(256, ages)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_scan_has_sixteen_values_a_thread_whatever_the_width_of_a_warp(width: int) -> None:
+    for length in (1, 100, 4096, 100_003, 10**8):
+        block, warps = scan_block(length), scan_warps(scan_block(length), width)
+        assert is_power(warps)
+        assert warps * width <= MOST_THREADS
+        assert block <= 16 * width * warps or warps == 1
+        assert block // (warps * width) <= 16
+    assert scan_warps(4096, 64) * 64 == scan_warps(4096, 32) * 32 == 256
+
+
+def test_the_width_of_a_warp_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        warp_size = 64
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    assert warp_width(torch.device("cuda")) == 64
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert warp_width(torch.device("cuda")) == 32
+    assert warp_width(torch.device("cpu")) == 32
+
+
+@pytest.mark.parametrize("slots, levels, above", [(10**6, 3, 2**17), (10**7, 4, 2**20), (5 * 10**7, 4, 2**22)])
+def test_all_of_a_tree_but_its_leaves_fits_a_small_cache(slots: int, levels: int, above: int) -> None:
+    """4 MB is the L2 of one part of an MI300X, a tenth of an H200's."""
+    sizes = level_sizes(slots, fanout_for("triton"), root_limit_for("triton"))
+    assert len(sizes) == levels
+    assert 8 * sum(sizes[1:]) <= above
