@@ -1,4 +1,8 @@
-"""cpprb: segment trees and rings in C++ behind Cython."""
+"""cpprb: segment trees and rings in C++ behind Cython.
+
+Stacks of frames are stored whole, twice: with `next_of` and `stack_compress`, which hold one environment's steps once,
+an `add` takes several times as long, and drawing is no faster.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.bench.rows import DTYPES, Rows
+from gpu_replay.bench.rows import Rows
+from gpu_replay.bench.subjects import Task
 
 
 class CpprbBuffer:
@@ -18,11 +23,12 @@ class CpprbBuffer:
     add_size: int | None = None
     has_next_obs = True
 
-    def __init__(self, capacity: int, alpha: float, beta: float) -> None:
+    def __init__(self, task: Task) -> None:
         cpprb = importlib.import_module("cpprb")
-        fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in DTYPES.items()}
-        self._buffer = cpprb.PrioritizedReplayBuffer(capacity, fields, alpha=alpha)
-        self._beta = beta
+        fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in task.dtypes.items()}
+        self._buffer = cpprb.PrioritizedReplayBuffer(task.capacity, fields, alpha=task.alpha)
+        self._names = tuple(task.dtypes)
+        self._beta = task.beta
 
     def inputs(self, rows: Rows) -> Any:
         """See Subject."""
@@ -35,7 +41,7 @@ class CpprbBuffer:
     def sample(self, batch: int) -> Any:
         """See Subject."""
         drawn = self._buffer.sample(batch, beta=self._beta)
-        tensors = {name: torch.from_numpy(drawn[name]) for name in DTYPES}
+        tensors = {name: torch.from_numpy(drawn[name]) for name in self._names}
         tensors["weight"] = torch.from_numpy(drawn["weights"])
         return drawn["indexes"], tensors
 
@@ -49,6 +55,6 @@ class CpprbBuffer:
         return found
 
 
-def make(capacity: int, alpha: float, beta: float) -> CpprbBuffer:
+def make(task: Task) -> CpprbBuffer:
     """An empty buffer; ImportError without cpprb."""
-    return CpprbBuffer(capacity, alpha, beta)
+    return CpprbBuffer(task)

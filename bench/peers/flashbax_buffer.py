@@ -11,31 +11,31 @@ import numpy as np
 import torch.utils.dlpack
 from torch import Tensor
 
-from gpu_replay.bench.cases import ADDED
 from gpu_replay.bench.rows import Rows
+from gpu_replay.bench.subjects import Task
 
-# read when JAX is first imported: one thread, as everything else here has one
-_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+# read when JAX makes its client: a pool of one thread, as everything else here has one
+_SETTINGS = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 
 
 class FlashbaxBuffer:
-    """`make_prioritised_flat_buffer` for 8 rows a call; `next_obs` is the following row, so it is not stored.
+    """`make_prioritised_flat_buffer` of as many streams as rows are added.
 
-    It returns probabilities, from which the weights are made here.
+    `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are made here.
     """
 
-    add_size: int | None = ADDED
     has_next_obs = False
 
-    def __init__(self, capacity: int, alpha: float, beta: float) -> None:
-        os.environ.setdefault("XLA_FLAGS", _ONE_THREAD)
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    def __init__(self, task: Task) -> None:
+        self.add_size: int | None = task.added
+        self._task = task
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         self._jax = importlib.import_module("jax")
         self._flashbax = importlib.import_module("flashbax")
-        self._capacity, self._alpha, self._beta = capacity, alpha, beta
         functions = self._functions(1)
         one = {
-            "obs": np.zeros(4, np.float32),
+            "obs": np.zeros(*task.dtypes["obs"]),
             "action": np.zeros((), np.int32),
             "reward": np.zeros((), np.float32),
             "terminated": np.zeros((), np.bool_),
@@ -48,17 +48,17 @@ class FlashbaxBuffer:
 
     def _functions(self, batch: int) -> Any:
         return self._flashbax.make_prioritised_flat_buffer(
-            max_length=self._capacity,
-            min_length=ADDED,
+            max_length=self._task.capacity,
+            min_length=self._task.added,
             sample_batch_size=batch,
-            add_batch_size=ADDED,
-            priority_exponent=self._alpha,
+            add_batch_size=self._task.added,
+            priority_exponent=self._task.alpha,
             device="cpu",
         )
 
     def _sampler(self, batch: int) -> Any:
         if batch not in self._samplers:
-            draw, split, power = self._functions(batch).sample, self._jax.random.split, -self._beta
+            draw, split, power = self._functions(batch).sample, self._jax.random.split, -self._task.beta
 
             def sample(state: Any, key: Any) -> Any:
                 key, this = split(key)
@@ -109,6 +109,6 @@ class FlashbaxBuffer:
         return found
 
 
-def make(capacity: int, alpha: float, beta: float) -> FlashbaxBuffer:
+def make(task: Task) -> FlashbaxBuffer:
     """An empty buffer; ImportError without flashbax."""
-    return FlashbaxBuffer(capacity, alpha, beta)
+    return FlashbaxBuffer(task)

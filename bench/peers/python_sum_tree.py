@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.bench.rows import DTYPES, Rows
+from gpu_replay.bench.rows import Rows
+from gpu_replay.bench.subjects import Task
 
 
 class PythonSumTree:
@@ -19,18 +20,20 @@ class PythonSumTree:
     add_size: int | None = None
     has_next_obs = True
 
-    def __init__(self, capacity: int, alpha: float, beta: float) -> None:
+    def __init__(self, task: Task) -> None:
+        capacity = task.capacity
         self._leaves = 1 << (capacity - 1).bit_length()
         self._tree = [0.0] * (2 * self._leaves)
         self._rows: list[Any] = [None] * capacity
-        self._capacity, self._alpha, self._beta = capacity, alpha, beta
+        self._dtypes = task.dtypes
+        self._capacity, self._alpha, self._beta = capacity, task.alpha, task.beta
         self._added = 0
         self._top = 1.0
         self._random = random.Random(0)
 
     def inputs(self, rows: Rows) -> Any:
         """See Subject."""
-        return [tuple(rows[name][i] for name in DTYPES) for i in range(rows["obs"].shape[0])]
+        return [tuple(rows[name][i] for name in self._dtypes) for i in range(rows["obs"].shape[0])]
 
     def add(self, rows: Any) -> object:
         """See Subject."""
@@ -70,7 +73,7 @@ class PythonSumTree:
         columns = zip(*(self._rows[slot] for slot in slots), strict=True)
         tensors = {
             name: torch.from_numpy(np.array(column, dtype=dtype))
-            for (name, (_, dtype)), column in zip(DTYPES.items(), columns, strict=True)
+            for (name, (_, dtype)), column in zip(self._dtypes.items(), columns, strict=True)
         }
         tensors["weight"] = torch.from_numpy((weight / weight.max()).astype(np.float32))
         return slots, tensors
@@ -89,6 +92,6 @@ class PythonSumTree:
         return found
 
 
-def make(capacity: int, alpha: float, beta: float) -> PythonSumTree:
+def make(task: Task) -> PythonSumTree:
     """An empty buffer."""
-    return PythonSumTree(capacity, alpha, beta)
+    return PythonSumTree(task)

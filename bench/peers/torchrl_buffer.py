@@ -1,15 +1,39 @@
-"""TorchRL: a TensorDict storage and float32 segment trees in C++."""
+"""TorchRL: a TensorDict storage, and float32 segment trees in C++ or, where a build has them, in CUDA.
+
+Its wheels contain a compiled extension that only loads with the torch it was built with; another torch has no
+prioritized replay, and this says so. Stacks of frames are stored whole, twice.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.bench.rows import DTYPES, Rows
+from gpu_replay.bench.environment import installed_version
+from gpu_replay.bench.rows import Rows
+from gpu_replay.bench.subjects import MissingPeer, Task
+
+from .tree_index import TreeIndex
+
+
+def _extension() -> Any:
+    """The compiled trees; MissingPeer when this torch cannot load them."""
+    os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
+    importlib.import_module("torchrl")
+    try:
+        return importlib.import_module("torchrl._torchrl")
+    except ImportError as error:
+        versions = f"torchrl {installed_version('torchrl')} cannot be loaded by torch {torch.__version__}"
+        raise MissingPeer(
+            f"the compiled extension of {versions}, so there is no prioritized replay; build it from source against "
+            f"this torch (`pip install git+https://github.com/pytorch/rl --no-build-isolation`)."
+        ) from error
 
 
 class TorchrlBuffer:
@@ -18,29 +42,32 @@ class TorchrlBuffer:
     add_size: int | None = None
     has_next_obs = True
 
-    def __init__(self, capacity: int, alpha: float, beta: float) -> None:
+    def __init__(self, task: Task) -> None:
+        _extension()
         data = importlib.import_module("torchrl.data")
         samplers = importlib.import_module("torchrl.data.replay_buffers.samplers")
         self._tensordict: Any = importlib.import_module("tensordict").TensorDict
+        self._names = tuple(task.dtypes)
+        self._device = task.device
+        # only newer ones have trees on a device
+        where = {} if task.device.type == "cpu" else {"device": task.device}
         self._buffer = data.ReplayBuffer(
-            storage=data.LazyTensorStorage(capacity),
-            sampler=samplers.PrioritizedSampler(capacity, alpha=alpha, beta=beta),
+            storage=data.LazyTensorStorage(task.capacity, device=task.device),
+            sampler=samplers.PrioritizedSampler(task.capacity, alpha=task.alpha, beta=task.beta, **where),
         )
 
     def inputs(self, rows: Rows) -> Any:
         """See Subject."""
-        return rows
+        return {name: torch.from_numpy(values).to(self._device) for name, values in rows.items()}
 
     def add(self, rows: Any) -> object:
         """See Subject."""
-        count = rows["obs"].shape[0]
-        tensors = {name: torch.from_numpy(values) for name, values in rows.items()}
-        return self._buffer.extend(self._tensordict(tensors, batch_size=[count]))
+        return self._buffer.extend(self._tensordict(rows, batch_size=[rows["obs"].shape[0]]))
 
     def sample(self, batch: int) -> Any:
         """See Subject."""
         drawn, info = self._buffer.sample(batch, return_info=True)
-        tensors = {name: drawn.get(name) for name in DTYPES}
+        tensors = {name: drawn.get(name) for name in self._names}
         weight = info["priority_weight"] if "priority_weight" in info else info["_weight"]
         tensors["weight"] = torch.as_tensor(weight)
         return info["index"], tensors
@@ -55,6 +82,39 @@ class TorchrlBuffer:
         return found
 
 
-def make(capacity: int, alpha: float, beta: float) -> TorchrlBuffer:
-    """An empty buffer; ImportError without torchrl."""
-    return TorchrlBuffer(capacity, alpha, beta)
+class TorchrlIndex(TreeIndex):
+    """`SumSegmentTreeFp32`, the tree that its sampler uses by default."""
+
+    def __init__(self, task: Task) -> None:
+        self._tree = _extension().SumSegmentTreeFp32(task.capacity)
+        self._size = task.capacity
+        super().__init__(task)
+
+    def total(self) -> float:
+        """See TreeIndex."""
+        return float(self._tree.query(0, self._size))
+
+    def find(self, targets: np.ndarray) -> np.ndarray:
+        """See TreeIndex."""
+        found: np.ndarray = self._tree.scan_lower_bound(targets.astype(np.float32))
+        # a sum that rounding puts past the last slot
+        return np.minimum(found, self._size - 1, out=found)
+
+    def masses(self, slots: np.ndarray) -> np.ndarray:
+        """See TreeIndex."""
+        found: np.ndarray = self._tree[slots]
+        return found
+
+    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+        """See TreeIndex."""
+        self._tree[slots] = masses.astype(np.float32)
+
+
+def make(task: Task) -> TorchrlBuffer:
+    """An empty buffer; ImportError without torchrl, MissingPeer without its extension."""
+    return TorchrlBuffer(task)
+
+
+def make_index(task: Task) -> TorchrlIndex:
+    """A full index; ImportError and MissingPeer likewise."""
+    return TorchrlIndex(task)

@@ -1,0 +1,88 @@
+"""The sum trees of other libraries alone: drawing slots by mass and changing masses, as their own buffers do it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gpu_replay.bench.rows import Rows, make_priorities
+from gpu_replay.bench.subjects import Task
+
+# the smallest priority, as most libraries have one
+_EPS = 1e-6
+# float32 trees lose digits in long sums
+_TOLERANCE = 1e-3
+
+
+class TreeIndex(ABC):
+    """A full tree. Draws are uniform over the whole mass, without strata, as all these libraries make them."""
+
+    add_size: int | None = None
+    has_next_obs = True
+
+    def __init__(self, task: Task) -> None:
+        self._slots = task.capacity
+        self._alpha = task.alpha
+        self._random = np.random.default_rng(0)
+        self.put(np.arange(self._slots), np.ones(self._slots))
+
+    @abstractmethod
+    def total(self) -> float:
+        """The sum of all masses."""
+
+    @abstractmethod
+    def find(self, targets: np.ndarray) -> np.ndarray:
+        """(B,) slots in which the prefix sums (B,) lie."""
+
+    @abstractmethod
+    def masses(self, slots: np.ndarray) -> np.ndarray:
+        """(B,) masses of the slots."""
+
+    @abstractmethod
+    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+        """Give the slots (B,) new masses."""
+
+    def inputs(self, rows: Rows) -> Any:
+        """Nothing is added to an index."""
+        return None
+
+    def add(self, rows: Any) -> object:
+        """Nothing is added to an index."""
+        return None
+
+    def sample(self, batch: int) -> Any:
+        """(batch,) slots and their masses."""
+        slots = self.find(self._random.random(batch) * self.total())
+        return slots, self.masses(slots)
+
+    def update(self, sampled: Any, priorities: Tensor) -> object:
+        """Masses of these priorities at the sampled slots."""
+        self.put(sampled[0], (priorities.numpy() + _EPS) ** self._alpha)
+        return None
+
+    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
+        """An index has no fields."""
+        return {}
+
+    def fill(self, rounds: int) -> None:
+        """Spread the masses, which are there from the start."""
+        batch = min(4096, self._slots)
+        for _ in range(min(rounds, -(-2 * self._slots // batch))):
+            self.update(self.sample(batch), make_priorities(batch, self._random))
+
+    def wrong(self) -> list[str]:
+        """What is wrong with the index: its total, or slots that are not where their prefix sums lie."""
+        masses = np.asarray(self.masses(np.arange(self._slots)), dtype=np.float64)
+        sums = masses.cumsum()
+        total = self.total()
+        if not np.isclose(total, sums[-1], rtol=_TOLERANCE):
+            return [f"the total mass is {total}, its leaves sum to {sums[-1]}"]
+        targets = (np.arange(256) + 0.5) * (total / 256)
+        slots = self.find(targets.copy())
+        near = _TOLERANCE * total
+        inside = (sums[slots] + near >= targets) & (sums[slots] - masses[slots] - near <= targets)
+        return [] if inside.all() else ["slots are not drawn where their mass lies"]

@@ -1,0 +1,126 @@
+"""The measurements of `bench peers`: what is compared, on which sizes, and which of the libraries take part in each.
+
+One part after the other is filled, checked and measured, so that no more than one buffer of each library is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Literal
+
+import torch
+
+from . import frames
+from .cases import ADDED, Case, cycle_cases, index_cases
+from .index_subject import IndexSubject
+from .progress import Progress
+from .record import Record
+from .runner import Maker, Run
+from .subjects import PEERS, MissingPeer, ReplaySubject, Subject, Task, make_peer
+
+OURS = "gpu_replay"
+BATCHES = (32, 256, 4096)
+# a batch of 4,096 stacks with their successors is 231 MB
+FRAME_REPETITIONS = 25
+Contents = Literal["vectors", "stacks", "index"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases of one kind of contents.
+
+    added: rows of every `add`, which some libraries must know when a buffer is made.
+    """
+
+    contents: Contents
+    added: int
+    cases: Sequence[Case]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the buffers are."""
+
+    vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    stacks: int = frames.CAPACITY
+    index: tuple[int, ...] = (1_000_000, 10_000_000)
+    batches: tuple[int, ...] = BATCHES
+    index_batches: tuple[int, ...] = (32, 4096)
+    # rows of an add by itself, for which buffers are made anew
+    many: tuple[int, ...] = (64,)
+
+
+# most of what a trial takes is compiling, for every size anew
+QUICK = Sizes(vectors=(4_000,), stacks=1_000, index=(10_000,), batches=(32,), index_batches=(32,), many=())
+
+
+def parts(sizes: Sizes, device: torch.device) -> list[Part]:
+    """All that is compared on a device."""
+    largest, steps = sizes.vectors[-1], sizes.stacks
+    found = [
+        Part("vectors", ADDED, cycle_cases(sizes.vectors, sizes.batches)),
+        Part("stacks", ADDED, [Case("frame-cycle", steps, batch, ADDED) for batch in sizes.batches]),
+    ]
+    for many in sizes.many:
+        found.append(Part("vectors", many, [Case("add", largest, many, many)]))
+        found.append(Part("stacks", many, [Case("frame-add", steps, many, many)]))
+    if device.type == "cpu":
+        found.append(Part("index", 0, index_cases(sizes.index, sizes.index_batches)))
+    else:
+        # trees on a GPU differ most in how they take new priorities
+        found.append(Part("vectors", ADDED, [Case("update", largest, batch, 0) for batch in sizes.batches]))
+    return found
+
+
+def available(names: Sequence[str], device: torch.device, progress: Progress) -> list[str]:
+    """Those of the libraries that make a buffer here; why the others do not is said once."""
+    found = []
+    for name in names:
+        progress.show(f"loading {name}")
+        try:
+            make_peer(name, Task(1_000, ADDED, device=device))
+        except MissingPeer as reason:
+            progress.say(str(reason))
+        else:
+            found.append(name)
+    return found
+
+
+def records(
+    run: Run, chosen: Sequence[Part], names: Sequence[str], progress: Progress, device: torch.device
+) -> Iterator[Record]:
+    """Measure this package and the libraries on all chosen parts; yields each record as soon as it is known."""
+    names = available(names, device, progress)
+    for part in chosen:
+        here = run
+        if part.contents == "stacks":
+            here = replace(run, plan=replace(run.plan, fewest=min(run.plan.fewest, FRAME_REPETITIONS)))
+        for capacity, cases in groupby(part.cases, lambda case: case.capacity):
+            yield from here.records(list(cases), makers(part, capacity, names, device), progress)
+
+
+def makers(part: Part, capacity: int, names: Sequence[str], device: torch.device) -> Mapping[str, Maker]:
+    """What makes the subjects of a part: this package's first, then those of the libraries that take part."""
+    found: dict[str, Maker] = {}
+    if part.contents == "index":
+        found[OURS] = IndexSubject
+    elif part.contents == "stacks":
+        found[OURS] = partial(frames.FrameSubject, device=device, n_step=1, envs=part.added)
+    else:
+        found[OURS] = partial(ReplaySubject, device=device)
+    for name in names:
+        peer = PEERS[name]
+        if (part.contents == "index" and not peer.index) or (
+            part.contents == "vectors" and peer.most and capacity > peer.most
+        ):
+            continue
+        found[name] = partial(_made, name, part, device)
+    return found
+
+
+def _made(name: str, part: Part, device: torch.device, capacity: int) -> Subject:
+    task = Task(capacity, part.added, stacks=part.contents == "stacks", device=device)
+    return make_peer(name, task, index=part.contents == "index")
