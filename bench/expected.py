@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from gpu_replay.ops.admission import keys_together
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 
 from .cases import KEY, MASS, PRIORITY, PROBABILITY, WEIGHT, short
@@ -76,14 +77,19 @@ def sectors(nbytes: int) -> int:
     return -(-nbytes // SECTOR) * SECTOR
 
 
-def draw(slots: int, batch: int) -> Work:
-    """Slots by mass, and their weights: each draw reads one block of every level, distinct ones once."""
+def draw(slots: int, batch: int, *, gathered: bool = False) -> Work:
+    """Slots by mass, and their weights: each draw reads one block of every level, distinct ones once.
+
+    gathered: whether rows are gathered as well, by the launch that makes the weights.
+    """
     fanout = fanout_for("triton")
     blocks = sum(min(batch, size // fanout) for size in levels(slots)) * fanout * MASS
     per_draw = KEY + KEY + MASS + PROBABILITY + 2 * SECTOR + MASS + WEIGHT
     must = batch * (MASS + KEY)
-    # the root and the counters are asked for together, then one level after the other; weights wait for the lowest
-    return Work(must, blocks + batch * per_draw, launches=2, trips=len(levels(slots)) + 1)
+    # the root and the counters are asked for together, then one level after the other; weights wait for the lowest, but
+    # no longer than a gather for its slots
+    apart = 0 if gathered else 1
+    return Work(must, blocks + batch * per_draw, launches=1 + apart, trips=len(levels(slots)) + apart)
 
 
 def update(slots: int, batch: int) -> Work:
@@ -91,8 +97,9 @@ def update(slots: int, batch: int) -> Work:
     above = sum(min(batch * SECTOR, size * MASS) for size in levels(slots)[1:])
     per_key = 2 * KEY + PRIORITY + 4 * SECTOR + 2 * SECTOR
     must = batch * (KEY + PRIORITY + 2 * MASS)
-    # the key; then key, stamp and leaf
-    return Work(must, batch * per_key + 2 * above, launches=2, trips=4)
+    together = keys_together(batch, False) > 0
+    # key, stamp and leaf; the key of many is asked for once more before
+    return Work(must, batch * per_key + 2 * above, launches=1 if together else 2, trips=3 if together else 4)
 
 
 def build(slots: int) -> Work:
@@ -144,7 +151,7 @@ def atari_step(slots: int, added: int, batch: int) -> Work:
     add = Work(2 * added * FRAME, added * per_env, launches=2, trips=4)
     # consecutive stacks share all frames but one
     gathered = gather_frames(batch, 2, distinct=STACK + 1)
-    return add + draw(slots, batch) + gathered + update(slots, batch)
+    return add + draw(slots, batch, gathered=True) + gathered + update(slots, batch)
 
 
 def _bytes_of(name: str) -> int:

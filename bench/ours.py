@@ -23,7 +23,8 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather
-from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh
+from gpu_replay.ops.stratified_draw import launch_stratified_draw
+from gpu_replay.ops.weights import weighing_of
 from gpu_replay.ops.windows import powers_of
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
@@ -98,11 +99,11 @@ class DeviceIndex:
         slots, _, masses, _ = launch_stratified_draw(
             self.tree, self._counters, self._times_sampled, batch, batch, stratified=True, lowest_of_all=False
         )
-        launch_weigh(masses, self._counters, None, BETA, batch)
+        launch_gather({}, {}, slots, weighing_of(masses, self._counters, None, BETA, batch))
         return slots
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
-        """See Index; two launches. In a ring that has turned once, slots are keys."""
+        """See Index; one launch, two for thousands of slots. In a ring that has turned once, slots are keys."""
         launch_update(self._masses, self._counters, self.tree.slots, slots, errors, sparse=False)
 
 
@@ -224,7 +225,7 @@ def _device_rank_draw(inputs: Inputs) -> Work:
             stratified=True,
             lowest_of_all=False,
         )
-        launch_weigh(found.masses, counters, None, BETA, batch)
+        launch_gather({}, {}, found.slots, weighing_of(found.masses, counters, None, BETA, batch))
         return found.slots
 
     return Work(drawn, lambda: wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
@@ -255,7 +256,7 @@ def frame_gather(inputs: Inputs) -> Work:
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             return engine.read(slots)
-        return launch_gather_windows(storage, slots, powers, counters, shifted=False)
+        return launch_gather_windows(storage, slots, powers, counters)
 
     def wrong() -> list[str]:
         found = gather(inputs.starts[0])

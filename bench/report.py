@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from . import expected, kernel_tables, runs, storage
+from . import expected, frames, kernel_tables, runs, storage
 from .cases import OPERATIONS, short
 from .kernel_tables import kernels_table
 from .markdown import number, table
@@ -152,7 +152,9 @@ def _memory_section(records: Records) -> str:
 
 def _frames_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "frames"]
-    return f"{frames_table(mine)}\n\n{OPERATIONS['frames'].about}. Medians. {conditions(mine)}"
+    # what is measured has its place among the operations once the cases are imported
+    (about,) = {OPERATIONS[case.operation].about for case in frames.gather_cases()}
+    return f"{frames_table(mine)}\n\n{about}. Medians. {conditions(mine)}"
 
 
 def _storage_section(records: Records) -> str:

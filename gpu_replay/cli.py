@@ -272,7 +272,7 @@ def _info(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            code = "host, compiled by Numba" if loops() else 'host, NumPy alone (pip install "gpu-replay[cpu]" is faster)'
+            code = "host, compiled by Numba" if loops() else "host, NumPy alone (Numba makes it faster)"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")

@@ -6,6 +6,8 @@ the counters; the host keeps only a lower bound of the size, to refuse a sample 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,34 @@ from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_draw import DeviceRanks, RankDraw, launch_rank_draw
+from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
-from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh
+from gpu_replay.ops.stratified_draw import launch_stratified_draw
 from gpu_replay.ops.uniform_draw import launch_uniform_draw
+from gpu_replay.ops.weights import Weighing, weighing_of
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.storage import Storage, base_sampler
 from gpu_replay.turns import Turns
 
 
+class Drawn(NamedTuple):
+    """What a gather needs of the draw before it.
+
+    slots:    (B,) int64.
+    named:    key, probability and weight; the weights are empty until the gather makes them where it is to.
+    weighing: how it makes them, or None where they are made.
+    words:    (1,) int64, where in the random stream the words begin that move pictures; None where none are moved.
+    """
+
+    slots: Tensor
+    named: dict[str, Tensor]
+    weighing: Weighing | None = None
+    words: Tensor | None = None
+
+
 class DeviceEngine:
-    """Appends, draws and updates for one buffer, in at most 3, 3 and 2 launches; a draw by rank sorts besides.
+    """Appends, draws and updates for one buffer, in at most 2 launches each; a draw by rank sorts besides.
 
     The buffer has checked all arguments and holds the lock.
     """
@@ -160,17 +178,17 @@ class DeviceEngine:
         return value.contiguous()
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` transitions: fields, key, probability and weight; 3 launches by priority, 2 without.
+        """Draw `batch` transitions: fields, key, probability and weight; 2 launches.
 
         By rank 2 and a sort come first where the order is made anew.
         """
         with self._turn():
-            slots, drawn = self._drawn(batch, beta)
-            tensors = launch_gather(self._storage.tensors, self._storage.fields, slots)
-        return {**tensors, **drawn}
+            drawn = self._drawn(batch, beta)
+            tensors = launch_gather(self._storage.tensors, self._storage.fields, drawn.slots, drawn.weighing)
+        return {**tensors, **drawn.named}
 
-    def _drawn(self, batch: int, beta: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Slots, and key, probability and weight, of the next `batch` draws."""
+    def _drawn(self, batch: int, beta: float | None) -> Drawn:
+        """The next `batch` draws; 1 launch."""
         base, counters, storage = self._base, self._counters, self._storage
         newest = batch if isinstance(base, Latest) else self._newest
         drawn = batch - newest
@@ -184,18 +202,17 @@ class DeviceEngine:
                 stratified=base.stratified,
                 lowest_of_all=base.normalize == "buffer",
             )
-            weight = self._weights(base, masses, beta, drawn)
-        elif isinstance(base, RankBased) and drawn > 0:
-            slots, keys, masses, probability = self._by_rank(base, None, drawn, batch)
-            weight = self._weights(base, masses, beta, drawn)
-        else:
-            if self._ranks is not None:
-                self._ranks.passed(self._capturing())
-            replacement = isinstance(base, Uniform) and base.replacement
-            slots, keys, probability, weight = launch_uniform_draw(
-                counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
-            )
-        return slots, {"key": keys, "probability": probability, "weight": weight}
+            weighing = self._weighing(base, masses, beta, drawn)
+            return Drawn(slots, {"key": keys, "probability": probability, "weight": weighing.weight}, weighing)
+        if isinstance(base, RankBased) and drawn > 0:
+            return self._by_rank(base, None, drawn, batch, beta)
+        if self._ranks is not None:
+            self._ranks.passed(self._capturing())
+        replacement = isinstance(base, Uniform) and base.replacement
+        slots, keys, probability, weight = launch_uniform_draw(
+            counters, storage.times_sampled, drawn, batch, storage.capacity, replacement=replacement
+        )
+        return Drawn(slots, {"key": keys, "probability": probability, "weight": weight})
 
     def _by_rank(
         self,
@@ -203,12 +220,15 @@ class DeviceEngine:
         marks: MassTree | None,
         drawn: int,
         batch: int,
+        beta: float | None,
         *,
         skipped: int = 0,
+        shifted: bool = False,
         exact: bool = False,
-    ) -> RankDraw:
+    ) -> Drawn:
         """The next draws by rank, none of them in the newest `skipped` slots; newest rows are marked ones if any are.
 
+        shifted: words that move pictures are taken as well.
         exact: the ranks are those of this moment in any case, as they must be where slots are skipped.
         1 launch; 2 and a sort before it where the order is made anew.
         """
@@ -219,7 +239,7 @@ class DeviceEngine:
         alone = skipped > 0 or (exact and ranks.every > 1)
         capturing = self._capturing()
         ranked = ranks.exact(tree, skipped, capturing) if alone else ranks.current(tree, capturing)
-        return launch_rank_draw(
+        found = launch_rank_draw(
             ranks.sums,
             ranked,
             tree,
@@ -229,18 +249,22 @@ class DeviceEngine:
             drawn,
             batch,
             skipped=skipped,
+            shifted=shifted,
             outdated=self.sparse and ranks.every > 1 and not alone,
             stratified=base.stratified,
             lowest_of_all=base.normalize == "buffer",
         )
+        weighing = self._weighing(base, found.masses, beta, drawn, batch if shifted else 0)
+        named = {"key": found.keys, "probability": found.probability, "weight": weighing.weight}
+        return Drawn(found.slots, named, weighing, found.words)
 
-    def _weights(
+    def _weighing(
         self, base: Proportional | RankBased, masses: Tensor, beta: float | None, drawn: int, shifts: int = 0
-    ) -> Tensor:
-        """Weights of the masses just drawn; moves schedule and stream on, also past the words of `shifts`. 1 launch."""
+    ) -> Weighing:
+        """What the gather makes weights of the masses just drawn by; it moves on past the words of `shifts`, too."""
         schedule = self._schedule if beta is None else None
         exponent = beta if beta is not None else base.beta if isinstance(base.beta, (int, float)) else 0.0
-        return launch_weigh(masses, self._counters, schedule, float(exponent), drawn, shifts)
+        return weighing_of(masses, self._counters, schedule, float(exponent), drawn, shifts)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
@@ -253,7 +277,7 @@ class DeviceEngine:
             return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
-        """Give live keys their new masses; 2 launches."""
+        """Give live keys their new masses; 1 launch, 2 for thousands of keys."""
         if keys.numel():
             with self._turn():
                 moved, numbers = self._moved(keys), self._moved(priorities)

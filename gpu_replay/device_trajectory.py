@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_replay.device import DeviceEngine
+from gpu_replay.device import DeviceEngine, Drawn
 from gpu_replay.host_trajectory import unreadable
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
@@ -26,7 +26,7 @@ from gpu_replay.turns import Turns
 
 
 class TrajectoryDeviceEngine(DeviceEngine):
-    """Follows steps, draws starts and updates for one trajectory buffer, in at most 3, 3 and 2 launches; a draw by rank
+    """Follows steps, draws starts and updates for one trajectory buffer, in at most 3, 2 and 2 launches; a draw by rank
     sorts besides.
 
     The buffer has checked all arguments and holds the lock.
@@ -179,37 +179,36 @@ class TrajectoryDeviceEngine(DeviceEngine):
         return tree.masses
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts: fields, windows, key, probability and weight; 3 launches by priority, 2 without.
+        """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
 
         By rank 2 and a sort come first where the order is made anew.
         """
         with self._turn():
-            slots, drawn, shifted = self._starts(batch, beta, 0)
-            tensors = launch_gather_windows(self._steps, slots, self._powers, self._counters, shifted=shifted)
-        return {**tensors, **drawn}
+            drawn = self._starts(batch, beta, 0)
+            tensors = launch_gather_windows(
+                self._steps, drawn.slots, self._powers, self._counters, words=drawn.words, weighing=drawn.weighing
+            )
+        return {**tensors, **drawn.named}
 
     def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, and read those steps."""
         with self._turn():
-            slots, drawn, shifted = self._starts(batch, beta, (length - 1) * self._shape.num_envs, exact=True)
-            tensors = launch_gather_sequences(self._steps, slots, length, self._counters, shifted=shifted)
-        return {**tensors, **drawn}
+            drawn = self._starts(batch, beta, (length - 1) * self._shape.num_envs, exact=True)
+            tensors = launch_gather_sequences(
+                self._steps, drawn.slots, length, self._counters, words=drawn.words, weighing=drawn.weighing
+            )
+        return {**tensors, **drawn.named}
 
-    def _starts(
-        self, batch: int, beta: float | None, skipped: int, *, exact: bool = False
-    ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """Slots, and key, probability and weight, of the next starts, and whether random words move their pictures.
+    def _starts(self, batch: int, beta: float | None, skipped: int, *, exact: bool = False) -> Drawn:
+        """The next starts, none of them in the newest `skipped` slots; 1 launch.
 
-        None of them is in the newest `skipped` slots. exact: ranks are those of this moment in any case.
+        exact: ranks are those of this moment in any case.
         """
         base, newest = self._base, self._newest
         drawn = 0 if isinstance(base, Latest) else batch - newest
-        shifts = batch if self._steps.random_shift else 0
+        shifted = self._steps.random_shift > 0
         if isinstance(base, RankBased) and drawn > 0:
-            by_rank = self._by_rank(base, self._marks, drawn, batch, skipped=skipped, exact=exact)
-            weights = self._weights(base, by_rank.masses, beta, drawn, shifts)
-            named = {"key": by_rank.keys, "probability": by_rank.probability, "weight": weights}
-            return by_rank.slots, named, shifts > 0
+            return self._by_rank(base, self._marks, drawn, batch, beta, skipped=skipped, shifted=shifted, exact=exact)
         if self._ranks is not None:
             self._ranks.passed(self._capturing())
         found = launch_eligible_draw(
@@ -220,17 +219,19 @@ class TrajectoryDeviceEngine(DeviceEngine):
             drawn,
             batch,
             skipped=skipped,
-            shifts=shifts,
+            shifted=shifted,
             stratified=isinstance(base, Proportional) and base.stratified,
             lowest_of_all=isinstance(base, Proportional) and base.normalize == "buffer",
             replacement=isinstance(base, Uniform) and base.replacement,
         )
-        weight = found.weight
+        weight, weighing = found.weight, None
         if weight is None and found.masses is not None and isinstance(base, Proportional):
-            weight = self._weights(base, found.masses, beta, drawn, shifts)
+            weighing = self._weighing(base, found.masses, beta, drawn, batch if shifted else 0)
+            weight = weighing.weight
         if weight is None:
             raise RuntimeError("a draw by mass left no masses to weigh.")
-        return found.slots, {"key": found.keys, "probability": found.probability, "weight": weight}, shifts > 0
+        named = {"key": found.keys, "probability": found.probability, "weight": weight}
+        return Drawn(found.slots, named, weighing, found.words)
 
     def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
         """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
@@ -249,4 +250,4 @@ class TrajectoryDeviceEngine(DeviceEngine):
             refused = readable.logical_not().nonzero()
             if refused.numel():
                 raise unreadable(int(keys[refused[0, 0]]), first, added)
-            return launch_gather_windows(self._steps, slots, self._powers, self._counters, shifted=False)
+            return launch_gather_windows(self._steps, slots, self._powers, self._counters)

@@ -277,7 +277,7 @@ class HostEngine:
         if self._loops is not None and tree is not None and isinstance(self._rule, MassRule) and numbers.size:
             largest, stale, cut = self._loops.update(
                 np.ascontiguousarray(keys.numpy()),
-                self._rule.uncut(numbers),
+                self._rule.powers(numbers),
                 self._rule.limit,
                 first,
                 added,

@@ -177,7 +177,13 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Ten
     Raises TypeError for booleans and non-numbers, ValueError for another shape or a third device.
     """
     # what a learner has computed needs no more than this look
-    if type(value) is Tensor and value.dtype is torch.float32 and value.is_cpu and value.shape == (rows,):
+    if (
+        type(value) is Tensor
+        and value.dtype is torch.float32
+        and value.is_cpu
+        and value.dim() == 1
+        and len(value) == rows
+    ):
         return value.detach() if value.requires_grad else value
     tensor = as_tensor(name, value, device)
     if tensor.dtype == torch.bool or tensor.dtype.is_complex:

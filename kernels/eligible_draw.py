@@ -62,6 +62,7 @@ def draw_by_mass_kernel(
     keys_ptr,
     masses_ptr,
     probability_ptr,
+    words_ptr,
     drawn,
     batch,
     capacity,
@@ -76,6 +77,7 @@ def draw_by_mass_kernel(
     STRATIFIED: tl.constexpr,
     SKIPS: tl.constexpr,
     LOWEST_OF_ALL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ADDED: tl.constexpr,
     RANDOM: tl.constexpr,
     SEED: tl.constexpr,
@@ -86,7 +88,7 @@ def draw_by_mass_kernel(
     None of them is one of the newest `skipped` slots. Leaves the smallest mass of the batch in counters[EDGE_LOW]; with
     LOWEST_OF_ALL further programs leave the smallest of all slots there instead. The mass of a newest row is written as
     0: it was not drawn. Where nothing has mass, as in a graph replayed after a `clear`, the draws stay inside but mean
-    nothing.
+    nothing. SHIFTED: leaves in words[0] the block of the stream that comes after the words of the draws.
     """
     program = tl.program_id(0).to(tl.int64)
     if program < draw_programs:
@@ -96,7 +98,11 @@ def draw_by_mass_kernel(
         added = tl.load(counters_ptr + ADDED)
         head = added % capacity
         total, before, within = reach(levels, head, skipped, capacity, LEVELS, FANOUT, SKIPS)
-        word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
+        random = tl.load(counters_ptr + RANDOM)
+        if SHIFTED:
+            if program == 0:
+                tl.store(words_ptr, random + (drawn + 3) // 4)
+        word = words_at(draw, random, tl.load(counters_ptr + SEED))
         if STRATIFIED:
             target = stratified_target(draw, drawn.to(tl.int64), within, word)
         else:
@@ -134,6 +140,7 @@ def draw_marked_kernel(
     keys_ptr,
     probability_ptr,
     weight_ptr,
+    words_ptr,
     drawn,
     batch,
     capacity,
@@ -147,6 +154,7 @@ def draw_marked_kernel(
     DRAWS: tl.constexpr,
     REPLACEMENT: tl.constexpr,
     SKIPS: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ADDED: tl.constexpr,
     RANDOM: tl.constexpr,
     SEED: tl.constexpr,
@@ -156,7 +164,8 @@ def draw_marked_kernel(
     """Draw `drawn` marked slots uniformly and take the newest marked ones for the rest of the batch.
 
     None of them is one of the newest `skipped` slots. The last program moves the stream on. A replayed graph may ask
-    for more than is left after a `clear`: slots then repeat, and all of it stays inside.
+    for more than is left after a `clear`: slots then repeat, and all of it stays inside. SHIFTED: leaves in words[0]
+    the block of the stream where the last `batch` of the words that are moved past begin.
     """
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < batch
@@ -188,3 +197,5 @@ def draw_marked_kernel(
         tl.store(counters_ptr + TICKET, 0)
         tl.store(counters_ptr + STEP, step + 1)
         tl.store(counters_ptr + RANDOM, block + blocks_drawn)
+        if SHIFTED:
+            tl.store(words_ptr, block + blocks_drawn - (batch + 3) // 4)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .philox import words_at
 from .ring import as_sampled, gather_rows
+from .weights import weigh
 
 
 @triton.jit
@@ -90,18 +91,20 @@ def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
     return picture[None, :] + y * SIDE + x
 
 
-@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span"])
+@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "blocks_drawn"])
 def gather_windows_kernel(
     sources,
     pools,
     outputs,
     next_outputs,
+    weighing,
     slots_ptr,
     flags_ptr,
     depth_ptr,
     final_ptr,
     rewards_ptr,
     powers_ptr,
+    words_ptr,
     counters_ptr,
     reward_ptr,
     discount_ptr,
@@ -111,6 +114,9 @@ def gather_windows_kernel(
     num_envs,
     steps,
     span,
+    blocks_drawn,
+    beta,
+    beta_rest,
     STACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     WIDTHS: tl.constexpr,
@@ -133,24 +139,51 @@ def gather_windows_kernel(
     TERMINATED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     FINAL: tl.constexpr,
-    RANDOM: tl.constexpr,
     SEED: tl.constexpr,
+    DRAWS: tl.constexpr = 0,
+    SCHEDULED: tl.constexpr = False,
+    RANDOM: tl.constexpr = 0,
+    STEP: tl.constexpr = 0,
+    TICKET: tl.constexpr = 0,
+    EDGE_LOW: tl.constexpr = 0,
 ):
     """Stacks of the starts in `slots`, the other fields there, and, with WINDOWS, all that their n-step windows give.
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
     finds them in the cache. HEIGHTS and SIDES are those of the pictures that a random shift moves, 0 where it does not;
-    `span` items in turn are moved alike. Its words lie just before the place of the stream. FINAL: the flag of endings
-    after which `next_obs` is the final observation in any case, or 0.
+    `span` items in turn are moved alike, by the words from block words[0] of the stream on. FINAL: the flag of endings
+    after which `next_obs` is the final observation in any case, or 0. With DRAWS the first programs make the weights of
+    as many draws each, one for `span` items: see `weigh`.
     """
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
     KINDS: tl.constexpr = 2 if WINDOWS else 1
-    # the program's number among those of the field in turn
+    # the program's number among those of the weights, then among those of the field in turn
     local = tl.program_id(0).to(tl.int64)
+    if DRAWS > 0:
+        draws = batch // span
+        programs = (draws + (DRAWS - 1)) // DRAWS
+        if local < programs:
+            weigh(
+                weighing,
+                counters_ptr,
+                local,
+                programs,
+                draws,
+                blocks_drawn,
+                beta,
+                beta_rest,
+                DRAWS,
+                SCHEDULED,
+                RANDOM,
+                STEP,
+                TICKET,
+                EDGE_LOW,
+            )
+        local -= programs
     for f in tl.static_range(STACKED):
         programs = (batch * STACK + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f] * KINDS
         if (local >= 0) & (local < programs):
@@ -185,8 +218,8 @@ def gather_windows_kernel(
             slot = earlier(newest, tl.minimum(age, depth), num_envs, steps)
             inside = column[None, :]
             if SHIFT > 0 and HEIGHTS[f] > 0:
-                block = tl.load(counters_ptr + RANDOM) - (batch // span + 3) // 4
-                down, right = shifts_of(item, span, block, tl.load(counters_ptr + SEED), kind, SHIFT)
+                seed = tl.load(counters_ptr + SEED)
+                down, right = shifts_of(item, span, tl.load(words_ptr), seed, kind, SHIFT)
                 inside = moved_column(column, down, right, HEIGHTS[f], SIDES[f])
             present = live
             if ZERO:

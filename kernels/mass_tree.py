@@ -180,12 +180,14 @@ def update_kernel(
     SATURATED: tl.constexpr,
     SPARSE: tl.constexpr,
     ORDERED: tl.constexpr,
+    SETTLES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
 
     Winners are distinct slots, so a leaf is read and written by one thread only. With SPARSE, slots of mass 0 keep it.
-    Without levels, stale keys are counted and nothing else happens.
+    With SETTLES a single program, which has all the keys, finds the winners itself. Without levels, stale keys are
+    counted and nothing else happens.
     """
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
@@ -198,8 +200,16 @@ def update_kernel(
     tl.atomic_add(counters_ptr + STALE, stale, sem="relaxed")
     if LEVELS > 0:
         slot = tl.where(live, key, 0) % capacity
+        if SETTLES:
+            tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
+            # all stamps are of this block, within which a barrier orders what was written before it; a stamp is read
+            # where atomics are carried out, so that no cache on the way can hold an older one: no stamp is below -1
+            tl.debug_barrier()
+            stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
+        else:
+            stamp = tl.load(stamp_ptr + slot, mask=live, other=-1)
         # a loser sees the winner's position, or the reset that the winner left
-        winner = live & (tl.load(stamp_ptr + slot, mask=live, other=-1) == position)
+        winner = live & (stamp == position)
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
         alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
         new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)

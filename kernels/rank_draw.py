@@ -145,6 +145,7 @@ def rank_draw_kernel(
     keys_ptr,
     masses_ptr,
     probability_ptr,
+    words_ptr,
     drawn,
     batch,
     capacity,
@@ -159,6 +160,7 @@ def rank_draw_kernel(
     SKIPS: tl.constexpr,
     OUTDATED: tl.constexpr,
     LOWEST_OF_ALL: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ADDED: tl.constexpr,
     RANDOM: tl.constexpr,
     SEED: tl.constexpr,
@@ -170,6 +172,7 @@ def rank_draw_kernel(
     none of the newest is in the newest `skipped` slots, as none of the list is. Leaves the smallest mass of the batch,
     or with LOWEST_OF_ALL of the list, in counters[EDGE_LOW]. The mass of a newest row is written as 0: it was not
     drawn. Where nothing is ranked, as in a graph replayed after a `clear`, the draws stay inside but mean nothing.
+    SHIFTED: leaves in words[0] the block of the stream that comes after the words of the draws.
     """
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
@@ -179,7 +182,11 @@ def rank_draw_kernel(
     head = added % capacity
     count = tl.maximum(tl.load(listed_ptr), 1)
     total = tl.load(sums_ptr + count - 1)
-    word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
+    random = tl.load(counters_ptr + RANDOM)
+    if SHIFTED:
+        if program == 0:
+            tl.store(words_ptr, random + (drawn + 3) // 4)
+    word = words_at(draw, random, tl.load(counters_ptr + SEED))
     if STRATIFIED:
         target = stratified_target(draw, drawn.to(tl.int64), total, word)
     else:

@@ -1,4 +1,4 @@
-"""Copies between the ring and a batch: `gather` takes rows out, `write` puts consecutive ones in.
+"""Copies between the ring and a batch: `gather` takes rows out, weighed if need be; `write` puts consecutive ones in.
 
 One launch serves all fields. Tensors come as tuples, one pointer a field; what differs between fields is known at
 compile time, so that a field whose rows are multiples of 16 bytes is moved in 16-byte words.
@@ -6,6 +6,8 @@ compile time, so that a field whose rows are multiples of 16 bytes is moved in 1
 
 import triton
 import triton.language as tl
+
+from .weights import weigh
 
 
 @triton.jit
@@ -49,12 +51,17 @@ def gather_rows(
     tl.store(output + place, as_sampled(values, output, SCALE, WIDE), mask=live)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "blocks_drawn"])
 def gather_kernel(
     sources,
     outputs,
+    weighing,
     slots_ptr,
+    counters_ptr,
     batch,
+    blocks_drawn,
+    beta,
+    beta_rest,
     FIELDS: tl.constexpr,
     WIDTHS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -62,11 +69,40 @@ def gather_kernel(
     CHUNKS: tl.constexpr,
     SCALES: tl.constexpr,
     WIDE: tl.constexpr,
+    DRAWS: tl.constexpr = 0,
+    SCHEDULED: tl.constexpr = False,
+    RANDOM: tl.constexpr = 0,
+    STEP: tl.constexpr = 0,
+    TICKET: tl.constexpr = 0,
+    EDGE_LOW: tl.constexpr = 0,
 ):
-    """outputs[f][i] = sources[f][slots[i]], scaled and cast; a program moves ROWS[f] x COLUMNS[f] values of a field."""
+    """outputs[f][i] = sources[f][slots[i]], scaled and cast; a program moves ROWS[f] x COLUMNS[f] values of a field.
+
+    With DRAWS the first programs make the weights of as many draws each: see `weigh`.
+    """
     batch = batch.to(tl.int64)
-    # the program's number among those of the field in turn
+    # the program's number among those of the weights, then among those of the field in turn
     local = tl.program_id(0).to(tl.int64)
+    if DRAWS > 0:
+        programs = (batch + (DRAWS - 1)) // DRAWS
+        if local < programs:
+            weigh(
+                weighing,
+                counters_ptr,
+                local,
+                programs,
+                batch,
+                blocks_drawn,
+                beta,
+                beta_rest,
+                DRAWS,
+                SCHEDULED,
+                RANDOM,
+                STEP,
+                TICKET,
+                EDGE_LOW,
+            )
+        local -= programs
     for f in tl.static_range(FIELDS):
         programs = (batch + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
         if (local >= 0) & (local < programs):

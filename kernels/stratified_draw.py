@@ -1,4 +1,4 @@
-"""Draws in proportion to mass, their probabilities, and their importance weights."""
+"""Draws in proportion to mass and their probabilities."""
 
 import triton
 import triton.language as tl
@@ -135,50 +135,3 @@ def stratified_draw_kernel(
             tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")
     elif LOWEST_OF_ALL:
         note_lowest(low_ptr, levels[0], program - draw_programs, blocks, counters_ptr, EDGE_LOW, FANOUT, BLOCKS)
-
-
-@triton.jit(do_not_specialize=["batch", "blocks_drawn"])
-def weigh_kernel(
-    masses_ptr,
-    weight_ptr,
-    counters_ptr,
-    schedule_ptr,
-    batch,
-    blocks_drawn,
-    beta,
-    beta_rest,
-    DRAWS: tl.constexpr,
-    SCHEDULED: tl.constexpr,
-    RANDOM: tl.constexpr,
-    STEP: tl.constexpr,
-    TICKET: tl.constexpr,
-    EDGE_LOW: tl.constexpr,
-):
-    """weight = (lowest / mass) ** beta, 1 where the mass is 0; the last program moves schedule and stream on.
-
-    schedule: start, change, steps; used instead of beta when SCHEDULED. beta: in two parts, since a launch passes
-    numbers as float32.
-    """
-    draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
-    live = draw < batch
-    lowest = tl.load(counters_ptr + EDGE_LOW).to(tl.float64)
-    step = tl.load(counters_ptr + STEP)
-    exponent = tl.full([], 0.0, tl.float64) + beta + beta_rest
-    if SCHEDULED:
-        steps = tl.load(schedule_ptr + 2)
-        done = tl.minimum(step.to(tl.float64), steps)
-        exponent = tl.load(schedule_ptr) + tl.load(schedule_ptr + 1) * done / steps
-    # rows that were not drawn have mass 0 and weight 1
-    mass = tl.load(masses_ptr + draw, mask=live, other=0)
-    drawn = mass > 0
-    ratio = tl.where(drawn, lowest / tl.where(drawn, mass, 1).to(tl.float64), 1.0)
-    weight = tl.exp2(tl.log2(ratio) * exponent)
-    tl.store(weight_ptr + draw, weight.to(tl.float32), mask=live)
-    # every thread has read the counters before the last program changes them
-    tl.debug_barrier()
-    finished = tl.atomic_add(counters_ptr + TICKET, 1)
-    if finished == tl.num_programs(0) - 1:
-        tl.store(counters_ptr + TICKET, 0)
-        tl.store(counters_ptr + EDGE_LOW, NO_MASS)
-        tl.store(counters_ptr + STEP, step + 1)
-        tl.store(counters_ptr + RANDOM, tl.load(counters_ptr + RANDOM) + blocks_drawn)

@@ -17,7 +17,7 @@ from sparse_memory import SparseMemory
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.ops import rank_draw
+from gpu_replay.ops import admission, rank_draw
 from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
@@ -25,8 +25,9 @@ from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
-from gpu_replay.ops.stratified_draw import launch_stratified_draw, launch_weigh, stratified_targets
+from gpu_replay.ops.stratified_draw import launch_stratified_draw, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
+from gpu_replay.ops.weights import weighing_of
 
 CPU = torch.device("cpu")
 SLOTS = 2**31 - 1
@@ -130,6 +131,16 @@ def gather_kernel(memory: SparseMemory) -> None:
     assert torch.equal(out[-4:], rows[order[:4]])
     memory.check("gather_kernel", past=FAR, out=out)
 
+    # weights of as many draws as there are bytes
+    batch = 2**30 + 1000
+    masses = torch.zeros(batch, dtype=torch.int64)
+    masses[-3:] = torch.tensor([4, 0, 16])
+    memory.programs = lambda count: [count - 1]
+    weighing = weighing_of(masses, counters_at(0, EDGE_LOW=4), None, 0.5, batch)
+    launch_gather({}, {}, masses, weighing)
+    assert weighing.weight[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
+    memory.check("gather_kernel", past=FAR, masses=masses, weights=weighing.weight)
+
 
 def _masses(*, low: bool = False, high: bool = False) -> DeviceMasses:
     """A tree of all slots, and what goes with it; the stamps of the places are at rest."""
@@ -182,7 +193,10 @@ def _updated(memory: SparseMemory, kernel: str) -> None:
 
 
 def settle_kernel(memory: SparseMemory) -> None:
-    _updated(memory, "settle_kernel")
+    with pytest.MonkeyPatch.context() as patch:
+        # as for more keys than one program takes
+        patch.setattr(admission, "keys_together", lambda batch, interpreted: 0)
+        _updated(memory, "settle_kernel")
 
 
 def update_kernel(memory: SparseMemory) -> None:
@@ -216,16 +230,6 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     samples_at(times_sampled, expected)
     assert int(tree.low[-1]) == int(counters[Counter.EDGE_LOW]) == masses[SLOTS - 2]
     memory.check("stratified_draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
-
-
-def weigh_kernel(memory: SparseMemory) -> None:
-    batch = 2**30 + 1000
-    masses = torch.zeros(batch, dtype=torch.int64)
-    masses[-3:] = torch.tensor([4, 0, 16])
-    memory.programs = lambda count: [count - 1]
-    weights = launch_weigh(masses, counters_at(0, EDGE_LOW=4), None, 0.5, batch)
-    assert weights[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
-    memory.check("weigh_kernel", past=FAR, masses=masses, weights=weights)
 
 
 def uniform_draw_kernel(memory: SparseMemory) -> None:

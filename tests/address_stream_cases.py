@@ -194,7 +194,7 @@ def _windows(ring: Ring, memory: SparseMemory, padding: str) -> dict[str, Tensor
     # their stacks and windows lie among the filled steps
     starts = near[8 * ENVS : -8 * ENVS]
     powers = torch.from_numpy(powers_of(0.9, 3))
-    out = launch_gather_windows(storage, starts, powers, counters_at(ring.added), shifted=False)
+    out = launch_gather_windows(storage, starts, powers, counters_at(ring.added))
     if ring.head >= LONG:
         far = {**tensors, "depth": streams.depth, "final": streams.final, "pool": pool}
         memory.check("gather_windows_kernel", past=FAR, **far)

@@ -63,7 +63,8 @@ def guarded() -> Iterator[Guards]:
 def _between_sentinels(made: Callable[..., Tensor], guards: Guards, *, fills: bool) -> Callable[..., Tensor]:
     def allocate(*arguments: Any, **named: Any) -> Tensor:
         plain = made(*arguments, **named)
-        if plain.layout != torch.strided or not plain.is_contiguous():
+        # what has no memory cannot be written past
+        if plain.device.type == "meta" or plain.layout != torch.strided or not plain.is_contiguous():
             return plain
         result = guards.allocate(plain.shape, plain.dtype, plain.device)
         return result.copy_(plain) if fills else result

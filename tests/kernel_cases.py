@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,9 @@ MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
     "by rank, all options": (2_100_000, CLASSIC, ALL_RANKS),
     "few by rank, combined": (30, SMALL, Combined(RankBased(normalize="buffer"))),
 }
+
+# those of which many keys are updated at once, too
+UPDATED, STREAMS_UPDATED = ("classic, 2 levels, all options", "by rank"), ("atari",)
 
 ACTION = {"action": Field((), torch.int64)}
 VECTORS = {"obs": Field((4,), torch.float32), **ACTION}
@@ -194,6 +197,18 @@ def _stream_launches(
     return calls
 
 
+def _updates(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer]) -> dict[str, list[Launch]]:
+    """The launches of updates of more keys than a small batch has."""
+    calls = {}
+    with recorded() as launches:
+        buffer = make()
+        for call, keys in (("update of a thousand", 1000), ("update of thousands", 2000)):
+            launches.clear()
+            buffer.update_priorities(torch.arange(keys), torch.ones(keys))
+            calls[call] = list(launches)
+    return calls
+
+
 def _scans() -> dict[str, list[Launch]]:
     calls = {}
     with recorded() as launches:
@@ -211,6 +226,13 @@ def cases(more: bool) -> dict[str, Launch]:
     found = {name: _launches(*settings) for name, settings in buffers.items()}
     streams = {**TRAJECTORIES, **MORE_TRAJECTORIES} if more else TRAJECTORIES
     found |= {name: _stream_launches(*settings) for name, settings in streams.items()}
+    for name in UPDATED:
+        capacity, given, sampler = buffers[name]
+        found[name] |= _updates(partial(ReplayBuffer, capacity, given, sampler=sampler, device="cpu"))
+    for name in STREAMS_UPDATED:
+        capacity, given, sampler, settings = streams[name]
+        made = partial(TrajectoryReplayBuffer, capacity, 2, given, sampler=sampler, device="cpu", **settings)
+        found[name] |= _updates(made)
     found["prefix sum"] = _scans()
     if more:
         found["5 levels, all options"] = _launches(100, SMALL, EVERYTHING, levels=5)

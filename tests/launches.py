@@ -38,6 +38,7 @@ LAUNCHERS = (
     "ring",
     "stratified_draw",
     "uniform_draw",
+    "weights",
 )
 
 

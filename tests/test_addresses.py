@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import resource
+import re
 import sys
 from pathlib import Path
 
@@ -101,5 +101,10 @@ def test_a_kernel_that_computes_in_32_bits_is_seen(
 @here
 def test_it_took_little_memory() -> None:
     """After all tests of the process."""
-    # kilobytes; Python, torch and Triton alone take 300 MB
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 600_000
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("the system does not say what a process took at most")
+    # not `getrusage`, which counts the process that started this one as well
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+    # Python, torch and Triton alone take 300 MB
+    assert int(kilobytes) < 600_000

@@ -55,6 +55,9 @@ def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
         index.update(slots, torch.ones(32))
         assert len(launches) == expected.draw_and_update(5_000, 32).launches
         launches.clear()
+        index.update(slots.repeat(100), torch.ones(3200))
+        assert len(launches) == expected.update(5_000, 3200).launches
+        launches.clear()
         # each level beside that also takes two operations of torch
         for _ in index.tree.levels[1:]:
             block_sums(index.tree.levels[0], 128, "triton")

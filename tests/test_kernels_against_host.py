@@ -23,8 +23,10 @@ from gpu_replay import LinearSchedule
 from gpu_replay.kernels.philox import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
-from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw, launch_weigh
+from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
+from gpu_replay.ops.weights import weighing_of
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 127, 128, 129, 4095)
@@ -169,6 +171,15 @@ def test_draws_from_a_tree_without_mass_stay_inside(slots: int, device: str, gua
     assert int(times_sampled.sum()) == 12
 
 
+def weights(
+    masses: torch.Tensor, counters: torch.Tensor, schedule: torch.Tensor | None, beta: float, drawn: int
+) -> torch.Tensor:
+    """The weights that a gather of nothing makes."""
+    weighing = weighing_of(masses, counters, schedule, beta, drawn)
+    assert launch_gather({}, {}, masses, weighing) == {}
+    return weighing.weight
+
+
 @pytest.mark.parametrize("batch", SIZES)
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, 1 / 3, 1e35])
 def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
@@ -176,7 +187,7 @@ def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
     lowest = int(masses[masses > 0].min())
     counters = new_counters(torch.device(device), seed=0)
     counters[Counter.EDGE_LOW] = lowest
-    weight = launch_weigh(torch.from_numpy(masses).to(device), counters, None, beta, batch)
+    weight = weights(torch.from_numpy(masses).to(device), counters, None, beta, batch)
     drawn = masses > 0
     expected = np.ones(batch, dtype=np.float32)
     with np.errstate(under="ignore", over="ignore"):
@@ -190,7 +201,7 @@ def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> Non
     beta, ratio = 0.3, 2.0**-40
     counters = new_counters(torch.device(device), seed=0)
     counters[Counter.EDGE_LOW] = 1
-    weight = launch_weigh(torch.tensor([2**40], device=device), counters, None, beta, 1)
+    weight = weights(torch.tensor([2**40], device=device), counters, None, beta, 1)
     # the nearest float32 to 0.3 would give this off by 2.2e-7
     assert abs(float(weight[0]) / ratio**beta - 1) < 6.1e-8
 
@@ -202,7 +213,7 @@ def test_the_schedule_is_that_of_the_settings(device: str) -> None:
     masses = torch.tensor([2**20, 1], device=device)
     for step in range(8):
         counters[Counter.EDGE_LOW] = 1
-        weight = launch_weigh(masses, counters, schedule, 0.0, 2)
+        weight = weights(masses, counters, schedule, 0.0, 2)
         assert close(weight, [2.0 ** (-20 * beta(step)), 1.0], "weight")
 
 

@@ -237,7 +237,7 @@ def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
             check_state(host, tested)
 
 
-@pytest.mark.parametrize("batch", SIZES)
+@pytest.mark.parametrize("batch", [*SIZES, 1024, 1025])
 def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: str) -> None:
     fields = {"n": Field((), torch.int64)}
     with guarded():

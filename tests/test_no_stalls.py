@@ -37,6 +37,7 @@ MODULES = (
     "ops/ring",
     "ops/stratified_draw",
     "ops/uniform_draw",
+    "ops/weights",
     "ops/mass_tree",
 )
 ROOTS = (
@@ -243,7 +244,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     # the search went where the work is done
     assert {"append", "_moved", "cast", "as_keys", "_drawn"} <= reached
     assert {"launch_write", "launch_admit", "launch_gather", "launch_update", "tile_for"} <= reached
-    assert {"launch_stratified_draw", "launch_weigh", "launch_uniform_draw", "size_at_least"} <= reached
+    assert {"launch_stratified_draw", "weighing_of", "part_of", "launch_uniform_draw", "size_at_least"} <= reached
     assert {"follow", "_starts", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached

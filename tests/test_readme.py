@@ -22,7 +22,9 @@ def block(language: str, after: str = "") -> str:
     return match[1]
 
 
-@pytest.mark.parametrize("section", ["## Example", "## Streams of steps", "### Hindsight"])
+@pytest.mark.parametrize(
+    "section", ["## Example", "## Streams of steps", "### Hindsight", "## A learning step as one call"]
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("default", marks=pytest.mark.gpu)])
 def test_the_examples_print_what_they_say(device: str, section: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -24,7 +24,8 @@ from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import launch_weigh
+from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.weights import weighing_of
 from gpu_replay.samplers import Sampler
 from gpu_replay.storage import base_sampler
 from gpu_replay.trajectory_storage import TrajectoryStorage, needs_marks
@@ -83,9 +84,11 @@ class Drawers:
         self.host_counters = counters
         self.times_sampled = torch.zeros(ring.slots, dtype=torch.int32, device=device)
 
-    def check(self, batch: int, skipped: int, shifts: int) -> None:
-        """Draw once on either side and compare; `shifts` random words are taken after the draw."""
+    def check(self, batch: int, skipped: int, *, shifted: bool) -> None:
+        """Draw once on either side and compare; if `shifted`, `batch` random words are taken after the draw."""
         slots, probability, weight = self.host._drawn(batch, 0.5, skipped)
+        words = int(self.host_counters[Counter.RANDOM])
+        shifts = batch if shifted else 0
         self.host._blocks(shifts)
         newest = batch if isinstance(self.base, Latest) else getattr(self.sampler, "newest", 0)
         drawn = batch - newest
@@ -98,7 +101,7 @@ class Drawers:
             drawn,
             batch,
             skipped=skipped,
-            shifts=shifts,
+            shifted=shifted,
             stratified=getattr(self.base, "stratified", False),
             lowest_of_all=getattr(self.base, "normalize", "") == "buffer",
             replacement=getattr(self.base, "replacement", False),
@@ -111,7 +114,12 @@ class Drawers:
             assert int(self.counters[Counter.RANDOM]) == int(self.host_counters[Counter.RANDOM]) - blocks_for(
                 drawn
             ) - blocks_for(shifts)
-            given = launch_weigh(found.masses, self.counters, None, 0.5, drawn, shifts)
+            weighing = weighing_of(found.masses, self.counters, None, 0.5, drawn, shifts)
+            launch_gather({}, {}, found.slots, weighing)
+            given = weighing.weight
+        assert (found.words is None) == (not shifted)
+        if found.words is not None:
+            assert found.words.tolist() == [words]
         assert found.slots.tolist() == slots.tolist()
         assert found.keys.tolist() == self.host._keys(slots).tolist()
         assert close(found.probability, torch.from_numpy(probability), "probability")
@@ -164,7 +172,7 @@ def test_draws(sampler: str, ring: str, device: str, guards: Guards) -> None:
     some = min(20, drawers.eligible // 4)
     for batch in (some, 10):
         for steps in (0, 1, min(shape.added, shape.steps) // 2):
-            drawers.check(batch, steps * shape.num_envs, batch if steps else 0)
+            drawers.check(batch, steps * shape.num_envs, shifted=steps > 0)
     guards.check()
 
 
@@ -177,18 +185,18 @@ def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(sampler: str
         ring = Ring(2, 128, 256 + added)
         drawers = Drawers(ring, chosen, device, seed=added)
         for left in (0, 1, 50, 63, 64, 65, 90):
-            drawers.check(newest + 9, 2 * left, 0)
+            drawers.check(newest + 9, 2 * left, shifted=False)
 
 
 @pytest.mark.parametrize("sampler", ["distinct", "latest"])
 def test_all_there_are(sampler: str, device: str, guards: Guards) -> None:
     for steps in (1, 2, 3, 127, 129):
         drawers = Drawers(Ring(1, steps, 2 * steps + 1), SAMPLERS[sampler], device)
-        drawers.check(drawers.eligible, 0, 0)
+        drawers.check(drawers.eligible, 0, shifted=False)
 
 
 def test_newest_rows_alone_of_a_sampler_by_mass(device: str, guards: Guards) -> None:
-    Drawers(RINGS["gone round"], SAMPLERS["combined stratified"], device).check(9, 0, 9)
+    Drawers(RINGS["gone round"], SAMPLERS["combined stratified"], device).check(9, 0, shifted=True)
 
 
 @pytest.mark.parametrize("skipped", [0, 30])
@@ -225,5 +233,5 @@ def test_without_marks_there_is_no_newest(device: str) -> None:
 def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
     for _ in range(2):
-        drawers.check(5, 0, 0)
+        drawers.check(5, 0, shifted=False)
         assert int(drawers.counters[Counter.EDGE_LOW]) == NO_MASS

@@ -19,14 +19,17 @@ from tolerances import close
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops.counters import Counter, HostWords, blocks_for, new_counters
+from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, shifts_from
+from gpu_replay.ops.weights import Weighing, weighing_of
 from gpu_replay.ops.windows import powers_of
 from gpu_replay.trajectory_storage import TrajectoryStorage
 
 ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
+# of the random stream, where the words of shifts begin
+BLOCK = 1000
 
 
 @pytest.mark.slow
@@ -118,27 +121,31 @@ class Streams:
         return np.random.default_rng(1).permutation(np.tile(slots, 3))
 
     def shifts(self, batch: int) -> np.ndarray:
-        """The shifts of a batch whose words end where the stream stands."""
-        block = int(self.counters[Counter.RANDOM])
-        return shifts_from(HostWords(3).words(block - blocks_for(batch), batch), self.storage.random_shift)
+        """The shifts of a batch whose words begin at `BLOCK`."""
+        return shifts_from(HostWords(3).words(BLOCK, batch), self.storage.random_shift)
+
+    def words(self, shifted: bool) -> Tensor | None:
+        """Where the kernels find that number, if pictures are moved."""
+        return torch.tensor([BLOCK], device=self.device) if shifted else None
 
     def check(self, *, shifted: bool = False) -> dict[str, Tensor]:
         """Compare the transitions of every eligible start; returns the host's."""
         slots = self.eligible()
-        self.counters[Counter.RANDOM] = 1000
         expected = self.host._transitions(slots, self.shifts(slots.size) if shifted else None)
         given = torch.from_numpy(slots).to(self.device)
-        same(launch_gather_windows(self.storage, given, self.powers, self.counters, shifted=shifted), expected)
-        assert int(self.counters[Counter.RANDOM]) == 1000
+        before, words = self.counters.tolist(), self.words(shifted)
+        same(launch_gather_windows(self.storage, given, self.powers, self.counters, words=words), expected)
+        # what weighs nothing moves nothing on
+        assert self.counters.tolist() == before
         return expected
 
     def check_sequences(self, length: int, *, shifted: bool = False) -> dict[str, Tensor]:
         """Compare the sequences from every start that has enough steps after it; returns the host's."""
         starts = self.eligible(length)
-        self.counters[Counter.RANDOM] = 1000
         expected = self.host._sequences(starts, length, self.shifts(starts.size) if shifted else None)
         given = torch.from_numpy(starts).to(self.device)
-        same(launch_gather_sequences(self.storage, given, length, self.counters, shifted=shifted), expected)
+        words = self.words(shifted)
+        same(launch_gather_sequences(self.storage, given, length, self.counters, words=words), expected)
         return expected
 
 
@@ -259,6 +266,35 @@ def test_sequences(mode: str, device: str, guards: Guards) -> None:
         assert length == 1 or not bool(expected["mask"].all())
 
 
+@pytest.mark.parametrize("length", [None, 1, 3], ids=["windows", "steps", "sequences"])
+def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
+    length: int | None, device: str, guards: Guards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It moves the random stream on, by programs that run before those that look up their words."""
+    use_sizes_of_a_gpu(monkeypatch)
+    streams = Streams(device, {"obs": Field((5, 6), torch.uint8), **ACTION}, stack=2, random_shift=2)
+    starts = torch.from_numpy(streams.eligible(length or 1)).to(device)
+    batch, words = len(starts), streams.words(True)
+    masses = torch.arange(batch, device=device) % 3 * 4
+
+    def gathered(weighing: Weighing | None) -> dict[str, Tensor]:
+        if length is None:
+            return launch_gather_windows(
+                streams.storage, starts, streams.powers, streams.counters, words=words, weighing=weighing
+            )
+        return launch_gather_sequences(
+            streams.storage, starts, length, streams.counters, words=words, weighing=weighing
+        )
+
+    expected = gathered(None)
+    streams.counters[Counter.EDGE_LOW], streams.counters[Counter.RANDOM] = 4, BLOCK
+    weighing = weighing_of(masses, streams.counters, None, 0.5, batch, batch)
+    same(gathered(weighing), expected)
+    assert close(weighing.weight, [0.5**0.5 if mass == 8 else 1.0 for mass in masses.tolist()], "weight")
+    moved = [int(streams.counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.EDGE_LOW, Counter.RANDOM)]
+    assert moved == [1, 0, NO_MASS, BLOCK + 2 * -(-batch // 4)]
+
+
 def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:
     """A graph replayed after a `clear` draws starts that are not eligible, of depths that the ring cannot hold."""
     field = Field((3,), torch.uint8)
@@ -268,7 +304,7 @@ def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) ->
     for flags in (0, Flag.TRUNCATED, Flag.TERMINATED):
         streams.storage.streams.flags.fill_(flags)
         slots = torch.arange(6, device=device)
-        found = launch_gather_windows(streams.storage, slots, streams.powers, streams.counters, shifted=False)
+        found = launch_gather_windows(streams.storage, slots, streams.powers, streams.counters)
         for name in ("obs", "next_obs"):
             assert int(found[name].max()) < SENTINEL
         assert bool(found["reward"].isfinite().all())

@@ -98,11 +98,11 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
 ) -> None:
     by_mass = name in ("proportional", "everything", "combined-everything")
     by_rank = name in ("rank", "combined-rank")
-    drawn = ["draw_by_mass_kernel", "weigh_kernel"] if by_mass else ["draw_marked_kernel"]
+    drawn = ["draw_by_mass_kernel"] if by_mass else ["draw_marked_kernel"]
     # after an add the order is out of date; a sequence has an order of its own
     order = ["arrange_kernel", "list_kernel"] if by_rank else []
     if by_rank:
-        drawn = ["rank_draw_kernel", "weigh_kernel"]
+        drawn = ["rank_draw_kernel"]
     kept = ["keep_finals_kernel"] if autoreset == "same_step" else []
     settings = {"autoreset": autoreset, "random_shift": 2}
     # trees of one, two and three levels
@@ -116,7 +116,7 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
             "sample": [*order, *drawn, "gather_windows_kernel"],
             "sample with beta": [*drawn, "gather_windows_kernel"],
             "sequences": [*order, *drawn, "gather_windows_kernel"],
-            "update": ["settle_kernel", "update_kernel"] if by_mass or by_rank else ["update_kernel"],
+            "update": ["update_kernel"],
         }
 
 
@@ -127,7 +127,8 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
         for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
             buffer = made(num_envs * steps, num_envs, FIELDS, SAMPLERS["combined-everything"], autoreset="same_step")
             assert len(buffer._with_masses().levels) == 2
-            for batch in (4, 16, 31, 300):
+            # more keys in an update are different code
+            for batch in (4, 16, 31, 250):
                 buffer._counters[Counter.ELIGIBLE] = 300
                 buffer.add(**step_of(buffer, final=True), priority=torch.ones(num_envs))
                 buffer.sample(batch)
@@ -142,7 +143,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
                 assert specialised == [], launch.name
             launches.clear()
     assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
-    assert len(variants) == 8
+    assert len(variants) == 6
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])

@@ -45,6 +45,19 @@ def keys_per_program(batch: int, interpreted: bool) -> int:
     return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 128
 
 
+def keys_together(batch: int, interpreted: bool) -> int:
+    """Keys of the one program that updates a whole batch; 0 of a batch that takes several, and a launch before them.
+
+    On a GPU few keys and many are different code to compile. One that holds many more than there are would make masses
+    for nothing, and one of thousands of keys would leave the rest of the GPU idle.
+    """
+    if batch > 1024:
+        return 0
+    if interpreted:
+        return 1 << (batch - 1).bit_length()
+    return 256 if batch <= 256 else 1024
+
+
 def launch_admit(
     masses: DeviceMasses | None,
     counters: Tensor,
@@ -102,18 +115,19 @@ def launch_admit(
 def launch_update(
     masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor, *, sparse: bool
 ) -> None:
-    """Device: new masses for live keys, the last of a repeated key; two launches, one to count without a tree.
+    """Device: new masses for live keys, the last of a repeated key; one launch, two for more keys than a program takes.
 
     sparse: whether stored slots without mass exist, which no update may wake.
     """
     from gpu_replay.kernels.mass_tree import settle_kernel, update_kernel
 
-    batch = keys.numel()
-    draws = keys_per_program(batch, keys.device.type == "cpu")
+    batch, interpreted = keys.numel(), keys.device.type == "cpu"
+    together = keys_together(batch, interpreted) if masses is not None else 0
+    draws = together or keys_per_program(batch, interpreted)
     grid = (-(-batch // draws),)
     positions = {"ADDED": int(Counter.ADDED), "FIRST": int(Counter.FIRST), "DRAWS": draws}
     tree = None if masses is None else masses.tree
-    if masses is not None:
+    if masses is not None and not together:
         settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, **positions)
     update_kernel[grid](
         keys,
@@ -135,5 +149,8 @@ def launch_update(
         SATURATED=int(Counter.SATURATED),
         SPARSE=sparse,
         ORDERED=masses is not None and masses.ordered,
+        SETTLES=together > 0,
+        # a program of many keys has more threads, so that none of them has many
+        num_warps=8 if together else 4,
         **positions,
     )

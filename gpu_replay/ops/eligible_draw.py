@@ -82,7 +82,8 @@ class EligibleDraw(NamedTuple):
     slots, keys: int64.
     masses:      int64, 0 where a row was not drawn by mass; None of a draw that was not by mass.
     probability: float32.
-    weight:      float32 ones; None of a draw by mass, where `launch_weigh` makes them of the masses.
+    weight:      float32 ones; None of a draw by mass, where the gather that follows makes them of the masses.
+    words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
     """
 
     slots: Tensor
@@ -90,6 +91,7 @@ class EligibleDraw(NamedTuple):
     masses: Tensor | None
     probability: Tensor
     weight: Tensor | None
+    words: Tensor | None
 
 
 def launch_eligible_draw(
@@ -101,7 +103,7 @@ def launch_eligible_draw(
     batch: int,
     *,
     skipped: int = 0,
-    shifts: int = 0,
+    shifted: bool = False,
     stratified: bool = True,
     lowest_of_all: bool = False,
     replacement: bool = False,
@@ -111,7 +113,8 @@ def launch_eligible_draw(
     tree:    of masses, to draw by mass; None for uniform draws.
     marks:   of ones; needed where `drawn < batch` and for uniform draws.
     skipped: slots of the newest keys that are left out; less than all.
-    shifts:  random words taken after the draw's own. A draw by mass moves nothing on: tell `launch_weigh` of them too.
+    shifted: whether `batch` random words are taken after the draw's own. A draw by mass moves nothing on: what weighs
+             it must know of them too.
     stratified, lowest_of_all: of draws by mass. replacement: of uniform draws.
     """
     if tree is not None and drawn > 0:
@@ -123,15 +126,24 @@ def launch_eligible_draw(
             drawn,
             batch,
             skipped,
+            shifted=shifted,
             stratified=stratified,
             lowest_of_all=lowest_of_all,
         )
     if marks is None:
         raise RuntimeError("there is no tree of marks to draw uniformly, or the newest, from.")
     words = drawn if replacement else PERMUTATION_WORDS
-    moved = (blocks_for(words) if drawn else 0) + blocks_for(shifts)
+    moved = (blocks_for(words) if drawn else 0) + blocks_for(batch if shifted else 0)
     return _launch_marked(
-        marks, counters, times_sampled, drawn, batch, skipped, moved, replacement=replacement or drawn == 0
+        marks,
+        counters,
+        times_sampled,
+        drawn,
+        batch,
+        skipped,
+        moved,
+        shifted=shifted,
+        replacement=replacement or drawn == 0,
     )
 
 
@@ -144,6 +156,7 @@ def _launch_by_mass(
     batch: int,
     skipped: int,
     *,
+    shifted: bool,
     stratified: bool,
     lowest_of_all: bool,
 ) -> EligibleDraw:
@@ -155,6 +168,7 @@ def _launch_by_mass(
     keys = torch.empty(batch, dtype=torch.int64, device=device)
     masses = torch.empty(batch, dtype=torch.int64, device=device)
     probability = torch.empty(batch, dtype=torch.float32, device=device)
+    words = torch.empty(1, dtype=torch.int64, device=device) if shifted else None
     draws = starts_per_program(batch, interpreted)
     programs = -(-batch // draws)
     blocks = tree.levels[0].numel() // tree.fanout
@@ -170,6 +184,7 @@ def _launch_by_mass(
         keys,
         masses,
         probability,
+        counters if words is None else words,
         drawn,
         batch,
         tree.slots,
@@ -184,12 +199,13 @@ def _launch_by_mass(
         STRATIFIED=stratified,
         SKIPS=skipped > 0,
         LOWEST_OF_ALL=lowest_of_all,
+        SHIFTED=shifted,
         ADDED=int(Counter.ADDED),
         RANDOM=int(Counter.RANDOM),
         SEED=int(Counter.SEED),
         EDGE_LOW=int(Counter.EDGE_LOW),
     )
-    return EligibleDraw(slots, keys, masses, probability, None)
+    return EligibleDraw(slots, keys, masses, probability, None, words)
 
 
 def _launch_marked(
@@ -201,6 +217,7 @@ def _launch_marked(
     skipped: int,
     moved: int,
     *,
+    shifted: bool,
     replacement: bool,
 ) -> EligibleDraw:
     from gpu_replay.kernels.eligible_draw import draw_marked_kernel
@@ -210,6 +227,7 @@ def _launch_marked(
     keys = torch.empty(batch, dtype=torch.int64, device=device)
     probability = torch.empty(batch, dtype=torch.float32, device=device)
     weight = torch.empty(batch, dtype=torch.float32, device=device)
+    words = torch.empty(1, dtype=torch.int64, device=device) if shifted else None
     draws = starts_per_program(batch, device.type == "cpu")
     draw_marked_kernel[(-(-batch // draws),)](
         marks.levels,
@@ -219,6 +237,7 @@ def _launch_marked(
         keys,
         probability,
         weight,
+        counters if words is None else words,
         drawn,
         batch,
         marks.slots,
@@ -232,10 +251,11 @@ def _launch_marked(
         DRAWS=draws,
         REPLACEMENT=replacement,
         SKIPS=skipped > 0,
+        SHIFTED=shifted,
         ADDED=int(Counter.ADDED),
         RANDOM=int(Counter.RANDOM),
         SEED=int(Counter.SEED),
         STEP=int(Counter.STEP),
         TICKET=int(Counter.TICKET),
     )
-    return EligibleDraw(slots, keys, None, probability, weight)
+    return EligibleDraw(slots, keys, None, probability, weight, words)

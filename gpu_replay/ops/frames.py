@@ -21,6 +21,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.outputs import Outputs
 from gpu_replay.ops.ring import Tile, carrier, tile_for, tile_of
+from gpu_replay.ops.weights import Weighing, part_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -223,12 +224,19 @@ def items_per_program(batch: int, interpreted: bool) -> int:
 
 
 def launch_gather_windows(
-    storage: StepStore, slots: Tensor, powers: Tensor, counters: Tensor, *, shifted: bool
+    storage: StepStore,
+    slots: Tensor,
+    powers: Tensor,
+    counters: Tensor,
+    *,
+    words: Tensor | None = None,
+    weighing: Weighing | None = None,
 ) -> dict[str, Tensor]:
-    """Device: all that a batch holds of the eligible starts in (B,) slots; one launch.
+    """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
+    one launch.
 
-    powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
-    shifted: whether pictures are moved, by the last B random words that the stream has moved past.
+    powers: (n_step + 1,) float64 of gamma, as `powers_of` gives them.
+    words:  (1,) int64, where in the random stream the B words begin by which pictures are moved; None moves none.
     """
     batch, device = slots.numel(), slots.device
     singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
@@ -242,7 +250,8 @@ def launch_gather_windows(
         counters,
         outputs,
         1,
-        storage.random_shift if shifted else 0,
+        words,
+        weighing,
         _Windows(powers, tuple(after.values()), reward, discount, terminated, truncated),
     )
     return {
@@ -256,12 +265,18 @@ def launch_gather_windows(
 
 
 def launch_gather_sequences(
-    storage: StepStore, starts: Tensor, length: int, counters: Tensor, *, shifted: bool
+    storage: StepStore,
+    starts: Tensor,
+    length: int,
+    counters: Tensor,
+    *,
+    words: Tensor | None = None,
+    weighing: Weighing | None = None,
 ) -> dict[str, Tensor]:
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], and the mask of those of its episode.
 
-    shifted: whether pictures are moved, by the last B random words that the stream has moved past. Besides one launch
-    for the values a few small ones of torch find slots and mask.
+    words, weighing: as in `launch_gather_windows`. Besides one launch for the values a few small ones of torch find
+    slots and mask.
     """
     shape = storage.streams.shape
     batch, device = starts.numel(), starts.device
@@ -272,7 +287,7 @@ def launch_gather_sequences(
     mask = torch.cumsum(ended, dim=1) - ended.long() == 0
     singles = [name for name in storage.fields if name not in storage.observations]
     outputs = _outputs(storage, singles, batch * length)
-    _launch(storage, slots.reshape(-1), counters, outputs, length, storage.random_shift if shifted else 0, None)
+    _launch(storage, slots.reshape(-1), counters, outputs, length, words, weighing, None)
     out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in outputs.items()}
     out["terminated"] = flags & Flag.TERMINATED != 0
     out["truncated"] = flags & Flag.TRUNCATED != 0
@@ -307,17 +322,18 @@ def _launch(
     counters: Tensor,
     outputs: Mapping[str, Tensor],
     span: int,
-    shift: int,
+    words: Tensor | None,
+    weighing: Weighing | None,
     windows: _Windows | None,
 ) -> None:
     """Fill the outputs, which begin with the stacks, and what belongs to windows.
 
-    span: items that are moved alike. shift: pixels that pictures are moved by at most.
+    span: items that are moved alike, and that have one weight.
     """
     from gpu_replay.kernels.frames import gather_windows_kernel
 
     streams = storage.streams
-    shape = streams.shape
+    shape, shift = streams.shape, 0 if words is None else storage.random_shift
     batch, interpreted = slots.numel(), slots.device.type == "cpu"
     stacked = len(storage.observations)
     fields = [storage.fields[name] for name in outputs]
@@ -333,17 +349,20 @@ def _launch(
         programs += programs + -(-batch // items)
     tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
     programs += sum(-(-batch // tile.rows) * tile.chunks for tile in tiles[stacked:])
-    gather_windows_kernel[(programs,)](
+    part = part_of(weighing)
+    gather_windows_kernel[(part.programs + programs,)](
         tuple(storage.tensors[name] for name in outputs),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
         tuple(outputs.values()),
         () if windows is None else windows.after,
+        part.pointers,
         slots,
         streams.flags,
         streams.depth,
         streams.final,
         storage.tensors["reward"],
         counters if windows is None else windows.powers,
+        counters if words is None else words,
         counters,
         counters if windows is None else windows.reward,
         counters if windows is None else windows.discount,
@@ -353,6 +372,7 @@ def _launch(
         shape.num_envs,
         shape.steps,
         span,
+        *part.numbers,
         STACKED=stacked,
         FIELDS=len(fields),
         WIDTHS=tuple(field.elements for field in fields),
@@ -376,8 +396,8 @@ def _launch(
         TRUNCATED=int(Flag.TRUNCATED),
         # the flag is looked for where endings may turn out not to be any
         FINAL=int(Flag.FINAL) if shape.hindsight else 0,
-        RANDOM=int(Counter.RANDOM),
         SEED=int(Counter.SEED),
+        **part.constants,
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )

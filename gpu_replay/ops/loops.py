@@ -96,6 +96,52 @@ def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, proba
 
 
 @_compiled
+def locate(flat, starts, fanout, prefix, targets, slots):
+    """Find the (B,) slots on which (B,) targets fall.
+
+    prefix: 0 and the inclusive prefix sums of the root.
+    """
+    top = starts.size - 2
+    sums = prefix[1:]
+    for row in range(targets.size):
+        node = _node_of(sums, targets[row], 0)
+        rest = targets[row] - prefix[node]
+        for level in range(top - 1, -1, -1):
+            place = starts[level] + node * fanout
+            while flat[place] <= rest:
+                rest -= flat[place]
+                place += 1
+            node = place - starts[level]
+        slots[row] = node
+
+
+@_compiled
+def permuted_ranks(count, wide, high, words, ranks):
+    """The first (B,) places of a random permutation of [0, count), as `uniform_draw` says; all numbers are uint64."""
+    half = np.uint64(32)
+    for start in range(ranks.size):
+        place = np.uint64(start)
+        while True:
+            row = place // wide
+            column = place - row * wide
+            for turn in range(0, words.size, 2):
+                fixed = row if turn % 4 == 0 else column
+                side = wide if turn % 4 == 0 else high
+                moved = column if turn % 4 == 0 else row
+                moved += (((fixed * words[turn] + words[turn + 1]) >> half) * side) >> half
+                if moved >= side:
+                    moved -= side
+                if turn % 4 == 0:
+                    column = moved
+                else:
+                    row = moved
+            place = row * wide + column
+            if place < count:
+                break
+        ranks[start] = place
+
+
+@_compiled
 def note_draws(slots, added, capacity, times_sampled, keys):
     """Count the (B,) slots as sampled, a slot drawn twice twice, and find their (B,) keys."""
     head = added % capacity
@@ -106,13 +152,8 @@ def note_draws(slots, added, capacity, times_sampled, keys):
 
 
 @_compiled
-def update(keys, masses, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
-    """Give live keys their masses, cut to `limit`; the last of a repeated key wins.
-
-    sparse:    whether slots without mass keep none.
-    flat, starts, shift: the tree, and the logarithm of its fan-out. low, high: its extremes, or nothing.
-    returns:   the largest mass given, how many keys were not live, and how many masses were cut.
-    """
+def set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
+    """What `update` does, with (B,) int64 masses."""
     batch = keys.size
     held = np.empty(batch, dtype=np.int64)
     slot_of = np.empty(batch, dtype=np.int64)
@@ -155,6 +196,21 @@ def update(keys, masses, limit, first, added, capacity, sparse, flat, starts, sh
         if high.size:
             high[slot >> shift] = _STALE_EDGE
     return largest, stale, cut
+
+
+@_compiled
+def update(keys, powers, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
+    """Give live keys the masses of (B,) float64 powers, as `MassRule` says; the last of a repeated key wins.
+
+    sparse:    whether slots without mass keep none.
+    flat, starts, shift: the tree, and the logarithm of its fan-out. low, high: its extremes, or nothing.
+    returns:   the largest mass given, how many keys were not live, and how many masses were cut.
+    """
+    masses = np.empty(keys.size, dtype=np.int64)
+    for row in range(keys.size):
+        # the cast truncates, which is the floor of a positive number
+        masses[row] = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
+    return set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts, shift, low, high)
 
 
 @_compiled

@@ -50,7 +50,12 @@ class MassRule:
 
         B is at least 1.
         """
-        masses = self.uncut(priorities)
+        x = self.powers(priorities)
+        np.multiply(x, _UNIT, x)
+        np.add(x, _HALF, x)
+        # the cast truncates, which is the floor of a positive number
+        masses = x.astype(np.int64)
+        np.maximum(masses, _ONE, out=masses)
         # finding its place costs half of a reduction at these sizes
         largest = int(masses.item(masses.argmax()))
         saturated = 0
@@ -59,8 +64,8 @@ class MassRule:
             np.minimum(masses, self.limit, out=masses)
         return masses, largest, saturated
 
-    def uncut(self, priorities: np.ndarray) -> np.ndarray:
-        """The (B,) int64 masses of (B,) finite float64 priorities before they are cut to the limit.
+    def powers(self, priorities: np.ndarray) -> np.ndarray:
+        """(B,) float64: min(|priority| + eps, clip) ** alpha of (B,) finite float64 priorities, no more than 2**42.5.
 
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
         """
@@ -74,12 +79,7 @@ class MassRule:
         np.log2(x, x)
         np.multiply(x, alpha, x)
         np.minimum(x, _TOP_EXPONENT, out=x)
-        np.exp2(x, x)
-        np.multiply(x, _UNIT, x)
-        np.add(x, _HALF, x)
-        # the cast truncates, which is the floor of a positive number
-        masses = x.astype(np.int64)
-        return np.maximum(masses, _ONE, out=masses)
+        return np.exp2(x, x)
 
     def mass(self, priority: float) -> int:
         """The mass of one priority."""

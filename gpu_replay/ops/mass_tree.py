@@ -8,6 +8,8 @@ leaves is kept; updates only mark a block as `STALE_EDGE`, and the next query lo
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -108,6 +110,11 @@ class MassTree:
 
     def build(self) -> None:
         """Make all sums anew from the leaves."""
+        if self.loops is not None:
+            self._sum_with(self.loops, 0, self.slots)
+            if self.order is not None:
+                self.order.forget()
+            return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
             sums = prefix_sum.block_sums(below, self.fanout, self.backend)
             above.zero_()
@@ -139,8 +146,7 @@ class MassTree:
         if self.order is not None:
             self.order.note(start, stop)
         if self.loops is not None:
-            edges = self.low_array, self.high_array
-            self.loops.sum_range(self.flat, self.starts, self.fanout, start, stop, *edges)
+            self._sum_with(self.loops, start, stop)
             return
         low, high = start // self.fanout, -(-stop // self.fanout)
         for edge in self._edges:
@@ -149,8 +155,16 @@ class MassTree:
             np.add.reduce(below[low:high], axis=1, out=above[low:high])
             low, high = low // self.fanout, -(-high // self.fanout)
 
+    def _sum_with(self, loops: Any, start: int, stop: int) -> None:
+        loops.sum_range(self.flat, self.starts, self.fanout, start, stop, self.low_array, self.high_array)
+
     def set_slots(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Host: give (B,) distinct slots their (B,) masses, and their ancestors the differences."""
+        if self.loops is not None and self.order is None:
+            every = (0, self.slots, self.slots, False)
+            edges = self.low_array, self.high_array
+            self.loops.set_masses(slots, masses, NO_MASS, *every, self.flat, self.starts, self.shift, *edges)
+            return
         leaves = self.arrays[0]
         if self.order is not None:
             self.order.note_slots(slots)

@@ -183,12 +183,14 @@ class RankDraw(NamedTuple):
     slots, keys: int64.
     masses:      int64, 0 where a row was not drawn by rank.
     probability: float32.
+    words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
     """
 
     slots: Tensor
     keys: Tensor
     masses: Tensor
     probability: Tensor
+    words: Tensor | None
 
 
 def launch_rank_draw(
@@ -202,6 +204,7 @@ def launch_rank_draw(
     batch: int,
     *,
     skipped: int = 0,
+    shifted: bool = False,
     outdated: bool = False,
     stratified: bool,
     lowest_of_all: bool,
@@ -212,6 +215,7 @@ def launch_rank_draw(
     tree:     of the codes.
     marks:    tree of ones where the newest rows can be drawn, or None where all stored ones can.
     skipped:  slots of the newest keys that newest rows leave out; the list must have been made without them.
+    shifted:  whether random words are taken after the draw's own.
     outdated: whether the list may hold slots that can no longer be drawn.
     """
     from gpu_replay.kernels.rank_draw import rank_draw_kernel
@@ -221,6 +225,7 @@ def launch_rank_draw(
     keys = torch.empty(batch, dtype=torch.int64, device=device)
     masses = torch.empty(batch, dtype=torch.int64, device=device)
     probability = torch.empty(batch, dtype=torch.float32, device=device)
+    words = torch.empty(1, dtype=torch.int64, device=device) if shifted else None
     draws = ranks_per_program(batch, device.type == "cpu")
     if drawn == batch:
         marks = None
@@ -236,6 +241,7 @@ def launch_rank_draw(
         keys,
         masses,
         probability,
+        counters if words is None else words,
         drawn,
         batch,
         tree.slots,
@@ -250,9 +256,10 @@ def launch_rank_draw(
         SKIPS=skipped > 0,
         OUTDATED=outdated,
         LOWEST_OF_ALL=lowest_of_all,
+        SHIFTED=shifted,
         ADDED=int(Counter.ADDED),
         RANDOM=int(Counter.RANDOM),
         SEED=int(Counter.SEED),
         EDGE_LOW=int(Counter.EDGE_LOW),
     )
-    return RankDraw(slots, keys, masses, probability)
+    return RankDraw(slots, keys, masses, probability, words)

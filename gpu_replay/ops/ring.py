@@ -16,6 +16,7 @@ from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import edge_blocks_per_program
+from gpu_replay.ops.weights import Weighing, part_of
 
 
 def carrier(tensor: Tensor | np.ndarray) -> np.ndarray:
@@ -104,8 +105,10 @@ def layout_of(fields: Sequence[Field], rows: int, interpreted: bool) -> Layout:
     return Layout(tuple(field.elements for field in fields), tiles)
 
 
-def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor) -> dict[str, Tensor]:
-    """Device: (B, *shape) rows of every field at (B,) slots; one launch."""
+def launch_gather(
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor, weighing: Weighing | None = None
+) -> dict[str, Tensor]:
+    """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch."""
     from gpu_replay.kernels.ring import gather_kernel
 
     batch = slots.numel()
@@ -115,14 +118,19 @@ def launch_gather(stores: Mapping[str, Tensor], fields: Mapping[str, Field], slo
         name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
         for name, field in fields.items()
     }
-    gather_kernel[(layout.programs(batch),)](
+    part = part_of(weighing)
+    gather_kernel[(part.programs + layout.programs(batch),)](
         tuple(stores[name] for name in fields),
         tuple(outputs.values()),
+        part.pointers,
         slots,
+        slots if weighing is None else weighing.counters,
         batch,
+        *part.numbers,
         SCALES=tuple(field.scale for field in kinds),
         WIDE=tuple(field.arithmetic_dtype == torch.float64 for field in kinds),
         **layout.constants(),
+        **part.constants,
     )
     return outputs
 

@@ -11,12 +11,13 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.uniform_draw import independent_ranks
 
@@ -72,6 +73,9 @@ def draw_slots(tree: MassTree, doubles: np.ndarray, stratified: bool) -> tuple[n
 
     returns: (B,) int64 slots, (B,) int64 masses of them, and the total mass; with a total of 0 the first two are empty.
     """
+    if tree.loops is not None:
+        slots, masses, _, _, total = _looped(tree.loops, tree, doubles, stratified, 0)
+        return (slots, masses, total) if total else (slots[:0], masses[:0], 0)
     root = tree.arrays[-1]
     prefix = np.empty(root.size + 1, dtype=np.int64)
     prefix[0] = 0
@@ -94,6 +98,10 @@ def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.n
     searched for the targets raised by the sum of all blocks before theirs. Those sums stay below B * total, so a batch
     for which that passes 63 bits is done in parts.
     """
+    if tree.loops is not None:
+        slots = np.empty(targets.size, dtype=np.int64)
+        tree.loops.locate(tree.flat, tree.starts, tree.fanout, root_prefix, targets, slots)
+        return slots
     most = max(1, (2**63 - 1) // root_prefix.item(root_prefix.size - 1))
     if targets.size > most:
         parts = np.split(targets, range(most, targets.size, most))
@@ -167,21 +175,24 @@ def draw_by_mass(
         slots, masses, total = draw_slots(tree, doubles, stratified)
         weight = importance_weights(masses, lowest or smallest(masses), beta)
         return slots, (masses / total).astype(np.float32), weight
-    slots, masses, ratio = np.empty((3, doubles.size), dtype=np.int64)
-    probability = np.empty(doubles.size, dtype=np.float32)
-    ratio = ratio.view(np.float64)
-    tree.loops.draw(tree.flat, tree.starts, tree.fanout, doubles, stratified, lowest, slots, masses, probability, ratio)
+    slots, _, probability, ratio, _ = _looped(tree.loops, tree, doubles, stratified, lowest)
     return slots, probability, _weights(ratio, beta)
+
+
+def _looped(
+    loops: Any, tree: MassTree, doubles: np.ndarray, stratified: bool, lowest: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """(B,) slots, masses, probabilities, ratios of `lowest` (0: the smallest drawn) to the masses, and the total."""
+    batch = doubles.size
+    slots, masses = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.int64)
+    probability, ratio = np.empty(batch, dtype=np.float32), np.empty(batch)
+    outputs = slots, masses, probability, ratio
+    return *outputs, loops.draw(tree.flat, tree.starts, tree.fanout, doubles, stratified, lowest, *outputs)
 
 
 def draws_per_program(batch: int, interpreted: bool) -> int:
     """Draws of one program: few, so that a small batch spreads over a GPU; many where a program costs a millisecond."""
     return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
-
-
-def weights_per_program(batch: int, interpreted: bool) -> int:
-    """Draws that one program weighs; no more than there are where a program is dear."""
-    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 1024
 
 
 def edge_blocks_per_program(blocks: int, interpreted: bool) -> int:
@@ -239,38 +250,3 @@ def launch_stratified_draw(
         EDGE_LOW=int(Counter.EDGE_LOW),
     )
     return slots, keys, masses, probability
-
-
-def launch_weigh(
-    masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int, shifts: int = 0
-) -> Tensor:
-    """Device: (batch,) float32 weights of the masses just drawn; moves the schedule and the stream on. One launch.
-
-    schedule: (3,) float64 start, change and steps, used instead of `beta`, or None.
-    shifts:   random words taken after those of the `drawn`.
-    """
-    from gpu_replay.kernels.stratified_draw import weigh_kernel
-
-    batch = masses.numel()
-    weight = torch.empty(batch, dtype=torch.float32, device=masses.device)
-    draws = weights_per_program(batch, masses.device.type == "cpu")
-    # a launch passes numbers as float32: two of them hold 48 bits. Above 1e30 all weights but 1 are 0 anyway
-    beta = min(beta, 1e30)
-    leading = float(np.float32(beta))
-    weigh_kernel[(-(-batch // draws),)](
-        masses,
-        weight,
-        counters,
-        counters if schedule is None else schedule,
-        batch,
-        blocks_for(drawn) + blocks_for(shifts),
-        leading,
-        beta - leading,
-        DRAWS=draws,
-        SCHEDULED=schedule is not None,
-        RANDOM=int(Counter.RANDOM),
-        STEP=int(Counter.STEP),
-        TICKET=int(Counter.TICKET),
-        EDGE_LOW=int(Counter.EDGE_LOW),
-    )
-    return weight
