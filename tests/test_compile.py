@@ -167,7 +167,7 @@ def play(buffer: ReplayBuffer, backend: str | None, count: int, batch_size: int)
 @pytest.mark.parametrize(
     "sampler",
     [
-        pytest.param(SAMPLERS["proportional"], id="proportional", marks=pytest.mark.contract),
+        pytest.param(SAMPLERS["proportional"], id="proportional"),
         pytest.param(SAMPLERS["rank"], id="rank"),
     ],
 )
@@ -179,7 +179,6 @@ def test_learning_steps_leave_behind_what_eager_ones_do(sampler: Any) -> None:
     assert same(buffer.sample(8), eager.sample(8))
 
 
-@pytest.mark.contract
 def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     buffer, eager = streamed(), streamed()
 

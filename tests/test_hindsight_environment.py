@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
+from devices import scale
 
 from gpu_replay import Field, Hindsight, Proportional, TrajectoryReplayBuffer
 
@@ -78,7 +79,7 @@ def test_batches_of_a_goal_environment(autoreset: str, device: str) -> None:
     envs = gymnasium.vector.SyncVectorEnv([Walk] * 4, autoreset_mode=mode)
     envs.action_space.seed(0)
     obs, _ = envs.reset(seed=0)
-    for _ in range(150):
+    for _ in range(scale(150, 40)):
         action = envs.action_space.sample()
         after, reward, terminated, truncated, info = envs.step(action)
         fields = {f"obs.{name}": value for name, value in obs.items()}
