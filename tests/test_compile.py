@@ -403,7 +403,9 @@ def test_adds_and_updates_are_operators_that_are_what_they_say(priorities: Tenso
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 # of a file that inductor imports
-inductor_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+inductor_warns = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning", "ignore:The distutils package:DeprecationWarning"
+)
 
 
 @pytest.mark.slow

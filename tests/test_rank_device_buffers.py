@@ -123,7 +123,7 @@ def test_random_calls_at_every_small_capacity(name: str, device: str) -> None:
     for capacity in range(1 + list(SAMPLERS).index(name), 41, len(SAMPLERS)):
         with guarded():
             twins = Twins(name, capacity, device)
-            for _ in range(7):
+            for _ in range(5):
                 twins.call()
 
 
@@ -131,7 +131,7 @@ def test_random_calls_at_every_small_capacity(name: str, device: str) -> None:
 def test_random_calls_of_a_longer_life(name: str, device: str) -> None:
     with guarded():
         twins = Twins(name, 300, device)
-        for _ in range(30):
+        for _ in range(20):
             twins.call()
 
 

@@ -163,7 +163,8 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("n_step", range(1, 9))
 @pytest.mark.parametrize("mode", MODES)
 def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards) -> None:
-    for stack in (1, 2, 4, 8):
+    # every length with two of the stacks, every stack with half of the lengths
+    for stack in (1, 4) if n_step % 2 else (2, 8):
         streams = Streams(device, SMALL, stack=stack, n_step=n_step, steps=20, played=55, end=0.25, **MODES[mode])
         expected = streams.check()
         assert bool((expected["discount"] > 0).any())
