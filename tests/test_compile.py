@@ -402,9 +402,11 @@ def test_adds_and_updates_are_operators_that_are_what_they_say(priorities: Tenso
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-# of a file that inductor imports
+# of a file that inductor imports, and of how it looks for a compiler on a Python that still has distutils
 inductor_warns = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method:DeprecationWarning", "ignore:The distutils package:DeprecationWarning"
+    "ignore:.*torch.jit.script_method:DeprecationWarning",
+    "ignore:.*distutils:DeprecationWarning",
+    "ignore:.*distutils:UserWarning",
 )
 
 

@@ -187,7 +187,7 @@ def test_random_streams_leave_the_same_integers(name: str, mode: str, device: st
         live(twins, turn + 9)
 
 
-@pytest.mark.parametrize("num_envs", [1, 2, 3, 5, 7, 130])
+@pytest.mark.parametrize("num_envs", [1, 2, 5, 130])
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_a_ring_of_one_step(autoreset: str, num_envs: int, device: str) -> None:
     """What the step before left lies in the very slots that are written."""
