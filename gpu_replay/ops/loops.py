@@ -43,6 +43,18 @@ def _node_of(prefix, target, low):
     return low
 
 
+@_inlined
+def _leaf_of(flat, starts, fanout, node, rest):
+    """The slot below a node of the root on which a target falls that is so far into the node's mass."""
+    for level in range(starts.size - 3, -1, -1):
+        place = starts[level] + node * fanout
+        while flat[place] <= rest:
+            rest -= flat[place]
+            place += 1
+        node = place - starts[level]
+    return node
+
+
 @_compiled
 def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, probability, ratio):
     """Draw by mass; returns the total mass, and draws nothing where that is 0.
@@ -76,14 +88,7 @@ def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, proba
         else:
             found = 0
         found = _node_of(prefix, target, found)
-        rest = target - (prefix[found - 1] if found else 0)
-        node = found
-        for level in range(top - 1, -1, -1):
-            place = starts[level] + node * fanout
-            while flat[place] <= rest:
-                rest -= flat[place]
-                place += 1
-            node = place - starts[level]
+        node = _leaf_of(flat, starts, fanout, found, target - (prefix[found - 1] if found else 0))
         slots[row] = node
         masses[row] = flat[node]
         smallest = min(smallest, flat[node])
@@ -101,18 +106,10 @@ def locate(flat, starts, fanout, prefix, targets, slots):
 
     prefix: 0 and the inclusive prefix sums of the root.
     """
-    top = starts.size - 2
     sums = prefix[1:]
     for row in range(targets.size):
         node = _node_of(sums, targets[row], 0)
-        rest = targets[row] - prefix[node]
-        for level in range(top - 1, -1, -1):
-            place = starts[level] + node * fanout
-            while flat[place] <= rest:
-                rest -= flat[place]
-                place += 1
-            node = place - starts[level]
-        slots[row] = node
+        slots[row] = _leaf_of(flat, starts, fanout, node, targets[row] - prefix[node])
 
 
 @_compiled
