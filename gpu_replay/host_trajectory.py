@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,15 @@ from gpu_replay.trajectory_storage import TrajectoryStorage
 
 # starts whose windows are looked up together
 _RECALLED = 2**16
+
+
+class Numbers(NamedTuple):
+    """What n-step windows come to, (B,) each: float32 rewards and discounts, and whether they ended that way."""
+
+    reward: np.ndarray
+    discount: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
 
 
 def unreadable(key: int, first: int, added: int) -> KeyError:
@@ -254,8 +263,23 @@ class TrajectoryHostEngine(HostEngine):
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
         if self._loops is not None and shifts is None:
-            return self._looped(self._loops, slots)
-        batch = slots.size
+            both, numbers = self._looped(self._loops, slots)
+        else:
+            both, numbers = self._windowed(slots, shifts)
+        out, after = {}, {}
+        for name, stacks in both.items():
+            out[name], after[f"next_{name}"] = stacks.chunk(2)
+        for name, rows, field in self._single:
+            out[name] = gather_rows(rows, field, slots)
+        out["reward"] = torch.from_numpy(numbers.reward)
+        out.update(after)
+        out["discount"] = torch.from_numpy(numbers.discount)
+        out["terminated"] = torch.from_numpy(numbers.terminated)
+        out["truncated"] = torch.from_numpy(numbers.truncated)
+        return out
+
+    def _windowed(self, slots: np.ndarray, shifts: np.ndarray | None) -> tuple[dict[str, Tensor], Numbers]:
+        """The stacks of starts, those after them behind those before, and what their windows come to."""
         windows = windows_from(
             self._shape,
             self._flags,
@@ -270,26 +294,18 @@ class TrajectoryHostEngine(HostEngine):
         depth = np.concatenate((self._depth.take(slots), windows.after_depth))
         final = None
         if windows.final is not None:
-            final = np.concatenate((np.zeros(batch, dtype=bool), windows.final))
+            final = np.concatenate((np.zeros(slots.size, dtype=bool), windows.final))
         moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
-        both = self._stacks(newest, depth, final, moved)
-        out = {name: stacks[:batch] for name, stacks in both.items()}
-        for name, rows, field in self._single:
-            out[name] = gather_rows(rows, field, slots)
-        out["reward"] = torch.from_numpy(windows.reward)
-        out.update({f"next_{name}": stacks[batch:] for name, stacks in both.items()})
-        out["discount"] = torch.from_numpy(windows.discount)
-        out["terminated"] = torch.from_numpy(windows.terminated)
-        out["truncated"] = torch.from_numpy(windows.truncated)
-        return out
+        numbers = Numbers(windows.reward, windows.discount, windows.terminated, windows.truncated)
+        return self._stacks(newest, depth, final, moved), numbers
 
-    def _looped(self, loops: Any, slots: np.ndarray) -> dict[str, Tensor]:
-        """What `_transitions` makes of pictures that are not moved, with the compiled loops."""
+    def _looped(self, loops: Any, slots: np.ndarray) -> tuple[dict[str, Tensor], Numbers]:
+        """What `_windowed` makes of pictures that are not moved, with the compiled loops."""
         batch, shape = slots.size, self._shape
         plan = np.empty((2 * batch, shape.stack), dtype=np.int64)
         absent = np.empty(plan.size if self._zero else 0, dtype=np.int64)
-        late, ends = np.empty(2 * batch, dtype=bool), np.empty((2, batch), dtype=bool)
-        numbers = np.empty((2, batch), dtype=np.float32)
+        late = np.empty(2 * batch, dtype=bool)
+        numbers = Numbers(*np.empty((2, batch), dtype=np.float32), *np.empty((2, batch), dtype=bool))
         missing, ending = loops.windows(
             slots,
             self._flags,
@@ -305,27 +321,17 @@ class TrajectoryHostEngine(HostEngine):
             plan,
             absent,
             late,
-            numbers[0],
-            numbers[1],
-            ends[0],
-            ends[1],
+            *numbers,
         )
         whole = StackPlan(plan, absent[:missing] if missing else None)
         places = np.flatnonzero(late) if ending else None
-        out, after = {}, {}
+        both = {}
         for name, rows, field in self._stacked:
             kept = None
             if places is not None:
                 kept = places, self._pools[name].take(self._final[self._last(slots, places - batch)], axis=0)
-            out[name], after[f"next_{name}"] = gather_stacks(rows, field, whole, kept, self._outputs, name).chunk(2)
-        for name, rows, field in self._single:
-            out[name] = gather_rows(rows, field, slots)
-        out["reward"] = torch.from_numpy(numbers[0])
-        out.update(after)
-        out["discount"] = torch.from_numpy(numbers[1])
-        out["terminated"] = torch.from_numpy(ends[0])
-        out["truncated"] = torch.from_numpy(ends[1])
-        return out
+            both[name] = gather_stacks(rows, field, whole, kept, self._outputs, name)
+        return both, numbers
 
     def _last(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """The slots of the last steps of the windows in some rows of a batch."""
