@@ -174,7 +174,7 @@ def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards)
     guards.check()
 
 
-@pytest.mark.parametrize("n_step", [9, 11, 16, 20])
+@pytest.mark.parametrize("n_step", [9, 20])
 def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str, guards: Guards) -> None:
     for mode in ("next_step", "same_step"):
         streams = Streams(device, SMALL, n_step=n_step, steps=60, played=130, end=0.12, **MODES[mode])
@@ -247,7 +247,7 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
     "field",
     [Field((5, 6), torch.uint8), Field((3, 9, 4), torch.uint8, torch.float32, 1 / 255), Field((1, 1), torch.int32)],
 )
-@pytest.mark.parametrize("most", [1, 4, 7])
+@pytest.mark.parametrize("most", [1, 7])
 def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> None:
     for stack in (1, 3):
         for mode in ("next_step", "same_step, zeros"):
