@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_replay import __version__
-from gpu_replay.machine import cpu_model
+from gpu_replay.console.versions import cpu_model
 
 from .record import Environment
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from gpu_replay.storage import free_bytes
+from gpu_replay.console.progress import Progress
+from gpu_replay.engines.storage import free_bytes
 
 from .kernel_cases import OURS, KernelCase
 from .kernel_checks import Work
-from .progress import Progress
 from .record import Record
 from .runner import Refused, Run
 from .timing import flush_bytes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpu_replay.console.markdown import number, table
+
 from .baselines import ALONE
 from .cases import short
 from .kernel_cases import KERNELS, OURS
-from .markdown import number, table
 from .record import Record
 
 NOTE = (

@@ -13,19 +13,20 @@ from typing import NoReturn
 
 import torch
 
-from . import frames, kernel_runner, memory, page, peers_suite, plots, report, storage
+from gpu_replay.console.progress import Progress
+
+from . import frames, gpu_page, kernel_runner, memory, peers_suite, plots, report, storage
 from .cases import BATCHES, CAPACITIES, Case, chosen, index_cases, step_cases
 from .environment import current_environment
 from .index_subject import IndexSubject
 from .kernel_cases import KernelCase, kernel_cases
 from .kernel_tables import kernels_table
 from .peers_table import peers_table
-from .progress import Progress
-from .proven import Red, proven
 from .record import Record
 from .results import default_file, device_name, read, recorded_files, write
 from .runner import Maker, Refused, Run
 from .subjects import PEERS, MissingPeer, ReplaySubject, peer_version
+from .test_gate import TestsFailed, proven
 from .timing import How, Plan, copy_bandwidth
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         # str() of a KeyError is the repr of its message
         print(f"gpu-replay bench: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 2
-    except (OSError, RuntimeError, MemoryError, MissingPeer, Red, Refused) as error:
+    except (OSError, RuntimeError, MemoryError, MissingPeer, TestsFailed, Refused) as error:
         print(f"gpu-replay bench: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
@@ -307,7 +308,7 @@ def _page(options: argparse.Namespace) -> int:
         raise ValueError(f"--results {folder} is not a folder; `bench/on_gpu.sh` makes one.")
     output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page.page(folder, output))
+    output.write_text(gpu_page.page(folder, output))
     print(f"{output} is written")
     return 0
 
@@ -317,7 +318,7 @@ def _operations(cases: Sequence[Case | KernelCase]) -> list[str]:
 
 
 def _prepared(options: argparse.Namespace, device: torch.device, operations: list[str]) -> Run:
-    """What all records of the run share; raises Red while tests of these operations are, except for a trial."""
+    """What all records of the run share; raises TestsFailed while tests of these operations are, except for a trial."""
     quick = options.quick
     tests = None if quick else proven(operations, device)
     bandwidth = copy_bandwidth(device, nbytes=2**25, repetitions=3) if quick else copy_bandwidth(device)

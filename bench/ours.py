@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
-from gpu_replay.ops.admission import DeviceMasses, launch_update
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.frames import launch_gather_windows
-from gpu_replay.ops.host_ranks import HostRanks
 from gpu_replay.ops.mass import UNIT, MassRule, OrderRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.priorities import DeviceMasses, launch_update
 from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
+from gpu_replay.ops.rank_draw_host import HostRanks
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.stratified_draw import launch_stratified_draw
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.ops.windows import powers_of
-from gpu_replay.trajectory_storage import TrajectoryStorage
 
 from .index_subject import IndexSubject
 from .kernel_checks import (

@@ -13,10 +13,11 @@ from typing import Literal
 
 import torch
 
+from gpu_replay.console.progress import Progress
+
 from . import frames
 from .cases import ADDED, Case, cycle_cases, index_cases
 from .index_subject import IndexSubject
-from .progress import Progress
 from .record import Record
 from .runner import Maker, Run
 from .subjects import PEERS, MissingPeer, ReplaySubject, Subject, Task, make_peer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpu_replay.console.markdown import number, table
+
 from .cases import short
-from .markdown import number, table
 from .record import Record
 from .reference import UNIFORM
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from . import expected, frames, kernel_tables, runs, storage
+from gpu_replay.console.markdown import number, table
+
+from . import cost_model, frames, kernel_tables, runs, storage
 from .cases import OPERATIONS, short
 from .kernel_tables import kernels_table
-from .markdown import number, table
 from .peers_table import NOTE, peers_table
 from .record import Environment, Record
 from .reference import ELSEWHERE, best_peer
@@ -222,6 +223,6 @@ def updated(document: str, records: Records) -> str:
         if name == "pong":
             text = runs.section(runs.run_folders())
         else:
-            text = expected.section(records) if name == "expected" else section(name, records)
+            text = cost_model.section(records) if name == "expected" else section(name, records)
         document = f"{before}{mark}\n{text}\n{end}{after}"
     return document

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from gpu_replay.console.progress import Progress
+
 from .cases import Case
-from .progress import Progress
 from .record import Environment, Record
 from .rows import make_priorities, make_rows, mismatches
 from .subjects import MissingPeer, SelfFilling, Subject

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .markdown import table
+from gpu_replay.console.markdown import table
+
 from .results import recorded_folder
 
 MARKS = (0.0, 15.0, 18.0)

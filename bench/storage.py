@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gpu_replay.console.markdown import table
+from gpu_replay.console.progress import Progress
+
 from .cases import KEY, short
 from .layouts import LAYOUTS, Layout
-from .markdown import table
-from .progress import Progress
 from .record import Record
 from .rows import ROW_BYTES, described, make_rows, mismatches
 from .runner import Refused, Run

@@ -15,7 +15,7 @@ from gpu_replay.hindsight import Hindsight
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stats import Stats
-from gpu_replay.trajectory import TrajectoryReplayBuffer
+from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
 __version__ = "0.1.0"
 

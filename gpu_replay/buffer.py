@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from gpu_replay import inputs
-from gpu_replay.base import UNIFORM, Buffer, refuse_names
+from gpu_replay import validation
+from gpu_replay.base_buffer import UNIFORM, Buffer, refuse_names
 from gpu_replay.batch import Batch
-from gpu_replay.compiled import drawn_as
+from gpu_replay.engines.host import HostEngine
+from gpu_replay.engines.storage import check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
-from gpu_replay.host import HostEngine
+from gpu_replay.graphs.custom_ops import drawn_as
 from gpu_replay.samplers import Sampler
-from gpu_replay.storage import check_capacity, estimate
 
 if TYPE_CHECKING:
     from gymnasium import Space
 
-    from gpu_replay.device import DeviceEngine
+    from gpu_replay.engines.device import DeviceEngine
 
 
 class ReplayBuffer(Buffer):
@@ -61,11 +61,11 @@ class ReplayBuffer(Buffer):
         parts = (self._storage, self._sampler, self._tree, self._rule, self._counters, self._seed)
         if self._backend == "host":
             return HostEngine(*parts)
-        from gpu_replay.device import DeviceEngine
+        from gpu_replay.engines.device import DeviceEngine
 
         # calls on other streams come after what is allocated and filled on this one
-        with self._turns.turn():
-            return DeviceEngine(*parts, self._turns)
+        with self._stream_order.ordered():
+            return DeviceEngine(*parts, self._stream_order)
 
     @classmethod
     def from_spaces(
@@ -117,7 +117,7 @@ class ReplayBuffer(Buffer):
             # an array that can be copied as it is needs no more than this look
             plain = type(value) is np.ndarray and value.dtype == self._plain_dtypes[name] and value.ndim > 0
             if not plain or value.shape[1:] != field.shape or (rows is not None and len(value) != rows):
-                value = inputs.as_field(name, value, field, rows, self._device)
+                value = validation.as_field(name, value, field, rows, self._device)
             values[name] = value
             rows = len(value)
         if not rows:
@@ -137,9 +137,9 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._drawn, batch_size, beta)
-        batch = inputs.batch_size(batch_size)
+        batch = validation.batch_size(batch_size)
         if beta is not None:
-            beta = inputs.importance(beta)
+            beta = validation.importance(beta)
         with self._lock:
             self._check_enough(f"sample({batch})", batch)
             return Batch(self._engine.sample(batch, beta))

@@ -58,7 +58,7 @@ def _run(arguments: list[str]) -> int:
         from gpu_replay.bench.main import main as bench
 
         return int(bench(arguments[1:]))
-    from gpu_replay.training.errors import UserError
+    from gpu_replay.console.errors import UserError
 
     if arguments[:2] == ["study", "cliffwalk"]:
         # a command of its own: the name of an environment in that place means the comparison of methods
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    from gpu_replay.training.numbers import whole
+    from gpu_replay.console.arguments import whole
 
     parser.add_argument("--capacity", type=whole, required=True, metavar="N", help="transitions, such as 1e6")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -183,10 +183,10 @@ def _field(text: str) -> tuple[str, Field]:
 
 
 def _estimate(options: argparse.Namespace) -> int:
+    from gpu_replay.console.errors import UserError
+    from gpu_replay.engines.storage import check_capacity, check_device, estimate, free_bytes, size_table
     from gpu_replay.ops._backend import choose
-    from gpu_replay.storage import check_capacity, check_device, estimate, free_bytes, size_table
-    from gpu_replay.training.errors import UserError
-    from gpu_replay.trajectory import stream_sizes
+    from gpu_replay.trajectory_buffer import stream_sizes
 
     try:
         device = check_device(options.device)
@@ -225,8 +225,8 @@ def _named(pairs: Sequence[tuple[str, Field]]) -> dict[str, Field]:
 def _environment_fields(name: str, device: torch.device) -> dict[str, Field]:
     """obs, action, reward, next_obs, terminated of an environment, as `ReplayBuffer.from_spaces` stores them."""
     from gpu_replay.spaces import classic_fields
-    from gpu_replay.training.hosted import spaces
     from gpu_replay.training.registry import identify
+    from gpu_replay.training.vector_envs import spaces
 
     found = identify(name)
     if found.kind == "gymnasium":
@@ -257,9 +257,8 @@ def _observation(name: str, device: torch.device) -> Field:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from gpu_replay.ops._backend import VARIABLE, choose
-    from gpu_replay.ops.accelerated import loops
-    from gpu_replay.training.versions import OPTIONAL, device_name, versions
+    from gpu_replay.console.versions import OPTIONAL, device_name, versions
+    from gpu_replay.ops._backend import VARIABLE, choose, numba_loops
 
     found = versions()
     for name in (*found, *(name for name in OPTIONAL if name not in found)):
@@ -272,7 +271,7 @@ def _info(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            code = "host, compiled by Numba" if loops() else "host, NumPy alone (Numba makes it faster)"
+            code = "host, compiled by Numba" if numba_loops() else "host, NumPy alone (Numba makes it faster)"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")
@@ -280,7 +279,7 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _memory(device: torch.device) -> str:
-    from gpu_replay.storage import free_bytes
+    from gpu_replay.engines.storage import free_bytes
 
     free = free_bytes(device)
     amount = "free memory unknown" if free is None else f"{free / 1e9:.1f} GB free"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import inputs
+from gpu_replay import validation
 from gpu_replay.fields import Field
 from gpu_replay.ops.hindsight import Strategy
 
@@ -179,7 +179,7 @@ class Hindsight:
         reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
         if reward.dtype.is_complex:
             raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
-        put(tensors["reward"], rows, known, inputs.cast("reward", reward, _REWARD))
+        put(tensors["reward"], rows, known, validation.cast("reward", reward, _REWARD))
         if self.terminated_fn is None or again is None:
             return
         terminated = self._made("terminated_fn", self.terminated_fn(*again), rows)
@@ -195,10 +195,10 @@ class Hindsight:
         wanted = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"
         if not isinstance(given, (Tensor, np.ndarray)):
             raise TypeError(f"{wanted}; found {type(given).__name__}.")
-        found = inputs.as_tensor(name, given, device)
+        found = validation.as_tensor(name, given, device)
         if tuple(found.shape) != (count,):
             raise ValueError(f"{wanted}; found shape {list(found.shape)}.")
-        if not inputs.same_device(found.device, device):
+        if not validation.same_device(found.device, device):
             raise ValueError(f"{wanted}; found {type(given).__name__} on {found.device}.")
         return found
 

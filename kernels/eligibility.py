@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .mass_tree import mass_of
+from .priorities import mass_of
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def follow_kernel(
     CUT: tl.constexpr,
     ADDED: tl.constexpr,
     FIRST: tl.constexpr,
-    TOP: tl.constexpr,
-    PENDING_TOP: tl.constexpr,
+    MAX_MASS: tl.constexpr,
+    PENDING_MAX_MASS: tl.constexpr,
     REJECTED: tl.constexpr,
     SATURATED: tl.constexpr,
     TICKET: tl.constexpr,
@@ -255,7 +255,7 @@ def follow_kernel(
     eligible += assign(levels, edges, marks, earlier, new, touched, LEVELS, EDGES, MARKS, SHIFT)
     tl.atomic_add(counters_ptr + ELIGIBLE, eligible, sem="relaxed")
     if MASSES:
-        tl.atomic_max(counters_ptr + PENDING_TOP, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
+        tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
@@ -267,9 +267,9 @@ def follow_kernel(
         tl.store(counters_ptr + EDGE_HIGH, 0)
         if MASSES:
             # an atomic, so that what other programs left is seen; the ticket has put it in order
-            given_top = tl.atomic_max(counters_ptr + PENDING_TOP, 0, sem="relaxed")
-            tl.atomic_max(counters_ptr + TOP, given_top, sem="relaxed")
-            tl.store(counters_ptr + PENDING_TOP, 0)
+            given_top = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
+            tl.atomic_max(counters_ptr + MAX_MASS, given_top, sem="relaxed")
+            tl.store(counters_ptr + PENDING_MAX_MASS, 0)
         if FINALS:
             tl.store(counters_ptr + KEPT, tl.load(counters_ptr + KEPT) + (done >> 32))
         tl.store(counters_ptr + ADDED, added + envs)

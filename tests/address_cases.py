@@ -18,11 +18,11 @@ from torch import Tensor
 
 from gpu_replay import Field
 from gpu_replay.ops import admission, rank_draw
-from gpu_replay.ops.admission import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
+from gpu_replay.ops.priorities import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
 from gpu_replay.ops.stratified_draw import launch_stratified_draw, stratified_targets

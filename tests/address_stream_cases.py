@@ -16,15 +16,14 @@ from sparse_memory import SparseMemory
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.ops.admission import DeviceMasses
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligibility import Flag, Streams, StreamShape
-from gpu_replay.ops.eligibility_launch import launch_follow, launch_keep_finals
+from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, launch_follow, launch_keep_finals
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.frames import launch_gather_windows
 from gpu_replay.ops.hindsight import Strategy, launch_choose_goals
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.windows import powers_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint, write_checkpoint
 
 MANIFEST = {
     "settings": {"capacity": 7, "alpha": 0.1, "clip": None},

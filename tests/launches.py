@@ -28,8 +28,8 @@ TARGETS = {
 }
 # the modules whose functions choose how much one program does
 LAUNCHERS = (
-    "admission",
-    "eligibility_launch",
+    "priorities",
+    "eligibility",
     "eligible_draw",
     "frames",
     "hindsight",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 
 ROWS = 60_000
 PIECE_BYTES = 150_000

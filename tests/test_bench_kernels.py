@@ -17,10 +17,10 @@ from gpu_replay.bench.kernel_cases import KERNELS, OURS, KernelCase, kernel_case
 from gpu_replay.bench.kernel_checks import Work
 from gpu_replay.bench.kernel_inputs import EPS, Inputs
 from gpu_replay.bench.kernel_tables import best_baseline, kernels_table
-from gpu_replay.bench.progress import Progress
 from gpu_replay.bench.record import Environment, Record
 from gpu_replay.bench.runner import Refused, Run
 from gpu_replay.bench.timing import Plan
+from gpu_replay.console.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

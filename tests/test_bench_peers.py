@@ -22,12 +22,12 @@ from gpu_replay.bench import peers_suite
 from gpu_replay.bench.frames import FrameSubject
 from gpu_replay.bench.peers.python_sum_tree import PythonSumTree
 from gpu_replay.bench.peers_table import peers_table
-from gpu_replay.bench.progress import Progress
 from gpu_replay.bench.record import Environment, Record
 from gpu_replay.bench.reference import ELSEWHERE, UNIFORM, best_peer
 from gpu_replay.bench.runner import Refused, check, fill
 from gpu_replay.bench.stacks import EPISODE, FRAMES, StackStream, Step, faults
 from gpu_replay.bench.subjects import PEERS, MissingPeer, StackedRows, Subject, Task, make_peer
+from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 ENVIRONMENT = Environment(

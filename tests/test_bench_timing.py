@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from gpu_replay.bench import runner, timing
-from gpu_replay.bench.progress import Progress
 from gpu_replay.bench.record import Environment, Record
 from gpu_replay.bench.runner import Run
 from gpu_replay.bench.timing import NotCaptured, Plan, Timing, calls_per_graph, captured, flush_bytes, measure
+from gpu_replay.console.progress import Progress
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ENVIRONMENT = Environment("Test GPU", "Test CPU", 2, 1, 0.5, {}, None, "2026-01-02T03:04:05")

@@ -27,7 +27,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.graphs import WARM_UPS, map_tensors
+from gpu_replay.graphs.cuda_graph import WARM_UPS, map_tensors
 from gpu_replay.ops.counters import Counter
 
 pytestmark = pytest.mark.contract

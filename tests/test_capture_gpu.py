@@ -21,7 +21,7 @@ from torch import Tensor
 from trees import check_sums
 
 from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.graphs import WARM_UPS
+from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.ops.counters import Counter
 
 pytestmark = [

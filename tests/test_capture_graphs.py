@@ -17,10 +17,10 @@ from test_capture import BUFFERS, add, filled
 from torch import Tensor
 
 from gpu_replay import Batch, Proportional, Uniform
-from gpu_replay.capture import Capturable, LearningStep
-from gpu_replay.device import DeviceEngine
+from gpu_replay.engines.device import DeviceEngine
+from gpu_replay.graphs.learning_step import Capturable, LearningStep
 from gpu_replay.ops.counters import Counter
-from gpu_replay.turns import Turns
+from gpu_replay.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
 
@@ -43,12 +43,12 @@ class Pretended(Capturable):
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self._engine: Engine = Engine()
-        self._turns = Turns(CUDA)
+        self._stream_order = StreamOrder(CUDA)
         self._lock = threading.RLock()
         self.empty = False
 
     def _call(self, name: str) -> None:
-        with self._lock, self._turns.turn():
+        with self._lock, self._stream_order.ordered():
             self._cuda.work(name)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
@@ -61,8 +61,8 @@ class Pretended(Capturable):
 
     def add(self, name: str = "add") -> None:
         self._call(name)
-        if self._turns.capturing() and self._turns.recorded is not None:
-            self._turns.recorded.rows += 5
+        if self._stream_order.capturing() and self._stream_order.recorded is not None:
+            self._stream_order.recorded.rows += 5
 
     def _check_enough(self, call: str, batch: int, skipped: int = 0) -> None:
         if self.empty:
@@ -130,7 +130,7 @@ def test_the_host_counts_what_replays_add(cuda: FakeCuda) -> None:
     for _ in range(3):
         step()
     assert buffer._engine.rows == 15
-    assert buffer._turns.recorded is None
+    assert buffer._stream_order.recorded is None
 
 
 def test_a_call_that_raised_was_no_warm_up(cuda: FakeCuda) -> None:
@@ -176,7 +176,7 @@ def test_what_waits_for_the_device_cannot_be_captured(cuda: FakeCuda) -> None:
     assert caught.value.__cause__ is cause
     assert (step.captured, step.replays, buffer._engine.rows) == (False, 0, 0)
     assert cuda.current is cuda.default
-    assert buffer._turns.recorded is None
+    assert buffer._stream_order.recorded is None
 
 
 def test_a_capture_that_fails_at_its_end_says_so(cuda: FakeCuda) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
-from gpu_replay.pieces import DTYPE_NAMES, file_bytes, plan_pieces
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.shards import DTYPE_NAMES, file_bytes, plan_pieces
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -136,7 +136,7 @@ def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
 def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
     program = """
 import resource, sys, torch
-from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 write_checkpoint(sys.argv[1] + "-small", {}, {"t": torch.ones(1000)})
 read_checkpoint(sys.argv[1] + "-small").read("t")

@@ -17,7 +17,7 @@ import pytest
 from saving_process import load, save
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint import read_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint
 
 pytestmark = [
     pytest.mark.slow,

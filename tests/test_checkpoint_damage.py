@@ -14,7 +14,7 @@ from checkpoints import MANIFEST, example, pieces_of, read_everything, saved
 from torch import Tensor
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 
 
 def truncate(file: Path) -> None:

@@ -17,8 +17,8 @@ from checkpoints import MANIFEST, example, pieces_of, read_everything, saved, sn
 from torch import Tensor
 
 from gpu_replay import CheckpointError
-from gpu_replay.checkpoint import read_checkpoint, write_checkpoint
-from gpu_replay.durable import only_saver
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.fsync import save_lock
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
     with (
-        only_saver(tmp_path / "c", tmp_path / "c"),
+        save_lock(tmp_path / "c", tmp_path / "c"),
         pytest.raises(CheckpointError, match="another save to .* under way"),
     ):
         saved(tmp_path / "c")
     hidden = tmp_path / ".new.saving"
     hidden.mkdir()
-    with only_saver(hidden, tmp_path / "new"), pytest.raises(CheckpointError, match="another save to .* under way"):
+    with save_lock(hidden, tmp_path / "new"), pytest.raises(CheckpointError, match="another save to .* under way"):
         saved(tmp_path / "new")
     hidden.rmdir()
     assert snapshot(tmp_path) == before
@@ -140,7 +140,7 @@ def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: P
     before = snapshot(tmp_path)
     program = """
 import resource, sys, torch
-from gpu_replay.checkpoint import write_checkpoint
+from gpu_replay.checkpoint.format import write_checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     write_checkpoint(sys.argv[1], {}, {"t": torch.ones(1_000_000)})

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpu_replay.console.errors import UserError
 from gpu_replay.study import cliffwalk
 from gpu_replay.study.blind_cliffwalk import QTable, discount, fill_memory, right_action, true_values
 from gpu_replay.study.cliffwalk_agents import AGENTS, BLOCK, Outcome, solve
@@ -20,7 +21,6 @@ from gpu_replay.study.cliffwalk_summary import (
     prioritized_words,
     summarise,
 )
-from gpu_replay.training.errors import UserError
 
 MOST = 1_000_000
 

@@ -35,7 +35,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.compiled import Operators
+from gpu_replay.graphs.custom_ops import Operators
 
 Replay = ReplayBuffer | TrajectoryReplayBuffer
 SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))

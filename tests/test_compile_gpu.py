@@ -17,7 +17,7 @@ from test_gpu import check_drawn, check_same, graph_of, numbered, pair, powers, 
 from torch import Tensor
 
 from gpu_replay import Batch, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.compiled import Operators
+from gpu_replay.graphs.custom_ops import Operators
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ from trees import check_sums
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.mass_tree import STALE_EDGE
-from gpu_replay.ops.ring import carrier, gather_rows, launch_gather
+from gpu_replay.ops.ring import as_numpy, gather_rows, launch_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 BACKENDS = ("host", "triton")
@@ -77,7 +77,7 @@ def test_gathered_rows(name: str, batch: int, device: str, guards: Guards) -> No
     store.copy_(rows_of(field, 37, batch))
     slots = torch.from_numpy(np.random.default_rng(batch).integers(0, 37, batch))
     (found,) = launch_gather({"x": store}, {"x": field}, slots.to(device)).values()
-    expected = gather_rows(carrier(store.cpu()), field, slots.numpy())
+    expected = gather_rows(as_numpy(store.cpu()), field, slots.numpy())
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert torch.equal(found.cpu(), expected)
@@ -301,5 +301,5 @@ def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None
         tested.add(n=torch.arange(300, device=device), priority=torch.ones(300, device=device))
         tested.sample(20)
         counters = tested._counters.tolist()
-    shared = (Counter.TICKET, Counter.PENDING_TOP, Counter.EDGE_HIGH, Counter.EDGE_LOW)
+    shared = (Counter.TICKET, Counter.PENDING_MAX_MASS, Counter.EDGE_HIGH, Counter.EDGE_LOW)
     assert [counters[place] for place in shared] == [0, 0, 0, NO_MASS]

@@ -15,11 +15,11 @@ import torch
 from kernel_cases import FRAMES, ODD, WHOLE_WORDS
 from launches import LAUNCHERS
 
-from gpu_replay.ops.admission import blocks_per_program, keys_together
-from gpu_replay.ops.eligibility_launch import envs_per_program, steps_at_once
+from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frames import frame_tile
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block, scan_warps, warp_width
+from gpu_replay.ops.priorities import blocks_per_program, keys_together
 from gpu_replay.ops.ring import tile_for
 
 SIZES = (1, 2, 3, 127, 128, 129, 4095, 65_536, 100_003)

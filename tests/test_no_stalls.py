@@ -16,19 +16,19 @@ import pytest
 ROOT = Path(__file__).parents[1] / "gpu_replay"
 MODULES = (
     "buffer",
-    "trajectory",
-    "base",
-    "compiled",
-    "device",
-    "device_trajectory",
-    "capture",
-    "graphs",
-    "turns",
-    "inputs",
+    "trajectory_buffer",
+    "base_buffer",
+    "engines/device",
+    "engines/device_trajectory",
+    "graphs/custom_ops",
+    "graphs/learning_step",
+    "graphs/cuda_graph",
+    "stream_order",
+    "validation",
     "batch",
     "hindsight",
-    "ops/admission",
-    "ops/eligibility_launch",
+    "ops/priorities",
+    "ops/eligibility",
     "ops/eligible_draw",
     "ops/frames",
     "ops/hindsight",
@@ -51,7 +51,7 @@ ROOTS = (
     "_update",
 )
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
-STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "replayed", "turn", "close")
+STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "replayed", "ordered", "close")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
@@ -95,7 +95,7 @@ HARMLESS = {
     "torch.from_numpy(_storable(name, array))",
 }
 # positions among the counters, bits of flags, and functions that are searched themselves
-PLAIN = ("int(Counter.", "int(Flag.", "inputs.")
+PLAIN = ("int(Counter.", "int(Flag.", "validation.")
 # on the way to the host, or of a length that only the device knows unless it is told
 TO_HOST = ("'cpu'", "device='cpu'", "torch.device('cpu')")
 OUTPUT_SIZE = "output_size"
@@ -248,7 +248,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"follow", "_starts", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
-    assert {"borrow", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "_note"} <= reached
+    assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "_note"} <= reached
 
 
 def test_functions_that_wait_say_so() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpu_replay import cli
-from gpu_replay.bench import page
+from gpu_replay.bench import gpu_page
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "bench" / "on_gpu.sh"
@@ -76,8 +76,8 @@ def test_the_page_goes_beside_the_records(tmp_path: Path) -> None:
 
     assert output() == f"{ROOT}/bench/results/no-gpu.md"
     # a folder that is brought back from elsewhere has its page in it
-    assert output("--output", str(tmp_path)) == f"{tmp_path}/page.md"
-    assert output("--output", str(tmp_path), "--page", "/there/page.md") == "/there/page.md"
+    assert output("--output", str(tmp_path)) == f"{tmp_path}/gpu_page.md"
+    assert output("--output", str(tmp_path), "--page", "/there/gpu_page.md") == "/there/gpu_page.md"
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_every_step_leaves_its_record(tmp_path: Path, python: str) -> None:
             # the package is found without being installed
             assert f"with {ROOT}:" in log
     # the page names the steps that are missing
-    assert ran == {**page.PARTS, "page": ("page",)}
+    assert ran == {**gpu_page.PARTS, "page": ("page",)}
 
 
 def test_records_go_to_a_folder_named_after_the_gpu(tmp_path: Path, python: str) -> None:
@@ -153,7 +153,7 @@ def test_a_failing_step_is_recorded_and_the_rest_still_runs(tmp_path: Path, pyth
     assert (tmp_path / "out" / "bench-gpu.log").read_text() == "failing on purpose\n"
     lines = (tmp_path / "out" / "kernels-and-bench.steps.jsonl").read_text().splitlines()
     assert {each["step"]: each["status"] for each in map(json.loads, lines)} == {
-        **dict.fromkeys(page.PARTS["kernels-and-bench"], 0),
+        **dict.fromkeys(gpu_page.PARTS["kernels-and-bench"], 0),
         "bench-gpu": 3,
     }
     assert (tmp_path / "out" / "train.steps.jsonl").is_file()

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 from study_tables import by_errors, write_study
 
+from gpu_replay.console.errors import UserError
 from gpu_replay.study.analysis import (
     PAIRS,
     Point,
@@ -18,9 +19,8 @@ from gpu_replay.study.analysis import (
     summarise,
 )
 from gpu_replay.study.ranks import exact_p, group_share, pooled_spearman, ranks, resampled_spearman, spearman
-from gpu_replay.study.reading import Run, read_study
+from gpu_replay.study.results import Run, read_study
 from gpu_replay.study.smoothing import over_runs, trailing_mean
-from gpu_replay.training.errors import UserError
 
 NAN = float("nan")
 

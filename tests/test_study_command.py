@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpu_replay.cli import main
-from gpu_replay.study.pool import WorkerFailed, work
 from gpu_replay.study.run import Episode, RunId
 from gpu_replay.study.settings import AgentSettings
+from gpu_replay.study.workers import WorkerFailed, work
 
 for module in ("gymnasium", "tqdm", "matplotlib"):
     pytest.importorskip(module)
@@ -139,7 +139,7 @@ def test_a_run_that_fails_is_named() -> None:
 
 def test_a_process_that_dies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     # it cannot be called with what a worker is given, and ends before it says anything
-    monkeypatch.setattr("gpu_replay.study.pool._worker", os.abort)
+    monkeypatch.setattr("gpu_replay.study.workers._worker", os.abort)
     with pytest.raises(WorkerFailed, match="a worker process ended with exit code"):
         work([(RunId("CartPole-v1", "uniform", 0), AgentSettings())], 1, lambda *given: None, print, lambda: False)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from gpu_replay.console.errors import UserError
 from gpu_replay.study.progress import Forecast, clock, expected_seconds
 from gpu_replay.study.records import COLUMNS, StudyFolder
 from gpu_replay.study.run import Episode, RunId
 from gpu_replay.study.settings import TUNED, AgentSettings, StudySettings
-from gpu_replay.training.errors import UserError
 
 VERSIONS = {"gpu_replay": "0.1.0", "torch": "2.13.0", "numpy": "2.4", "gymnasium": "1.4", "matplotlib": "3.8"}
 

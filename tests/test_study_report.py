@@ -11,9 +11,7 @@ import pytest
 from study_tables import METHODS, by_errors, by_pairs, write_study
 
 from gpu_replay.study.analysis import NOTHING, PAIRS, Connection, Estimate, connections, points
-from gpu_replay.study.reading import read_study
-from gpu_replay.study.report import write_report
-from gpu_replay.study.wording import (
+from gpu_replay.study.findings import (
     connection_sentence,
     differences,
     interval,
@@ -22,6 +20,8 @@ from gpu_replay.study.wording import (
     standing,
     verdict,
 )
+from gpu_replay.study.report import write_report
+from gpu_replay.study.results import read_study
 
 pytest.importorskip("matplotlib")
 PICTURES = (

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, Uniform
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.episodes import EpisodeStatistics
-from gpu_replay.training.errors import UserError
 from gpu_replay.training.exploration import Explorer
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import make_buffer
-from gpu_replay.training.seeds import stream_seed
 from gpu_replay.training.settings import PRESETS, Settings
 from gpu_replay.training.stopwatch import Stopwatch
 

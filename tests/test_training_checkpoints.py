@@ -17,8 +17,8 @@ import torch
 
 from gpu_replay.cli import main
 from gpu_replay.errors import CheckpointError
-from gpu_replay.training.checkpoints import COST, Keeper, latest, save_run
-from gpu_replay.training.trees import join, split
+from gpu_replay.training.checkpoints import COST, CheckpointManager, latest, save_run
+from gpu_replay.training.state_tree import join, split
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -117,7 +117,7 @@ def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pyt
         now[0] += takes[0]
         return int(now[0]), {}, None
 
-    keeper = Keeper(tmp_path, 60.0, collect)
+    keeper = CheckpointManager(tmp_path, 60.0, collect)
     now[0] = 159.0
     assert not keeper.due()
     now[0] = 160.0
@@ -136,7 +136,7 @@ def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keeper = Keeper(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
+    keeper = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
     keeper.save()
     (line,) = capsys.readouterr().err.splitlines()
     assert "no checkpoint was written" in line

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gpu_replay import Field
-from gpu_replay.training.errors import UserError
-from gpu_replay.training.hosted import HostEnvironment, make_gymnasium
+from gpu_replay.console.errors import UserError
 from gpu_replay.training.registry import identify, make_environment
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.vector_envs import HostEnvironment, make_gymnasium
 
 pytest.importorskip("gymnasium")
 CPU = torch.device("cpu")

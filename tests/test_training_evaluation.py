@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field
+from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.training.environments import EnvironmentSpec, Step
-from gpu_replay.training.evaluation import CONFIRMATIONS, Evaluation, Examiner
-from gpu_replay.training.folder import PROGRESS, RunFolder
-from gpu_replay.training.interrupt import Stopped, StopRequest
+from gpu_replay.training.evaluation import CONFIRMATIONS, Evaluation, Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.recorder import COLUMNS, Recorder
+from gpu_replay.training.run_dir import PROGRESS, RunFolder
 from gpu_replay.training.settings import Settings
 
 CPU = torch.device("cpu")
@@ -54,9 +54,9 @@ class Scripted:
         pass
 
 
-def examiner(environment: Scripted, stop: StopRequest | None = None, **changes: int) -> Examiner:
+def evaluator(environment: Scripted, stop: StopRequest | None = None, **changes: int) -> Evaluator:
     settings = Settings.for_family("vector", eval_episodes=environment.num_envs, **changes)
-    return Examiner(environment, settings, device=CPU, seed=0, stop=stop or StopRequest())
+    return Evaluator(environment, settings, device=CPU, seed=0, stop=stop or StopRequest())
 
 
 def network(bias: float = 0.0) -> QNetwork:
@@ -68,7 +68,7 @@ def network(bias: float = 0.0) -> QNetwork:
 
 def test_each_environment_counts_with_its_first_episode_alone() -> None:
     environment = Scripted([[1.0, 2.0, 3.0]])
-    result, solved = examiner(environment).examine(network(), 10)
+    result, solved = evaluator(environment).examine(network(), 10)
     # returns 1, 4 and 9
     assert result.return_mean == pytest.approx(14 / 3)
     assert result.return_std == pytest.approx(((11**2 + 2**2 + 13**2) / 27) ** 0.5)
@@ -79,13 +79,13 @@ def test_each_environment_counts_with_its_first_episode_alone() -> None:
 
 
 def test_episodes_are_cut_off_with_what_they_have() -> None:
-    result, _ = examiner(Scripted([[1.0, 2.0, 3.0]]), eval_max_steps=2).examine(network(), 10)
+    result, _ = evaluator(Scripted([[1.0, 2.0, 3.0]]), eval_max_steps=2).examine(network(), 10)
     assert result.return_mean == pytest.approx((1 + 4 + 6) / 3)
     assert result.length_mean == pytest.approx(5 / 3)
 
 
 def test_the_best_network_is_kept_as_it_was() -> None:
-    exam = examiner(Scripted([[1.0], [5.0], [3.0], [2.0]]))
+    exam = evaluator(Scripted([[1.0], [5.0], [3.0], [2.0]]))
     net = network()
     for step, bias in ((10, 0.1), (20, 0.2), (30, 0.3)):
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_solved_needs_a_second_look_that_is_no_luck(confirmations: list[list[flo
     lengths = torch.arange(1.0, 9.0)
     payments = [(torch.tensor(each) / lengths).tolist() for each in ([10.0] * 8, *confirmations)]
     environment = Scripted(payments, threshold=9.99)
-    exam = examiner(environment)
+    exam = evaluator(environment)
     assert exam.examine(network(), 10)[1] is solved
     assert len(set(environment.seeds)) == 1 + CONFIRMATIONS
     assert exam.best is not None
@@ -123,13 +123,13 @@ def test_solved_needs_a_second_look_that_is_no_luck(confirmations: list[list[flo
 
 def test_below_the_threshold_there_is_no_second_look() -> None:
     environment = Scripted([[1.0]], threshold=2.0)
-    assert examiner(environment).examine(network(), 10)[1] is False
+    assert evaluator(environment).examine(network(), 10)[1] is False
     assert len(environment.seeds) == 1
 
 
 def test_a_solved_network_is_better_than_a_lucky_one() -> None:
     environment = Scripted([[9.0], [1.0], [1.0], [1.0], [5.0], [5.0], [5.0], [5.0]], threshold=4.0)
-    exam = examiner(environment)
+    exam = evaluator(environment)
     assert exam.examine(network(), 10)[1] is False
     assert exam.examine(network(), 20)[1] is True
     assert exam.best is not None
@@ -144,7 +144,7 @@ def test_an_evaluation_can_be_interrupted() -> None:
         def check(self) -> None:
             raise Stopped("SIGINT")
 
-    exam = examiner(Scripted([[1.0]]), Interrupted())
+    exam = evaluator(Scripted([[1.0]]), Interrupted())
     with pytest.raises(Stopped, match="SIGINT"):
         exam.examine(network(), 10)
     assert exam.best is None

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpu_replay import Field
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.catch import Catch
-from gpu_replay.training.crossing import Crossing
 from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay.training.pinned_transfer import Crossing
 from gpu_replay.training.replay import make_buffer, sampled_field
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.stacks import FrameStack
@@ -170,7 +170,7 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
 
-    from gpu_replay.training.hosted import make_atari
+    from gpu_replay.training.vector_envs import make_atari
 
     envs, steps = 4, 1_400
     settings = Settings.for_family("atari", num_envs=envs, capacity=8_000, warmup=100, n_step=3, batch_size=16)

@@ -12,10 +12,10 @@ import torch
 
 from gpu_replay.cli import main
 from gpu_replay.training.actors import Actors
-from gpu_replay.training.film import Film, check_output, write_film
 from gpu_replay.training.registry import identify
-from gpu_replay.training.scenes import CATCH_PIXELS, AtariScene, CatchScene, Scene, make_scene
+from gpu_replay.training.rendering import CATCH_PIXELS, AtariScene, CatchScene, Scene, make_scene
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.video import Film, check_output, write_film
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("tqdm")
@@ -247,13 +247,13 @@ def test_weights_of_something_else_are_refused(tmp_path: Path, capsys: pytest.Ca
 def test_without_ffmpeg_an_mp4_is_refused_before_anything_is_played(
     catch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpu_replay.training.film._ffmpeg", lambda: None)
+    monkeypatch.setattr("gpu_replay.training.video._ffmpeg", lambda: None)
     assert main(["play", str(catch), "--output", "film.mp4"]) == 2
     assert "needs ffmpeg" in capsys.readouterr().err
 
 
 def test_an_mp4_is_written_where_ffmpeg_is(catch: Path, tmp_path: Path) -> None:
-    from gpu_replay.training.film import _ffmpeg
+    from gpu_replay.training.video import _ffmpeg
 
     program = _ffmpeg()
     if program is None:
@@ -279,7 +279,7 @@ def test_an_interrupted_ffmpeg_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     false = shutil.which("false")
     if false is None:
         pytest.skip("there is no program that fails")
-    monkeypatch.setattr("gpu_replay.training.film._ffmpeg", lambda: false)
+    monkeypatch.setattr("gpu_replay.training.video._ffmpeg", lambda: false)
     film = Film(fps=10.0, scale=1)
     film.add(noise(1, 3)[0])
     with pytest.raises(OSError, match="ffmpeg failed"):

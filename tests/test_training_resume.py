@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from gpu_replay import TrajectoryReplayBuffer
-from gpu_replay.checkpoint import read_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint
 from gpu_replay.cli import main
+from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.training.checkpoints import latest
-from gpu_replay.training.evaluation import Examiner
-from gpu_replay.training.folder import NETWORK, PROGRESS
-from gpu_replay.training.interrupt import Stopped, StopRequest
+from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.registry import identify, make_environment
+from gpu_replay.training.run_dir import NETWORK, PROGRESS
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.state_tree import join, split
 from gpu_replay.training.trainer import Trainer
-from gpu_replay.training.trees import join, split
 
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
@@ -163,8 +163,8 @@ def trainer_of(name: str, buffer: TrajectoryReplayBuffer | None = None, **change
     found = identify(name)
     settings = Settings.for_family(found.family(cpu), **changes)
     environment, evaluation = (make_environment(found, count, settings, cpu) for count in (settings.num_envs, 2))
-    examiner = Examiner(evaluation, settings, device=cpu, seed=1, stop=StopRequest())
-    return Trainer(environment, examiner, settings, device=cpu, seed=1, buffer=buffer)
+    evaluator = Evaluator(evaluation, settings, device=cpu, seed=1, stop=StopRequest())
+    return Trainer(environment, evaluator, settings, device=cpu, seed=1, buffer=buffer)
 
 
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:

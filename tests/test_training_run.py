@@ -17,11 +17,11 @@ import torch
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
+from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.ops.counters import Counter
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
-from gpu_replay.training.evaluation import Examiner
-from gpu_replay.training.interrupt import StopRequest
+from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of
 from gpu_replay.training.settings import Settings
@@ -64,9 +64,9 @@ class Silent:
 def play_catch(seed: int, **changes: Any) -> tuple[Trainer, Silent, str]:
     settings = Settings.for_family("catch", **changes)
     stop, listener = StopRequest(), Silent()
-    examiner = Examiner(Catch(settings.eval_episodes, CPU), settings, device=CPU, seed=seed, stop=stop)
+    evaluator = Evaluator(Catch(settings.eval_episodes, CPU), settings, device=CPU, seed=seed, stop=stop)
     environment = Catch(settings.num_envs, CPU)
-    trainer = Trainer(environment, examiner, settings, device=CPU, seed=seed)
+    trainer = Trainer(environment, evaluator, settings, device=CPU, seed=seed)
     return trainer, listener, trainer.run(listener, stop)
 
 
@@ -88,7 +88,7 @@ def test_catch_is_learned() -> None:
     assert reason == "steps"
     assert listener.rows[1]["return_mean"] < -0.2
     assert listener.rows[-1]["return_mean"] >= 0.9
-    final = trainer.examiner.final()
+    final = trainer.evaluator.final()
     assert final is not None
     assert final.return_mean >= 0.9
     assert final.episodes == 256
@@ -111,12 +111,12 @@ def test_a_solved_environment_ends_the_run_and_can_be_told_not_to() -> None:
         stop, listener = StopRequest(), Silent()
         evaluation, environment = Catch(64, CPU), Catch(32, CPU)
         evaluation.spec = easy
-        examiner = Examiner(evaluation, settings, device=CPU, seed=0, stop=stop)
-        trainer = Trainer(environment, examiner, settings, device=CPU, seed=0)
+        evaluator = Evaluator(evaluation, settings, device=CPU, seed=0, stop=stop)
+        trainer = Trainer(environment, evaluator, settings, device=CPU, seed=0)
         assert trainer.run(listener, stop) == reason
         assert len(listener.evaluations) == (1 if early_stop else 2)
-        assert examiner.best is not None
-        assert examiner.best.solved
+        assert evaluator.best is not None
+        assert evaluator.best.solved
 
 
 def test_the_same_seed_gives_the_same_network() -> None:
@@ -144,17 +144,17 @@ def test_rates_and_counts_of_a_row_agree() -> None:
 def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    improve, update = Agent.improve, TrajectoryReplayBuffer.update_priorities
+    learn, give = Agent.update, TrajectoryReplayBuffer.update_priorities
 
-    def improving(agent: Agent, batch: Batch) -> torch.Tensor:
+    def learning(agent: Agent, batch: Batch) -> torch.Tensor:
         learned.append(batch.key)
-        return improve(agent, batch)
+        return learn(agent, batch)
 
     def updating(buffer: TrajectoryReplayBuffer, keys: torch.Tensor, priorities: torch.Tensor) -> None:
         given.append(keys)
-        update(buffer, keys, priorities)
+        give(buffer, keys, priorities)
 
-    monkeypatch.setattr(Agent, "improve", improving)
+    monkeypatch.setattr(Agent, "update", learning)
     monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
     trainer, _, _ = play_catch(0, updates=3, shared_draw=True, steps=2_000)
     samples = int(trainer.buffer.counters()[Counter.STEP])
@@ -183,8 +183,8 @@ def test_td_errors_become_priorities() -> None:
 def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
     device = torch.device("cuda")
     settings = Settings.for_family("catch")
-    examiner = Examiner(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
-    trainer = Trainer(Catch(32, device), examiner, settings, device=device, seed=0)
+    evaluator = Evaluator(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
+    trainer = Trainer(Catch(32, device), evaluator, settings, device=device, seed=0)
     # past the warm-up, and between the steps that are timed
     for _ in range(70):
         trainer._advance()
@@ -266,9 +266,9 @@ def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None
     summary = json.loads((finished / "summary.json").read_text())
     assert int(metadata["step"]) == summary["best_step"]
     # played again on the seeds of the last evaluation of the run
-    examiner = Examiner(Catch(32, CPU), settings, device=CPU, seed=3, stop=StopRequest())
-    examiner.examine(network, 0)
-    final = examiner.final()
+    evaluator = Evaluator(Catch(32, CPU), settings, device=CPU, seed=3, stop=StopRequest())
+    evaluator.examine(network, 0)
+    final = evaluator.final()
     assert final is not None
     assert final.return_mean == pytest.approx(summary["eval_return_mean"])
 

@@ -13,7 +13,7 @@ from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 
 from gpu_replay import Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
-from gpu_replay.device_trajectory import TrajectoryDeviceEngine
+from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.ops.counters import Counter
 
 FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from trees import check_sums
 
 from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops import eligibility_launch
+from gpu_replay.ops import eligibility
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 
@@ -201,7 +201,7 @@ def test_a_ring_of_one_step(autoreset: str, num_envs: int, device: str) -> None:
 )
 def test_programs_as_small_as_on_a_gpu(mode: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_sizes_of_a_gpu(monkeypatch)
-    assert eligibility_launch.envs_per_program(130, 4, True) == 64
+    assert eligibility.envs_per_program(130, 4, True) == 64
     with guarded():
         twins = Twins(device, 600, 130, SAMPLERS[name], mode, stack=4, n_step=3, **MODES[mode])
         live(twins, 11, restless=0.2)
@@ -271,12 +271,12 @@ def test_an_update_never_wakes_a_start(device: str) -> None:
             twins.add(0.2)
         before = twins.tested.masses()
         barred = [key for key in range(12, 52) if before[key % 40] == 0]
-        top = int(twins.tested._counters[Counter.TOP])
+        top = int(twins.tested._counters[Counter.MAX_MASS])
         assert len(barred) >= 8
         for buffer in (twins.host, twins.tested):
             keys = torch.tensor(barred * 2, device=buffer.device)
             buffer.update_priorities(keys, torch.full((len(keys),), 1e6, device=buffer.device))
         assert torch.equal(twins.tested.masses(), before)
-        assert int(twins.tested._counters[Counter.TOP]) == top
+        assert int(twins.tested._counters[Counter.MAX_MASS]) == top
         assert twins.tested.stats().stale_updates == 0
         twins.check()

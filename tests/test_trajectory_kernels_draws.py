@@ -18,7 +18,9 @@ from tolerances import close
 from trees import random_masses
 
 from gpu_replay import Combined, Field, Latest, Proportional, Uniform
-from gpu_replay.host_trajectory import TrajectoryHostEngine
+from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
+from gpu_replay.engines.storage import base_sampler
+from gpu_replay.engines.trajectory_storage import TrajectoryStorage, needs_marks
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for, new_counters
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
@@ -27,8 +29,6 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.samplers import Sampler
-from gpu_replay.storage import base_sampler
-from gpu_replay.trajectory_storage import TrajectoryStorage, needs_marks
 
 CPU = torch.device("cpu")
 FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}

@@ -19,12 +19,12 @@ from tolerances import close
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, shifts_from
-from gpu_replay.ops.weights import Weighing, weighing_of
+from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.ops.windows import powers_of
-from gpu_replay.trajectory_storage import TrajectoryStorage
 
 ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
@@ -278,7 +278,7 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
     batch, words = len(starts), streams.words(True)
     masses = torch.arange(batch, device=device) % 3 * 4
 
-    def gathered(weighing: Weighing | None) -> dict[str, Tensor]:
+    def gathered(weighing: PendingWeights | None) -> dict[str, Tensor]:
         if length is None:
             return launch_gather_windows(
                 streams.storage, starts, streams.powers, streams.counters, words=words, weighing=weighing

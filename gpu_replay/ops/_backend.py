@@ -1,8 +1,10 @@
-"""The one place that decides whether host code or Triton kernels run."""
+"""The one place that decides what runs an operation: NumPy or Numba on the host, or Triton kernels."""
 
 from __future__ import annotations
 
 import os
+from functools import lru_cache
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -41,3 +43,13 @@ def _require_triton(device: torch.device) -> None:
         raise RuntimeError(
             f"{VARIABLE}=triton on CPU tensors needs the interpreter: set TRITON_INTERPRET=1 before starting Python."
         )
+
+
+@lru_cache(maxsize=1)
+def numba_loops() -> ModuleType | None:
+    """`gpu_replay.ops.numba_loops`, or None where Numba is missing or does not support the installed NumPy."""
+    try:
+        from gpu_replay.ops import numba_loops
+    except ImportError:
+        return None
+    return numba_loops

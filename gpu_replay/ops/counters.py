@@ -17,8 +17,8 @@ class Counter:
     FIRST = 1  # smallest key that `clear` has not forgotten
     RANDOM = 2  # Philox blocks consumed
     STEP = 3  # samples drawn, the position of the beta schedule
-    TOP = 4  # largest mass ever given, 0 before any
-    PENDING_TOP = 5  # largest mass given by the add in progress
+    MAX_MASS = 4  # largest mass ever given, 0 before any
+    PENDING_MAX_MASS = 5  # largest mass given by the add in progress
     STALE = 6  # priority updates of keys that were not live
     REJECTED = 7  # non-finite priorities
     SATURATED = 8  # priorities whose mass was cut to the limit
@@ -41,7 +41,7 @@ LASTING = {
     "FIRST": Counter.FIRST,
     "RANDOM": Counter.RANDOM,
     "STEP": Counter.STEP,
-    "TOP": Counter.TOP,
+    "MAX_MASS": Counter.MAX_MASS,
     "STALE": Counter.STALE,
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,

@@ -7,16 +7,20 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from gpu_replay.ops import accelerated
+from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.priorities import DeviceMasses
+from gpu_replay.ops.ring import layout_of
 
 # slots that are summed up again at no cost beside that of the call
 _FEW_SLOTS = 512
@@ -103,315 +107,140 @@ def stream_bytes(shape: StreamShape, backend: Backend) -> int:
     return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + spans
 
 
-class HostEligibility:
-    """Host: follows the steps and keeps the trees: `tree` of masses, `marks` of ones, either or both.
+# values of a tile on a GPU: a few for each thread
+_TILE = 256
 
-    rewards: (slots,) of the ring, those of a step written before it is followed. powers: of gamma, see `powers_of`.
-    length, reward: (slots,) of the windows of eligible starts, found once, when they are complete: looking a window up
-    means a trip to memory for each of its steps, which would be made anew with every draw.
+
+def steps_at_once(count: int) -> int:
+    """Steps of one environment that a program looks at: a power of two, or 0 for none."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
+    """Environments of one program, a power of two; as many as there are where a program is dear."""
+    return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
+
+
+def _reciprocal(divisor: int) -> int:
+    """What a kernel takes instead of dividing by it."""
+    return (2**63 - 1) // divisor
+
+
+def launch_follow(
+    streams: Streams,
+    masses: DeviceMasses | None,
+    marks: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    priorities: Tensor | None,
+    source: int | None,
+    *,
+    with_final: bool,
+) -> Tensor:
+    """Device: count in the step that was just written and return its (num_envs,) keys; one launch.
+
+    masses, marks: the trees to keep, either or both.
+    terminated, truncated: (num_envs,) bool.
+    source:        where the initial mass is found if it is there; else it is the one given to `masses`.
+    with_final:    whether final observations came with the step, for `launch_keep_finals` to copy.
     """
+    from gpu_replay.kernels.eligibility import follow_kernel
 
-    def __init__(
-        self,
-        streams: Streams,
-        tree: MassTree | None,
-        marks: MassTree | None,
-        counters: np.ndarray,
-        rewards: np.ndarray,
-        powers: np.ndarray,
-    ) -> None:
-        shape = streams.shape
-        self._powers = powers[:, None]
-        self._rewards = rewards.reshape(shape.steps, shape.num_envs)
-        self.length = np.zeros(shape.slots, dtype=length_dtype(shape.n_step))
-        self.reward = np.zeros(shape.slots, dtype=np.float32)
-        self._lengths = self.length.reshape(shape.steps, shape.num_envs)
-        self._sums = self.reward.reshape(shape.steps, shape.num_envs)
-        self._shape = shape
-        self._counters = counters
-        by_step = (shape.steps, shape.num_envs)
-        self.flags = streams.flags.numpy().reshape(by_step)
-        self.depth = streams.depth.numpy().reshape(by_step)
-        self._pending = streams.pending.numpy()
-        self._final = streams.final.numpy().reshape(by_step) if shape.finals else None
-        self._owner = streams.owner.numpy()
-        self._spans = streams.spans.numpy().reshape(by_step) if shape.hindsight else None
-        self._parted = streams.parted.numpy()
-        self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
-        self._leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self._trees]
-        self._envs = np.arange(shape.num_envs, dtype=np.int64)
-        # in a ring this long no row that a step without endings touches is met twice
-        self._roomy = shape.steps > shape.n_step + shape.stack
-        self._ages = np.arange(shape.stack, dtype=np.int32)[:, None]
-        self._no_flags = bytes(shape.num_envs)
-        self._loops = accelerated.loops()
-        # rows between two that changed are summed up with them while they are few; an order is told of changes only
-        together = (shape.n_step + shape.stack) * shape.num_envs <= _FEW_SLOTS
-        self._together = together and all(each.order is None for each, _ in self._trees)
+    shape, device = streams.shape, counters.device
+    tree = masses.tree if masses is not None else marks
+    if tree is None:
+        raise RuntimeError("a trajectory buffer keeps masses, marks or both; found neither.")
+    both = marks is not None and masses is not None
+    # what lies further back than the ring is long does not count
+    ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
+    envs = envs_per_program(shape.num_envs, max(ages, frames), device.type == "cpu")
+    keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
+    follow_kernel[(-(-shape.num_envs // envs),)](
+        tree.levels,
+        () if masses is None else masses.edges,
+        marks.levels if marks is not None and both else (),
+        counters,
+        streams.flags,
+        streams.depth,
+        streams.pending,
+        streams.final,
+        streams.owner,
+        streams.spans,
+        streams.parted,
+        times_sampled,
+        keys,
+        terminated.view(torch.uint8),
+        truncated.view(torch.uint8),
+        counters if priorities is None else priorities,
+        counters if masses is None else masses.numbers,
+        counters if masses is None else masses.masses,
+        shape.num_envs,
+        shape.slots,
+        shape.stack,
+        shape.n_step,
+        shape.finals,
+        _reciprocal(shape.slots),
+        _reciprocal(shape.num_envs * (shape.n_step + 1)),
+        _reciprocal(max(1, shape.finals)),
+        LEVELS=len(tree.levels),
+        EDGES=0 if masses is None else len(masses.edges),
+        MARKS=len(tree.levels) if both else 0,
+        SHIFT=tree.fanout.bit_length() - 1,
+        ENVS=envs,
+        AGES=ages,
+        FRAMES=frames,
+        MASSES=masses is not None,
+        GIVEN=masses is not None and priorities is not None,
+        ORDERED=masses is not None and masses.ordered,
+        SOURCE=-1 if source is None else int(source),
+        NEXT_STEP=shape.next_step,
+        FINALS=with_final and shape.finals > 0,
+        HINDSIGHT=shape.hindsight,
+        TERMINATED=Flag.TERMINATED,
+        TRUNCATED=Flag.TRUNCATED,
+        DEAD=Flag.DEAD,
+        FINAL=Flag.FINAL,
+        CUT=Flag.CUT,
+        ADDED=int(Counter.ADDED),
+        FIRST=int(Counter.FIRST),
+        MAX_MASS=int(Counter.MAX_MASS),
+        PENDING_MAX_MASS=int(Counter.PENDING_MAX_MASS),
+        REJECTED=int(Counter.REJECTED),
+        SATURATED=int(Counter.SATURATED),
+        TICKET=int(Counter.TICKET),
+        EDGE_HIGH=int(Counter.EDGE_HIGH),
+        ELIGIBLE=int(Counter.ELIGIBLE),
+        KEPT=int(Counter.FINALS),
+    )
+    return keys
 
-    def follow(
-        self,
-        step: int,
-        oldest: int,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        masses: np.ndarray | None,
-        initial: int,
-        with_final: bool,
-    ) -> tuple[int, np.ndarray]:
-        """Take in the flags of one step of all environments.
 
-        step:       the number of the step; `oldest` is the first that is stored once this one is.
-        masses:     (num_envs,) given with the step, or None; a start without gets `initial`.
-        with_final: whether final observations came with the step.
+def launch_keep_finals(
+    streams: Streams,
+    pools: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
+    given: Mapping[str, Tensor],
+    counters: Tensor,
+) -> None:
+    """Device: copy the final observations that `launch_follow` kept to their rows; one launch.
 
-        returns: the largest given mass that came to count, 0 if none did; and (k,) environments whose final
-        observation is to be kept, in the rows that `final_rows` then says.
-        """
-        shape = self._shape
-        row = step % shape.steps
-        # bytes are compared faster than an array is reduced
-        rows = terminated, truncated, self.flags[row - 1]
-        if self._roomy and step and all(each.tobytes() == self._no_flags for each in rows):
-            return self._follow_on(step, row, oldest, masses, initial), self._envs[:0]
-        before = self.flags[(step - 1) % shape.steps].copy()
-        depth = self._depth(step, before)
-        # a step that was broken off from outside is followed by a first one, in every mode
-        dead = (before & (Flag.TERMINATED | Flag.TRUNCATED) != 0) & (before & Flag.CUT == 0) & shape.next_step
-        ended = terminated * np.uint8(Flag.TERMINATED) | truncated * np.uint8(Flag.TRUNCATED)
-        flags = np.where(dead, np.uint8(Flag.DEAD), ended)
-        self._revoke(row, step)
-        if self._spans is not None:
-            self._remember(self._spans, step, depth, before, dead)
-        kept = self._keep_finals(step, row, oldest, flags) if with_final and shape.finals else self._envs[:0]
-        self.flags[row] = flags
-        self.depth[row] = depth
-        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
-        return self._grant(step, oldest, flags, depth, before, initial), kept
+    pools: (finals, *shape) of each observation field. given: the same names, (num_envs, *shape).
+    """
+    from gpu_replay.kernels.eligibility import keep_finals_kernel
 
-    def _follow_on(self, step: int, row: int, oldest: int, masses: np.ndarray | None, initial: int) -> int:
-        """What `follow` does with a step in which nothing ended, after one in which nothing did: most steps.
-
-        returns: the largest given mass that came to count.
-        """
-        shape = self._shape
-        if self._spans is not None:
-            # as in `_remember`; no episode is left behind
-            np.copyto(self._parted, self._spans[row], where=self.depth[row] == 0)
-            self._spans[row] = -1
-        loops, (tree, unit) = self._loops, self._trees[0]
-        if loops is not None and len(self._trees) == 1 and tree.order is None:
-            more, largest = loops.follow_on(
-                step,
-                oldest,
-                shape.steps,
-                shape.num_envs,
-                shape.stack,
-                self.depth.reshape(-1),
-                self.flags.reshape(-1),
-                self._pending,
-                self._pending[0, :0] if masses is None else masses,
-                initial,
-                unit,
-                tree.flat,
-                tree.starts,
-                tree.fanout,
-                tree.low_array,
-                tree.high_array,
-                self._rewards.reshape(-1),
-                self._powers.reshape(-1),
-                self.reward,
-                self.length,
-            )
-            self._counters[Counter.ELIGIBLE] += more
-            return int(largest)
-        begun = (row - shape.n_step) % shape.steps
-        end = row + shape.stack
-        lost = None
-        if step >= shape.steps:
-            if end > shape.steps:
-                self._revoke(row, step)
-            else:
-                lost = self._leaves[0][row:end] > 0
-                lost &= self.depth[row:end] >= self._ages
-        depth = np.add(self.depth[row - 1], 1, out=self.depth[row])
-        self.flags[row] = 0
-        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
-        chosen, largest = self._follow_window(step, begun, depth, oldest, initial)
-        count = 0 if lost is None else np.count_nonzero(lost)
-        if lost is not None and count:
-            for leaves in self._leaves:
-                np.copyto(leaves[row:end], 0, where=lost)
-        self._counters[Counter.ELIGIBLE] += chosen - count
-        self._follow_rows(begun, chosen > 0, row, lost if count else None)
-        return largest
-
-    def _follow_rows(self, begun: int, chosen: bool, row: int, lost: np.ndarray | None) -> None:
-        """Sum up the row `begun` if starts were chosen there, and the rows from `row` on that lost some.
-
-        lost: (stack, num_envs) bool.
-        """
-        envs, end = self._shape.num_envs, row + self._shape.stack
-        for tree, _ in self._trees:
-            if chosen and lost is not None and begun < row and self._together:
-                tree.follow_range(begun * envs, end * envs)
-                continue
-            if chosen:
-                tree.follow_range(begun * envs, (begun + 1) * envs)
-            if lost is not None:
-                rows = np.flatnonzero(np.logical_or.reduce(lost, axis=1))
-                tree.follow_range((row + rows.item(0)) * envs, (row + rows.item(-1) + 1) * envs)
-
-    def _follow_window(self, step: int, row: int, depth: np.ndarray, oldest: int, initial: int) -> tuple[int, int]:
-        """Write down the windows that began `n_step` steps ago in `row` of the ring, and the masses of their starts.
-
-        returns: how many there are, and the largest given mass.
-        """
-        shape, n = self._shape, self._shape.n_step
-        start = step - n
-        if start < oldest:
-            return 0, 0
-        chosen = depth >= n
-        if start - shape.stack + 1 < oldest:
-            chosen &= start - np.minimum(depth - n, shape.stack - 1) >= oldest
-        count = int(np.count_nonzero(chosen))
-        if not count:
-            return 0, 0
-        given, largest = self._pending[start % (n + 1)], 0
-        entering: int | np.ndarray = initial
-        if np.count_nonzero(given):
-            largest = int(np.maximum.reduce(given * chosen))
-            entering = np.where(given > 0, given, initial)
-        # row upon row, so that the order of the sum is that of the steps
-        rewards = self._rewards
-        if n == 1:
-            sums = rewards[row]
-        elif row + n <= shape.steps:
-            sums = np.add.reduce(rewards[row : row + n] * self._powers[:n], axis=0)
-        else:
-            sums = np.add.reduce(rewards[np.arange(row, row + n) % shape.steps] * self._powers[:n], axis=0)
-        everywhere = True if count == shape.num_envs else chosen
-        for (_, unit), leaves in zip(self._trees, self._leaves, strict=True):
-            np.copyto(leaves[row], 1 if unit else entering, where=everywhere)
-        np.copyto(self._sums[row], sums, "same_kind", everywhere)
-        np.copyto(self._lengths[row], n, "unsafe", everywhere)
-        return count, largest
-
-    def _depth(self, step: int, before: np.ndarray) -> np.ndarray:
-        """Steps since the first of the episode, for each environment."""
-        if step == 0:
-            return np.zeros(self._shape.num_envs, dtype=np.int32)
-        over = Flag.DEAD | Flag.CUT if self._shape.next_step else Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
-        return (self.depth[(step - 1) % self._shape.steps] + 1) * (before & over == 0)
-
-    def _remember(self, spans: np.ndarray, step: int, depth: np.ndarray, before: np.ndarray, dead: np.ndarray) -> None:
-        """Note the span of each episode that this step's leaves behind, before the step's own depth is stored.
-
-        depth, before, dead: of this step, of the step before it, and whether this one is dead.
-        """
-        steps = self._shape.steps
-        row, last = step % steps, (step - 1) % steps
-        # the first step of an episode is overwritten: what is left of it is found by its environment
-        np.copyto(self._parted, spans[row], where=self.depth[row] == 0)
-        if steps > 1:
-            self.flags[last] |= dead * np.uint8(Flag.FINAL)
-        over = np.flatnonzero(depth == 0) if step else self._envs[:0]
-        if over.size:
-            behind = self.depth[last, over] + 1
-            span = behind - 1 + (before[over] & Flag.FINAL != 0)
-            held = behind < steps
-            spans[(step - behind[held]) % steps, over[held]] = span[held]
-            self._parted[over[~held]] = span[~held]
-        spans[row] = -1
-
-    def _revoke(self, row: int, step: int) -> None:
-        """Take away the starts that are overwritten, and those that lose the first frame of their stack."""
-        shape = self._shape
-        if step < shape.steps:
-            return
-        for age in range(min(shape.stack, shape.steps)):
-            other = (row + age) % shape.steps
-            # a deep stack lost its first frame steps ago
-            lost = (self.depth[other] >= age) & (self._leaves[0][other] > 0)
-            if np.logical_or.reduce(lost):
-                self._assign(other, lost, 0)
-
-    def _keep_finals(self, step: int, row: int, oldest: int, flags: np.ndarray) -> np.ndarray:
-        """Choose rows for the final observations of this step, as long as the next row is free."""
-        shape, count = self._shape, self._counters.item(Counter.FINALS)
-        ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
-        # a terminated window needs no final observation, but its goal may be wanted
-        wanted = np.flatnonzero(ended != 0 if shape.hindsight else ended == Flag.TRUNCATED)[: shape.finals]
-        places = (count + np.arange(wanted.size)) % shape.finals
-        # owners are in the order of their keys, so the free rows come first
-        free = self._owner[places] < oldest * shape.num_envs
-        kept, places = wanted[free], places[free]
-        flags[kept] |= Flag.FINAL
-        self._final_rows()[row, kept] = places
-        self._owner[places] = step * shape.num_envs + kept
-        self._counters[Counter.FINALS] = count + kept.size
-        return kept
-
-    def _final_rows(self) -> np.ndarray:
-        if self._final is None:
-            raise RuntimeError("this buffer keeps no final observations.")
-        return self._final
-
-    def final_rows(self, step: int, envs: np.ndarray) -> np.ndarray:
-        """The rows of the final observations kept at a step."""
-        return self._final_rows()[step % self._shape.steps, envs]
-
-    def _grant(
-        self, step: int, oldest: int, flags: np.ndarray, depth: np.ndarray, before: np.ndarray, initial: int
-    ) -> int:
-        """Give their masses to the starts that this step completes; returns the largest given one."""
-        shape, n = self._shape, self._shape.n_step
-        alive = flags & Flag.DEAD == 0
-        # the observation of this step ends the full windows that began n steps ago
-        top = self._complete(step, n, 0, alive, depth, oldest, initial)
-        closing = flags & (Flag.TERMINATED | Flag.FINAL) != 0
-        if np.logical_or.reduce(closing):
-            for age in range(min(n, shape.steps)):
-                top = max(top, self._complete(step, age, 1, closing, depth, oldest, initial))
-        # a dead step carries the observation that truncated windows waited for
-        waited = ~alive & (before & (Flag.TERMINATED | Flag.TRUNCATED) == Flag.TRUNCATED)
-        if np.logical_or.reduce(waited):
-            for age in range(1, min(n + 1, shape.steps)):
-                top = max(top, self._complete(step, age, 0, waited, depth, oldest, initial))
-        return top
-
-    def _complete(
-        self, step: int, age: int, own: int, chosen: np.ndarray, depth: np.ndarray, oldest: int, initial: int
-    ) -> int:
-        """Make eligible the chosen starts of `age` steps ago, if in the same episode and with their stack stored.
-
-        own: 1 where this step belongs to their windows, 0 where it only carries the observation after them.
-        """
-        shape = self._shape
-        start = step - age
-        if start < oldest:
-            return 0
-        chosen = chosen & (depth >= age)
-        if start - shape.stack + 1 < oldest:
-            chosen &= start - np.minimum(depth - age, shape.stack - 1) >= oldest
-        given = self._pending[start % (shape.n_step + 1)]
-        largest = int(np.maximum.reduce(given * chosen))
-        # most streams come without priorities of their own
-        row = start % shape.steps
-        self._assign(row, chosen, np.where(given > 0, given, initial) if largest else initial)
-        length = age + own
-        steps = np.arange(start, start + length) % shape.steps
-        # row upon row, so that the order of the sum is that of the steps
-        sums = np.add.reduce(self._rewards[steps] * self._powers[:length], axis=0)
-        np.copyto(self._sums[row], sums, "same_kind", chosen)
-        np.copyto(self._lengths[row], length, "unsafe", chosen)
-        return largest
-
-    def _assign(self, row: int, chosen: np.ndarray, masses: int | np.ndarray) -> None:
-        """Give the chosen starts of one step of the ring their masses; 0 takes them away."""
-        begin = row * self._shape.num_envs
-        end = begin + self._shape.num_envs
-        before = np.count_nonzero(self._leaves[0][row])
-        for (tree, unit), leaves in zip(self._trees, self._leaves, strict=True):
-            tree.set_range(begin, end, np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves[row]))
-        self._counters[Counter.ELIGIBLE] += np.count_nonzero(self._leaves[0][row]) - before
+    envs = streams.shape.num_envs
+    layout = layout_of([fields[name] for name in pools], envs, counters.device.type == "cpu")
+    keep_finals_kernel[(layout.programs(envs),)](
+        tuple(given[name] for name in pools),
+        tuple(pools.values()),
+        streams.flags,
+        streams.final,
+        counters,
+        envs,
+        streams.shape.slots,
+        FINAL=Flag.FINAL,
+        ADDED=int(Counter.ADDED),
+        **layout.constants(),
+    )

@@ -19,7 +19,7 @@ from gpu_replay.ops.stratified_draw import edge_blocks_per_program, locate
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS, ROUNDS_OF_FEW
 
 
-class Reach(NamedTuple):
+class DrawRange(NamedTuple):
     """What can be drawn from one tree.
 
     prefix: 0 and the inclusive prefix sums of the root.
@@ -40,7 +40,7 @@ class Reach(NamedTuple):
         return locate(self.tree, self.prefix, targets)
 
 
-def reach(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Reach:
+def reach(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> DrawRange:
     """Host: all mass but that of the newest `skipped` slots.
 
     head:   slot of the next key; the slots from it on hold the oldest keys.
@@ -52,13 +52,13 @@ def reach(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> Reach:
     np.add.accumulate(root, 0, None, prefix[1:])
     total = prefix.item(root.size)
     if not skipped and not by_key:
-        return Reach(tree, prefix, total, total, 0)
+        return DrawRange(tree, prefix, total, total, 0)
     before = _mass_before(tree, prefix, head)
     if not skipped:
-        return Reach(tree, prefix, total, total, before % max(total, 1))
+        return DrawRange(tree, prefix, total, total, before % max(total, 1))
     end = (head - skipped) % tree.slots
     newest = before - _mass_before(tree, prefix, end) + (total if end > head else 0)
-    return Reach(tree, prefix, total, total - newest, before % max(total, 1))
+    return DrawRange(tree, prefix, total, total - newest, before % max(total, 1))
 
 
 def _mass_before(tree: MassTree, prefix: np.ndarray, slot: int) -> int:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops import accelerated
+from gpu_replay.ops import _backend
+from gpu_replay.ops.batch_memory import Outputs
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams
-from gpu_replay.ops.outputs import Outputs
-from gpu_replay.ops.ring import Tile, carrier, tile_for, tile_of
-from gpu_replay.ops.weights import Weighing, part_of
+from gpu_replay.ops.ring import Tile, as_numpy, tile_for, tile_of
+from gpu_replay.ops.weights import PendingWeights, part_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -99,7 +99,7 @@ def gather_stacks(
     shape = (batch, stack, *field.shape) if stack > 1 else (batch, *field.shape)
     if not field.converts:
         out = outputs.array(name, (flat.size, *field.shape), frames.dtype)
-        loops = accelerated.loops()
+        loops = _backend.numba_loops()
         if loops is not None and stack > 1 and batch % 2 == 0 and field.row_bytes % 8 == 0:
             words = field.row_bytes // 8
             held = frames.reshape(len(frames), -1).view(np.int64)
@@ -166,7 +166,7 @@ def shift_pictures(pictures: Tensor, shifts: np.ndarray) -> Tensor:
     out = torch.empty_like(pictures)
     rows = np.clip(np.arange(height) + shifts[:, :1], 0, height - 1)
     columns = np.clip(np.arange(width) + shifts[:, 1:], 0, width - 1)
-    source, target = carrier(pictures), carrier(out)
+    source, target = as_numpy(pictures), as_numpy(out)
     for place in range(len(shifts)):
         target[place] = source[place].take(rows[place], axis=-2).take(columns[place], axis=-1)
     return out
@@ -230,7 +230,7 @@ def launch_gather_windows(
     counters: Tensor,
     *,
     words: Tensor | None = None,
-    weighing: Weighing | None = None,
+    weighing: PendingWeights | None = None,
 ) -> dict[str, Tensor]:
     """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
     one launch.
@@ -271,7 +271,7 @@ def launch_gather_sequences(
     counters: Tensor,
     *,
     words: Tensor | None = None,
-    weighing: Weighing | None = None,
+    weighing: PendingWeights | None = None,
 ) -> dict[str, Tensor]:
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], and the mask of those of its episode.
 
@@ -323,7 +323,7 @@ def _launch(
     outputs: Mapping[str, Tensor],
     span: int,
     words: Tensor | None,
-    weighing: Weighing | None,
+    weighing: PendingWeights | None,
     windows: _Windows | None,
 ) -> None:
     """Fill the outputs, which begin with the stacks, and what belongs to windows.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops import accelerated, prefix_sum
+from gpu_replay.ops import _backend, prefix_sum
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
 from gpu_replay.ops.rank_order import RankOrder
@@ -91,7 +91,7 @@ class MassTree:
         nothing = np.zeros(0, dtype=np.int64)
         self.low_array = nothing if self.low is None or not host else self.low.numpy()
         self.high_array = nothing if self.high is None or not host else self.high.numpy()
-        self.loops = accelerated.loops() if host else None
+        self.loops = _backend.numba_loops() if host else None
 
     @property
     def masses(self) -> Tensor:

@@ -16,10 +16,10 @@ from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import edge_blocks_per_program
-from gpu_replay.ops.weights import Weighing, part_of
+from gpu_replay.ops.weights import PendingWeights, part_of
 
 
-def carrier(tensor: Tensor | np.ndarray) -> np.ndarray:
+def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. An array is its own."""
     if isinstance(tensor, np.ndarray):
         return tensor
@@ -106,7 +106,7 @@ def layout_of(fields: Sequence[Field], rows: int, interpreted: bool) -> Layout:
 
 
 def launch_gather(
-    stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor, weighing: Weighing | None = None
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor, weighing: PendingWeights | None = None
 ) -> dict[str, Tensor]:
     """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch."""
     from gpu_replay.kernels.ring import gather_kernel

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops import accelerated
+from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import Counter, blocks_for
 
 # measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
@@ -44,7 +44,7 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     high = -(-count // wide)
     if count >= FEW:
         words = words[: 2 * ROUNDS]
-    loops = accelerated.loops()
+    loops = _backend.numba_loops()
     if loops is not None:
         found = np.empty(batch, dtype=np.uint64)
         loops.permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), words, found)

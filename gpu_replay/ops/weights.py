@@ -22,7 +22,7 @@ def weights_per_program(batch: int, interpreted: bool) -> int:
     return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 128
 
 
-class Weighing(NamedTuple):
+class PendingWeights(NamedTuple):
     """What the launch after a draw by priority does beside gathering: weights, and moving schedule and stream on.
 
     masses:   (B,) int64 of the rows just drawn, 0 where a row was not drawn.
@@ -40,7 +40,7 @@ class Weighing(NamedTuple):
 
 
 class LaunchPart(NamedTuple):
-    """The share of a `Weighing` in a launch: programs, pointers, numbers and compile-time numbers."""
+    """The share of a `PendingWeights` in a launch: programs, pointers, numbers and compile-time numbers."""
 
     programs: int
     pointers: tuple[Tensor, ...]
@@ -48,7 +48,7 @@ class LaunchPart(NamedTuple):
     constants: dict[str, int]
 
 
-def part_of(weighing: Weighing | None) -> LaunchPart:
+def part_of(weighing: PendingWeights | None) -> LaunchPart:
     """How a launch is told to make weights, or to make none."""
     if weighing is None:
         return LaunchPart(0, (), (0, 0.0, 0.0), {})
@@ -74,10 +74,10 @@ def part_of(weighing: Weighing | None) -> LaunchPart:
 
 def weighing_of(
     masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int, shifts: int = 0
-) -> Weighing:
+) -> PendingWeights:
     """Device: weights of the masses just drawn, for the launch that gathers the rows to make; no launch of its own.
 
-    schedule: see Weighing. shifts: random words taken after those of the `drawn`.
+    schedule: see PendingWeights. shifts: random words taken after those of the `drawn`.
     """
     weight = torch.empty(masses.numel(), dtype=torch.float32, device=masses.device)
-    return Weighing(masses, weight, counters, schedule, beta, blocks_for(drawn) + blocks_for(shifts))
+    return PendingWeights(masses, weight, counters, schedule, beta, blocks_for(drawn) + blocks_for(shifts))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu_replay.study.ranks import exact_p, group_share, pooled_spearman, resampled_spearman, spearman
-from gpu_replay.study.reading import Floats, Run, Study
+from gpu_replay.study.results import Floats, Run, Study
 
 LAST = 100
 RESAMPLES = 2000

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
+from gpu_replay.console.arguments import positive
+from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.versions import device_name, versions
 from gpu_replay.study.cliffwalk_agents import AGENTS, Outcome, solve
-from gpu_replay.training.errors import UserError, require
-from gpu_replay.training.numbers import positive
-from gpu_replay.training.versions import device_name, versions
 
 DESCRIPTION = (
     "The Blind Cliffwalk of Schaul et al. 2016 (Figure 1 and section 3): updates that tabular Q-learning needs until "

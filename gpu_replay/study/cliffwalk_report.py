@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gpu_replay.bench.markdown import table
+from gpu_replay.console.atomic_files import replace, write_text
+from gpu_replay.console.markdown import table
 from gpu_replay.study.cliffwalk_agents import AGENTS, PRIORITIZED, Outcome
 from gpu_replay.study.cliffwalk_summary import (
     NAMES,
@@ -22,7 +23,6 @@ from gpu_replay.study.cliffwalk_summary import (
     prioritized_words,
     summarise,
 )
-from gpu_replay.study.files import replace, write_text
 from gpu_replay.study.style import BAND, QUIET, colours, panels, save
 
 RUNS, PICTURE, REPORT = "cliffwalk.csv", "cliffwalk.png", "cliffwalk.md"

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gpu_replay.console.arguments import positive
+from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.interrupt import EXIT_CODES, StopRequest
 from gpu_replay.study.settings import ENVIRONMENTS, StudySettings
-from gpu_replay.training.errors import UserError, require
-from gpu_replay.training.interrupt import EXIT_CODES, StopRequest
-from gpu_replay.training.numbers import positive
 
 # `methods.METHODS` imports the buffers, and --help should not
 METHODS = ("none", "uniform", "proportional", "rank", "combined", "hindsight")
@@ -57,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Make the study as the flags say; returns the exit code. Raises UserError for what cannot be done."""
     require("gymnasium", "tqdm", "matplotlib", purpose="gpu-replay study")
-    from gpu_replay.study.pool import WorkerFailed, work
     from gpu_replay.study.progress import Forecast, clock, expected_seconds
     from gpu_replay.study.records import StudyFolder
     from gpu_replay.study.report import write_report
     from gpu_replay.study.run import RunId
+    from gpu_replay.study.workers import WorkerFailed, work
 
     began = time.perf_counter()
     settings = _settings(options)
@@ -130,8 +130,7 @@ def _cores() -> int:
 
 
 def _surroundings(jobs: int) -> dict[str, Any]:
-    from gpu_replay.machine import cpu_model
-    from gpu_replay.training.versions import versions
+    from gpu_replay.console.versions import cpu_model, versions
 
     return {"versions": versions(), "cpu": cpu_model(), "jobs": jobs}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpu_replay.study.reading import Study, label
+from gpu_replay.study.results import Study, label
 from gpu_replay.study.smoothing import WINDOW, Band, over_runs, trailing_mean
 from gpu_replay.study.style import BAND, QUIET, colours, method_legend, panels, save
 

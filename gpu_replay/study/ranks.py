@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_replay.study.reading import Floats
+from gpu_replay.study.results import Floats
 
 # resamples ranked at a time: n * n comparisons each
 CHUNK = 200

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_replay.console.errors import UserError
 from gpu_replay.study.run import Episode, RunId
-from gpu_replay.training.errors import UserError
-from gpu_replay.training.folder import SETTINGS, RunFolder
+from gpu_replay.training.run_dir import SETTINGS, RunFolder
 
 EPISODES = "episodes.csv"
 PARTS = "runs"

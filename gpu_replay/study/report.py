@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu_replay.bench.markdown import table
+from gpu_replay.console.atomic_files import replace, write_text
+from gpu_replay.console.errors import require
+from gpu_replay.console.markdown import table
 from gpu_replay.study.analysis import (
     LAST,
     LEVEL,
@@ -23,7 +25,7 @@ from gpu_replay.study.analysis import (
     mean_over_seeds,
     points,
 )
-from gpu_replay.study.files import replace, write_text
+from gpu_replay.study.findings import NOTHING, answer, chance, interval, number, place_sentence
 from gpu_replay.study.plots import (
     band_words,
     draw_durations,
@@ -32,10 +34,8 @@ from gpu_replay.study.plots import (
     draw_q_values,
     draw_td_errors,
 )
-from gpu_replay.study.reading import Run, Study, label, read_study
+from gpu_replay.study.results import Run, Study, label, read_study
 from gpu_replay.study.scatter import draw_explained, draw_final_returns
-from gpu_replay.study.wording import NOTHING, answer, chance, interval, number, place_sentence
-from gpu_replay.training.errors import require
 
 REPORT = "report.md"
 TD_COLUMNS = {"td_mean": "mean", "td_median": "median", "td_max": "max", "td_std": "std", "q_mean": "mean Q"}

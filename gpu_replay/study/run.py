@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from gpu_replay.console.seeds import stream_seed
 from gpu_replay.study.agent import Agent, Learned, smooth_l1
 from gpu_replay.study.exploration import Explorer
 from gpu_replay.study.methods import METHODS, Drawn
 from gpu_replay.study.settings import CORRELATED, AgentSettings
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
-from gpu_replay.training.seeds import stream_seed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from gpu_replay.study.analysis import LAST, PREDICTORS, Connection, Point, mean_over_seeds
-from gpu_replay.study.reading import ENVIRONMENTS, METHODS, label
+from gpu_replay.study.results import ENVIRONMENTS, METHODS, label
 from gpu_replay.study.style import colours, method_legend, panels, save
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpu_replay.study.reading import Floats
+from gpu_replay.study.results import Floats
 
 WINDOW = 20
 

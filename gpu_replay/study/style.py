@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_replay.study.reading import label
+from gpu_replay.study.results import label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.training.crossing import Crossing
 from gpu_replay.training.environments import Environment, Step
+from gpu_replay.training.pinned_transfer import Crossing
 from gpu_replay.training.stacks import FrameStack
 
 

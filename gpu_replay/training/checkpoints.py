@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpu_replay.checkpoint import MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
-from gpu_replay.durable import sync_folder
+from gpu_replay.checkpoint.format import MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.fsync import sync_folder
 from gpu_replay.errors import CheckpointError
-from gpu_replay.training.trees import join, split
+from gpu_replay.training.state_tree import join, split
 
 VERSION = 1
 REPLAY = "replay"
@@ -105,7 +105,7 @@ def _saved(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-class Keeper:
+class CheckpointManager:
     """Saves a run now and then, and at its end.
 
     folder:  of the checkpoints.

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from gpu_replay.training.errors import UserError, require
-from gpu_replay.training.folder import RunFolder
-from gpu_replay.training.numbers import natural, positive_float, whole, widths
+from gpu_replay.console.arguments import natural, positive_float, whole, widths
+from gpu_replay.console.errors import UserError, require
 from gpu_replay.training.registry import EnvironmentId, identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
+from gpu_replay.training.run_dir import RunFolder
 from gpu_replay.training.session import Plan, carry_out
 from gpu_replay.training.settings import PRESETS, Settings
 

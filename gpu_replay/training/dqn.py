@@ -53,11 +53,11 @@ class Agent:
 
         batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`.
         """
-        td_error = self.improve(batch)
-        self.improved()
+        td_error = self.update(batch)
+        self.after_update()
         return td_error
 
-    def improve(self, batch: Batch) -> Tensor:
+    def update(self, batch: Batch) -> Tensor:
         """The part of `learn` that happens on the device, and can be captured in a CUDA graph."""
         chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
         target = batch.reward + batch.discount * self._next_value(batch.next_obs)
@@ -71,7 +71,7 @@ class Agent:
             self._sums += torch.stack((loss, td_error.mean(), chosen.mean()))
         return td_error
 
-    def improved(self) -> None:
+    def after_update(self) -> None:
         """The part of `learn` that the host decides, after each `improve`: when the target network follows."""
         self.updates += 1
         self._summed += 1

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.console.seeds import Stream, stream_seed
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.exploration import greedy_actions
-from gpu_replay.training.interrupt import StopRequest
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.seeds import Stream, stream_seed
 from gpu_replay.training.settings import Settings
 
 CONFIRMATIONS = 3
@@ -52,7 +52,7 @@ class Best:
         return self.solved, self.evaluation.return_mean
 
 
-class Examiner:
+class Evaluator:
     """Evaluates networks in environments of its own and keeps the best.
 
     environment: `settings.eval_episodes` parallel environments.

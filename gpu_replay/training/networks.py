@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from gpu_replay.console.errors import UserError
 from gpu_replay.fields import Field
-from gpu_replay.training.errors import UserError
 from gpu_replay.training.settings import Settings
 
 # (channels, kernel, stride) of each convolution

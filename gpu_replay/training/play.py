@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
+from gpu_replay.console.arguments import natural, positive, share
+from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.actors import Actors
-from gpu_replay.training.errors import UserError, require
 from gpu_replay.training.exploration import greedy_actions
-from gpu_replay.training.film import Film, check_output, write_film
-from gpu_replay.training.folder import NETWORK
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.numbers import natural, positive, share
 from gpu_replay.training.registry import EnvironmentId, identify
-from gpu_replay.training.scenes import CPU, Scene, make_scene
-from gpu_replay.training.seeds import stream_seed
+from gpu_replay.training.rendering import CPU, Scene, make_scene
+from gpu_replay.training.run_dir import NETWORK
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.video import Film, check_output, write_film
 
 FILM = "episode.gif"
 DESCRIPTION = """\

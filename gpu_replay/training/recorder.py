@@ -17,10 +17,10 @@ import torch
 
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.evaluation import Evaluation
-from gpu_replay.training.folder import CURVE, NETWORK, PROGRESS, TENSORBOARD, RunFolder
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.plots import draw_curve
+from gpu_replay.training.run_dir import CURVE, NETWORK, PROGRESS, TENSORBOARD, RunFolder
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.summary import draw_curve
 
 COLUMNS = (
     "step",

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
+from gpu_replay.console.errors import UserError, require
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.environments import Environment
-from gpu_replay.training.errors import UserError, require
-from gpu_replay.training.hosted import is_image, make_atari, make_gymnasium, spaces
 from gpu_replay.training.settings import Family, Settings
+from gpu_replay.training.vector_envs import is_image, make_atari, make_gymnasium, spaces
 
 
 @dataclass(frozen=True)

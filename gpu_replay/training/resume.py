@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from gpu_replay.console.errors import UserError
+from gpu_replay.engines.storage import check_device
 from gpu_replay.errors import CheckpointError
-from gpu_replay.storage import check_device
 from gpu_replay.training.checkpoints import SavedRun, latest
-from gpu_replay.training.errors import UserError
-from gpu_replay.training.folder import CHECKPOINT, SETTINGS, SUMMARY, RunFolder
 from gpu_replay.training.registry import identify
-from gpu_replay.training.session import Earlier, Plan
+from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunFolder
+from gpu_replay.training.session import Plan, ResumeState
 from gpu_replay.training.settings import Settings
 
 # what settings.json says beside the settings of the agent
@@ -80,7 +80,7 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
         checkpoint_every=options.checkpoint_every,
         checkpoint_replay=options.checkpoint_replay,
         began=began,
-        earlier=Earlier(state, saved.replay),
+        earlier=ResumeState(state, saved.replay),
     )
 
 

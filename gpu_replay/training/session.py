@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
 from gpu_replay.errors import CheckpointError
-from gpu_replay.training.checkpoints import Keeper, Saveable
-from gpu_replay.training.errors import UserError
-from gpu_replay.training.evaluation import Evaluation, Examiner
-from gpu_replay.training.folder import CHECKPOINT, SETTINGS, SUMMARY, RunFolder
-from gpu_replay.training.interrupt import EXIT_CODES, Stopped, StopRequest
+from gpu_replay.training.checkpoints import CheckpointManager, Saveable
+from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.recorder import Recorder
 from gpu_replay.training.registry import EnvironmentId, make_environment
+from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunFolder
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.summary import closing_words, summarize
 from gpu_replay.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Earlier:
+class ResumeState:
     """The part of a run that was done before: its state, and where its replay buffer lies if it was saved."""
 
     state: Mapping[str, Any]
@@ -52,7 +52,7 @@ class Plan:
     checkpoint_every: float
     checkpoint_replay: bool
     began: float
-    earlier: Earlier | None = None
+    earlier: ResumeState | None = None
 
 
 class Session:
@@ -67,7 +67,7 @@ class Session:
             stack.enter_context(closing(make_environment(plan.environment, count, settings, device)))
             for count in (settings.num_envs, settings.eval_episodes)
         )
-        self._examiner = Examiner(evaluation, settings, device=device, seed=plan.seed, stop=stop)
+        self._examiner = Evaluator(evaluation, settings, device=device, seed=plan.seed, stop=stop)
         try:
             buffer = None
             if earlier is not None and earlier.replay is not None:
@@ -79,7 +79,7 @@ class Session:
             raise UserError(f"--resume: {error}") from None
         if earlier is not None:
             self._trainer.restore(earlier.state["trainer"], filled=buffer is not None)
-            self._examiner.restore(earlier.state["examiner"], self._trainer.agent.online)
+            self._examiner.restore(earlier.state["evaluator"], self._trainer.agent.online)
         plan.folder.open()
         identity = {"env": plan.environment.name, "seed": plan.seed, "device": str(device)}
         plan.folder.write_json(SETTINGS, identity | settings.to_dict())
@@ -100,16 +100,16 @@ class Session:
 
     def run(self) -> str:
         """Learn, evaluate, and write all files but the summary; returns why the run ended."""
-        plan, trainer, examiner, recorder = self._plan, self._trainer, self._examiner, self._recorder
-        keeper = Keeper(plan.folder.path / CHECKPOINT, plan.checkpoint_every, self._collect)
+        plan, trainer, evaluator, recorder = self._plan, self._trainer, self._examiner, self._recorder
+        keeper = CheckpointManager(plan.folder.path / CHECKPOINT, plan.checkpoint_every, self._collect)
         reason = trainer.run(recorder, self._stop, plan.max_seconds, keeper)
         self._fresh: Evaluation | None = None
         try:
             self._stop.check()
-            self._fresh = examiner.final()
+            self._fresh = evaluator.final()
         except Stopped as stopped:
             reason = stopped.reason
-        if examiner.best is None:
+        if evaluator.best is None:
             recorder.save(trainer.agent.online, trainer.step)
         recorder.draw()
         return reason
@@ -138,7 +138,7 @@ class Session:
             "settings": self._plan.settings.to_dict(),
             "wall_seconds": self._wall_seconds,
             "trainer": self._trainer.state(),
-            "examiner": self._examiner.state(),
+            "evaluator": self._examiner.state(),
             "recorder": self._recorder.state(),
         }
         return self._trainer.step, state, self._trainer.buffer if self._plan.checkpoint_replay else None

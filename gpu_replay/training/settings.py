@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpu_replay.training.errors import UserError
+from gpu_replay.console.errors import UserError
 
 Family = Literal["catch", "vector", "image", "atari", "atari-cuda"]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_replay.training.evaluation import Evaluation, Examiner
+from gpu_replay.console.versions import device_name, versions
+from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.trainer import Trainer
-from gpu_replay.training.versions import device_name, versions
 
 
 def summarize(
-    trainer: Trainer, examiner: Examiner, fresh: Evaluation | None, *, stopped_by: str, seed: int, wall_seconds: float
+    trainer: Trainer, evaluator: Evaluator, fresh: Evaluation | None, *, stopped_by: str, seed: int, wall_seconds: float
 ) -> dict[str, Any]:
     """The figures of a run.
 
@@ -22,7 +23,7 @@ def summarize(
     seconds of the learning loop, its parts scaled up from timed steps on CUDA; `replay_share` is the share of replay in
     it, as `Trainer.shares` finds it. Call this last: it may go on learning.
     """
-    best = examiner.best
+    best = evaluator.best
     reported = fresh if fresh is not None or best is None else best.evaluation
     shares = trainer.shares()
     loop_seconds = max(trainer.loop_seconds, 1e-9)
@@ -52,7 +53,7 @@ def summarize(
         "replay_share": shares["replay"],
         "time_split": {part: share * loop_seconds for part, share in shares.items()},
         "loop_seconds": loop_seconds,
-        "evaluation_seconds": examiner.seconds,
+        "evaluation_seconds": evaluator.seconds,
         "checkpoint_seconds": trainer.checkpoint_seconds,
         "resumed": trainer.resumed,
         "replay_bytes": trainer.buffer.nbytes,
@@ -80,3 +81,49 @@ def closing_words(summary: dict[str, Any], folder: Path) -> str:
         f"replay {summary['replay_share']:.1%} of the learning loop\n"
         f"written to {folder}"
     )
+
+
+def draw_curve(
+    path: Path,
+    title: str,
+    rows: Sequence[dict[str, float]],
+    evaluations: Sequence[tuple[int, float, float]],
+    threshold: float | None,
+) -> None:
+    """Return and episode length over environment steps, one above the other, as a PNG.
+
+    rows:        of progress.csv.
+    evaluations: (step, mean return, mean length) of the greedy policy.
+    threshold:   the return at which the environment counts as solved, or None.
+    """
+    # the figure is made without pyplot, which would look for a display and keep global state
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    returns, lengths = figure.subplots(2, 1, sharex=True)
+    steps = [row["step"] for row in rows]
+    panels = ((returns, "return_mean", 1, "return of an episode"), (lengths, "length_mean", 2, "steps in an episode"))
+    for axes, column, position, label in panels:
+        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label="training, mean of the last episodes")
+        if evaluations:
+            axes.plot(
+                [each[0] for each in evaluations],
+                [each[position] for each in evaluations],
+                color="tab:orange",
+                marker="o",
+                markersize=4,
+                linewidth=1,
+                label="evaluation, greedy",
+            )
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    if threshold is not None:
+        returns.axhline(threshold, color="tab:green", linestyle="--", linewidth=1, label=f"solved at {threshold:g}")
+    returns.set_title(title)
+    returns.legend(loc="best", fontsize="small")
+    lengths.set_xlabel("environment steps")
+    lengths.xaxis.set_major_formatter(EngFormatter())
+    canvas.print_png(path)

@@ -14,22 +14,22 @@ from typing import Any, Protocol
 import torch
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
+from gpu_replay.console.interrupt import Stopped, StopRequest
+from gpu_replay.console.seeds import stream_seed
 from gpu_replay.ops.counters import Counter
 from gpu_replay.training.actors import Actors
-from gpu_replay.training.captured import CapturedStep
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
-from gpu_replay.training.evaluation import Evaluation, Examiner
-from gpu_replay.training.interrupt import Stopped, StopRequest
+from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.graphed_step import CapturedStep
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
-from gpu_replay.training.seeds import stream_seed
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
 
 # batches from which the whitening of images is found
-LOOKED_AT = 16
+WHITENING_BATCHES = 16
 
 
 class Listener(Protocol):
@@ -58,7 +58,7 @@ class Saver(Protocol):
 
 
 class Trainer:
-    """One run of the agent; `examiner` plays in environments of its own.
+    """One run of the agent; `evaluator` plays in environments of its own.
 
     buffer: what a resumed run goes on with; made anew without it.
 
@@ -70,7 +70,7 @@ class Trainer:
     def __init__(
         self,
         environment: Environment,
-        examiner: Examiner,
+        evaluator: Evaluator,
         settings: Settings,
         *,
         device: torch.device,
@@ -84,7 +84,7 @@ class Trainer:
         self.settings = settings
         self.device = device
         self.environment = environment
-        self.examiner = examiner
+        self.evaluator = evaluator
         self.agent = Agent(network, settings, device, stream_seed(seed, "actions"))
         # an empty buffer counts as false
         self.buffer = buffer if buffer is not None else make_buffer(spec, settings, device, stream_seed(seed, "replay"))
@@ -273,15 +273,15 @@ class Trainer:
         """Steps whose windows are open."""
         return self.settings.n_step * self.environment.num_envs
 
-    def _look(self) -> None:
+    def _fit_whitening(self) -> None:
         """What the warm-up looks like, before the first update."""
         if self.settings.whiten:
-            batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(LOOKED_AT)]
+            batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
             self.agent.whiten(torch.cat(batches))
 
     def _learn(self) -> None:
         if self.agent.updates == 0 and self.settings.updates:
-            self._look()
+            self._fit_whitening()
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
         if self._update_captured.enabled and not self._update_captured.captured:
             self.watch.skip()
@@ -292,7 +292,7 @@ class Trainer:
             else:
                 self._update(self.watch.lap)
             for _ in range(together):
-                self.agent.improved()
+                self.agent.after_update()
         self.watch.lap("learn")
 
     def _update(self, lap: Callable[[Part], None]) -> None:
@@ -302,7 +302,7 @@ class Trainer:
         lap("replay")
         # every so many rows make a batch, since rows that stand together come from neighbouring strata
         parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
-        td_errors = [self.agent.improve(part) for part in parts]
+        td_errors = [self.agent.update(part) for part in parts]
         lap("learn")
         if self._prioritized:
             self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
@@ -331,9 +331,9 @@ class Trainer:
         return shares
 
     def _evaluate(self, listener: Listener) -> None:
-        evaluation, self._solved = self.examiner.examine(self.agent.online, self.step)
+        evaluation, self._solved = self.evaluator.examine(self.agent.online, self.step)
         self._evaluated = self.step
-        best = self.examiner.best
+        best = self.evaluator.best
         is_best = best is not None and best.step == self.step
         listener.evaluated(self.step, evaluation, best.network if best is not None and is_best else None)
 
@@ -343,7 +343,7 @@ class Trainer:
         updates, seconds = self.agent.updates, self.seconds
         last_step, last_updates, last_seconds = self._last_mark
         # evaluations and checkpoints are not learning time
-        loop_seconds = seconds - self.examiner.seconds - self.checkpoint_seconds
+        loop_seconds = seconds - self.evaluator.seconds - self.checkpoint_seconds
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         self._last_mark = (self.step, updates, loop_seconds)
         self._logged = self.step

@@ -1,0 +1,315 @@
+"""What an H200 should take for each bar, worked out before one was measured: bytes, launches, trips to memory.
+
+The counts follow from the code (levels of the tree, launches of each call), not from a measurement; what a byte, a
+launch and a trip cost is a data sheet's word or an assumption, and says so. Once there are records of a GPU, their
+figures stand beside the expectation in the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from gpu_replay.console.markdown import table
+from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
+from gpu_replay.ops.priorities import keys_together
+
+from .cases import KEY, MASS, PRIORITY, PROBABILITY, WEIGHT, short
+from .record import Record
+from .rows import DTYPES, ROW_BYTES
+
+# bytes a second of an H200's memory, as its data sheet says
+DATA_SHEET = 4.8e12
+# microseconds of a launch replayed in a graph, and of a trip to memory that waits for the one before it: assumptions
+LAUNCH = 2.0, 3.0
+TRIP = 0.8
+# what memory moves at least
+SECTOR = 32
+FRAME = 84 * 84
+STACK = 4
+OURS = "gpu_replay"
+BASELINE = "cumsum + searchsorted + scatter"
+NOT_MEASURED = "not measured yet"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call does.
+
+    must:     bytes that have to move whoever does it: what is given, wanted and kept.
+    touched:  bytes of all sectors that are read or written, at most: the inside of the tree among them.
+    launches: kernels, and operations of torch, one after another.
+    trips:    loads each of which needs the answer of the one before.
+    """
+
+    must: int = 0
+    touched: int = 0
+    launches: int = 0
+    trips: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.must + other.must,
+            self.touched + other.touched,
+            self.launches + other.launches,
+            self.trips + other.trips,
+        )
+
+    @property
+    def microseconds(self) -> tuple[float, float]:
+        """From the bytes at full bandwidth and the cheaper launches alone, to the dearer ones with every trip paid."""
+        moving = self.touched / DATA_SHEET * 1e6
+        low, high = (moving + self.launches * each for each in LAUNCH)
+        return low, high + self.trips * TRIP
+
+
+def levels(slots: int) -> list[int]:
+    """Nodes of each level of the device's tree, leaves first."""
+    return level_sizes(slots, fanout_for("triton"), root_limit_for("triton"))
+
+
+def sectors(nbytes: int) -> int:
+    """Bytes of the sectors that hold so many consecutive bytes from a sector's start on."""
+    return -(-nbytes // SECTOR) * SECTOR
+
+
+def draw(slots: int, batch: int, *, gathered: bool = False) -> Work:
+    """Slots by mass, and their weights: each draw reads one block of every level, distinct ones once.
+
+    gathered: whether rows are gathered as well, by the launch that makes the weights.
+    """
+    fanout = fanout_for("triton")
+    blocks = sum(min(batch, size // fanout) for size in levels(slots)) * fanout * MASS
+    per_draw = KEY + KEY + MASS + PROBABILITY + 2 * SECTOR + MASS + WEIGHT
+    must = batch * (MASS + KEY)
+    # the root and the counters are asked for together, then one level after the other; weights wait for the lowest, but
+    # no longer than a gather for its slots
+    apart = 0 if gathered else 1
+    return Work(must, blocks + batch * per_draw, launches=1 + apart, trips=len(levels(slots)) + apart)
+
+
+def update(slots: int, batch: int) -> Work:
+    """New masses: the last position of each key is left on its slot, then leaves and ancestors change."""
+    above = sum(min(batch * SECTOR, size * MASS) for size in levels(slots)[1:])
+    per_key = 2 * KEY + PRIORITY + 4 * SECTOR + 2 * SECTOR
+    must = batch * (KEY + PRIORITY + 2 * MASS)
+    together = keys_together(batch, False) > 0
+    # key, stamp and leaf; the key of many is asked for once more before
+    return Work(must, batch * per_key + 2 * above, launches=1 if together else 2, trips=3 if together else 4)
+
+
+def build(slots: int) -> Work:
+    """All sums from the leaves: a kernel a level, whose sums are copied behind zeros."""
+    sizes = levels(slots)
+    read = sum(below for below, _ in pairwise(sizes)) * MASS
+    written = sum(3 * above + above for above in sizes[1:]) * MASS
+    return Work(slots * MASS, read + written, launches=3 * (len(sizes) - 1), trips=len(sizes) - 1)
+
+
+def gather_rows(batch: int) -> Work:
+    """Five small fields, each in a tensor of its own."""
+    stored = sum(sectors(_bytes_of(name)) for name in DTYPES)
+    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, trips=2)
+
+
+def gather_packed(batch: int) -> Work:
+    """One `index_select` of rows that hold the same bytes; a row begins anywhere in a sector."""
+    stored = -(-(ROW_BYTES + SECTOR - 1) // SECTOR) * SECTOR
+    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, trips=2)
+
+
+def gather_frames(batch: int, itemsize: int, *, distinct: int = 2 * STACK) -> Work:
+    """Stacks before and after as numbers of `itemsize` bytes; distinct: frames among them that differ."""
+    written = 2 * STACK * FRAME * itemsize
+    must = batch * (KEY + distinct * FRAME + written)
+    return Work(must, must + batch * 4 * SECTOR, launches=1, trips=4)
+
+
+def draw_and_update(slots: int, batch: int) -> Work:
+    """Sample and update of the index alone."""
+    return draw(slots, batch) + update(slots, batch)
+
+
+def by_torch(slots: int, batch: int) -> Work:
+    """The same by `cumsum`, `searchsorted` and `index_copy_` on float64: every call sums up everything."""
+    touched = 2 * slots * 8 + batch * 12 * 8
+    return Work(batch * (MASS + KEY + KEY + PRIORITY + 2 * MASS), touched, TORCH_LAUNCHES, slots.bit_length())
+
+
+# operations of torch in one draw and update of `baselines.CumulativeSums`; a test counts them
+TORCH_LAUNCHES = 11
+
+
+def atari_step(slots: int, added: int, batch: int) -> Work:
+    """Add a step of `added` environments, sample `batch` stacks as bfloat16, one step on, and update."""
+    # frames, reward, flags and endings in and out; then flags, depth, masses and the nodes above change
+    per_env = 2 * (FRAME + 8 + 4 + 2) + 6 * SECTOR + 2 * SECTOR * len(levels(slots))
+    add = Work(2 * added * FRAME, added * per_env, launches=2, trips=4)
+    # consecutive stacks share all frames but one
+    gathered = gather_frames(batch, 2, distinct=STACK + 1)
+    return add + draw(slots, batch, gathered=True) + gathered + update(slots, batch)
+
+
+def _bytes_of(name: str) -> int:
+    shape, dtype = DTYPES[name]
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+Reading = Callable[[Sequence[Record]], str | None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of the table.
+
+    asked:   what is asked for.
+    work:    what this package does.
+    expects: what follows for the ratio that is asked for.
+    read:    what records of a GPU say, None where they do not.
+    """
+
+    name: str
+    asked: str
+    work: Work
+    expects: str
+    read: Reading
+
+
+def _median(records: Sequence[Record], case: str, implementation: str = OURS) -> Record | None:
+    found = [r for r in records if (r.suite, r.case, r.implementation) == ("kernels", case, implementation)]
+    # what was replayed counts more than what was launched
+    return max(found, key=lambda record: (record.clock == "graph", record.environment.date), default=None)
+
+
+def _ratio(case: str, implementation: str, other: str = "") -> Reading:
+    """How many times the time of this package's case another one takes."""
+
+    def read(records: Sequence[Record]) -> str | None:
+        mine, theirs = _median(records, case), _median(records, other or case, implementation)
+        if mine is None or theirs is None:
+            return None
+        return f"{theirs.median / mine.median:.2f}x ({mine.median:.1f} µs)"
+
+    return read
+
+
+def _times(case: str, implementation: str, other: str = "") -> Reading:
+    """How many times as long as another this package's case takes."""
+
+    def read(records: Sequence[Record]) -> str | None:
+        mine, theirs = _median(records, case), _median(records, other or case, implementation)
+        if mine is None or theirs is None:
+            return None
+        return f"{mine.median / theirs.median:.2f}x ({mine.median:.1f} µs)"
+
+    return read
+
+
+def _share(case: str) -> Reading:
+    def read(records: Sequence[Record]) -> str | None:
+        mine = _median(records, case)
+        return None if mine is None or mine.copy_share is None else f"{mine.copy_share:.1%} ({mine.median:.1f} µs)"
+
+    return read
+
+
+def _whole_step(added: int, batch: int) -> Reading:
+    def read(records: Sequence[Record]) -> str | None:
+        found = [
+            record
+            for record in records
+            if (record.operation, record.added, record.batch) == ("frame-cycle", added, batch)
+            and record.implementation == OURS
+            and record.clock == "graph"
+        ]
+        return f"{found[-1].median:.1f} µs" if found else None
+
+    return read
+
+
+def _span(values: tuple[float, float], unit: str = "", digits: int = 1) -> str:
+    return f"{values[0]:.{digits}f} to {values[1]:.{digits}f}{unit}"
+
+
+def _between(mine: Work, theirs: Work) -> str:
+    """How many times our time theirs is, launches costing the same on both sides."""
+    ratios = sorted(b / a for a, b in zip(mine.microseconds, theirs.microseconds, strict=True))
+    return _span((ratios[0], ratios[1]), "x")
+
+
+def _of_bandwidth(work: Work) -> str:
+    shares = sorted(work.must / (each / 1e6) / DATA_SHEET for each in work.microseconds)
+    return f"{shares[0]:.0%} to {shares[1]:.0%} of the data sheet"
+
+
+def bars() -> list[Bar]:
+    """Every bar, in the order in which they are asked for."""
+    found = []
+    for slots, asked in ((10**6, 3), (10**7, 10), (10**8, 50)):
+        case, mine = f"draw-update/N={short(slots)}/B=256", draw_and_update(slots, 256)
+        found.append(Bar(case, f"≥ {asked}x torch", mine, _between(mine, by_torch(slots, 256)), _ratio(case, BASELINE)))
+    frames = gather_frames(4096, 2)
+    case = "frame-gather-bf16/N=1M/B=4096"
+    found.append(Bar(case, "≥ 85% of copy", frames, _of_bandwidth(frames), _share(case)))
+    for batch in (4096, 65_536):
+        case, mine, packed = f"row-gather/N=1M/B={batch}", gather_rows(batch), gather_packed(batch)
+        read = _times(case, "index_select of packed rows alone")
+        found.append(Bar(case, "≤ 1.3x index_select", mine, _between(packed, mine), read))
+    case, mine = "draw-update/N=1M/B=256", draw_and_update(10**6, 256)
+    empty = Work(launches=1)
+    found.append(Bar(case, "≤ 4x empty kernel", mine, _between(empty, mine), _times(case, OURS, "empty")))
+    few, many = draw_and_update(10**4, 256), draw_and_update(10**8, 256)
+    read = _times("draw-update/N=100M/B=256", OURS, "draw-update/N=10k/B=256")
+    found.append(Bar("draw-update, N=10k to 100M", "< 3x", many, _between(few, many), read))
+    built = build(10**8)
+    found.append(Bar("tree-build/N=100M", "≥ 70% of copy", built, _of_bandwidth(built), _share("tree-build/N=100M")))
+    case, mine = "update/N=1M/B=4096", update(10**6, 4096)
+    allowed = f"if its trees take {_span((10 * mine.microseconds[0], 10 * mine.microseconds[1]), ' µs', 0)} or more"
+    found.append(Bar(case, "≥ 10x TorchRL", mine, allowed, _ratio(case, "torchrl")))
+    step = atari_step(10**6, 128, 512)
+    found.append(
+        Bar("Atari step, E=128, B=512", "< 100 µs", step, _span(step.microseconds, " µs"), _whole_step(128, 512))
+    )
+    return found
+
+
+def expected_table(records: Sequence[Record]) -> str:
+    """Bars down; what is expected, and what records of a GPU say."""
+    measured = [record for record in records if record.environment.device != "cpu"]
+    rows = []
+    for bar in bars():
+        rows.append(
+            [
+                bar.name,
+                bar.asked,
+                f"{bar.work.launches}",
+                f"{bar.work.must / 1000:,.0f}",
+                f"{bar.work.touched / 1000:,.0f}",
+                f"{bar.work.touched / DATA_SHEET * 1e6:,.1f}",
+                f"{bar.work.trips}",
+                _span(bar.work.microseconds),
+                bar.expects,
+                bar.read(measured) or NOT_MEASURED,
+            ]
+        )
+    header = ["bar", "asked", "launches", "KB that must move", "KB touched", "at full bandwidth, µs", "trips"]
+    return table([*header, "expected, µs", "expected, as asked", "measured"], rows)
+
+
+_NOTE = (
+    "KB of 1,000 bytes. What must move is given, wanted or kept, whoever does it; touched are all 32-byte sectors that "
+    "the kernels read or write, the inside of the tree among them, at most once for every draw. The bandwidth is that "
+    f"of an H200's data sheet, {DATA_SHEET / 1e12:.1f} TB/s. Assumed, not measured: a launch replayed in a graph takes "
+    f"{LAUNCH[0]:.0f} to {LAUNCH[1]:.0f} µs, and a trip to memory that waits for the one before it {TRIP} µs more. The "
+    "lower time is that of bytes and cheap launches, the upper that of dear launches and every trip. torch's "
+    "operations count as launches, one each, its bytes and trips in the same way."
+)
+
+
+def section(records: Sequence[Record]) -> str:
+    """The table and how to read it, for the marked place in a document."""
+    return f"{expected_table(records)}\n\n{_NOTE} Reproduce the last column: `bench/on_gpu.sh kernels-and-bench`."

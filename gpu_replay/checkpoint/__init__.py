@@ -1,0 +1,1 @@
+"""Checkpoints on disk: the format, its shards, atomic replacement, and the state of a buffer."""

@@ -1,0 +1,67 @@
+"""What a file system promises about names and power cuts, and the lock that keeps two savers apart."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from gpu_replay.errors import CheckpointError
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. Windows does that by itself and cannot open a folder."""
+    if sys.platform != "win32":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def require_free(folder: Path, needed: int) -> None:
+    """Raise OSError (no space left) if `needed` bytes do not fit on the disk of `folder`, before any are written."""
+    usage = shutil.disk_usage(folder)
+    # some network file systems report no sizes at all
+    if usage.total and needed > usage.free:
+        raise OSError(errno.ENOSPC, f"no space left on the disk: {needed} bytes are needed and {usage.free} are free")
+
+
+@contextmanager
+def save_lock(folder: Path, target: Path) -> Iterator[None]:
+    """Hold the lock of `folder` while saving to `target`; the system drops it with the process, however that ends.
+
+    Raises CheckpointError if another save holds it. File systems without locks, and Windows, go without: there, two
+    savers of one path are the user's to avoid.
+    """
+    if sys.platform == "win32" or not folder.is_dir():
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the saver that held it may have renamed the folder between the two lines above
+            busy = not folder.is_dir() or not os.path.samestat(os.stat(folder), os.fstat(descriptor))
+        except BlockingIOError:
+            busy = True
+        except OSError:
+            busy = False
+        if busy:
+            raise CheckpointError(f"another save to {target} is under way. Wait for it, or save to another path.")
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What every command of `gpu-replay` shares: arguments, errors, versions, progress bars, files, tables."""

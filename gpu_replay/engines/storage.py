@@ -1,0 +1,220 @@
+"""The ring of preallocated tensors, and how many bytes it will take before it is made.
+
+On the host the small fields of a transition lie side by side in one record: a transition is then one trip to memory
+instead of one for each field.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops.mass_tree import tree_bytes
+from gpu_replay.ops.rank_draw import ranks_bytes
+from gpu_replay.ops.rank_draw_host import host_ranks_bytes
+from gpu_replay.samplers import Combined, Proportional, RankBased, Sampler, Uniform
+
+MAX_CAPACITY = 2**31 - 1
+# bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
+_SMALL_ROW = 256
+
+
+def base_sampler(sampler: Sampler) -> Sampler:
+    """The sampler that holds priorities, if any does: what `Combined` is built on, or the sampler itself."""
+    return sampler.base if isinstance(sampler, Combined) else sampler
+
+
+def estimate(
+    capacity: int, fields: Mapping[str, Field], sampler: Sampler | None = None, backend: Backend = "host"
+) -> dict[str, int]:
+    """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
+    sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
+    if backend == "host":
+        padding = record_layout(fields).padding
+        if padding:
+            sizes["alignment"] = capacity * padding
+    sizes["times_sampled"] = capacity * torch.int32.itemsize
+    base = base_sampler(sampler if sampler is not None else Uniform())
+    if isinstance(base, Proportional):
+        low, high = base.normalize == "buffer", base.initial == "stored"
+        sizes["priorities"] = tree_bytes(capacity, backend, low=low, high=high)
+        if backend == "triton":
+            sizes["priorities"] += capacity * torch.int32.itemsize
+    if isinstance(base, RankBased):
+        sizes["priorities"] = tree_bytes(capacity, backend, high=base.initial == "stored", summed=False)
+        sizes["ranks"] = host_ranks_bytes(capacity, base.resort_every)
+        if backend == "triton":
+            sizes["priorities"] += capacity * torch.int32.itemsize
+            sizes["ranks"] = ranks_bytes(capacity)
+    return sizes
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on the device, or None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
+    return min(found) if found else None
+
+
+def _available_memory() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _left_in_cgroup() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text(encoding="ascii").strip()
+        used = (root / "memory.current").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(used)
+
+
+def size_table(sizes: Mapping[str, int]) -> str:
+    """The sizes and their sum, one aligned line each."""
+    rows = [*sizes.items(), ("total", sum(sizes.values()))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {size:>20,} bytes  {size / 1e9:10.3f} GB" for name, size in rows)
+
+
+def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
+    """Raise MemoryError with a per-field table unless the bytes fit what is free on the device."""
+    free = free_bytes(device)
+    needed = sum(sizes.values())
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"the buffer needs {needed:,} bytes on {device}, where {free:,} are free:\n{size_table(sizes)}\n"
+            "Lower the capacity, or store fields in smaller dtypes."
+        )
+
+
+def check_capacity(capacity: object) -> int:
+    """The capacity as an int, or TypeError / ValueError."""
+    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)):
+        raise TypeError(f"capacity must be an int; found {capacity!r}.")
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise ValueError(f"capacity must be from 1 to {MAX_CAPACITY:,} transitions; found {capacity:,}.")
+    return int(capacity)
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device to build on: the current CUDA device when none is named and there is one, else the CPU.
+
+    Raises ValueError for a device that this package or this machine does not have.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f'device {str(device)!r}: torch finds no CUDA device here; use device="cpu".')
+        index = torch.cuda.current_device() if found.index is None else found.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here.")
+        found = torch.device("cuda", index)
+    choose(found)
+    return found
+
+
+class RecordLayout(NamedTuple):
+    """How small fields lie in a record.
+
+    offsets: name to byte offset, of the fields that are in it; empty where each field has memory of its own.
+    size:    bytes of a record, `padding` of them for alignment.
+    """
+
+    offsets: dict[str, int]
+    size: int
+    padding: int
+
+
+def record_layout(fields: Mapping[str, Field]) -> RecordLayout:
+    """Widest types first, so that all are aligned; a single small field needs no record."""
+    small = {name: field for name, field in fields.items() if field.row_bytes <= _SMALL_ROW}
+    if len(small) < 2:
+        return RecordLayout({}, 0, 0)
+    offsets, end = {}, 0
+    for name in sorted(small, key=lambda name: -small[name].dtype.itemsize):
+        offsets[name] = end
+        end += small[name].row_bytes
+    widest = max(field.dtype.itemsize for field in small.values())
+    size = -(-end // widest) * widest
+    return RecordLayout(offsets, size, size - end)
+
+
+def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor; on the host NumPy allocates it, which asks for huge pages: fewer misses of the TLB."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+class Storage:
+    """One preallocated tensor `[capacity, *shape]` per field, and how often each slot was sampled.
+
+    records: (capacity,) structured, the small fields of each transition; None where none lie side by side. The tensors
+             of those fields are views of it. Only for the host, and where `packed` says so.
+
+    Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
+    """
+
+    def __init__(self, capacity: int, fields: dict[str, Field], device: torch.device, *, packed: bool = False) -> None:
+        self.capacity = capacity
+        self.fields = fields
+        self.device = device
+        layout = record_layout(fields) if packed else RecordLayout({}, 0, 0)
+        self.records: np.ndarray | None = None
+        self._padding = capacity * layout.padding
+        self.tensors: dict[str, Tensor] = {}
+        raw = room((capacity * layout.size,), torch.uint8, device)
+        for name, field in fields.items():
+            if name not in layout.offsets:
+                self.tensors[name] = room((capacity, *field.shape), field.dtype, device)
+                continue
+            width = field.dtype.itemsize
+            inner = torch.empty(field.shape, device="meta").stride()
+            self.tensors[name] = raw.view(field.dtype).as_strided(
+                (capacity, *field.shape), (layout.size // width, *inner), layout.offsets[name] // width
+            )
+        if layout.offsets:
+            self.records = raw.numpy().view(_record_dtype(fields, layout))
+        self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
+
+
+def _record_dtype(fields: Mapping[str, Field], layout: RecordLayout) -> np.dtype[Any]:
+    """A record as NumPy sees it; bfloat16, which it lacks, as int16."""
+    carriers = {name: np.int16 if fields[name].dtype == torch.bfloat16 else None for name in layout.offsets}
+    formats = [
+        (carriers[name] or torch.empty(0, dtype=fields[name].dtype).numpy().dtype, fields[name].shape)
+        for name in layout.offsets
+    ]
+    names, offsets = list(layout.offsets), list(layout.offsets.values())
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.size})

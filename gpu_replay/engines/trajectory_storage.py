@@ -1,0 +1,190 @@
+"""What a trajectory buffer keeps: the ring of steps, what is known about each, and final observations beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gpu_replay.engines.storage import Storage, base_sampler, check_capacity, estimate
+from gpu_replay.fields import Field, check_fields
+from gpu_replay.graphs.custom_ops import STEPS, Output
+from gpu_replay.ops._backend import Backend
+from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
+from gpu_replay.ops.mass_tree import tree_bytes
+from gpu_replay.samplers import PRIORITIZED, Combined, Sampler
+from gpu_replay.validation import choice, whole
+
+REWARD = Field((), torch.float32)
+Autoreset = Literal["next_step", "same_step", "disabled"]
+Padding = Literal["reset", "zero"]
+
+_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs")
+# bytes that may go to final observations in any case, and bytes per step of a long ring
+_FINALS_AT_LEAST = 3 * 2**20
+_FINALS_PER_STEP = 32
+
+
+def observation_names(fields: Mapping[str, Field]) -> tuple[str, ...]:
+    """The fields that are stacked and sampled as `next_` too: `obs`, or all `obs.NAME`."""
+    return tuple(name for name in fields if name == "obs" or name.startswith("obs."))
+
+
+def stream_shape(
+    capacity: object,
+    num_envs: object,
+    fields: Mapping[str, Field],
+    stack: object,
+    n_step: object,
+    autoreset: object,
+    final_capacity: object,
+    *,
+    hindsight: bool = False,
+) -> StreamShape:
+    """The shape of a ring with these settings, or TypeError / ValueError.
+
+    final_capacity: None for one final observation per slot where they are small or few, else fewer: of frames of 84x84
+                    bytes 445, and 4.5 per 1,000 steps of a ring of more than 98,000.
+    """
+    asked, envs = check_capacity(capacity), whole("num_envs", num_envs, 1)
+    if asked < envs:
+        raise ValueError(f"capacity {asked} does not hold one step of num_envs={envs} environments. Raise it.")
+    steps = asked // envs
+    slots = steps * envs
+    row = sum(fields[name].row_bytes for name in observation_names(fields))
+    finals = min(slots, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row)
+    if final_capacity is not None:
+        finals = min(whole("final_capacity", final_capacity, 0), slots)
+    next_step = choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
+    kept = 0 if next_step else finals
+    return StreamShape(envs, steps, whole("stack", stack, 1), whole("n_step", n_step, 1), next_step, kept, hindsight)
+
+
+def check_stream_fields(fields: object) -> dict[str, Field]:
+    """The fields of one step as a dict of their own, or an error that says which one is wrong."""
+    checked = check_fields(fields)
+    for name in checked:
+        if name in _OWN or name.startswith(("next_obs.", "final_obs.")):
+            raise ValueError(
+                f"field name {name!r} is reserved in a trajectory buffer ({', '.join(_OWN)}): it makes these itself."
+            )
+    observations = observation_names(checked)
+    if not observations:
+        raise ValueError(f"fields need 'obs' (or several 'obs.NAME'); found {', '.join(checked)}.")
+    if "obs" in observations and len(observations) > 1:
+        raise ValueError(f"fields have 'obs' as well as {observations[1]!r}; use one observation or named ones only.")
+    if not any(name == "action" or name.startswith("action.") for name in checked):
+        raise ValueError(f"fields need 'action'; found {', '.join(checked)}.")
+    return checked
+
+
+def needs_marks(sampler: Sampler) -> bool:
+    """Whether eligible starts must be counted in the order of their slots, beside any masses."""
+    return isinstance(sampler, Combined) or not isinstance(base_sampler(sampler), PRIORITIZED)
+
+
+def trajectory_estimate(
+    shape: StreamShape, fields: Mapping[str, Field], sampler: Sampler, backend: Backend
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer will take, by name."""
+    sizes = estimate(shape.slots, {**fields, "reward": REWARD}, sampler, backend)
+    sizes["streams"] = stream_bytes(shape, backend)
+    if shape.finals:
+        sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
+    if needs_marks(sampler):
+        sizes["marks"] = tree_bytes(shape.slots, backend)
+    return sizes
+
+
+def stream_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
+    """What a batch of a trajectory buffer holds besides what every draw gives, in order."""
+    stacks, singles = _outputs(fields, stack)
+    return {
+        **stacks,
+        **singles,
+        "reward": (torch.float32, ()),
+        **{f"next_{name}": output for name, output in stacks.items()},
+        "discount": (torch.float32, ()),
+        "terminated": (torch.bool, ()),
+        "truncated": (torch.bool, ()),
+    }
+
+
+def sequence_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
+    """What a batch of sequences holds besides what every draw gives, in order."""
+    stacks, singles = _outputs(fields, stack)
+    flags = dict.fromkeys(("terminated", "truncated", "mask"), (torch.bool, ()))
+    outputs = {**stacks, **singles, "reward": (torch.float32, ()), **flags}
+    return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
+
+
+def _outputs(fields: Mapping[str, Field], stack: int) -> tuple[dict[str, Output], dict[str, Output]]:
+    """The fields that are stacked, and the others, as they leave `sample`."""
+    stacked = observation_names(fields)
+    frames = (stack,) if stack > 1 else ()
+    stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
+    singles: dict[str, Output] = {
+        name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked
+    }
+    return stacks, singles
+
+
+class TrajectoryStorage(Storage):
+    """The fields and rewards of every stored step, its flags and depth, and final observations.
+
+    observations: names of the fields that are stacked.
+    finals:       for each of them the (shape.finals, *field.shape) kept final observations.
+    """
+
+    def __init__(
+        self,
+        shape: StreamShape,
+        fields: dict[str, Field],
+        device: torch.device,
+        *,
+        gamma: float,
+        padding: Padding,
+        random_shift: int,
+    ) -> None:
+        super().__init__(shape.slots, {**fields, "reward": REWARD}, device)
+        # windows are summed up to their full length and masked: what was never written must be a number
+        self.tensors["reward"].zero_()
+        self.gamma = gamma
+        self.padding = padding
+        self.random_shift = random_shift
+        self.observations = observation_names(fields)
+        self.streams = Streams(shape, device)
+        self.finals: dict[str, Tensor] = {}
+        if shape.finals:
+            for name in self.observations:
+                field = fields[name]
+                self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
+
+    def state_tensors(self, written: int) -> dict[str, Tensor]:
+        """Views of what is kept beside the fields while so many slots are written, by name."""
+        streams = self.streams
+        views = {
+            "streams.flags": streams.flags[:written],
+            "streams.depth": streams.depth[:written],
+            "streams.pending": streams.pending,
+        }
+        if streams.shape.hindsight:
+            views["streams.spans"] = streams.spans[:written]
+            views["streams.parted"] = streams.parted
+        if streams.shape.finals:
+            views["streams.final"] = streams.final[:written]
+            views["streams.owner"] = streams.owner
+        return views | {f"final.{name}": tensor for name, tensor in self.finals.items()}
+
+    def forget_from(self, written: int) -> None:
+        """Make the slots from this one on as if they had never been written."""
+        self.streams.flags[written:].zero_()
+        self.streams.depth[written:].zero_()
+        self.streams.spans[written:].fill_(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return super().nbytes + self.streams.nbytes + sum(tensor.nbytes for tensor in self.finals.values())

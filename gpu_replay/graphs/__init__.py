@@ -1,0 +1,1 @@
+"""CUDA graphs and `torch.compile`: one learning step as one call, and the buffer's calls as custom operators."""

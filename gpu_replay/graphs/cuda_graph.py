@@ -1,0 +1,138 @@
+"""A call as a CUDA graph: some hundred kernels for the price of one launch.
+
+Nothing in the call may look at the device or depend on numbers of the host that change; what must move on between
+replays (random draws, the schedule of beta, priorities, the optimiser's state) is in device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpu_replay.batch import Batch
+from gpu_replay.stream_order import record_stream
+
+# lets libraries choose their algorithms, Triton compile and the optimiser make its state
+WARM_UPS = 3
+Result = TypeVar("Result")
+
+
+class CaptureError(RuntimeError):
+    """What was called cannot be captured as a CUDA graph; the message is CUDA's or torch's own, in one line."""
+
+
+class CudaGraphCall(Generic[Result]):
+    """Makes `call` a few times, then captures it, and from then on replays what was captured.
+
+    call:     works on tensors that stay where they are, and on the host does nothing that a replay would need. What it
+              returns is made of tensors (alone, or in tuples, lists, mappings and batches); replays write into those of
+              the capture.
+    device:   on a CPU, `call` is made every time.
+    warm_ups: calls before the capture, at least 1.
+
+    Calls and capture are on a stream of their own, where gradients are then accumulated as during the capture; a replay
+    is on the current one. Other threads may use the device while one captures.
+
+    Raises CaptureError instead of a call where the capture fails for reasons of CUDA; what `call` raises goes through.
+    """
+
+    def __init__(self, call: Callable[[], Result], device: torch.device, *, warm_ups: int = WARM_UPS) -> None:
+        self._call = call
+        self._device = device
+        self._warm_ups = warm_ups
+        self._side_stream: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Result
+        self.replays = 0
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls are replays."""
+        return self._graph is not None
+
+    @property
+    def warm(self) -> bool:
+        """Whether the next call is a replay, or captures first."""
+        return self._warm_ups == 0 and self._device.type == "cuda"
+
+    def __call__(self) -> Result:
+        """Make the call once."""
+        if self._device.type != "cuda":
+            return self._call()
+        if not self.warm:
+            result = self._eagerly()
+            self._warm_ups -= 1
+            return result
+        if self._graph is None:
+            self.capture()
+        return self.replay()
+
+    def capture(self) -> None:
+        """Capture the call, which makes it once on the host and not at all on the device."""
+        graph = torch.cuda.CUDAGraph()
+        cause: BaseException | None = None
+        try:
+            with (
+                torch.cuda.device(self._device),
+                # torch leaves its stream the current one where a capture fails
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),
+                # threads that capture nothing are free to allocate and to copy
+                torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local"),
+            ):
+                try:
+                    self._result = self._call()
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException as error:
+            # to end a capture that failed raises once more, and says less
+            first = cause or error
+            if isinstance(first, RuntimeError):
+                raise CaptureError((str(first).strip() or type(first).__name__).splitlines()[0]) from first
+            raise first from None
+        self._graph = graph
+
+    def replay(self) -> Result:
+        """Make the captured call once, on the current stream."""
+        if self._graph is None:
+            raise RuntimeError("there is nothing to replay before the capture.")
+        self._graph.replay()
+        self.replays += 1
+        return self._result
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self._device)
+        return self._side_stream
+
+    def _eagerly(self) -> Result:
+        aside, current = self._stream(), torch.cuda.current_stream(self._device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            result = self._call()
+        current.wait_stream(aside)
+        # made aside, used here
+        map_tensors(result, lambda tensor: record_stream(tensor, current))
+        return result
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists, mappings and batches with each tensor changed; None stays.
+
+    Raises TypeError for anything else in them.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Batch):
+        return Batch({name: change(tensor) for name, tensor in value.items()})
+    if isinstance(value, Mapping):
+        return {name: map_tensors(each, change) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [map_tensors(each, change) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    raise TypeError(f"found {type(value).__name__}, where only tensors, and tuples, lists and dicts of them, can be.")

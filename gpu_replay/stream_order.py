@@ -1,0 +1,103 @@
+"""Orders one buffer's calls across CUDA streams.
+
+The buffer's lock orders what the host does. What a call sends to the device runs later, on the stream that is current
+in its thread, and knows nothing of other streams: there each call waits for the event at the end of the one before. The
+host waits for nothing, and work that other libraries put on those streams is not waited for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Recorded:
+    """What one replay of a graph does that the host keeps count of: so many rows are added."""
+
+    rows: int = 0
+
+
+class StreamOrder:
+    """Orders the calls of one buffer on its device; the caller holds the buffer's lock. On a CPU it does nothing.
+
+    device: of the buffer.
+
+    Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
+    captured streams. A replay counts as one call where its owner wraps it in `ordered`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = device.type == "cuda"
+        # where captured calls are written down whose replays the buffer will be told of
+        self.recorded: Recorded | None = None
+        # nested `ordered` blocks
+        self._depth = 0
+        self._captures = False
+        # the stream of the last call and the event at its end, and the stream that the memory belongs to
+        self._last: torch.cuda.Stream | None = None
+        self._home: torch.cuda.Stream | None = None
+        self._end: torch.cuda.Event | None = None
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """On a GPU: its own device is the current one, and what is sent there runs after all earlier calls."""
+        if not self._streams or self._depth:
+            yield
+            return
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            self._captures = torch.cuda.is_current_stream_capturing()
+            # a graph cannot wait for an event from outside, nor may anything outside wait for one of its own
+            ordered = not self._captures
+            if ordered and self._end is not None and self._last != stream:
+                stream.wait_event(self._end)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if ordered:
+                    self._finish(stream)
+
+    def _finish(self, stream: torch.cuda.Stream) -> None:
+        if self._end is None:
+            self._end, self._home = torch.cuda.Event(), stream
+        self._end.record(stream)
+        self._last = stream
+
+    def capturing(self) -> bool:
+        """Whether the calls of this moment go into a graph instead of to the device."""
+        if not self._streams:
+            return False
+        if self._depth:
+            return self._captures
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def close(self) -> None:
+        """The buffer's memory is about to be free for others, on the stream of the first turn; that waits for the rest.
+
+        Without it the memory could have a new owner while another stream still works on it.
+        """
+        if self._home is None or self._end is None or self._last == self._home:
+            return
+        with torch.cuda.stream(self._home):
+            # a stream under capture cannot wait; what it captures runs much later
+            if not torch.cuda.is_current_stream_capturing():
+                self._home.wait_event(self._end)
+
+
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
+    """Let the memory of a CUDA tensor have no new owner before this stream, or the current one, has read it.
+
+    Nothing changes for a tensor that was made on that stream, or on a CPU. Returns the tensor.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
+    return tensor

@@ -1,0 +1,442 @@
+"""`TrajectoryReplayBuffer`: streams of steps in which every observation is stored once.
+
+Stacks, `next_obs`, n-step rewards and discounts are put together when a batch is sampled. This file checks what users
+pass in; the work is done by an engine, `host_trajectory.py` on CPU tensors or `device_trajectory.py` through kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from gpu_replay import validation
+from gpu_replay.base_buffer import NO_DTYPE, UNIFORM, Buffer, refuse_names
+from gpu_replay.batch import Batch
+from gpu_replay.checkpoint import state as checkpoint_state
+from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
+from gpu_replay.engines.storage import Storage
+from gpu_replay.engines.trajectory_storage import (
+    REWARD,
+    Autoreset,
+    Padding,
+    TrajectoryStorage,
+    check_stream_fields,
+    needs_marks,
+    observation_names,
+    sequence_outputs,
+    stream_outputs,
+    stream_shape,
+    trajectory_estimate,
+)
+from gpu_replay.fields import Field
+from gpu_replay.graphs.custom_ops import drawn_as
+from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.hindsight import gather_goals
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.samplers import Sampler
+from gpu_replay.validation import check_gamma, choice, whole
+
+if TYPE_CHECKING:
+    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+    from gpu_replay.ops._backend import Backend
+
+_FLAG = Field((), torch.bool)
+OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
+
+
+class TrajectoryReplayBuffer(Buffer):
+    """A ring of the last `capacity` steps of `num_envs` environments, sampled as n-step transitions with stacks.
+
+    capacity:       steps of all environments together; rounded down to a multiple of `num_envs`.
+    num_envs:       environments whose steps come together; the key of environment `e` at step `t` is
+                    `t * num_envs + e`.
+    fields:         name to Field, of one step: "obs" (or several "obs.NAME"), "action", and whatever else is to be
+                    stored. `reward`, `terminated` and `truncated` are always there.
+    stack:          frames `S` of an observation, oldest first; no stack axis when it is 1.
+    n_step, gamma:  steps `n` until bootstrapping, and the discount of one step.
+    autoreset:      what follows an ending: with "next_step" (Gymnasium's default) a step that carries the final
+                    observation, with "same_step" and "disabled" the new episode's first.
+    padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
+    random_shift:   pictures of `obs` and of `next_obs` are moved by up to so many pixels, edges repeated (DrQ); fields
+                    of one or no dimension stay.
+    sampler:        Uniform, Proportional, RankBased, Latest or Combined.
+    device:         "cuda" when there is one, else "cpu".
+    seed:           of the draws.
+    final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
+                    slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
+                    to stored steps, further truncated windows cannot be drawn.
+    relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
+                    final observations are kept for terminated episodes too.
+
+    A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
+    terminated inside, the observation after it are stored. One thread may `add` while another samples and updates.
+    Raises MemoryError with a per-field table, before anything is allocated, when the device does not have the bytes;
+    KeyError, TypeError, ValueError for settings that make no sense.
+
+    Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
+    """
+
+    _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
+    _units = "eligible starts"
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        fields: Mapping[str, Field],
+        *,
+        stack: int = 1,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        autoreset: Autoreset = "next_step",
+        padding: Padding = "reset",
+        random_shift: int = 0,
+        sampler: Sampler = UNIFORM,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        final_capacity: int | None = None,
+        relabel: Hindsight | None = None,
+    ) -> None:
+        checked = check_stream_fields(fields)
+        self._relabel = relabel
+        self._shape = stream_shape(
+            capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
+        )
+        self._num_envs = self._shape.num_envs
+        self._gamma = check_gamma(gamma)
+        self._autoreset = autoreset
+        self._padding: Padding = choice("padding", padding, get_args(Padding))
+        self._random_shift = whole("random_shift", random_shift, 0)
+        if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
+            raise ValueError(
+                f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
+            )
+        check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
+        super().__init__(self._shape.slots, checked, sampler, device, seed)
+        self._marks: MassTree | None = None
+        if needs_marks(self._sampler):
+            self._marks = MassTree(self._capacity, self._device, self._backend)
+        self._engine = self._make_engine()
+        self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
+        flag = np.dtype(bool) if self._backend == "host" else NO_DTYPE
+        self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
+        self._drawn = drawn_as(stream_outputs(self._fields, self._shape.stack))
+        self._drawn_sequences = drawn_as(sequence_outputs(self._fields, self._shape.stack))
+
+    def _sizes(self) -> dict[str, int]:
+        return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)
+
+    def _make_storage(self) -> Storage:
+        self._streams = TrajectoryStorage(
+            self._shape,
+            self._fields,
+            self._device,
+            gamma=self._gamma,
+            padding=self._padding,
+            random_shift=self._random_shift,
+        )
+        return self._streams
+
+    def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
+        parts = (self._streams, self._sampler, self._tree, self._marks, self._rule, self._counters, self._seed)
+        if self._backend == "host":
+            return TrajectoryHostEngine(*parts)
+        from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+
+        # calls on other streams come after what is allocated and filled on this one
+        with self._stream_order.ordered():
+            return TrajectoryDeviceEngine(*parts, self._stream_order)
+
+    # what it is
+
+    @property
+    def num_envs(self) -> int:
+        """Environments whose steps come together."""
+        return self._num_envs
+
+    @property
+    def stack(self) -> int:
+        """Frames of an observation."""
+        return self._shape.stack
+
+    @property
+    def n_step(self) -> int:
+        """Steps until bootstrapping."""
+        return self._shape.n_step
+
+    @property
+    def gamma(self) -> float:
+        """The discount of one step."""
+        return self._gamma
+
+    @property
+    def relabel(self) -> Hindsight | None:
+        """How goals of sampled batches are rewritten."""
+        return self._relabel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: fields, what is known about the steps, priorities and counters."""
+        return super().nbytes + (0 if self._marks is None else self._marks.nbytes)
+
+    # what it does
+
+    def add(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+        """Store one step of all `E` environments and return its keys, (E,) int64 on the buffer's device.
+
+        fields:    every field of the buffer, and `reward`, `terminated`, `truncated`, each `[E, *shape]`: NumPy arrays,
+                   CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
+                   chosen; reward and flags are what the environment gave back for it.
+        priority:  (E,) absolute TD errors or other non-negative numbers; each counts when its start becomes eligible.
+        final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
+                   did not end are not read (also as an object array with None in them, as Gymnasium gives it). Only
+                   "same_step" and "disabled" need it, to bootstrap truncated episodes; "next_step" ignores it. With
+                   several observation fields: `final_obs.NAME` for each. With `relabel` those of terminated
+                   episodes are kept as well.
+
+        With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
+        missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
+        that would lose values. Nothing is stored by a call that raises.
+        """
+        if is_dynamo_compiling():
+            return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
+        finals = {name: fields.pop(f"final_{name}") for name in self._streams.observations if f"final_{name}" in fields}
+        if final_obs is not None:
+            finals["obs"] = final_obs
+        wanted = self._step_fields
+        if fields.keys() != wanted.keys():
+            refuse_names(fields, wanted)
+        values = {name: self._checked_step(name, fields[name], field) for name, field in wanted.items()}
+        terminated, truncated = values.pop("terminated"), values.pop("truncated")
+        kept = self._checked_finals(finals, terminated, truncated)
+        priorities = None if priority is None else self._checked_priorities("priority", priority, self._num_envs)
+        with self._lock:
+            return self._engine.follow(values, terminated, truncated, priorities, kept)
+
+    def _checked_step(self, name: str, given: Any, field: Field) -> Any:
+        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
+        wanted = (self._num_envs, *field.shape)
+        if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
+            return given
+        tensor = validation.as_tensor(name, given, self._device)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(
+                f"field {name!r} needs shape {list(wanted)}, one step of each of the {self._num_envs} environments; "
+                f"found {list(tensor.shape)}."
+            )
+        return validation.as_field(name, tensor, field, None, self._device)
+
+    def _checked_finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Tensor] | None:
+        """The final observations as `[E, *shape]` of each observation field, or None where none came."""
+        if not given:
+            return None
+        observations = self._streams.observations
+        missing = [f"final_{name}" for name in observations if name not in given]
+        unknown = [f"final_{name}" for name in given if name not in observations]
+        if missing or unknown:
+            refuse_names({f"final_{name}": None for name in given}, {f"final_{name}": None for name in observations})
+        if not self._shape.finals:
+            return None
+        flags = torch.as_tensor(terminated), torch.as_tensor(truncated)
+        # the rows that will be read, where the device need not be asked for them
+        ended = None
+        if flags[0].is_cpu and flags[1].is_cpu:
+            ended = flags[1] & ~flags[0] if self._relabel is None else flags[1] | flags[0]
+        return {
+            name: validation.as_final(
+                f"final_{name}", given[name], self._fields[name], self._num_envs, ended, self._device
+            )
+            for name in observations
+        }
+
+    def begin_episodes(self, envs: Any = None) -> None:
+        """Say that the next step of all environments, or of those in `envs`, is the first of a new episode.
+
+        envs: (E,) bool, or None for all.
+
+        For streams that were broken from outside: environments reset by hand, or started anew beside a loaded
+        checkpoint. Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or
+        dtype.
+        """
+        if envs is None:
+            chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
+        else:
+            chosen = self._checked_step("envs", envs, _FLAG)
+        with self._lock:
+            self._engine.break_streams(chosen)
+
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
+        """Draw `B` eligible starts as a Batch on the buffer's device.
+
+        batch_size: B >= 1.
+        beta:       exponent of the importance weights for this call, instead of the sampler's.
+
+        With `m <= n_step` the steps until the window is full or the episode ends, and `S = stack`:
+        `obs`        (B, S, *shape), no stack axis when S is 1; and each further field at the start.
+        `next_obs`   the same, m steps later; frames without meaning where `discount` is 0.
+        `reward`     (B,) float32, the sum of gamma ** k * reward[k] for k < m.
+        `discount`   (B,) float32, gamma ** m, or 0 where the episode terminated: the target is
+                     `reward + discount * value(next_obs)`.
+        `terminated`, `truncated` (B,) bool, whether the window ended that way.
+        `key` (B,) int64, `probability` and `weight` (B,) float32 as in ReplayBuffer.
+        With `relabel` goals and rewards of a share of the rows are those of hindsight, and `next_obs` of a step that
+        terminated is the final observation where it is there.
+
+        Raises RuntimeError when nothing is eligible, ValueError when more distinct starts are asked for than there
+        are. A beta schedule advances by one.
+        """
+        if is_dynamo_compiling():
+            return self._operators.sample(self._drawn, batch_size, beta)
+        batch = validation.batch_size(batch_size)
+        if beta is not None:
+            beta = validation.importance(beta)
+        with self._lock:
+            self._check_enough(f"sample({batch})", batch)
+            tensors = self._engine.sample(batch, beta)
+            count = 0 if self._relabel is None else self._relabel.count(batch)
+            if self._relabel is None or not count:
+                return Batch(tensors)
+            with self._stream_order.ordered():
+                chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
+                name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
+                goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
+        # the user's functions run while other threads add
+        self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
+        return Batch(tensors)
+
+    def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, *, beta: float | None = None) -> Batch:
+        """Draw `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
+
+        Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says.
+        `obs` and all fields (B, L, ...), with the stack axis after L when there is one; `reward`, `terminated`,
+        `truncated` (B, L) of the single steps; `mask` (B, L) bool, true for the steps of the episode in which the
+        window begins; `key` (B,) int64 of the first step, `probability` and `weight` (B,) float32.
+
+        Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
+        are. A beta schedule advances by one.
+
+        Kapturowski et al. 2019 (R2D2) for burn-in.
+        """
+        if is_dynamo_compiling():
+            return self._operators.sample(self._drawn_sequences, batch_size, beta, length, burn_in)
+        batch = validation.batch_size(batch_size)
+        steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
+        if beta is not None:
+            beta = validation.importance(beta)
+        if self._relabel is not None:
+            raise ValueError(
+                "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
+            )
+        if "mask" in self._fields:
+            raise ValueError("sample_sequences returns a `mask` of its own; give the field 'mask' another name.")
+        with self._lock:
+            call = f"sample_sequences({batch}, {length}, {burn_in})"
+            first, added = self._engine.span_of_steps()
+            if added - first < steps:
+                raise RuntimeError(
+                    f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
+                    "Add more, or ask for shorter windows."
+                )
+            self._check_enough(call, batch, (steps - 1) * self._num_envs)
+            return Batch(self._engine.sample_sequences(batch, steps, beta))
+
+    def _count_at_least(self, wanted: int, skipped: int) -> int:
+        return self._engine.count_at_least(wanted, skipped)
+
+    def clear(self) -> None:
+        """Forget all steps; keys, the counts of `stats()` and running episodes go on.
+
+        Starts whose stack would need forgotten frames are not eligible. See `begin_episodes` for streams that are
+        broken off as well.
+        """
+        with self._alone():
+            super().clear()
+            if self._marks is not None:
+                self._marks.clear()
+            self._counters[Counter.ELIGIBLE] = 0
+
+    def _eligible(self, counts: list[int], size: int) -> int:
+        return counts[Counter.ELIGIBLE]
+
+    # state
+
+    def settings(self) -> dict[str, Any]:
+        """All that the buffer was made with as JSON values: what two buffers must share to share a state."""
+        return {
+            **super().settings(),
+            "num_envs": self._num_envs,
+            "stack": self._shape.stack,
+            "n_step": self._shape.n_step,
+            "gamma": self._gamma,
+            "autoreset": self._autoreset,
+            "padding": self._padding,
+            "random_shift": self._random_shift,
+            "final_capacity": self._shape.finals,
+            "relabel": None if self._relabel is None else self._relabel.describe(),
+        }
+
+    @classmethod
+    def load(
+        cls: type[OwnStream],
+        path: str | PathLike[str],
+        device: torch.device | str | None = None,
+        relabel: Hindsight | None = None,
+    ) -> OwnStream:
+        """The buffer that `save` wrote, on any device.
+
+        relabel: given again where the saved buffer had one, since its functions are not saved.
+
+        Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
+        """
+        saved = checkpoint_state.Saved(path, cls.__name__)
+        check_relabel_again(path, saved.settings.get("relabel"), relabel)
+        buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed, relabel=relabel)
+        with buffer._alone():
+            saved.fill(buffer)
+        return buffer
+
+    @classmethod
+    def _arguments(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        own = ("num_envs", "stack", "n_step", "gamma", "autoreset", "padding", "random_shift", "final_capacity")
+        return {**super()._arguments(settings), **{name: settings[name] for name in own}}
+
+    def state_tensors(self, added: int) -> dict[str, Tensor]:
+        """Views of all memory in use after `added` steps, by name."""
+        views = super().state_tensors(added)
+        written = min(added, self._capacity)
+        views |= self._streams.state_tensors(written)
+        if self._tree is None and self._marks is not None:
+            views["marks"] = self._marks.masses[:written]
+        return views
+
+    def refresh(self, seed: int) -> None:
+        """Follow what was written into `state_tensors` and `counters`, and draw from this seed."""
+        written = min(int(self._counters[Counter.ADDED]), self._capacity)
+        self._streams.forget_from(written)
+        super().refresh(seed)
+        leaves = self._tree.masses if self._tree is not None else None
+        if self._marks is not None:
+            self._marks.masses[written:].zero_()
+            if leaves is not None:
+                self._marks.masses.copy_(leaves > 0)
+            self._marks.build()
+            leaves = self._marks.masses
+        if leaves is not None:
+            self._counters[Counter.ELIGIBLE] = int((leaves > 0).sum())
+        self._engine.recall()
+
+
+def stream_sizes(
+    capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
+    checked = check_stream_fields(fields)
+    shape = stream_shape(capacity, num_envs, checked, 1, 1, autoreset, None)
+    return trajectory_estimate(shape, checked, sampler, backend)

@@ -1,0 +1,250 @@
+"""What users pass in, checked and brought into the dtype and onto the device of the buffer.
+
+Nothing here stores anything: a call that raises leaves the buffer as it was. Values already on a CUDA device are never
+looked at, since that would stall it; there only casts that cannot lose anything by range are made. Whoever hands over
+values of another stream may forget them at once: their memory stays theirs until the current stream has read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.fields import Field
+from gpu_replay.stream_order import record_stream
+
+_NUMPY_OF = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TORCH_OF = {np.dtype(numpy_type): torch_type for torch_type, numpy_type in _NUMPY_OF.items()}
+
+
+def same_device(found: torch.device, wanted: torch.device) -> bool:
+    """Whether two devices are one, "cuda" without an index being the current one."""
+    if found.type != wanted.type:
+        return False
+    return wanted.index is None or found.index is None or found.index == wanted.index
+
+
+def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    """The value as a detached tensor on the CPU or on `device`, its dtype unchanged.
+
+    Raises TypeError for what is no array, ValueError for a tensor on a third device.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_cpu and not same_device(value.device, device):
+            raise ValueError(
+                f"{name!r} is on device {str(value.device)!r}, the buffer on {str(device)!r}; "
+                f"move it with .to({str(device)!r})."
+            )
+        if not value.is_cpu:
+            record_stream(value)
+        return value.detach() if value.requires_grad else value
+    array = value if isinstance(value, np.ndarray) else _array_from(name, value)
+    if array.dtype not in _TORCH_OF:
+        return torch.from_numpy(_storable(name, array))
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def _array_from(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"{name!r} must be a tensor or an array; found {type(value).__name__}: {error}") from None
+
+
+def _storable(name: str, array: np.ndarray) -> np.ndarray:
+    """Unsigned and byte-swapped numbers as ones that torch has; TypeError for anything else."""
+    native = array.astype(array.dtype.newbyteorder("="))
+    if native.dtype in _TORCH_OF:
+        return native
+    if native.dtype.kind == "u" and (not native.size or native.max() <= np.iinfo(np.int64).max):
+        return native.astype(np.int64)
+    raise TypeError(f"{name!r} must hold booleans, integers or floating numbers; found NumPy dtype {array.dtype}.")
+
+
+def as_field(name: str, value: Any, field: Field, rows: int | None, device: torch.device) -> Tensor:
+    """The value as `[m, *field.shape]` of the field's dtype, on the CPU or on `device`.
+
+    rows: the `m` that the other fields of this call have, or None.
+    Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
+    """
+    tensor = as_tensor(name, value, device)
+    wanted = field.shape
+    if tensor.shape[1:] != wanted or tensor.dim() == 0:
+        expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
+        hint = " Add the leading batch dimension: value[None]." if tuple(tensor.shape) == wanted else ""
+        raise ValueError(f"field {name!r} needs shape {expected}; found {list(tensor.shape)}.{hint}")
+    if rows is not None and tensor.shape[0] != rows:
+        raise ValueError(f"field {name!r} has {tensor.shape[0]} rows where the others of this add have {rows}.")
+    return tensor if tensor.dtype == field.dtype else cast(name, tensor, field.dtype)
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype, refusing what would lose a value by kind or by range."""
+    source = tensor.dtype
+    refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
+    if source.is_complex or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
+        raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
+    # integers up to 2**63 fit every floating dtype but the half floats
+    roomy = source == torch.bool or dtype != torch.float16
+    if roomy and torch.promote_types(source, dtype) == dtype:
+        return tensor.to(dtype)
+    if tensor.device.type != "cpu":
+        if source.is_floating_point or dtype.is_floating_point:
+            return tensor.to(dtype)
+        raise TypeError(f"{refusal} Its range cannot be checked on the device without a stall: cast it yourself.")
+    result = tensor.to(dtype)
+    if dtype.is_floating_point:
+        if bool((result.isinf() & tensor.isfinite()).any()):
+            raise ValueError(f"{refusal} The largest value does not fit {dtype}.")
+    elif not torch.equal(result.to(source), tensor) or bool(((result < 0) != (tensor < 0)).any()):
+        raise ValueError(f"{refusal} Values from {tensor.min().item()} to {tensor.max().item()} do not fit {dtype}.")
+    return result
+
+
+def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
+    """Final observations as `[rows, *field.shape]` of the field's dtype; rows that did not end hold anything.
+
+    value: an array or tensor of all rows, or an object array with None where nothing ended.
+    ended: (rows,) bool on the CPU, the rows that will be read, or None where only the device knows them.
+    """
+    if isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.dtype == object):
+        return _from_objects(name, value, field, rows, ended, device)
+    tensor = as_tensor(name, value, device)
+    if tuple(tensor.shape) != (rows, *field.shape):
+        raise ValueError(f"{name!r} needs shape {[rows, *field.shape]}; found {list(tensor.shape)}.")
+    if tensor.dtype == field.dtype:
+        return tensor
+    if ended is None or not tensor.is_cpu:
+        return cast(name, tensor, field.dtype)
+    # what lies in the other rows may not even be castable
+    result = torch.zeros(tensor.shape, dtype=field.dtype)
+    result[ended] = cast(name, tensor[ended], field.dtype)
+    return result
+
+
+def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
+    if len(value) != rows:
+        raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
+    result = torch.zeros((rows, *field.shape), dtype=field.dtype)
+    for row, each in enumerate(value):
+        if each is not None:
+            result[row] = as_field(name, as_tensor(name, each, device)[None], field, None, device)[0]
+        elif ended is not None and bool(ended[row]):
+            raise ValueError(f"{name!r} has None for environment {row}, whose episode ended in this step.")
+    return result
+
+
+def as_keys(value: Any, device: torch.device) -> Tensor:
+    """Keys as (m,) int64: a tensor or array of integers, a list of ints, or one int.
+
+    Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
+    """
+    # what `sample` and `add` returned needs no more than this look
+    if type(value) is Tensor and value.dtype is torch.int64 and value.device == device and value.dim() == 1:
+        return value if value.is_cpu else record_stream(value)
+    tensor = as_tensor("keys", value, device)
+    # an empty list has no type of its own
+    untyped = tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))
+    if tensor.dtype not in _INTEGERS and not untyped:
+        raise TypeError(f"keys must be integers, as add and sample return them; found {tensor.dtype}.")
+    tensor = tensor.to(torch.int64)
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    if tensor.dim() != 1:
+        raise ValueError(f"keys must have one dimension [m]; found shape {list(tensor.shape)}.")
+    return tensor
+
+
+def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Tensor:
+    """Priorities as (rows,) of a real dtype, on the CPU or on `device`.
+
+    Raises TypeError for booleans and non-numbers, ValueError for another shape or a third device.
+    """
+    # what a learner has computed needs no more than this look
+    if (
+        type(value) is Tensor
+        and value.dtype is torch.float32
+        and value.is_cpu
+        and value.dim() == 1
+        and len(value) == rows
+    ):
+        return value.detach() if value.requires_grad else value
+    tensor = as_tensor(name, value, device)
+    if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
+    if tensor.dim() != 1 or tensor.shape[0] != rows:
+        raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
+    return tensor
+
+
+def finite_numbers(name: str, priorities: Tensor) -> np.ndarray:
+    """Priorities on the CPU as a float64 array; ValueError unless all are finite."""
+    wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
+    numbers = wide.numpy().astype(np.float64, copy=False)
+    # counting costs a third of a reduction at these sizes
+    if np.count_nonzero(np.isfinite(numbers)) != numbers.size:
+        place = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise ValueError(
+            f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "
+            "loss, or leave these transitions out."
+        )
+    return numbers
+
+
+def batch_size(value: object) -> int:
+    """A batch size as an int of at least 1, or TypeError / ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"sample needs a whole batch size; found {value!r}.")
+    if value < 1:
+        raise ValueError(f"sample({value}): the batch size must be at least 1.")
+    return int(value)
+
+
+def importance(beta: object) -> float:
+    """An importance exponent as a float, or TypeError / ValueError."""
+    if isinstance(beta, bool) or not isinstance(beta, (int, float, np.integer, np.floating)):
+        raise TypeError(f"sample beta must be a number; found {beta!r}.")
+    if not 0 <= float(beta) < float("inf"):
+        raise ValueError(f"sample beta must be finite and at least 0; found {beta!r}.")
+    return float(beta)
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """A whole number of at least `least`, or TypeError / ValueError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int; found {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; found {value}.")
+    return int(value)
+
+
+def check_gamma(gamma: object) -> float:
+    """A discount as a float, or TypeError / ValueError."""
+    if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.integer, np.floating)):
+        raise TypeError(f"gamma must be a number; found {gamma!r}.")
+    if not 0 <= float(gamma) <= 1:
+        raise ValueError(f"gamma must be from 0 to 1; found {gamma!r}.")
+    return float(gamma)
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    """The value if it is one of those allowed, else ValueError."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}; found {value!r}.")
+    return value

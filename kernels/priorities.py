@@ -1,0 +1,233 @@
+"""Masses of new transitions and of updated priorities, and the sums above them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mass_of(priority, alpha, eps, clip, limit, ORDERED: tl.constexpr):
+    """float64 priorities to int64 masses, 0 where not finite, and whether they were cut to the limit.
+
+    clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit); with ORDERED the order code, which is
+    the bits of |priority|, plus 1.
+    """
+    x = tl.abs(priority)
+    finite = x <= 1.7976931348623157e308
+    if ORDERED:
+        mass = x.to(tl.int64, bitcast=True) + 1
+        saturated = x < 0
+    else:
+        x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
+        exponent = tl.minimum(tl.log2(x) * alpha, 42.5)
+        # a factor of 2**20 is exact, so fusing it with the addition changes nothing
+        mass = (tl.exp2(exponent) * 1048576.0 + 0.5).to(tl.int64)
+        saturated = finite & (mass > limit)
+        mass = tl.minimum(tl.maximum(mass, 1), limit)
+    return tl.where(finite, mass, 0), saturated
+
+
+@triton.jit
+def note_given(
+    mass, saturated, live, counters_ptr, MAX_MASS: tl.constexpr, REJECTED: tl.constexpr, SATURATED: tl.constexpr
+):
+    """Count masses that priorities became, 0 where they were not finite, and keep the largest; `live` ones only."""
+    tl.atomic_max(counters_ptr + MAX_MASS, tl.max(tl.where(live, mass, 0)), sem="relaxed")
+    tl.atomic_add(counters_ptr + REJECTED, tl.sum((live & (mass == 0)).to(tl.int64)), sem="relaxed")
+    tl.atomic_add(counters_ptr + SATURATED, tl.sum((live & saturated).to(tl.int64)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment"])
+def admit_kernel(
+    levels,
+    edges,
+    counters_ptr,
+    times_sampled_ptr,
+    keys_ptr,
+    priority_ptr,
+    numbers_ptr,
+    masses_ptr,
+    rows,
+    skipped,
+    capacity,
+    segment,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    FANOUT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    ORDERED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    ADDED: tl.constexpr,
+    MAX_MASS: tl.constexpr,
+    PENDING_MAX_MASS: tl.constexpr,
+    REJECTED: tl.constexpr,
+    SATURATED: tl.constexpr,
+    TICKET: tl.constexpr,
+    EDGE_HIGH: tl.constexpr,
+):
+    """Give the transitions just written their keys and masses, and count them.
+
+    The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
+    of FANOUT slots. numbers: alpha, eps, clip. masses: the initial mass, and the limit. The last program to finish
+    moves the ring on.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    added = tl.load(counters_ptr + ADDED)
+    skipped = skipped.to(tl.int64)
+    start = (added + skipped) % capacity
+    stop = start + (rows - skipped)
+    wrapped = program >= segment
+    low = tl.where(wrapped, 0, start)
+    high = tl.where(wrapped, stop - capacity, tl.minimum(stop, capacity))
+    first_block = low // FANOUT + tl.where(wrapped, program - segment, program) * BLOCKS
+    # without a wrap the second segment is empty, and programs past both are there for the keys alone
+    if first_block * FANOUT < high:
+        block = first_block + tl.arange(0, BLOCKS)
+        slot = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+        live = (slot >= low) & (slot < high)
+        row = slot + (skipped - start + tl.where(wrapped, capacity, 0))
+        tl.store(times_sampled_ptr + slot, tl.full([BLOCKS, FANOUT], 0, tl.int32), mask=live)
+        tl.store(keys_ptr + row, added + row, mask=live)
+        if LEVELS > 0:
+            mass = tl.load(masses_ptr)
+            if SOURCE >= 0:
+                # the largest mass, 0 before there was any
+                largest = tl.load(counters_ptr + SOURCE)
+                mass = tl.where(largest > 0, largest, mass)
+            new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + mass
+            if GIVEN:
+                priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
+                alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+                own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+                new = tl.where(own > 0, own, new)
+                note_given(own, saturated, live, counters_ptr, PENDING_MAX_MASS, REJECTED, SATURATED)
+            # slots outside the segment keep their mass
+            old = tl.load(levels[0] + slot, mask=live, other=0)
+            change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
+            # copies of a thread's slot in other threads have been read before it changes
+            tl.debug_barrier()
+            tl.store(levels[0] + slot, new, mask=live)
+            touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
+            for edge in tl.static_range(EDGES):
+                tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
+            for level in tl.static_range(1, LEVELS):
+                tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
+    # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
+    if skipped > 0:
+        for_key = program * (BLOCKS * FANOUT) + tl.arange(0, BLOCKS * FANOUT)
+        named = for_key < skipped
+        tl.store(keys_ptr + for_key, added + for_key, mask=named)
+        if GIVEN:
+            priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
+            alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+            own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+            note_given(own, saturated, named, counters_ptr, PENDING_MAX_MASS, REJECTED, SATURATED)
+
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    done = tl.atomic_add(counters_ptr + TICKET, 1)
+    if done == tl.num_programs(0) - 1:
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(counters_ptr + EDGE_HIGH, 0)
+        if GIVEN:
+            # an atomic, so that what other programs left is seen; the ticket has put it in order
+            given_top = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
+            tl.atomic_max(counters_ptr + MAX_MASS, given_top, sem="relaxed")
+            tl.store(counters_ptr + PENDING_MAX_MASS, 0)
+        tl.store(counters_ptr + ADDED, added + rows)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity"])
+def settle_kernel(
+    keys_ptr,
+    counters_ptr,
+    stamp_ptr,
+    batch,
+    capacity,
+    ADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
+    position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    # positions past the end name no key
+    key = tl.load(keys_ptr + position, mask=position < batch, other=-1)
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    live = (key >= oldest) & (key < added)
+    tl.atomic_max(stamp_ptr + key % capacity, position.to(tl.int32), mask=live, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["batch", "capacity"])
+def update_kernel(
+    keys_ptr,
+    priority_ptr,
+    levels,
+    edges,
+    stamp_ptr,
+    counters_ptr,
+    numbers_ptr,
+    masses_ptr,
+    batch,
+    capacity,
+    LEVELS: tl.constexpr,
+    EDGES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    MAX_MASS: tl.constexpr,
+    STALE: tl.constexpr,
+    REJECTED: tl.constexpr,
+    SATURATED: tl.constexpr,
+    SPARSE: tl.constexpr,
+    ORDERED: tl.constexpr,
+    SETTLES: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
+
+    Winners are distinct slots, so a leaf is read and written by one thread only. With SPARSE, slots of mass 0 keep it.
+    With SETTLES a single program, which has all the keys, finds the winners itself. Without levels, stale keys are
+    counted and nothing else happens.
+    """
+    position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    named = position < batch
+    # positions past the end name no key
+    key = tl.load(keys_ptr + position, mask=named, other=-1)
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    live = (key >= oldest) & (key < added)
+    stale = tl.sum((named & (live == 0)).to(tl.int64), axis=0)
+    tl.atomic_add(counters_ptr + STALE, stale, sem="relaxed")
+    if LEVELS > 0:
+        slot = tl.where(live, key, 0) % capacity
+        if SETTLES:
+            tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
+            # all stamps are of this block, within which a barrier orders what was written before it; a stamp is read
+            # where atomics are carried out, so that no cache on the way can hold an older one: no stamp is below -1
+            tl.debug_barrier()
+            stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
+        else:
+            stamp = tl.load(stamp_ptr + slot, mask=live, other=-1)
+        # a loser sees the winner's position, or the reset that the winner left
+        winner = live & (stamp == position)
+        priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
+        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+        new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+        meant = winner
+        if SPARSE:
+            # a slot without mass must not be drawn, whatever its priority
+            meant = winner & (tl.load(levels[0] + slot, mask=winner, other=0) > 0)
+        accepted = meant & (new > 0)
+        old = tl.load(levels[0] + slot, mask=accepted, other=0)
+        change = new - old
+        # copies of a thread's position in other threads have read stamp and leaf before they change
+        tl.debug_barrier()
+        tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
+        tl.store(levels[0] + slot, new, mask=accepted)
+        for edge in tl.static_range(EDGES):
+            tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
+        for level in tl.static_range(1, LEVELS):
+            tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
+        note_given(new, saturated, meant, counters_ptr, MAX_MASS, REJECTED, SATURATED)

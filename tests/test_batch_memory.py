@@ -1,0 +1,123 @@
+"""Memory of large batches is used again once nobody holds it, and never before."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+from torch import Tensor
+
+from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops.batch_memory import Outputs
+
+pytestmark = host_only
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda tensor: tensor,
+    "row": lambda tensor: tensor[3],
+    "view": lambda tensor: tensor.view(-1)[5:],
+    "other dtype": lambda tensor: tensor.view(torch.int8),
+    "array": lambda tensor: tensor.numpy(),
+    "slice of an array": lambda tensor: tensor.numpy()[1:, 2:],
+    "dlpack": lambda tensor: torch.from_dlpack(tensor),
+    "detached": lambda tensor: tensor.detach(),
+    "list": lambda tensor: [(tensor,)],
+    "closure": lambda tensor: lambda: tensor,
+    "storage": lambda tensor: tensor.untyped_storage(),
+    "memoryview": lambda tensor: memoryview(tensor.numpy()),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> None:
+    outputs = Outputs()
+    first = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
+    first.fill_(7)
+    address = first.data_ptr()
+    held = hold(first)
+    del first
+    for number in range(4):
+        other = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
+        assert other.data_ptr() != address
+        other.fill_(number)
+    del held
+
+
+def test_an_autograd_graph_holds_what_it_needs() -> None:
+    outputs = Outputs()
+    weight = torch.ones(1, requires_grad=True)
+    first = outputs.tensor("x", (1 << 18,), torch.float32)
+    first.fill_(2.0)
+    loss = (weight * first).sum()
+    del first
+    for _ in range(4):
+        outputs.tensor("x", (1 << 18,), torch.float32).fill_(5.0)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 2.0 * (1 << 18)
+
+
+def test_what_nobody_holds_is_used_again() -> None:
+    outputs = Outputs()
+    addresses = {outputs.tensor("x", (1 << 20,), torch.float32).data_ptr() for _ in range(6)}
+    assert len(addresses) == 1
+    # a loop that holds its batch while it draws the next one goes back and forth between two
+    batch, seen = None, set()
+    for _ in range(8):
+        batch = outputs.tensor("y", (1 << 20,), torch.float32)
+        seen.add(batch.data_ptr())
+    assert len(seen) == 2
+    assert outputs.tensor("y", (1 << 19,), torch.float32).numel() == 1 << 19
+
+
+def test_small_arrays_are_not_kept() -> None:
+    outputs = Outputs()
+    outputs.array("x", (100,), np.dtype(np.int64))
+    outputs.tensor("x", (100,), torch.int64)
+    assert not outputs._kept
+
+
+def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> None:
+    buffer = TrajectoryReplayBuffer(
+        2_000,
+        4,
+        {"obs": Field((42, 42), torch.uint8), "action": Field((), torch.float32)},
+        stack=4,
+        sampler=Uniform(),
+        device="cpu",
+    )
+    random = np.random.default_rng(0)
+    nothing = np.zeros(4, dtype=bool)
+    for _ in range(500):
+        buffer.add(
+            obs=random.integers(0, 256, (4, 42, 42)).astype(np.uint8),
+            action=np.zeros(4, np.float32),
+            reward=np.zeros(4, np.float32),
+            terminated=nothing,
+            truncated=nothing,
+        )
+    kept = [buffer.sample(128) for _ in range(3)]
+    copies = copy.deepcopy([(batch.obs, batch.next_obs) for batch in kept])
+    # only a part of the last one is still held: its other half shares the memory
+    half, whole = kept[2].next_obs, copies[2][1]
+    del kept[2]
+
+    def draw() -> None:
+        for _ in range(30):
+            buffer.sample(128)
+
+    threads = [threading.Thread(target=draw) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for batch, (obs, after) in zip(kept, copies, strict=False):
+        assert torch.equal(batch.obs, obs)
+        assert torch.equal(batch.next_obs, after)
+    assert torch.equal(half, whole)

@@ -1,0 +1,150 @@
+"""The page of one GPU: made of whatever records a folder holds, each figure from one of them, links that lead on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_bench import record
+
+from gpu_replay.bench import cost_model, gpu_page, main
+from gpu_replay.bench.record import Environment
+from gpu_replay.bench.results import write
+
+GPU = Environment(
+    "NVIDIA Test 9000", "Test CPU", 16, 1, 0.0, {"torch": "2.11.0"}, "0123456789ab", "2026-01-02T03:04:05"
+)
+STEP = {"gpu": "NVIDIA Test 9000", "torch": "2.11.0", "triton": "3.6.0", "commit": "0123456789ab", "date": "2026-01-02"}
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="7" failures="1" errors="0" skipped="2" time="12.5">
+<testcase classname="tests.test_gpu" name="test_good"/>
+<testcase classname="tests.test_gpu" name="test_bad"><failure message="no"/></testcase></testsuite></testsuites>"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "results" / "test-9000"
+    made.mkdir(parents=True)
+    return made
+
+
+def steps(folder: Path, part: str, **ended: int) -> None:
+    lines = [
+        json.dumps({"part": part, "step": step, "status": each, "seconds": 9, **STEP}) for step, each in ended.items()
+    ]
+    (folder / f"{part}.steps.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def run(folder: Path, env: str, *, finished: bool = True) -> None:
+    """What a training run leaves."""
+    folder.mkdir(parents=True)
+    (folder / "curve.png").write_bytes(b"a picture")
+    (folder / "progress.csv").write_text("step,seconds,return_mean\n100,60,nan\n250000,120,16.5\n")
+    (folder / "settings.json").write_text('{"return_window": 30}')
+    if finished:
+        names = ("eval_return_mean", "eval_return_std", "steps_per_second", "updates_per_second", "replay_share")
+        summary = {
+            "env": env,
+            "device_name": "NVIDIA Test 9000",
+            "updates": 1234,
+            "stopped_by": "solved",
+            "solved": True,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary | dict.fromkeys(names, 0.5)))
+
+
+def test_a_page_of_everything(folder: Path) -> None:
+    steps(folder, "tests", tests=0)
+    steps(folder, "train", catch=0, pong=124)
+    (folder / "tests.xml").write_text(JUNIT)
+    kernel = record("draw-update/N=1M/B=256", 8.0, suite="kernels", environment=GPU, timing="graph", tests="passed")
+    write(folder / "kernels.jsonl", [kernel])
+    write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU, timing="graph")])
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "roofline.png").write_bytes(b"a picture")
+    run(folder / "catch", "catch")
+    run(folder / "pong", "pong")
+    output = folder.parent / "test-9000.md"
+    text = gpu_page.page(folder, output)
+    assert text.startswith("# NVIDIA Test 9000\n")
+    assert "| tests " in text
+    assert re.search(r"\| tests +\| +tests \| +done \|", text)
+    assert re.search(r"pong \| +\*\*out of time\*\* \|", text)
+    assert re.search(r"bench-gpu \| +not run: `bench/on_gpu.sh kernels-and-bench`", text)
+    # of seven tests one failed and two were skipped
+    assert re.search(r"\| tests +\| +4 \| +1 \| +2 \| +12 \|", text)
+    assert "- `tests.test_gpu.test_bad`" in text
+    assert "test_good" not in text
+    assert "| draw-update" in text
+    assert "Not measured yet: `gpu-replay bench peers`" in text
+    assert "torch 2.11.0, triton 3.6.0" in text
+    # Pong's row has its minute and step; catch has a sentence, and no marks of Pong
+    assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +2.0 min, 0.25M \| +not reached \|", text)
+    assert not re.search(r"\| test-9000/catch", text)
+    assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 16.50; 1,234 updates" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) == 4
+    assert all((output.parent / link).exists() for link in links)
+
+
+def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> None:
+    write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU)])
+    text = gpu_page.page(folder, folder / "gpu_page.md")
+    for part, names in gpu_page.PARTS.items():
+        for name in names:
+            assert re.search(rf"\| {part} +\| +{name} \| +not run: `bench/on_gpu.sh {part}` \|", text)
+    assert "No tests were recorded." in text
+    assert "Not measured yet: `gpu-replay bench kernels`" in text
+    assert "Not measured yet: `bench/on_gpu.sh train`" in text
+    assert text.count(cost_model.NOT_MEASURED) == len(cost_model.bars())
+    # tables of a CPU are not missed on a page of a GPU
+    assert "bench cpu" not in text
+
+
+def test_a_run_that_did_not_end_and_trials_are_what_they_are(folder: Path) -> None:
+    run(folder / "pong", "pong", finished=False)
+    write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU, quick=True)])
+    text = gpu_page.page(folder, folder / "gpu_page.md")
+    assert "it did not come to its end" in text
+    assert "QUICK RUN, not to be quoted" in text
+    # once there is a measurement, trials are not shown beside it
+    write(folder / "more.jsonl", [record(median=50.0, suite="gpu", environment=GPU)])
+    text = gpu_page.page(folder, folder / "gpu_page.md")
+    assert "QUICK" not in text
+    assert "70.0" not in text
+
+
+def test_the_command_writes_the_page_beside_the_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU)])
+    assert main.main(["page", "--results", str(folder)]) == 0
+    assert (folder.parent / "test-9000.md").read_text() == gpu_page.page(folder, folder.parent / "test-9000.md")
+    assert main.main(["page", "--results", str(folder), "--output", str(tmp_path / "new" / "gpu_page.md")]) == 0
+    assert "(../results/test-9000)" in (tmp_path / "new" / "gpu_page.md").read_text()
+    capsys.readouterr()
+    assert main.main(["page", "--results", str(tmp_path / "nowhere")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("nothing.txt", "", "holds no records"),
+        ("gpu.jsonl", "{}\n", "line 1: not a benchmark record"),
+        ("tests.steps.jsonl", '{"part": "tests"}\n', "line 1: not the line of a step"),
+        ("tests.steps.jsonl", "broken\n", "line 1: not the line of a step"),
+    ],
+)
+def test_a_folder_that_says_nothing_is_refused(folder: Path, name: str, text: str, message: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        gpu_page.page(folder, folder / "gpu_page.md")
+
+
+def test_a_broken_test_report_is_named(folder: Path) -> None:
+    steps(folder, "tests", tests=0)
+    (folder / "tests.xml").write_text("<testsuites><testsuite")
+    with pytest.raises(ValueError, match=r"tests\.xml is not JUnit XML"):
+        gpu_page.page(folder, folder / "gpu_page.md")

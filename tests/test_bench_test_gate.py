@@ -1,0 +1,124 @@
+"""Nothing is recorded while tests are red: which tests hold which operation, and what happens when they fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_replay.bench import frames, test_gate
+from gpu_replay.bench import main as commands
+from gpu_replay.bench.cases import OPERATIONS, Case
+from gpu_replay.bench.kernel_cases import KERNELS
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+def test_every_operation_names_tests_that_are_there() -> None:
+    measured = {*OPERATIONS, *KERNELS, "memory", "storage-one", "storage-blocks", "storage-batches"}
+    assert measured == set(test_gate.TESTS)
+    assert set(test_gate.GPU_TESTS) <= measured
+    assert Case("frame-cycle", 10, 1, 1).fields is frames.FIELDS
+    for tests in (*test_gate.TESTS.values(), *test_gate.GPU_TESTS.values()):
+        assert tests
+        for test in tests:
+            file, _, name = test.partition("::")
+            functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
+            assert any(each.startswith("test_") for each in functions)
+            assert not name or name in functions
+    assert test_gate.selection(["draw", "update", "draw"], CPU) == [
+        *test_gate.TESTS["draw"],
+        *test_gate.TESTS["update"],
+    ]
+    assert "tests/test_gpu.py" in test_gate.selection(["draw"], torch.device("cuda"))
+    # on a GPU only tests marked gpu are run, so every operation that is measured there must have some
+    for operation in {*OPERATIONS, *KERNELS} - {"index"}:
+        files = {test.partition("::")[0] for test in test_gate.selection([operation], torch.device("cuda"))}
+        assert any(re.search(r"mark\.gpu|device: str", (ROOT / file).read_text()) for file in files), operation
+    with pytest.raises(KeyError, match="no tests are named for 'juggle'"):
+        test_gate.selection(["juggle"], CPU)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of one operation, "draw", held by one file of tests; a cache of its own."""
+    for folder in ("gpu_replay", "kernels", "bench", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "gpu_replay" / "buffer.py").write_text("x = 1\n")
+    (tmp_path / "tests" / "test_it.py").write_text("def test_it():\n    assert True\n")
+    monkeypatch.setattr(test_gate, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(test_gate, "TESTS", {"draw": ("tests/test_it.py",)})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return tmp_path
+
+
+def test_red_tests_refuse(checkout: Path) -> None:
+    (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\n")
+    with pytest.raises(
+        test_gate.TestsFailed, match=r"tests/test_it\.py::test_it fails, so nothing is recorded\. Mend it"
+    ):
+        test_gate.proven(["draw"], CPU)
+    assert not (checkout / "cache").exists()
+    (checkout / "tests" / "test_it.py").write_text("def helper():\n    pass\n")
+    with pytest.raises(test_gate.TestsFailed, match="could not be run, so nothing is recorded; pytest ended with 5"):
+        test_gate.proven(["draw"], CPU)
+
+
+def test_green_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(test_gate, "run", lambda root, tests, marks: ran.append(tests))
+    for changed in (None, "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
+        if changed:
+            (checkout / changed).write_text("x = 2\n")
+        assert test_gate.proven(["draw"], CPU) == "passed"
+        assert test_gate.proven(["draw"], CPU) == "passed"
+    assert ran == [["tests/test_it.py"]] * 5
+    # of several tests only those are run that are new
+    (checkout / "tests" / "test_more.py").write_text("")
+    monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_it.py", "tests/test_more.py"))
+    assert test_gate.proven(["draw", "update"], CPU) == "passed"
+    assert ran.pop() == ["tests/test_more.py"]
+    monkeypatch.setattr(test_gate, "installed_version", lambda name: "99")
+    assert test_gate.proven(["draw"], CPU) == "passed"
+    assert len(ran) == 6
+    # a cache that cannot be written is done without
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "pyproject.toml"))
+    (checkout / "pyproject.toml").write_text("")
+    assert [test_gate.proven(["draw"], CPU) for _ in range(2)] == ["passed", "passed"]
+    assert len(ran) == 8
+
+
+def test_green_tests_pass_in_a_process_of_their_own(checkout: Path) -> None:
+    assert test_gate.proven(["draw"], CPU) == "passed"
+    assert (checkout / "cache" / "gpu-replay" / "tests-passed.txt").read_text().strip()
+
+
+def test_without_tests_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for root in (None, tmp_path):
+        monkeypatch.setattr(test_gate, "checkout", lambda root=root: root)
+        assert test_gate.proven(["draw"], CPU) is None
+
+
+@pytest.mark.parametrize("suite", ["cpu", "frames", "peers", "storage", "kernels"])
+def test_no_suite_records_while_tests_are_red(
+    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def red(operations: list[str], device: torch.device) -> None:
+        asked.extend(operations)
+        raise test_gate.TestsFailed("tests/test_it.py::test_it fails, so nothing is recorded.")
+
+    monkeypatch.setattr(commands, "proven", red)
+    file = tmp_path / "records.jsonl"
+    assert commands.main([suite, "--output", str(file)]) == 1
+    assert capsys.readouterr().err == "gpu-replay bench: tests/test_it.py::test_it fails, so nothing is recorded.\n"
+    assert not file.exists()
+    assert asked
+    assert set(asked) <= set(test_gate.TESTS)

@@ -1,0 +1,249 @@
+"""The compiled loops and the NumPy code are one: the same calls leave the same bytes, in every batch and tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.ops import _backend
+from gpu_replay.ops.counters import Counter
+
+pytestmark = [
+    host_only,
+    pytest.mark.skipif(_backend.numba_loops() is None, reason="Numba is not installed"),
+]
+FIELDS = {
+    "obs": Field((3,), torch.float32),
+    "half": Field((2,), torch.float16, torch.float32, 0.5),
+    "brain": Field((), torch.bfloat16),
+    "action": Field((), torch.int64),
+    "large": Field((70,), torch.float32),
+    "flag": Field((), torch.bool),
+}
+SAMPLERS: dict[str, Any] = {
+    "strata": Proportional(alpha=0.6, beta=LinearSchedule(0.4, 1.0, 20)),
+    "independent": Proportional(alpha=0.9, beta=0.7, stratified=False, clip=3.0),
+    "extremes": Proportional(alpha=1.0, normalize="buffer", initial="stored", eps=0.0),
+    "steep": Proportional(alpha=4.0, initial=2.0),
+    "combined": Combined(Proportional(beta=1.0), newest=3),
+    "uniform": Uniform(),
+    "rank": RankBased(alpha=1.0),
+}
+
+
+@pytest.fixture(name="both")
+def both_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    """Makes one buffer that uses the loops and one that does not."""
+
+    def make(buffer: Callable[[], Any]) -> tuple[Any, Any]:
+        with_loops = buffer()
+        with monkeypatch.context() as without:
+            without.setattr(_backend, "numba_loops", lambda: None)
+            return with_loops, buffer()
+
+    return make
+
+
+def check_equal(first: Any, second: Any) -> None:
+    """Fail unless two buffers hold the same bytes."""
+    assert bytes(first.counters().numpy().data) == bytes(second.counters().numpy().data)
+    for mine, other in zip(trees(first), trees(second), strict=True):
+        for one, two in zip(mine.levels, other.levels, strict=True):
+            assert torch.equal(one, two)
+        # a block may be marked as one to look up again though nothing in it changed
+        assert mine.low is None or mine.lowest() == other.lowest()
+        assert mine.high is None or mine.highest() == other.highest()
+    added = first.added
+    state = first.state_tensors(added), second.state_tensors(added)
+    assert state[0].keys() == state[1].keys()
+    for name, tensor in state[0].items():
+        assert same(tensor, state[1][name]), name
+
+
+def trees(buffer: Any) -> list[Any]:
+    """The trees of a buffer that are there."""
+    return [tree for tree in (buffer._tree, getattr(buffer, "_marks", None)) if tree is not None]
+
+
+def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    # a single element counts as contiguous whatever its stride is
+    dense = (tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in (one, two))
+    views = (tensor.view(torch.uint8) for tensor in dense)
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(*views)
+
+
+def check_batches(first: Any, second: Any, *, spare: frozenset[str] = frozenset()) -> None:
+    """Fail unless two batches are the same to the bit; what `spare` names counts where `discount` is not 0."""
+    assert list(first) == list(second)
+    for name in first:
+        one, two = first[name], second[name]
+        if name in spare:
+            counts = first.discount > 0
+            one, two = one[counts], two[counts]
+        assert same(one, two), name
+        assert one.is_contiguous()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("capacity", [1, 15, 16, 17, 4095, 70_001])
+def test_transitions_are_the_same(both: Any, sampler: Any, capacity: int) -> None:
+    buffers = both(lambda: ReplayBuffer(capacity, FIELDS, sampler=sampler, device="cpu", seed=5))
+    random = np.random.default_rng(capacity)
+    spread = 70_001 // 4
+    for turn in range(12):
+        rows = int(random.integers(1, max(2, min(2 * capacity, spread))))
+        values = {
+            "obs": random.standard_normal((rows, 3), dtype=np.float32),
+            "half": random.standard_normal((rows, 2)).astype(np.float16),
+            "brain": torch.from_numpy(random.standard_normal(rows, dtype=np.float32)).bfloat16(),
+            "action": random.integers(-9, 9, rows),
+            "large": random.standard_normal((rows, 70), dtype=np.float32),
+            "flag": random.random(rows) < 0.5,
+        }
+        own = None if turn % 3 else np.exp(random.normal(0, 8, rows))
+        keys = [buffer.add(priority=own, **values) for buffer in buffers]
+        assert torch.equal(*keys)
+        most = min(len(buffers[0]), 5_000)
+        batch = int(random.integers(1, most + 1))
+        if isinstance(sampler, Combined):
+            batch += sampler.newest
+            if len(buffers[0]) < sampler.newest:
+                continue
+        drawn = [buffer.sample(batch) for buffer in buffers]
+        check_batches(*drawn)
+        # repeated keys, keys that are gone, keys to come, in any order
+        chosen = torch.cat((drawn[0].key, drawn[0].key[:3], drawn[0].key[:2] - capacity, drawn[0].key[:2] + capacity))
+        chosen = chosen[torch.from_numpy(random.permutation(chosen.numel()))] if turn % 2 else chosen
+        priorities = torch.from_numpy(np.exp(random.normal(0, 9, chosen.numel()))) * (-1.0 if turn % 5 else 1.0)
+        for buffer in buffers:
+            buffer.update_priorities(chosen, priorities)
+        check_equal(*buffers)
+        check_batches(*(buffer[[buffer.added - 1]] for buffer in buffers))
+
+
+STREAMS: dict[str, Any] = {
+    "strata": SAMPLERS["strata"],
+    "extremes": SAMPLERS["extremes"],
+    "combined": SAMPLERS["combined"],
+    "uniform": Uniform(),
+    "rank": RankBased(alpha=1.0),
+}
+
+
+GOALS = ("observation", "achieved_goal", "desired_goal")
+GOAL = Field((2,), torch.int64)
+SPARE = frozenset({"next_obs", *(f"next_obs.{name}" for name in GOALS)})
+
+
+def reached(achieved: torch.Tensor, desired: torch.Tensor, **_: Any) -> torch.Tensor:
+    """A reward for the goal."""
+    return -(achieved - desired).abs().float().reshape(len(achieved), -1).sum(dim=1)
+
+
+@pytest.mark.parametrize("sampler", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("mode, padding", list(product(("next_step", "same_step"), ("reset", "zero"))))
+def test_streams_are_the_same(both: Any, sampler: Any, mode: Any, padding: Any) -> None:
+    random = np.random.default_rng([mode == "next_step", padding == "zero"])
+    followed = 0
+    for case in range(10):
+        envs, stack, n_step = int(random.integers(1, 6)), int(random.integers(1, 5)), int(random.integers(1, 5))
+        steps = int(random.integers(2, 60))
+        hindsight = case % 3 == 2 and isinstance(sampler, (Proportional, Uniform))
+        fields = {"obs": Field((2, 4), torch.uint8), "action": Field((), torch.int64)}
+        relabel = None
+        if hindsight:
+            n_step = 1
+            fields = {f"obs.{name}": field for name, field in zip(GOALS, (fields["obs"], GOAL, GOAL), strict=True)} | {
+                "action": fields["action"]
+            }
+            relabel = Hindsight("achieved_goal", "desired_goal", reward_fn=reached)
+        make = {
+            "num_envs": envs,
+            "stack": stack,
+            "n_step": n_step,
+            "gamma": 0.9,
+            "autoreset": mode,
+            "padding": padding,
+            "sampler": sampler,
+            "relabel": relabel,
+            "random_shift": 0,
+            "device": "cpu",
+            "seed": case,
+        }
+        buffers = both(
+            lambda make=make, fields=fields, steps=steps: TrajectoryReplayBuffer(
+                steps * make["num_envs"], fields=fields, **make
+            )
+        )
+        end = (0.0, 0.01, 0.05, 0.3)[case % 4]
+        for turn in range(3 * steps):
+            values = {
+                "obs": random.integers(0, 256, (envs, 2, 4)).astype(np.uint8),
+                "action": random.integers(0, 5, envs),
+                "reward": random.standard_normal(envs).astype(np.float32),
+                "terminated": random.random(envs) < end,
+                "truncated": random.random(envs) < end,
+            }
+            if hindsight:
+                values["obs.observation"] = values.pop("obs")
+                values |= {f"obs.{name}": random.integers(0, 3, (envs, 2)) for name in GOALS[1:]}
+            if case % 2 and mode == "same_step" and not hindsight:
+                values["final_obs"] = random.integers(0, 256, (envs, 2, 4)).astype(np.uint8)
+            own = None if random.random() < 0.7 else np.exp(random.normal(0, 3, envs))
+            followed += not (values["terminated"].any() or values["truncated"].any())
+            for buffer in buffers:
+                buffer.add(priority=own, **values)
+            check_equal(*buffers)
+            eligible = int(buffers[0].counters()[Counter.ELIGIBLE])
+            if turn % 3 or eligible < 4:
+                continue
+            drawn = [buffer.sample(int(random.integers(4, eligible + 1))) for buffer in (buffers[0],)]
+            drawn.append(buffers[1].sample(len(drawn[0])))
+            check_batches(*drawn, spare=SPARE)
+            priorities = torch.from_numpy(np.exp(random.normal(0, 3, len(drawn[0]))))
+            for buffer in buffers:
+                # some of them hold no start, and some are gone
+                buffer.update_priorities(drawn[0].key - 2, priorities)
+        if case == 7:
+            for buffer in buffers:
+                buffer.clear()
+            check_equal(*buffers)
+    assert followed > 100
+
+
+def test_without_numba_the_same_buffer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "numba" or (name == "gpu_replay.ops" and rest[2] == ("loops",)):
+            raise ImportError("no numba here")
+        return real(name, *rest, **named)
+
+    _backend.numba_loops.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    try:
+        assert _backend.numba_loops() is None
+    finally:
+        monkeypatch.undo()
+        _backend.numba_loops.cache_clear()
+    assert _backend.numba_loops() is not None

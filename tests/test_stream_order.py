@@ -1,0 +1,378 @@
+"""Calls of one buffer from several streams: on the device each comes after those before it, and after nothing else.
+
+There is no GPU here: what must have happened before what is remembered by fake_cuda.py. That every call of a buffer
+takes its turn is seen by watching who touches the buffer's memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from launches import recorded
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.engines.device import DeviceEngine
+from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+from gpu_replay.stream_order import StreamOrder, record_stream
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
+
+
+def take(order: StreamOrder, cuda: FakeCuda, name: str, stream: Any = None) -> None:
+    """One call of the buffer that does one work, on a stream or the current one."""
+    with cuda.stream(stream or cuda.current), order.ordered():
+        cuda.work(name)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_call_comes_after_all_earlier_calls_and_no_other_work(cuda: FakeCuda, seed: int) -> None:
+    draw = random.Random(seed)
+    order, streams = StreamOrder(CUDA), [cuda.Stream() for _ in range(4)]
+    calls: list[str] = []
+    # what the stream of the last call did since, for somebody else
+    for number in range(200):
+        stream = draw.choice(streams)
+        before = set(stream.seen)
+        if draw.random() < 0.5:
+            with cuda.stream(stream):
+                cuda.work(f"other {number}")
+            continue
+        take(order, cuda, f"call {number}", stream)
+        came_after = cuda.before(f"call {number}")
+        assert set(calls) <= came_after
+        # beside its own stream it waited for what came before the last call alone
+        if calls:
+            assert came_after == before | cuda.before(calls[-1]) | {calls[-1]}
+        calls.append(f"call {number}")
+
+
+def test_turns_within_a_turn_are_part_of_it(cuda: FakeCuda) -> None:
+    order, side = StreamOrder(CUDA), cuda.Stream()
+    with order.ordered():
+        take(order, cuda, "inner")
+        cuda.work("rest")
+    take(order, cuda, "next", side)
+    assert cuda.before("next") == {"inner", "rest"}
+
+
+def test_a_call_that_raised_has_had_its_turn(cuda: FakeCuda) -> None:
+    order, side = StreamOrder(CUDA), cuda.Stream()
+
+    def half() -> None:
+        with order.ordered():
+            cuda.work("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        half()
+    take(order, cuda, "next", side)
+    assert cuda.before("next") == {"half"}
+
+
+def test_captured_calls_wait_for_nothing_and_nothing_waits_for_them(cuda: FakeCuda) -> None:
+    """An event from outside would end the capture, and one from inside could not be waited for."""
+    order, side, graph = StreamOrder(CUDA), cuda.Stream(), cuda.CUDAGraph()
+    take(order, cuda, "first")
+    assert not order.capturing()
+    with cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        assert order.capturing()
+        with order.ordered():
+            assert order.capturing()
+            cuda.work("captured")
+    assert [name for name, _ in cuda.done] == ["first"]
+    other = cuda.Stream()
+    take(order, cuda, "second", other)
+    assert cuda.before("second") == {"first"}
+    # a replay that takes a turn is ordered as a whole
+    with cuda.stream(side), order.ordered():
+        graph.replay()
+    assert cuda.before("captured replayed") == {"first", "second"}
+    take(order, cuda, "third")
+    assert "captured replayed" in cuda.before("third")
+
+
+def test_memory_goes_back_to_its_stream_after_the_last_call(cuda: FakeCuda) -> None:
+    order, side = StreamOrder(CUDA), cuda.Stream()
+    order.close()
+    take(order, cuda, "made")
+    take(order, cuda, "elsewhere", side)
+    order.close()
+    cuda.work("new owner")
+    assert cuda.before("new owner") == {"made", "elsewhere"}
+    # a stream under capture cannot wait
+    take(order, cuda, "once more", side)
+    with cuda.graph(cuda.CUDAGraph(), stream=cuda.default, capture_error_mode="thread_local"):
+        order.close()
+
+
+def test_on_a_cpu_there_is_nothing_to_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", None)
+    order = StreamOrder(CPU)
+    with order.ordered(), order.ordered():
+        assert not order.capturing()
+    order.close()
+    tensor = torch.ones(2)
+    assert record_stream(tensor) is tensor
+
+
+def test_a_buffer_that_nobody_holds_hands_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it does: in between somebody else could get it."""
+    held: list[bool] = []
+    monkeypatch.setattr(StreamOrder, "close", lambda self: held.append(memory() is not None))
+    buffer = ReplayBuffer(10, {"x": Field((), torch.float32)}, device="cpu")
+    memory = weakref.ref(buffer._storage.times_sampled)
+    gc.collect()
+    assert held == []
+    del buffer
+    gc.collect()
+    assert held == [True]
+    assert memory() is None
+
+
+def test_values_of_other_streams_are_held_until_they_are_read() -> None:
+    """A tensor's own stream would take its memory back as soon as its owner lets go of it."""
+
+    class OnDevice:
+        is_cuda = True
+        device = CUDA
+
+        def __init__(self) -> None:
+            self.readers: list[Any] = []
+
+        def record_stream(self, stream: Any) -> None:
+            self.readers.append(stream)
+
+    cuda = FakeCuda()
+    with pytest.MonkeyPatch.context() as patch:
+        cuda.install(patch)
+        value, side = OnDevice(), cuda.Stream()
+        with cuda.stream(side):
+            assert record_stream(value) is value
+        record_stream(value, cuda.default)
+    assert value.readers == [side, cuda.default]
+
+
+# every call takes its turn
+
+OBSERVED = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+GOALS = {name: Field((2,), torch.float32) for name in ("obs.observation", "obs.achieved_goal", "obs.desired_goal")}
+# what gives another view of the same memory, and touches none
+VIEWS = {"slice", "select", "view", "detach", "alias", "unsqueeze", "squeeze", "expand", "as_strided", "t", "transpose"}
+READ = {"tolist", "numpy", "item", "__int__", "__bool__", "__float__", "__array__"}
+
+compiled = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
+)
+
+
+class Watch:
+    """Notes every operation and launch that touches a buffer's memory while nobody has the turn."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.depth = 0
+        self.touched = 0
+        self.astray: list[str] = []
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(buffer)}
+        assert len(self._memory) > 3
+
+    def look(self, name: str, arguments: Any) -> None:
+        if any(tensor.untyped_storage().data_ptr() in self._memory for tensor in tensors_of(arguments)):
+            self.touched += 1
+            if not self.depth:
+                self.astray.append(name)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function.overloadpacket.__name__ not in VIEWS:
+            self._watch.look(str(function), (arguments, named))
+        return function(*arguments, **(named or {}))
+
+
+class Reads(TorchFunctionMode):
+    """What reads without an operation, where memory is the host's."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if getattr(function, "__name__", "") in READ:
+            self._watch.look(function.__name__, arguments)
+        return function(*arguments, **(named or {}))
+
+
+def tensors_of(value: Any, met: set[int] | None = None) -> Iterator[Tensor]:
+    """All tensors in an object, its attributes and its members."""
+    met = set() if met is None else met
+    if id(value) in met:
+        return
+    met.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_of(each, met)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_of(each, met)
+    elif type(value).__module__.startswith("gpu_replay") and not isinstance(value, type):
+        names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+        for name in names:
+            yield from tensors_of(getattr(value, name, None), met)
+
+
+@contextmanager
+def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
+    """Within it the watch stands in for the order of the buffer, and all that is done to its memory is seen."""
+    watch = Watch(buffer)
+    buffer._stream_order.ordered = buffer._engine._ordered = watch.turn
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def launched(self: Any, *arguments: Any, **named: Any) -> None:
+        watch.look(self.__name__, arguments)
+        launch(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch, Operations(watch), Reads(watch):
+        patch.setattr(JITFunction, "run", launched)
+        # launches that are not made count nothing
+        patch.setattr(TrajectoryDeviceEngine, "count_at_least", lambda self, wanted, skipped: wanted)
+        patch.setattr(DeviceEngine, "size_at_least", lambda self, wanted: wanted)
+        # nor do they fill anything
+        patch.setattr(torch, "empty", torch.zeros)
+        yield watch
+
+
+def of_transitions(sampler: Any) -> ReplayBuffer:
+    return ReplayBuffer(30, OBSERVED, sampler=sampler, device="cpu")
+
+
+def of_steps(sampler: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(30, 3, OBSERVED, sampler=sampler, device="cpu", autoreset="same_step", stack=2)
+
+
+def of_goals(sampler: Any) -> TrajectoryReplayBuffer:
+    relabel = Hindsight(reward_fn=lambda achieved, desired: achieved.sum(-1), ratio=0.5)
+    fields = {**GOALS, "action": Field((), torch.int64)}
+    return TrajectoryReplayBuffer(30, 3, fields, sampler=sampler, device="cpu", relabel=relabel)
+
+
+def given(buffer: Any) -> dict[str, Tensor]:
+    """Values for an `add` of three rows."""
+    rows = {name: torch.zeros((3, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
+    if isinstance(buffer, TrajectoryReplayBuffer):
+        rows |= {f"final_{name}": rows[name] for name in buffer._streams.observations}
+        rows |= {"reward": torch.zeros(3)}
+        rows |= dict.fromkeys(("terminated", "truncated"), torch.zeros(3, dtype=torch.bool))
+    return rows
+
+
+def read_keys(buffer: Any) -> None:
+    with pytest.raises(KeyError):
+        buffer[[1]]
+
+
+CALLS: dict[str, Any] = {
+    "add": lambda buffer: buffer.add(**given(buffer), priority=torch.ones(3)),
+    "sample": lambda buffer: buffer.sample(5),
+    "sample_sequences": lambda buffer: buffer.sample_sequences(2, 1),
+    "update_priorities": lambda buffer: buffer.update_priorities(torch.arange(3), torch.ones(3)),
+    "capture": lambda buffer: buffer.capture(4, lambda batch: batch.weight)(),
+    "read": read_keys,
+    "added": lambda buffer: buffer.added,
+    "len": len,
+    "repr": repr,
+    "clear": lambda buffer: buffer.clear(),
+    "stats": lambda buffer: buffer.stats(),
+    "masses": lambda buffer: buffer.masses(),
+    "total_mass": lambda buffer: buffer.total_mass(),
+    "begin_episodes": lambda buffer: buffer.begin_episodes(),
+    "state": lambda buffer: buffer.load_state_dict(buffer.state_dict()),
+}
+BUFFERS: dict[str, Any] = {
+    "transitions": lambda: of_transitions(Combined(Proportional(initial="stored"))),
+    "transitions by rank": lambda: of_transitions(RankBased(resort_every=2)),
+    "transitions alike": lambda: of_transitions(Uniform()),
+    "steps": lambda: of_steps(Proportional(normalize="buffer")),
+    "steps by rank": lambda: of_steps(RankBased()),
+    "steps alike": lambda: of_steps(Uniform()),
+    "goals": lambda: of_goals(Proportional()),
+}
+
+
+@compiled
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
+    with recorded() as launches:
+        buffer = BUFFERS[kind]()
+        buffer.add(**given(buffer))
+        calls = {**CALLS, "save": lambda buffer: buffer.save(tmp_path / "saved")}
+        if isinstance(buffer, ReplayBuffer):
+            del calls["sample_sequences"], calls["begin_episodes"]
+        if "alike" in kind or "rank" in kind:
+            del calls["masses"], calls["total_mass"]
+        if kind == "goals":
+            del calls["sample_sequences"]
+        with watched(buffer, launches) as watch:
+            if isinstance(buffer, TrajectoryReplayBuffer):
+                buffer._engine.span_of_steps = lambda: (0, 5)
+            for name, call in calls.items():
+                watch.touched = 0
+                call(buffer)
+                assert watch.astray == [], name
+                assert watch.touched, name
+
+
+@compiled
+def test_a_call_out_of_turn_is_seen() -> None:
+    with recorded() as launches:
+        buffer = of_transitions(Proportional())
+        with watched(buffer, launches) as watch:
+            buffer.counters().tolist()
+            buffer._storage.times_sampled.zero_()
+            buffer._engine._write(given(buffer), None)
+            torch.ones(3).zero_()
+            buffer._storage.times_sampled[:3]
+        assert watch.astray == ["tolist", "aten.zero_.default", "write_kernel"]

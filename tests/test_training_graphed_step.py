@@ -1,0 +1,192 @@
+"""The learning step as a graph: when it is captured, what happens if it cannot be, and where its time goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+
+from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.dqn import Agent
+from gpu_replay.training.evaluation import Evaluator
+from gpu_replay.training.graphed_step import WARM_UPS, CapturedStep
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.stopwatch import SAMPLED, UNTIMED, Stopwatch, mean_seconds
+from gpu_replay.training.trainer import Trainer
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
+
+
+def test_a_step_is_captured_after_a_few_calls_and_replayed_from_then_on(cuda: FakeCuda) -> None:
+    step = CapturedStep(lambda: cuda.work("step"), CUDA)
+    assert step.enabled
+    for _ in range(WARM_UPS):
+        step()
+    assert [name for name, _ in cuda.done] == ["step"] * WARM_UPS
+    assert not step.captured
+    cuda.done.clear()
+    # the capture runs nothing, so a replay follows at once: one call, one step
+    step()
+    assert step.captured
+    step()
+    assert [name for name, _ in cuda.done] == ["step replayed"] * 2
+
+
+def test_a_step_that_cannot_be_captured_is_called(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    step = CapturedStep(lambda: cuda.work("step"), CUDA)
+    for _ in range(WARM_UPS):
+        step()
+    cuda.done.clear()
+    cuda.refusal = "operation not permitted when stream is capturing\nand more that nobody reads"
+    step()
+    step()
+    assert [name for name, _ in cuda.done] == ["step", "step"]
+    assert cuda.captures == 1
+    assert not step.enabled
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("runs without: operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(("device", "enabled"), [(CPU, True), (CUDA, False)])
+def test_without_a_gpu_or_with_no_graph_the_step_is_called(device: torch.device, enabled: bool) -> None:
+    calls: list[int] = []
+    step = CapturedStep(lambda: calls.append(1), device, enabled=enabled)
+    assert not step.enabled
+    for _ in range(WARM_UPS + 3):
+        step()
+    assert len(calls) == WARM_UPS + 3
+
+
+def trainer(device: torch.device, **changes: Any) -> Trainer:
+    settings = Settings.for_family("catch", warmup=320, **changes)
+    evaluator = Evaluator(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
+    return Trainer(Catch(32, device), evaluator, settings, device=device, seed=0)
+
+
+def test_an_update_in_two_parts_is_an_update() -> None:
+    found = trainer(CPU)
+    for _ in range(30):
+        found._advance()
+    batch = found.buffer.sample(64)
+    networks = []
+    for whole in (True, False):
+        torch.manual_seed(0)
+        agent = Agent(QNetwork(Catch.spec.observation, 3, Settings()), Settings(target_every=2), CPU, 0)
+        for _ in range(3):
+            if whole:
+                agent.learn(batch)
+            else:
+                agent.update(batch)
+                agent.after_update()
+        assert agent.updates == 3
+        networks.append((agent.online.state_dict(), agent.target.state_dict(), agent.means()))
+    for mine, theirs in zip(networks[0][:2], networks[1][:2], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert networks[0][2] == networks[1][2]
+
+
+def test_on_a_gpu_one_step_in_so_many_is_timed_and_none_that_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    watch = Stopwatch(CUDA)
+    monkeypatch.setattr(watch, "_now", lambda: now[0])
+    for step in range(3 * SAMPLED):
+        watch.begin()
+        now[0] += 1
+        watch.lap("act")
+        if step == 2 * SAMPLED - 1:
+            watch.skip()
+        now[0] += 2
+        watch.lap("learn")
+    assert watch.seconds == {"env": 0.0, "act": 3.0, "replay": 0.0, "learn": 4.0}
+
+
+def test_a_call_is_timed_without_its_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        now[0] += 100.0 if len(calls) <= UNTIMED else 0.25
+
+    assert mean_seconds(call, CPU, times=8) == 0.25
+
+
+def test_the_buffers_part_of_a_captured_update_is_taken_from_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trainer(CPU)
+    found.watch.seconds = {"env": 1.0, "act": 1.0, "replay": 0.5, "learn": 7.5}
+    assert found.shares() == {"env": 0.1, "act": 0.1, "replay": 0.05, "learn": 0.75}
+    times = iter([0.004, 0.0004])
+    monkeypatch.setattr("gpu_replay.training.trainer.mean_seconds", lambda call, device: next(times))
+    monkeypatch.setattr(CapturedStep, "captured", True)
+    assert found.shares() == pytest.approx({"env": 0.1, "act": 0.1, "replay": 0.125, "learn": 0.675})
+
+
+def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
+    found = trainer(CPU)
+    for _ in range(30):
+        found._advance()
+    before, weights = found.buffer.stats(), found.agent.online.state_dict()
+    kept = {name: weight.clone() for name, weight in weights.items()}
+    found._replay_alone()
+    after = found.buffer.stats()
+    assert after.mean_times_sampled * after.size == pytest.approx(before.mean_times_sampled * before.size + 64)
+    assert after.mean_priority != before.mean_priority
+    assert all(torch.equal(kept[name], weights[name]) for name in kept)
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_a_captured_run_is_an_eager_run() -> None:
+    found = [trainer(CUDA, graph=graph, learning_rate_end=1e-4, target_every=7) for graph in (True, False)]
+    for each in found:
+        for _ in range(80):
+            each._advance()
+    graph, eager = found
+    assert graph._update_captured.captured
+    assert not eager._update_captured.captured
+    assert graph.agent.updates == eager.agent.updates == 2 * (80 - 13)
+    assert graph.buffer.counters().tolist() == eager.buffer.counters().tolist()
+    for mine, theirs in ((graph.agent.online, eager.agent.online), (graph.agent.target, eager.agent.target)):
+        for name, weight in mine.state_dict().items():
+            torch.testing.assert_close(weight, theirs.state_dict()[name], rtol=1e-4, atol=1e-5)
+    # what is read now and then goes on as well
+    assert graph.agent.means() == pytest.approx(eager.agent.means(), rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate() -> None:
+    found = trainer(CUDA)
+    for _ in range(30):
+        found._advance()
+    assert found._update_captured.captured
+    found.agent.set_learning_rate(0.0)
+    before = {name: weight.clone() for name, weight in found.agent.online.state_dict().items()}
+    for _ in range(5):
+        found._update_captured()
+    assert all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
+    found.agent.set_learning_rate(1e-3)
+    found._update_captured()
+    assert not all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
+
+
+@pytest.mark.gpu
+def test_the_share_of_a_captured_buffer_is_a_share() -> None:
+    found = trainer(CUDA)
+    for _ in range(3 * SAMPLED):
+        found._advance()
+    shares = found.shares()
+    assert sum(shares.values()) == pytest.approx(1)
+    assert 0 < shares["replay"] < 1
+    assert 0 < shares["learn"] < 1
