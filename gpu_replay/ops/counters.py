@@ -35,13 +35,14 @@ class Counter:
 
 # the smallest mass of nothing
 NO_MASS = 2**63 - 1
-# what must outlive a call; the rest belongs to a launch in progress, or follows from the seed
+# what must outlive a call, by its name in checkpoints, which stays; the rest belongs to a launch in progress, or follows
+# from the seed
 LASTING = {
     "ADDED": Counter.ADDED,
     "FIRST": Counter.FIRST,
     "RANDOM": Counter.RANDOM,
     "STEP": Counter.STEP,
-    "MAX_MASS": Counter.MAX_MASS,
+    "TOP": Counter.MAX_MASS,
     "STALE": Counter.STALE,
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,
