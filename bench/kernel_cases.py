@@ -1,7 +1,7 @@
 """The registry of kernel microbenchmarks: operations, sizes, the bytes that must move, and who does it.
 
 Every operation is done by this package and by the torch operations that a user would write (`baselines.py`), from the
-same inputs. Adding one is one entry of `KERNELS`, and one of `proven.TESTS` that says which tests hold it.
+same inputs. Adding one is one entry of `KERNELS`, and one of `test_gate.TESTS` that says which tests hold it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from .kernel_cases import KERNELS, OURS
 from .record import Record
 
 NOTE = (
-    "To beat: the best of the torch operations that do the whole work. Of copy: the bytes that must move over the "
-    "time, as a share of the bandwidth of a plain copy in the same run; caches are emptied before each call of "
-    f"{', '.join(name for name, kernel in KERNELS.items() if kernel.cold)}."
+    "Best baseline: the fastest torch operations that do the whole work; speedup: their time over ours. % of copy "
+    "bandwidth: the bytes that must move over the time, relative to a plain copy in the same run. Caches are flushed "
+    f"before each call of {', '.join(name for name, kernel in KERNELS.items() if kernel.cold)}."
 )
 
 
@@ -50,4 +50,4 @@ def kernels_table(records: Sequence[Record]) -> str:
                 f"{record.copy_share:.1%}" if record.copy_share and record.bytes else "",
             ]
         )
-    return table(["operation", "N", "B", "µs", "to beat, µs", "ahead", "of copy"], rows)
+    return table(["operation", "N", "B", "µs", "best baseline, µs", "speedup", "% of copy bandwidth"], rows)

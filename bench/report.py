@@ -14,9 +14,8 @@ from gpu_replay.console.markdown import number, table
 from . import cost_model, frames, kernel_tables, runs, storage
 from .cases import OPERATIONS, short
 from .kernel_tables import kernels_table
-from .peers_table import NOTE, peers_table
+from .peers_table import NOTE, best_peer, peers_table
 from .record import Environment, Record
-from .reference import ELSEWHERE, best_peer
 
 Records = Sequence[Record]
 
@@ -46,7 +45,7 @@ def _machine(environment: Environment) -> str:
 
 
 def cells_table(records: Records, peers: Records = ()) -> str:
-    """Every timed case with its quantiles, its share of the copy bandwidth and the best peer."""
+    """Every timed case with its quantiles, its share of the copy bandwidth and the best peer of these records."""
     rows = []
     for record in records:
         if record.unit != "us":
@@ -58,15 +57,15 @@ def cells_table(records: Records, peers: Records = ()) -> str:
                 record.case + (", replayed" if record.clock == "graph" else ""),
                 *[number(record.quantiles[name]) for name in ("p10", "p50", "p90")],
                 share,
-                f"{number(peer[0])} ({peer[1]})" if peer else "",
-                f"{peer[0] / record.median:.2f}x" if peer else "",
+                f"{number(peer.median)} ({peer.implementation})" if peer else "",
+                f"{peer.median / record.median:.2f}x" if peer else "",
             ]
         )
-    return table(["case", "p10 µs", "p50 µs", "p90 µs", "of copy", "to beat, µs", "ahead"], rows)
+    return table(["case", "p10 µs", "p50 µs", "p90 µs", "% of copy bandwidth", "best baseline, µs", "speedup"], rows)
 
 
 def cycle_table(records: Records, peers: Records = ()) -> str:
-    """The full cycle, capacities down and batch sizes across; each cell says how far ahead of the best peer it is."""
+    """The full cycle, capacities down and batch sizes across; in parentheses the speedup over the best peer."""
     cycles = [record for record in records if record.operation == "cycle"]
     batches = sorted({record.batch for record in cycles})
     rows = []
@@ -80,20 +79,20 @@ def _cycle_cell(record: Record | None, peers: Records) -> str:
     if record is None:
         return ""
     peer = best_peer(record.case, peers, record.environment.cpu)
-    return number(record.median) + (f" ({peer[0] / record.median:.2f}x)" if peer else "")
+    return number(record.median) + (f" ({peer.median / record.median:.2f}x)" if peer else "")
 
 
 def frames_table(records: Records) -> str:
-    """Cases of Atari frames, each beside the bare copy of its bytes where there is one."""
+    """Cases of Atari frames, each beside a plain copy of the same bytes where there is one."""
     copies = {record.case: record.median for record in records if record.implementation == "take"}
     rows = []
     for record in records:
         if record.implementation == "take":
             continue
         copy = copies.get(record.case)
-        beside = ["", ""] if copy is None else [number(copy), f"{record.median / copy:.2f}x"]
+        beside = ["", ""] if copy is None else [number(copy), f"{copy / record.median:.2f}x"]
         rows.append([record.case, number(record.median), *beside, f"{record.copy_share or 0:.1%}"])
-    return table(["Atari frames", "µs", "bare take, µs", "of it", "of copy"], rows)
+    return table(["Atari frames", "µs", "NumPy take, µs", "speedup", "% of copy bandwidth"], rows)
 
 
 def memory_table(records: Records) -> str:
@@ -112,9 +111,7 @@ def _cpu_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "cpu"]
     peers = [record for record in records if record.suite == "peers"]
     cpu = mine[0].environment.cpu
-    best = [best_peer(record.case, peers, cpu) for record in mine if record.operation == "cycle"]
-    where = "as measured on another 2-core machine" if any(b and b[1] == ELSEWHERE for b in best) else "on this machine"
-    note = f"One cycle: {OPERATIONS['cycle'].about}. In parentheses, times ahead of the best peer of the cell, {where}."
+    note = f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on the same machine."
     return f"{cycle_table(mine, peers)}\n\n{note} Medians. {conditions(mine)}"
 
 
@@ -223,6 +220,6 @@ def updated(document: str, records: Records) -> str:
         if name == "pong":
             text = runs.section(runs.run_folders())
         else:
-            text = cost_model.section(records) if name == "expected" else section(name, records)
+            text = cost_model.section(records) if name == "cost-model" else section(name, records)
         document = f"{before}{mark}\n{text}\n{end}{after}"
     return document

@@ -165,7 +165,7 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
     measured = {line.split("|")[2].strip(): line.split("|")[-2].strip() for line in lines}
     assert measured["≥ 3x torch"] == "5.00x (8.0 µs)"
     assert measured["≤ 4x empty kernel"] == "4.00x (8.0 µs)"
-    assert measured["≥ 70% of copy"] == "50.0% (9.0 µs)"
+    assert measured["≥ 70% of copy bandwidth"] == "50.0% (9.0 µs)"
     assert measured["≥ 10x torch"] == cost_model.NOT_MEASURED
     on_cpu = [replace(each, environment=replace(each.environment, device="cpu")) for each in records]
     nothing = cost_model.expected_table(on_cpu).splitlines()[2:]
@@ -176,7 +176,7 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
 def test_the_table_in_the_document_is_the_one_that_is_made() -> None:
     records = [record for file in recorded_files() for record in read(file)]
     text = DOCUMENT.read_text()
-    assert "<!-- bench:expected -->" in text
+    assert "<!-- bench:cost-model -->" in text
     assert cost_model.section(records) in text
     emptied = text.replace(cost_model.section(records), "")
     assert report.updated(emptied, records) == text

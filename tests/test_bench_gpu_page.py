@@ -90,7 +90,7 @@ def test_a_page_of_everything(folder: Path) -> None:
 
 def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> None:
     write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU)])
-    text = gpu_page.page(folder, folder / "gpu_page.md")
+    text = gpu_page.page(folder, folder / "page.md")
     for part, names in gpu_page.PARTS.items():
         for name in names:
             assert re.search(rf"\| {part} +\| +{name} \| +not run: `bench/on_gpu.sh {part}` \|", text)
@@ -105,12 +105,12 @@ def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> N
 def test_a_run_that_did_not_end_and_trials_are_what_they_are(folder: Path) -> None:
     run(folder / "pong", "pong", finished=False)
     write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU, quick=True)])
-    text = gpu_page.page(folder, folder / "gpu_page.md")
+    text = gpu_page.page(folder, folder / "page.md")
     assert "it did not come to its end" in text
     assert "QUICK RUN, not to be quoted" in text
     # once there is a measurement, trials are not shown beside it
     write(folder / "more.jsonl", [record(median=50.0, suite="gpu", environment=GPU)])
-    text = gpu_page.page(folder, folder / "gpu_page.md")
+    text = gpu_page.page(folder, folder / "page.md")
     assert "QUICK" not in text
     assert "70.0" not in text
 
@@ -121,8 +121,8 @@ def test_the_command_writes_the_page_beside_the_folder(
     write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU)])
     assert main.main(["page", "--results", str(folder)]) == 0
     assert (folder.parent / "test-9000.md").read_text() == gpu_page.page(folder, folder.parent / "test-9000.md")
-    assert main.main(["page", "--results", str(folder), "--output", str(tmp_path / "new" / "gpu_page.md")]) == 0
-    assert "(../results/test-9000)" in (tmp_path / "new" / "gpu_page.md").read_text()
+    assert main.main(["page", "--results", str(folder), "--output", str(tmp_path / "new" / "page.md")]) == 0
+    assert "(../results/test-9000)" in (tmp_path / "new" / "page.md").read_text()
     capsys.readouterr()
     assert main.main(["page", "--results", str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
@@ -140,11 +140,11 @@ def test_the_command_writes_the_page_beside_the_folder(
 def test_a_folder_that_says_nothing_is_refused(folder: Path, name: str, text: str, message: str) -> None:
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        gpu_page.page(folder, folder / "gpu_page.md")
+        gpu_page.page(folder, folder / "page.md")
 
 
 def test_a_broken_test_report_is_named(folder: Path) -> None:
     steps(folder, "tests", tests=0)
     (folder / "tests.xml").write_text("<testsuites><testsuite")
     with pytest.raises(ValueError, match=r"tests\.xml is not JUnit XML"):
-        gpu_page.page(folder, folder / "gpu_page.md")
+        gpu_page.page(folder, folder / "page.md")

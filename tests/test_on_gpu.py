@@ -76,8 +76,8 @@ def test_the_page_goes_beside_the_records(tmp_path: Path) -> None:
 
     assert output() == f"{ROOT}/bench/results/no-gpu.md"
     # a folder that is brought back from elsewhere has its page in it
-    assert output("--output", str(tmp_path)) == f"{tmp_path}/gpu_page.md"
-    assert output("--output", str(tmp_path), "--page", "/there/gpu_page.md") == "/there/gpu_page.md"
+    assert output("--output", str(tmp_path)) == f"{tmp_path}/page.md"
+    assert output("--output", str(tmp_path), "--page", "/there/page.md") == "/there/page.md"
 
 
 @pytest.mark.slow
