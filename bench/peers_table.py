@@ -25,8 +25,8 @@ _ROWS = {
 NOTE = (
     "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
     "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
-    "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and are "
-    "left out of the speedup. Implementations are interleaved."
+    "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
+    "are left out of the speedup. Implementations are interleaved."
 )
 
 

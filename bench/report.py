@@ -110,7 +110,6 @@ def memory_table(records: Records) -> str:
 def _cpu_section(records: Records) -> str:
     mine = [record for record in records if record.suite == "cpu"]
     peers = [record for record in records if record.suite == "peers"]
-    cpu = mine[0].environment.cpu
     note = f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on the same machine."
     return f"{cycle_table(mine, peers)}\n\n{note} Medians. {conditions(mine)}"
 

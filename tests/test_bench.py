@@ -300,13 +300,8 @@ def test_the_peers_table_compares_with_the_best_other_one() -> None:
     records = [
         record(suite="peers", implementation=n, median=m) for n, m in (("ours", 50.0), ("a", 200.0), ("b", 100.0))
     ]
-    assert report.peers_table(records).splitlines()[2].split("|")[1:-1] == [
-        " cycle, N = 1M, B = 256 ",
-        " 50.0 ",
-        " 200 ",
-        " 100 ",
-        " 2.00x ",
-    ]
+    line = report.peers_table(records).splitlines()[2]
+    assert line.replace(" ", "") == "|cycle,N=1M,B=256|50.0|200|100|2.00x|"
 
 
 def test_a_table_states_its_conditions_and_its_command() -> None:

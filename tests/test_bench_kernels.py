@@ -304,15 +304,8 @@ def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
     best = best_baseline(found, "draw/N=10k/B=32", "host")
     assert best is not None
     assert best.implementation == "multinomial"
-    assert kernels_table(found).splitlines()[2].split("|")[1:-1] == [
-        " draw      ",
-        " 10k ",
-        " 32 ",
-        " 100 ",
-        " 200 (multinomial) ",
-        " 2.00x ",
-        "   25.0% ",
-    ]
+    line = kernels_table(found).splitlines()[2]
+    assert line.replace(" ", "") == "|draw|10k|32|100|200(multinomial)|2.00x|25.0%|"
 
 
 def test_a_machine_without_records_is_told_the_command() -> None:
