@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-# in a checkout the device code and the benchmarks stand beside the package; installed, they are inside it
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file():
-    __path__.append(str(_root))
+# In a checkout the device code and the benchmarks stand beside the package; installed, they are inside it. The real
+# folder comes first: an editable install reaches this file through a folder of links, which new modules are not in.
+_folder = Path(__file__).resolve().parent
+if (_folder.parent / "pyproject.toml").is_file():
+    __path__[:] = [str(_folder), str(_folder.parent)]
 
 from gpu_replay.batch import Batch
 from gpu_replay.buffer import ReplayBuffer
