@@ -18,7 +18,6 @@ import torch
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import StopRequest
-from gpu_replay.ops.counters import Counter
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.evaluation import Evaluator
@@ -157,8 +156,9 @@ def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Agent, "update", learning)
     monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
     trainer, _, _ = play_catch(0, updates=3, shared_draw=True, steps=2_000)
-    samples = int(trainer.buffer.counters()[Counter.STEP])
+    samples = trainer.buffer.state_dict()["counters"]["STEP"]
     assert trainer.agent.updates == len(learned) == 3 * samples > 0
+    assert trainer.state()["samples"] == samples
     assert trainer.last_row["beta"] == pytest.approx(beta_of(trainer.buffer, samples))
     assert {len(keys) for keys in learned} == {trainer.settings.batch_size}
     for number, keys in enumerate(given):

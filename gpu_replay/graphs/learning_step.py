@@ -48,7 +48,8 @@ class LearningStep:
         """Sample, learn, update; returns what `learn` returned beside the priorities, or None.
 
         Once captured it returns the same tensors every time, and the next call writes into them: clone what is to be
-        kept. Raises as `sample` and `update_priorities` do; RuntimeError where `learn` cannot be captured.
+        kept. Raises as `sample` and `update_priorities` do; CaptureError, a RuntimeError, where `learn`
+        cannot be captured.
         """
         graphed = self._graphed
         if not graphed.warm:
@@ -63,7 +64,7 @@ class LearningStep:
             try:
                 self._graphed.capture()
             except CaptureError as error:
-                raise RuntimeError(
+                raise CaptureError(
                     f"learn cannot be captured as a CUDA graph: {error}. A graph holds work of the device alone: take "
                     "out of learn what waits for the device (item, tolist, cpu, print, `if` on a tensor, indexing by a "
                     "mask) or copies from the host (torch.tensor, torch.from_numpy), and return tensors instead. With "

@@ -7,22 +7,23 @@ where it logs.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
-from gpu_replay.ops.counters import Counter
+from gpu_replay.graphs.cuda_graph import CaptureError
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluation, Evaluator
-from gpu_replay.training.graphed_step import CapturedStep
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.settings import Settings
@@ -95,7 +96,8 @@ class Trainer:
         self._actors = Actors(environment, device)
         self._frame, self._obs = self._actors.reset(stream_seed(seed, "training"))
         self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
-        self._update_captured = CapturedStep(lambda: self._update(_no_lap), device, enabled=settings.graph)
+        self._drawn = settings.batch_size * settings.updates_a_sample
+        self._captured = self.buffer.capture(self._drawn, self._learn_from) if settings.graph else None
         self.last_row: dict[str, float] = {}
         # steps in the buffer's life, and those of them that a reset has broken off
         self._added = self._lost = 0
@@ -128,7 +130,7 @@ class Trainer:
             "checkpoint_seconds": self.checkpoint_seconds,
             "added": self._added,
             "lost": self._lost,
-            "samples": int(self.buffer.counters()[Counter.STEP]),
+            "samples": self._samples,
             "evaluated": self._evaluated,
             "logged": self._logged,
             "next_evaluation": self._next_evaluation,
@@ -168,7 +170,9 @@ class Trainer:
             self._added, self._lost = state["added"], state["lost"]
         else:
             # the schedule of beta goes on
-            self.buffer.counters()[Counter.STEP] = state["samples"]
+            empty = self.buffer.state_dict()
+            empty["counters"]["STEP"] = state["samples"]
+            self.buffer.load_state_dict(empty)
         if state["actors"] is not None:
             self._frame, self._obs = self._actors.restore(state["actors"])
         else:
@@ -279,40 +283,59 @@ class Trainer:
             batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
             self.agent.whiten(torch.cat(batches))
 
+    @property
+    def _samples(self) -> int:
+        """Calls of the buffer's `sample` so far."""
+        whitening = WHITENING_BATCHES if self.settings.whiten and self.agent.updates else 0
+        return self.agent.updates // self.settings.updates_a_sample + whitening
+
     def _learn(self) -> None:
+        """The updates that go with one step of all environments."""
         if self.agent.updates == 0 and self.settings.updates:
             self._fit_whitening()
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
-        if self._update_captured.enabled and not self._update_captured.captured:
-            self.watch.skip()
         together = self.settings.updates_a_sample
         for _ in range(self.settings.updates // together):
-            if self._update_captured.enabled:
-                self._update_captured()
-            else:
-                self._update(self.watch.lap)
+            self._update()
             for _ in range(together):
                 self.agent.after_update()
         self.watch.lap("learn")
 
-    def _update(self, lap: Callable[[Part], None]) -> None:
-        """One draw and the updates that learn from it, all of it on the device."""
+    def _update(self) -> None:
+        """One draw and the updates that learn from it, on CUDA as one graph unless it cannot be captured."""
+        if self._captured is not None:
+            if not self._captured.captured:
+                self.watch.skip()
+            try:
+                self._captured()
+                return
+            except CaptureError as error:
+                self._captured = None
+                reason = str(error.__cause__ or error).splitlines()[0]
+                print(
+                    f"the learning step cannot be captured as a CUDA graph and runs without: {reason}", file=sys.stderr
+                )
+        self._learn_from(self.buffer.sample(self._drawn))
+
+    def _learn_from(self, batch: Batch) -> None:
+        """The updates that share a draw, all of it on the device.
+
+        Priorities are updated here, in the order of the updates, and not returned to `capture` in the order of rows:
+        the latest TD error of a key that was drawn twice is the one that counts.
+        """
+        self.watch.lap("replay")
         together = self.settings.updates_a_sample
-        batch = self.buffer.sample(self.settings.batch_size * together)
-        lap("replay")
-        # every so many rows make a batch, since rows that stand together come from neighbouring strata
+        # rows that stand together come from neighbouring strata, so each batch takes every so many
         parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
         td_errors = [self.agent.update(part) for part in parts]
-        lap("learn")
+        self.watch.lap("learn")
         if self._prioritized:
             self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
-            lap("replay")
+            self.watch.lap("replay")
 
-    def _replay_alone(self) -> None:
-        """The part of `_update` that is the buffer's."""
-        batch = self.buffer.sample(self.settings.batch_size * self.settings.updates_a_sample)
-        if self._prioritized:
-            self.buffer.update_priorities(batch.key, batch.weight)
+    def _learn_nothing(self, batch: Batch) -> Tensor | None:
+        """What stands for `_learn_from` where the buffer's part of an update is timed alone."""
+        return batch.weight if self._prioritized else None
 
     def shares(self) -> dict[Part, float]:
         """Share of each part in the time of the learning loop; "replay" is add, sample and update_priorities together.
@@ -322,9 +345,9 @@ class Trainer:
         all that is done with a trainer.
         """
         shares = self.watch.shares()
-        if self._update_captured.captured:
-            whole = mean_seconds(self._update_captured, self.device)
-            alone = mean_seconds(CapturedStep(self._replay_alone, self.device), self.device)
+        if self._captured is not None and self._captured.captured:
+            whole = mean_seconds(self._captured, self.device)
+            alone = mean_seconds(self.buffer.capture(self._drawn, self._learn_nothing), self.device)
             moved = shares["learn"] * min(1.0, alone / whole)
             shares["learn"] -= moved
             shares["replay"] += moved
@@ -365,7 +388,3 @@ class Trainer:
             "stored": min(self._added, self.buffer.capacity),
         }
         listener.row(self.last_row)
-
-
-def _no_lap(part: Part) -> None:
-    """Within a captured step nothing is timed."""

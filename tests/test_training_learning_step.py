@@ -1,4 +1,4 @@
-"""The learning step as a graph: when it is captured, what happens if it cannot be, and where its time goes."""
+"""The learning step: captured as a graph, run as it is where it cannot be, and where its time goes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
 
 from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.graphs.cuda_graph import CaptureError
+from gpu_replay.graphs.learning_step import LearningStep
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.evaluation import Evaluator
-from gpu_replay.training.graphed_step import WARM_UPS, CapturedStep
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.stopwatch import SAMPLED, UNTIMED, Stopwatch, mean_seconds
@@ -21,55 +21,28 @@ from gpu_replay.training.trainer import Trainer
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda().install(monkeypatch)
-
-
-def test_a_step_is_captured_after_a_few_calls_and_replayed_from_then_on(cuda: FakeCuda) -> None:
-    step = CapturedStep(lambda: cuda.work("step"), CUDA)
-    assert step.enabled
-    for _ in range(WARM_UPS):
-        step()
-    assert [name for name, _ in cuda.done] == ["step"] * WARM_UPS
-    assert not step.captured
-    cuda.done.clear()
-    # the capture runs nothing, so a replay follows at once: one call, one step
-    step()
-    assert step.captured
-    step()
-    assert [name for name, _ in cuda.done] == ["step replayed"] * 2
-
-
-def test_a_step_that_cannot_be_captured_is_called(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
-    step = CapturedStep(lambda: cuda.work("step"), CUDA)
-    for _ in range(WARM_UPS):
-        step()
-    cuda.done.clear()
-    cuda.refusal = "operation not permitted when stream is capturing\nand more that nobody reads"
-    step()
-    step()
-    assert [name for name, _ in cuda.done] == ["step", "step"]
-    assert cuda.captures == 1
-    assert not step.enabled
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("runs without: operation not permitted when stream is capturing")
-
-
-@pytest.mark.parametrize(("device", "enabled"), [(CPU, True), (CUDA, False)])
-def test_without_a_gpu_or_with_no_graph_the_step_is_called(device: torch.device, enabled: bool) -> None:
-    calls: list[int] = []
-    step = CapturedStep(lambda: calls.append(1), device, enabled=enabled)
-    assert not step.enabled
-    for _ in range(WARM_UPS + 3):
-        step()
-    assert len(calls) == WARM_UPS + 3
-
-
 def trainer(device: torch.device, **changes: Any) -> Trainer:
     settings = Settings.for_family("catch", warmup=320, **changes)
     evaluator = Evaluator(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
     return Trainer(Catch(32, device), evaluator, settings, device=device, seed=0)
+
+
+def test_a_step_that_cannot_be_captured_is_named_and_runs_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(step: LearningStep) -> None:
+        raise CaptureError("learn cannot be captured") from RuntimeError("operation not permitted\nand more")
+
+    monkeypatch.setattr(LearningStep, "__call__", refuse)
+    found, eager = trainer(CPU), trainer(CPU, graph=False)
+    for _ in range(30):
+        found._advance()
+        eager._advance()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("runs without: operation not permitted")
+    assert found.agent.updates == eager.agent.updates > 0
+    mine, theirs = (each.agent.online.state_dict() for each in (found, eager))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_an_update_in_two_parts_is_an_update() -> None:
@@ -127,7 +100,7 @@ def test_the_buffers_part_of_a_captured_update_is_taken_from_learning(monkeypatc
     assert found.shares() == {"env": 0.1, "act": 0.1, "replay": 0.05, "learn": 0.75}
     times = iter([0.004, 0.0004])
     monkeypatch.setattr("gpu_replay.training.trainer.mean_seconds", lambda call, device: next(times))
-    monkeypatch.setattr(CapturedStep, "captured", True)
+    monkeypatch.setattr(LearningStep, "captured", True)
     assert found.shares() == pytest.approx({"env": 0.1, "act": 0.1, "replay": 0.125, "learn": 0.675})
 
 
@@ -137,7 +110,7 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
         found._advance()
     before, weights = found.buffer.stats(), found.agent.online.state_dict()
     kept = {name: weight.clone() for name, weight in weights.items()}
-    found._replay_alone()
+    found.buffer.capture(found._drawn, found._learn_nothing)()
     after = found.buffer.stats()
     assert after.mean_times_sampled * after.size == pytest.approx(before.mean_times_sampled * before.size + 64)
     assert after.mean_priority != before.mean_priority
@@ -154,10 +127,11 @@ def test_a_captured_run_is_an_eager_run() -> None:
         for _ in range(80):
             each._advance()
     graph, eager = found
-    assert graph._update_captured.captured
-    assert not eager._update_captured.captured
+    assert graph._captured is not None
+    assert graph._captured.captured
+    assert eager._captured is None
     assert graph.agent.updates == eager.agent.updates == 2 * (80 - 13)
-    assert graph.buffer.counters().tolist() == eager.buffer.counters().tolist()
+    assert graph.buffer.state_dict()["counters"] == eager.buffer.state_dict()["counters"]
     for mine, theirs in ((graph.agent.online, eager.agent.online), (graph.agent.target, eager.agent.target)):
         for name, weight in mine.state_dict().items():
             torch.testing.assert_close(weight, theirs.state_dict()[name], rtol=1e-4, atol=1e-5)
@@ -170,14 +144,15 @@ def test_a_captured_step_follows_the_learning_rate() -> None:
     found = trainer(CUDA)
     for _ in range(30):
         found._advance()
-    assert found._update_captured.captured
+    assert found._captured is not None
+    assert found._captured.captured
     found.agent.set_learning_rate(0.0)
     before = {name: weight.clone() for name, weight in found.agent.online.state_dict().items()}
     for _ in range(5):
-        found._update_captured()
+        found._captured()
     assert all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
     found.agent.set_learning_rate(1e-3)
-    found._update_captured()
+    found._captured()
     assert not all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
 
 
