@@ -131,7 +131,7 @@ def _rank_masses(slots: int) -> Tensor:
 
 
 def _frames_of(buffer: TrajectoryReplayBuffer) -> Tensor:
-    return buffer.state_tensors(buffer.capacity)["fields.obs"]
+    return buffer._state_tensors(buffer.capacity)["fields.obs"]
 
 
 @lru_cache(maxsize=1)

@@ -250,7 +250,7 @@ def frame_gather(inputs: Inputs) -> Work:
     """Stacks of four frames before and after, at given slots."""
     buffer = inputs.frame_buffer
     turn = cycle(inputs.starts)
-    storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer.counters()
+    storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
 
     def gather(slots: Tensor) -> dict[str, Tensor]:

@@ -316,7 +316,7 @@ class Buffer(Capturable):
     def state_dict(self) -> dict[str, Any]:
         """Everything as copies: transitions, priorities, counters, random state. `save` makes no copy."""
         with self._alone():
-            return checkpoint_state.snapshot(self)
+            return checkpoint_state.snapshot(self._buffer_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
@@ -325,24 +325,32 @@ class Buffer(Capturable):
         nothing is changed then.
         """
         with self._alone():
-            checkpoint_state.restore(self, state)
+            checkpoint_state.restore(self._buffer_state(), state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one."""
         with self._alone():
-            checkpoint_state.save(self, path)
+            checkpoint_state.save(self._buffer_state(), path)
 
     @classmethod
     def load(cls: type[Own], path: str | PathLike[str], device: torch.device | str | None = None) -> Own:
         """The buffer that `save` wrote, on any device. Raises CheckpointError that says what is damaged."""
-        saved = checkpoint_state.Saved(path, cls.__name__)
-        buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed)
+        return cls._load(checkpoint_state.Saved(path, cls.__name__), device)
+
+    @classmethod
+    def _load(cls: type[Own], saved: checkpoint_state.Saved, device: torch.device | str | None, **more: Any) -> Own:
+        buffer = cls(**cls._arguments(saved.config), device=device, seed=saved.seed, **more)
         with buffer._alone():
-            saved.fill(buffer)
+            saved.fill(buffer._buffer_state())
         return buffer
 
-    def settings(self) -> dict[str, Any]:
-        """Class, capacity, fields and sampler as JSON values: what two buffers must share to share a state."""
+    def _buffer_state(self) -> checkpoint_state.BufferState:
+        return checkpoint_state.BufferState(
+            self._config(), self._seed, self._counters, self._state_tensors, self._rebuild
+        )
+
+    def _config(self) -> dict[str, Any]:
+        """Class, capacity, fields and sampler as JSON values."""
         return {
             "kind": type(self).__name__,
             "capacity": self._capacity,
@@ -351,19 +359,15 @@ class Buffer(Capturable):
         }
 
     @classmethod
-    def _arguments(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """What to make a buffer with, given its `settings`."""
+    def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """What to make a buffer with, given its `_config`."""
         return {
-            "capacity": settings["capacity"],
-            "fields": {name: field_from(described) for name, described in settings["fields"].items()},
-            "sampler": sampler_from(settings["sampler"]),
+            "capacity": config["capacity"],
+            "fields": {name: field_from(described) for name, described in config["fields"].items()},
+            "sampler": sampler_from(config["sampler"]),
         }
 
-    def counters(self) -> Tensor:
-        """The buffer's own counters on its device, positions as in `gpu_replay.ops.counters.Counter`."""
-        return self._counters
-
-    def state_tensors(self, added: int) -> dict[str, Tensor]:
+    def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""
         written = min(added, self._capacity)
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
@@ -374,8 +378,8 @@ class Buffer(Capturable):
             views["ranked"] = self._engine.ranked[:written]
         return views
 
-    def refresh(self, seed: int) -> None:
-        """Follow what was written into `state_tensors` and `counters`, and draw from this seed."""
+    def _rebuild(self, seed: int) -> None:
+        """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
         _, added = self._engine.span()
         written = min(added, self._capacity)

@@ -367,10 +367,10 @@ class TrajectoryReplayBuffer(Buffer):
 
     # state
 
-    def settings(self) -> dict[str, Any]:
-        """All that the buffer was made with as JSON values: what two buffers must share to share a state."""
+    def _config(self) -> dict[str, Any]:
+        """All that the buffer was made with as JSON values."""
         return {
-            **super().settings(),
+            **super()._config(),
             "num_envs": self._num_envs,
             "stack": self._shape.stack,
             "n_step": self._shape.n_step,
@@ -396,31 +396,27 @@ class TrajectoryReplayBuffer(Buffer):
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
         saved = checkpoint_state.Saved(path, cls.__name__)
-        check_relabel_again(path, saved.settings.get("relabel"), relabel)
-        buffer = cls(**cls._arguments(saved.settings), device=device, seed=saved.seed, relabel=relabel)
-        with buffer._alone():
-            saved.fill(buffer)
-        return buffer
+        check_relabel_again(path, saved.config.get("relabel"), relabel)
+        return cls._load(saved, device, relabel=relabel)
 
     @classmethod
-    def _arguments(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
         own = ("num_envs", "stack", "n_step", "gamma", "autoreset", "padding", "random_shift", "final_capacity")
-        return {**super()._arguments(settings), **{name: settings[name] for name in own}}
+        return {**super()._arguments(config), **{name: config[name] for name in own}}
 
-    def state_tensors(self, added: int) -> dict[str, Tensor]:
+    def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` steps, by name."""
-        views = super().state_tensors(added)
+        views = super()._state_tensors(added)
         written = min(added, self._capacity)
         views |= self._streams.state_tensors(written)
         if self._tree is None and self._marks is not None:
             views["marks"] = self._marks.masses[:written]
         return views
 
-    def refresh(self, seed: int) -> None:
-        """Follow what was written into `state_tensors` and `counters`, and draw from this seed."""
+    def _rebuild(self, seed: int) -> None:
         written = min(int(self._counters[Counter.ADDED]), self._capacity)
         self._streams.forget_from(written)
-        super().refresh(seed)
+        super()._rebuild(seed)
         leaves = self._tree.masses if self._tree is not None else None
         if self._marks is not None:
             self._marks.masses[written:].zero_()

@@ -27,7 +27,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
 
 
 def example() -> dict[str, Tensor]:
-    """Large and small, wide and narrow, empty and without dimensions; with piece_bytes=5000, many pieces."""
+    """Large and small, wide and narrow, empty and without dimensions; with shard_bytes=5000, many pieces."""
     return {
         "obs": numbers((100, 7, 9), torch.uint8),
         "reward": numbers((1000,), torch.float32, 1),
@@ -39,7 +39,7 @@ def example() -> dict[str, Tensor]:
 
 
 def saved(path: Path) -> Checkpoint:
-    write_checkpoint(path, MANIFEST, example(), piece_bytes=5000)
+    write_checkpoint(path, MANIFEST, example(), shard_bytes=5000)
     return read_checkpoint(path)
 
 

@@ -33,7 +33,7 @@ def tensors(generation: int) -> dict[str, torch.Tensor]:
 
 
 def save(path: str, generation: int) -> None:
-    write_checkpoint(path, {"generation": generation}, tensors(generation), piece_bytes=PIECE_BYTES)
+    write_checkpoint(path, {"generation": generation}, tensors(generation), shard_bytes=PIECE_BYTES)
 
 
 def load(path: str | Path) -> int:

@@ -77,9 +77,9 @@ def powers(batch: Batch) -> Tensor:
 
 def check_alike(mine: Any, other: Any) -> None:
     """Fail unless both buffers hold the same bits."""
-    assert mine.counters().tolist() == other.counters().tolist()
-    for name, tensor in mine.state_tensors(mine.added).items():
-        assert torch.equal(tensor, other.state_tensors(other.added)[name]), name
+    assert mine._counters.tolist() == other._counters.tolist()
+    for name, tensor in mine._state_tensors(mine.added).items():
+        assert torch.equal(tensor, other._state_tensors(other.added)[name]), name
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
@@ -98,7 +98,7 @@ def test_a_step_is_a_sample_what_learns_from_it_and_an_update(name: str, kind: s
         if turn == CALLS // 2:
             buffer.load_state_dict(twin.state_dict())
     check_alike(buffer, twin)
-    assert int(buffer.counters()[Counter.STEP]) == CALLS
+    assert int(buffer._counters[Counter.STEP]) == CALLS
     assert step.captured == (device == "cuda")
     assert step.replays == (CALLS - WARM_UPS if device == "cuda" else 0)
 
@@ -129,7 +129,7 @@ def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
         add(buffer, turn)
     step()
     assert len(buffer) == 3 * 6
-    assert int(buffer.counters()[Counter.STEP]) == CALLS + 1
+    assert int(buffer._counters[Counter.STEP]) == CALLS + 1
 
 
 def test_priorities_may_be_left_as_they_are() -> None:

@@ -78,7 +78,7 @@ def test_replayed_steps_are_those_of_the_host(name: str) -> None:
                 buffer.add(**numbered(buffer.added, 150, buffer.device))
     assert step.replays == REPLAYS
     # the schedule has gone on, also past its end
-    assert int(gpu.counters()[Counter.STEP]) == WARM_UPS + REPLAYS
+    assert int(gpu._counters[Counter.STEP]) == WARM_UPS + REPLAYS
     transitions.check_same(gpu, host)
     transitions.check_stats(gpu, host)
     transitions.check_drawn(gpu.sample(33), host.sample(33))
@@ -212,7 +212,7 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
     step = buffer.capture(32, learn)
     for _ in range(WARM_UPS):
         step()
-    before = buffer.counters().tolist()
+    before = buffer._counters.tolist()
     error, message = (RuntimeError, "learn cannot be captured as a CUDA graph: .*take out of learn")
     if what == "host add":
         error, message = (ValueError, "needs its tensors on cuda:0; found one on cpu")
@@ -220,7 +220,7 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
         step()
     assert not step.captured
     # nothing ran, and what is called next does
-    assert buffer.counters().tolist() == before
+    assert buffer._counters.tolist() == before
     batch = buffer.sample(32)
     assert batch.n.tolist() == batch.key.tolist()
 

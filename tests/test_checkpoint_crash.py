@@ -72,7 +72,7 @@ def saver() -> Iterator[Saver]:
 
 def leftovers(path: Path) -> set[str]:
     """What stands in and beside a checkpoint without being part of it."""
-    pieces = {piece.file for piece in read_checkpoint(path)._pieces}
+    pieces = {piece.file for piece in read_checkpoint(path)._shards}
     return (set(os.listdir(path)) - pieces - {"manifest.json"}) | (set(os.listdir(path.parent)) - {path.name})
 
 

@@ -38,8 +38,8 @@ def test_what_cannot_be_written_changes_nothing(
         with pytest.raises(error, match=message):
             write_checkpoint(path, manifest, tensors)
     assert snapshot(tmp_path) == before
-    with pytest.raises(ValueError, match="piece_bytes"):
-        write_checkpoint(tmp_path / "c", {}, {}, piece_bytes=0)
+    with pytest.raises(ValueError, match="shard_bytes"):
+        write_checkpoint(tmp_path / "c", {}, {}, shard_bytes=0)
 
 
 def test_a_folder_with_other_contents_is_not_overwritten(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
     del content["body"]
     (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
     assert saved(tmp_path / "c").manifest == MANIFEST
-    assert len(pieces_of(tmp_path / "c")) == len({piece.file for piece in read_checkpoint(tmp_path / "c")._pieces})
+    assert len(pieces_of(tmp_path / "c")) == len({piece.file for piece in read_checkpoint(tmp_path / "c")._shards})
 
 
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="failed: No space left.* (unharmed|no checkpoint before)") as error:
-        write_checkpoint(path, {}, example(), piece_bytes=2000)
+        write_checkpoint(path, {}, example(), shard_bytes=2000)
     monkeypatch.undo()
     assert error.value.errno == errno.ENOSPC
     assert snapshot(tmp_path) == before

@@ -73,7 +73,7 @@ def powers(keys: Tensor) -> Tensor:
 
 def check_same(gpu: ReplayBuffer, host: ReplayBuffer) -> None:
     """Fail unless both hold the same integers and the same transitions."""
-    assert gpu.counters().tolist() == host.counters().tolist()
+    assert gpu._counters.tolist() == host._counters.tolist()
     for mine, other in zip(gpu._storage.tensors.values(), host._storage.tensors.values(), strict=True):
         stored = min(host.added, host.capacity)
         assert torch.equal(mine[:stored].cpu(), other[:stored])
@@ -194,7 +194,7 @@ def test_a_replayed_sample_draws_anew(name: str) -> None:
         seen.add(tuple(expected.key.tolist()))
     assert len(seen) == (1 if name == "latest" else 45)
     # the schedule has gone on, also past its end
-    assert int(gpu.counters()[Counter.STEP]) == 46
+    assert int(gpu._counters[Counter.STEP]) == 46
     check_same(gpu, host)
     check_drawn(gpu.sample(33), host.sample(33))
 
@@ -351,7 +351,7 @@ def test_a_million_draws_at_once_are_counted(batch: int) -> None:
     assert torch.equal(drawn.n, keys)
     counts = torch.bincount(keys, minlength=3_000_001)
     assert torch.equal(counts, buffer._storage.times_sampled.long())
-    assert int(buffer.counters()[Counter.TICKET]) == 0
+    assert int(buffer._counters[Counter.TICKET]) == 0
 
 
 def test_large_adds_around_the_end_keep_all_sums() -> None:

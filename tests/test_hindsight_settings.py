@@ -94,7 +94,7 @@ def test_names_with_and_without_their_prefix_mean_the_same(device: str) -> None:
             (ACHIEVED, DESIRED),
         )
     )
-    assert short.settings() == long.settings()
+    assert short._config() == long._config()
     same(short.sample(8), long.sample(8))
 
 
@@ -239,14 +239,14 @@ def test_a_missing_final_observation_of_a_termination_is_named(autoreset: str) -
 
 def test_settings_and_memory(device: str) -> None:
     buffer = made(device, relabel=hindsight("episode", 0.25))
-    assert buffer.settings()["relabel"] == {
+    assert buffer._config()["relabel"] == {
         "achieved": "achieved_goal",
         "desired": "desired_goal",
         "ratio": 0.25,
         "strategy": "episode",
     }
     plain = made(device, relabel=None)
-    assert plain.settings()["relabel"] is None
+    assert plain._config()["relabel"] is None
     assert plain.relabel is None
     # a number for each step and for each environment
     assert buffer.nbytes - plain.nbytes == 4 * (24 + 2) == sum(buffer._sizes().values()) - sum(plain._sizes().values())

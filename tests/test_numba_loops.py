@@ -63,7 +63,7 @@ def both_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
 
 def check_equal(first: Any, second: Any) -> None:
     """Fail unless two buffers hold the same bytes."""
-    assert bytes(first.counters().numpy().data) == bytes(second.counters().numpy().data)
+    assert bytes(first._counters.numpy().data) == bytes(second._counters.numpy().data)
     for mine, other in zip(trees(first), trees(second), strict=True):
         for one, two in zip(mine.levels, other.levels, strict=True):
             assert torch.equal(one, two)
@@ -71,7 +71,7 @@ def check_equal(first: Any, second: Any) -> None:
         assert mine.low is None or mine.lowest() == other.lowest()
         assert mine.high is None or mine.highest() == other.highest()
     added = first.added
-    state = first.state_tensors(added), second.state_tensors(added)
+    state = first._state_tensors(added), second._state_tensors(added)
     assert state[0].keys() == state[1].keys()
     for name, tensor in state[0].items():
         assert same(tensor, state[1][name]), name
@@ -212,7 +212,7 @@ def test_streams_are_the_same(both: Any, sampler: Any, mode: Any, padding: Any) 
             for buffer in buffers:
                 buffer.add(priority=own, **values)
             check_equal(*buffers)
-            eligible = int(buffers[0].counters()[Counter.ELIGIBLE])
+            eligible = int(buffers[0]._counters[Counter.ELIGIBLE])
             if turn % 3 or eligible < 4:
                 continue
             drawn = [buffer.sample(int(random.integers(4, eligible + 1))) for buffer in (buffers[0],)]

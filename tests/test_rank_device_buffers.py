@@ -51,12 +51,12 @@ def check_batches(drawn: Batch, found: Batch) -> None:
 
 def check_states(host: Any, tested: Any) -> None:
     """Fail unless both hold the same integers, also the list where it outlives a call."""
-    assert tested.counters().tolist() == host.counters().tolist()
-    mine, other = (buffer.state_tensors(host.added) for buffer in (tested, host))
+    assert tested._counters.tolist() == host._counters.tolist()
+    mine, other = (buffer._state_tensors(host.added) for buffer in (tested, host))
     assert mine.keys() == other.keys()
     for name in mine.keys() - {"fields.obs", "fields.action", "fields.note"}:
         # nothing is said of what comes after the end of the list
-        said = host.counters()[Counter.RANKED] if name == "ranked" else len(mine[name])
+        said = host._counters[Counter.RANKED] if name == "ranked" else len(mine[name])
         assert torch.equal(mine[name][:said].cpu(), other[name][:said]), name
     base = host.sampler.base if isinstance(host.sampler, Combined) else host.sampler
     assert ("ranked" in mine) == (base.resort_every > 1)
@@ -240,7 +240,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     made = ranks.list.slots.tolist()
     buffer.update_priorities(torch.arange(12, 15, device=device), torch.ones(3, device=device) * 9)
     # as if two replays had gone by
-    buffer.counters()[Counter.STEP] += 1
+    buffer._counters[Counter.STEP] += 1
     buffer.sample(4)
     assert ranks.list.slots.tolist() == made
     buffer.sample(4)

@@ -370,7 +370,7 @@ def test_a_call_out_of_turn_is_seen() -> None:
     with recorded() as launches:
         buffer = of_transitions(Proportional())
         with watched(buffer, launches) as watch:
-            buffer.counters().tolist()
+            buffer._counters.tolist()
             buffer._storage.times_sampled.zero_()
             buffer._engine._write(given(buffer), None)
             torch.ones(3).zero_()

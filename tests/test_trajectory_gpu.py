@@ -104,12 +104,12 @@ class Streams:
     def check(self) -> None:
         """Fail unless both hold the same bits."""
         gpu, host = self.gpu, self.host
-        assert gpu.counters().tolist() == host.counters().tolist()
-        mine, other = (buffer.state_tensors(host.added) for buffer in (gpu, host))
+        assert gpu._counters.tolist() == host._counters.tolist()
+        mine, other = (buffer._state_tensors(host.added) for buffer in (gpu, host))
         assert mine.keys() == other.keys()
         for name, tensor in mine.items():
             # nothing is said of what comes after the end of the list of ranks
-            said = host.counters()[Counter.RANKED] if name == "ranked" else len(tensor)
+            said = host._counters[Counter.RANKED] if name == "ranked" else len(tensor)
             assert torch.equal(tensor[:said].cpu(), other[name][:said]), name
         for tree in (gpu._tree, gpu._marks):
             if tree is not None:
@@ -291,7 +291,7 @@ def test_a_replayed_add_takes_what_lies_in_its_tensors() -> None:
         expected = streams.host.add(**streams.step(number, "cpu"))
         assert keys.tolist() == expected.tolist()
         streams.check()
-    assert int(streams.gpu.counters()[Counter.FINALS]) > 9
+    assert int(streams.gpu._counters[Counter.FINALS]) > 9
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -126,7 +126,7 @@ def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, autoreset: str, 
         loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
         assert (loaded.capacity, loaded.num_envs, loaded.seed) == (33, 3, 5)
         assert {name: loaded.fields[name] for name in FIELDS} == FIELDS
-        assert loaded.settings() == buffer.settings()
+        assert loaded._config() == buffer._config()
         same(buffer, loaded)
     for one, other in zip(script.play(buffer, done, 80), script.play(loaded, done, 80), strict=True):
         equal(one, other)
@@ -288,7 +288,7 @@ def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> No
         buffer.add(**obs, **rest, **flags, reward=torch.ones(2), **{f"final_{name}": obs[name] for name in obs})
     buffer.save(tmp_path / "checkpoint")
     loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
-    assert loaded.settings() == buffer.settings()
+    assert loaded._config() == buffer._config()
     assert {name: loaded.fields[name] for name in fields} == fields
     assert (loaded.sampler, loaded.seed, loaded.capacity) == (sampler, 2**63 + 5, 18)
     for _ in range(3):

@@ -1,11 +1,11 @@
 """Tensors and settings in a folder on disk, so that a crash at any moment leaves the old checkpoint or the new one.
 
-The folder holds pieces, `piece-TOKEN-00000.safetensors` and so on, and one `manifest.json` that names them. A save does
-not touch what the manifest in force names: it writes pieces under a new token, syncs them, and only then replaces the
-manifest in one atomic rename; the old pieces go last. A first save does the same in a hidden sibling folder that is
+The folder holds shards, `piece-TOKEN-00000.safetensors` and so on, and one `manifest.json` that names them. A save does
+not touch what the manifest in force names: it writes shards under a new token, syncs them, and only then replaces the
+manifest in one atomic rename; the old shards go last. A first save does the same in a hidden sibling folder that is
 renamed when complete. What a crash leaves behind is recognised by its name and removed by the next save.
 Replacing one small file is atomic on every file system; exchanging two folders (Linux, renameat2) is not to be had
-everywhere, which is why the pieces of two saves may stand side by side for a while.
+everywhere, which is why the shards of two saves may stand side by side for a while.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.fsync import require_free, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint.fsync import replace, require_free, save_lock, sync_file, sync_folder
 from gpu_replay.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
-    PIECE_NAME,
+    SHARD_NAME,
     Part,
     Shard,
     check_length,
     file_bytes,
-    plan_pieces,
+    plan_shards,
     read_part,
-    verify_piece,
-    write_piece,
+    verify_shard,
+    write_shard,
 )
 from gpu_replay.errors import CheckpointError
 
@@ -48,31 +48,31 @@ def write_checkpoint(
     path: str | os.PathLike[str],
     manifest: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    piece_bytes: int = 2**30,
+    shard_bytes: int = 2**30,
 ) -> None:
     """Write `manifest` and `tensors` as the checkpoint `path`, replacing the one that is there.
 
     path:        a folder; made with its parents if missing, refused if it holds something else than a checkpoint.
     manifest:    whatever JSON can say; comes back as `Checkpoint.manifest`.
     tensors:     by name, on any device; they are read once and never copied whole.
-    piece_bytes: the most that one piece file holds, except that a single row of a tensor is never split.
+    shard_bytes: the most that one shard file holds, except that a single row of a tensor is never split.
 
     Until the new checkpoint is complete the old one stands beside it and takes its space.
     Raises TypeError or ValueError for what cannot be written, CheckpointError if `path` is not a checkpoint or another
     save to it is under way, and OSError if the disk is full or fails; in each case the old checkpoint is as it was.
     """
     json.dumps(manifest)
-    plan = plan_pieces(tensors, piece_bytes)
+    plan = plan_shards(tensors, shard_bytes)
     target = Path(os.path.realpath(path))
     hidden = target.with_name(f".{target.name}.saving")
     if target.exists():
         _remove_hidden_folder(hidden)
         with save_lock(target, target):
             _refuse_other_contents(target)
-            before = _pieces_in_force(target)
-            _remove_pieces(target, keep=before)
-            pieces = _write_contents(target, manifest, plan, tensors, before)
-            _remove_pieces(target, keep=pieces)
+            before = _shards_in_force(target)
+            _remove_shards(target, keep=before)
+            shards = _write_contents(target, manifest, plan, tensors, before)
+            _remove_shards(target, keep=shards)
         return
     hidden.mkdir(parents=True, exist_ok=True)
     with save_lock(hidden, target):
@@ -90,9 +90,9 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint `path`: its manifest is verified, its pieces are present and of the right length.
+    """Open the checkpoint `path`: its manifest is verified, its shards are present and of the right length.
 
-    The contents of a piece are verified when they are read, so that opening takes no time.
+    The contents of a shard are verified when they are read, so that opening takes no time.
     Raises CheckpointError naming what is missing, damaged, foreign or of another version.
     """
     return Checkpoint(Path(os.path.realpath(path)))
@@ -101,7 +101,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 class Checkpoint:
     """An opened checkpoint: `manifest` as it was given, and tensors that stream into memory one chunk at a time.
 
-    Nothing stays open between calls. Saving to the same path meanwhile removes the pieces: open it again then.
+    Nothing stays open between calls. Saving to the same path meanwhile removes the shards: open it again then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Checkpoint:
             self._shapes = {
                 name: (DTYPES[each["dtype"]], tuple(each["shape"])) for name, each in body["tensors"].items()
             }
-            self._pieces = [
+            self._shards = [
                 Shard(
                     each["file"],
                     tuple(
@@ -125,19 +125,13 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path / MANIFEST} does not list its tensors and pieces: {error!r}.") from error
         self._verified: set[str] = set()
-        for piece in self._pieces:
-            check_length(path, piece)
-        _refuse_foreign_pieces(path)
+        for shard in self._shards:
+            check_length(path, shard)
+        _refuse_foreign_shards(path)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._shapes)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._known(name)[0]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._known(name)[1]
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A new tensor with the stored contents."""
@@ -149,7 +143,7 @@ class Checkpoint:
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out`, of the stored shape and dtype and on any device, one chunk at a time.
 
-        Raises CheckpointError if `out` does not fit or a piece is damaged; in the second case `out` may have been
+        Raises CheckpointError if `out` does not fit or a shard is damaged; in the second case `out` may have been
         written to already.
         """
         dtype, shape = self._known(name)
@@ -158,18 +152,13 @@ class Checkpoint:
                 f"tensor {name!r} in {self.path} is {dtype} of shape {shape}; asked to read it into {out.dtype} of "
                 f"shape {tuple(out.shape)}. Make the buffer with the settings that the checkpoint was saved with."
             )
-        for piece in self._pieces:
-            for part in piece.parts:
+        for shard in self._shards:
+            for part in shard.parts:
                 if part.name == name:
-                    if len(piece.parts) > 1 and piece.file not in self._verified:
-                        verify_piece(self.path, piece)
-                        self._verified.add(piece.file)
-                    read_part(self.path, piece, part, part.of(out), verified=piece.file in self._verified)
-
-    def verify(self) -> None:
-        """Read every piece and compare its checksum, without keeping anything. Raises CheckpointError."""
-        for piece in self._pieces:
-            verify_piece(self.path, piece)
+                    if len(shard.parts) > 1 and shard.file not in self._verified:
+                        verify_shard(self.path, shard)
+                        self._verified.add(shard.file)
+                    read_part(self.path, shard, part, part.of(out), verified=shard.file in self._verified)
 
     def _known(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if name not in self._shapes:
@@ -184,52 +173,54 @@ def _write_contents(
     tensors: Mapping[str, Tensor],
     before: set[str],
 ) -> set[str]:
-    """Write new pieces and put a manifest in force that names them; on any failure remove what was written.
+    """Write new shards and put a manifest in force that names them; on any failure remove what was written.
 
     before:  files that must survive a failure.
-    returns: the names of the new pieces.
+    returns: the names of the new shards.
     """
     token = secrets.token_hex(4)
     try:
         require_free(folder, sum(file_bytes(parts) for parts in plan))
-        pieces = [
-            write_piece(folder, f"piece-{token}-{index:05d}.safetensors", parts, tensors)
+        shards = [
+            write_shard(folder, f"piece-{token}-{index:05d}.safetensors", parts, tensors)
             for index, parts in enumerate(plan)
         ]
         sync_folder(folder)
-        _write_manifest(folder, manifest, pieces)
+        _write_manifest(folder, manifest, shards)
     except BaseException as error:
         with suppress(OSError):
-            _remove_pieces(folder, keep=before | _pieces_in_force(folder))
-            (folder / UNFINISHED_MANIFEST).unlink(missing_ok=True)
+            _remove_shards(folder, keep=before | _shards_in_force(folder))
         if isinstance(error, OSError):
             state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
             raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
         raise
-    return {piece.file for piece in pieces}
+    return {shard.file for shard in shards}
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any], pieces: list[Shard]) -> None:
-    """Put the new manifest in force: from the rename on, the new pieces are the checkpoint."""
-    parts = [part for piece in pieces for part in piece.parts]
+def _write_manifest(folder: Path, manifest: Mapping[str, Any], shards: list[Shard]) -> None:
+    """Put the new manifest in force: from the rename on, the new shards are the checkpoint."""
+    parts = [part for shard in shards for part in shard.parts]
     body = {
         "manifest": manifest,
         "tensors": {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts},
         "pieces": [
             {
-                "file": piece.file,
-                "bytes": piece.nbytes,
-                "sha256": piece.sha256,
-                "holds": {part.name: [part.start, part.stop] for part in piece.parts},
+                "file": shard.file,
+                "bytes": shard.nbytes,
+                "sha256": shard.sha256,
+                "holds": {part.name: [part.start, part.stop] for part in shard.parts},
             }
-            for piece in pieces
+            for shard in shards
         ],
     }
-    unfinished = folder / UNFINISHED_MANIFEST
-    with open(unfinished, "w", encoding="utf-8") as out:
-        json.dump({"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}, out, indent=1)
-        sync_file(out)
-    os.replace(unfinished, folder / MANIFEST)
+    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
+
+    def write(path: Path) -> None:
+        with open(path, "w", encoding="utf-8") as out:
+            json.dump(outer, out, indent=1)
+            sync_file(out)
+
+    replace(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
     sync_folder(folder)
 
 
@@ -261,28 +252,28 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def _pieces_in_force(folder: Path) -> set[str]:
-    """The piece files that the manifest names; all there are, if it is too damaged to tell."""
+def _shards_in_force(folder: Path) -> set[str]:
+    """The shard files that the manifest names; all there are, if it is too damaged to tell."""
     if not (folder / MANIFEST).exists():
         return set()
     try:
-        return {piece["file"] for piece in json.loads((folder / MANIFEST).read_bytes())["body"]["pieces"]}
+        return {shard["file"] for shard in json.loads((folder / MANIFEST).read_bytes())["body"]["pieces"]}
     except (ValueError, KeyError, TypeError):
-        return {name for name in os.listdir(folder) if PIECE_NAME.fullmatch(name)}
+        return {name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name)}
 
 
-def _remove_pieces(folder: Path, keep: set[str]) -> None:
-    """Remove the pieces that unfinished saves left, or that the manifest no longer names."""
+def _remove_shards(folder: Path, keep: set[str]) -> None:
+    """Remove the shards that unfinished saves left, or that the manifest no longer names."""
     for name in os.listdir(folder):
-        if PIECE_NAME.fullmatch(name) and name not in keep:
+        if SHARD_NAME.fullmatch(name) and name not in keep:
             (folder / name).unlink()
 
 
 def _remove_contents(hidden: Path) -> None:
-    """Empty a hidden folder, the manifest first: without it the pieces are nothing."""
+    """Empty a hidden folder, the manifest first: without it the shards are nothing."""
     for name in (MANIFEST, UNFINISHED_MANIFEST):
         (hidden / name).unlink(missing_ok=True)
-    _remove_pieces(hidden, keep=set())
+    _remove_shards(hidden, keep=set())
 
 
 def _remove_hidden_folder(hidden: Path) -> None:
@@ -307,15 +298,15 @@ def _refuse_other_contents(folder: Path) -> None:
             ours = False
         if not ours:
             raise CheckpointError(f"{folder} holds a {MANIFEST} that is damaged or not of gpu_replay. {advice}")
-        _refuse_foreign_pieces(folder)
+        _refuse_foreign_shards(folder)
         return
-    other = sorted(name for name in names if name != UNFINISHED_MANIFEST and not PIECE_NAME.fullmatch(name))
+    other = sorted(name for name in names if name != UNFINISHED_MANIFEST and not SHARD_NAME.fullmatch(name))
     if other:
         raise CheckpointError(f"{folder} is not a checkpoint: it holds {', '.join(other[:3])}. {advice}")
 
 
-def _refuse_foreign_pieces(folder: Path) -> None:
+def _refuse_foreign_shards(folder: Path) -> None:
     """Raise CheckpointError for a safetensors file that no save can have left here; other files are no concern."""
     for name in sorted(os.listdir(folder)):
-        if name.endswith(".safetensors") and not PIECE_NAME.fullmatch(name):
+        if name.endswith(".safetensors") and not SHARD_NAME.fullmatch(name):
             raise CheckpointError(f"checkpoint {folder} holds a foreign piece, {name}. Move it elsewhere.")

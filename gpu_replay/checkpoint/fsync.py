@@ -1,4 +1,4 @@
-"""What a file system promises about names and power cuts, and the lock that keeps two savers apart."""
+"""Atomic replacement of files, what survives a power cut, and the lock that keeps two savers apart."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from gpu_replay.errors import CheckpointError
+
+
+def replace(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:
+    """Let `write` make a file next to `path`, move it there, and return `path`; a reader never sees half of it.
+
+    partial: where it is made; by default a hidden file with the suffix of `path`.
+    """
+    partial = partial or path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def sync_file(file: IO[Any]) -> None:

@@ -1,10 +1,10 @@
-"""One piece of a checkpoint: a safetensors file, written and read in one pass that also hashes it.
+"""One shard of a checkpoint: a safetensors file, written and read in one pass that also hashes it.
 
 The format is spelled out here rather than left to its library, so that saving needs nothing beyond torch, every byte is
-hashed in the pass that moves it, and a CUDA tensor goes through 32 MiB of host memory instead of whole pieces. It is
-eight bytes of length, a JSON header and raw bytes; the library opens every piece.
+hashed in the pass that moves it, and a CUDA tensor goes through 32 MiB of host memory instead of whole shards. It is
+eight bytes of length, a JSON header and raw bytes; the library opens every shard.
 SHA-256 was the fastest cryptographic digest of the standard library where it was measured (1.5 GB/s, twice blake2b),
-and `sha256sum` checks a piece by hand.
+and `sha256sum` checks a shard by hand.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 from gpu_replay.checkpoint.fsync import sync_file
 from gpu_replay.errors import CheckpointError
 
-PIECE_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
+SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 
 CHUNK_BYTES = 32 << 20
 """What moves at once between a tensor and a file, and the most host memory that a CUDA tensor needs."""
-SHARED_PIECE_BYTES = 16 << 20
-"""Small tensors share pieces up to this size; a larger one has its own, which is hashed in the pass that reads it."""
+SHARED_SHARD_BYTES = 16 << 20
+"""Small tensors share shards up to this size; a larger one has its own, which is hashed in the pass that reads it."""
 
 DTYPE_NAMES = {
     torch.bool: "BOOL",
@@ -88,16 +88,16 @@ class Shard:
         return file_bytes(self.parts)
 
 
-def plan_pieces(tensors: Mapping[str, Tensor], piece_bytes: int) -> list[tuple[Part, ...]]:
-    """Divide tensors into pieces of at most `piece_bytes`: small ones together, large ones alone and in slices.
+def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
+    """Divide tensors into shards of at most `shard_bytes`: small ones together, large ones alone and in slices.
 
     The widest type comes first, which aligns every part. Raises ValueError for what safetensors cannot hold.
     """
-    if piece_bytes < 1:
-        raise ValueError(f"piece_bytes must be at least 1; found {piece_bytes}.")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1; found {shard_bytes}.")
     plan: list[tuple[Part, ...]] = []
     shared: tuple[Part, ...] = ()
-    small = min(piece_bytes, SHARED_PIECE_BYTES)
+    small = min(shard_bytes, SHARED_SHARD_BYTES)
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if name == "__metadata__":
             raise ValueError("a tensor cannot be named '__metadata__': the safetensors format reserves it.")
@@ -112,7 +112,7 @@ def plan_pieces(tensors: Mapping[str, Tensor], piece_bytes: int) -> list[tuple[P
             plan.append(shared)
             shared = (whole,)
         else:
-            most = max(1, (piece_bytes - len(header_of((whole,)))) // max(1, whole.row_bytes))
+            most = max(1, (shard_bytes - len(header_of((whole,)))) // max(1, whole.row_bytes))
             for start in range(0, max(1, whole.stop), most):
                 plan.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
     return [*plan, shared] if shared else plan
@@ -136,7 +136,7 @@ def file_bytes(parts: tuple[Part, ...]) -> int:
     return len(header_of(parts)) + sum(part.nbytes for part in parts)
 
 
-def write_piece(folder: Path, file: str, parts: tuple[Part, ...], tensors: Mapping[str, Tensor]) -> Shard:
+def write_shard(folder: Path, file: str, parts: tuple[Part, ...], tensors: Mapping[str, Tensor]) -> Shard:
     """Write one new file, and wait until it is on the disk."""
     header = header_of(parts)
     digest = hashlib.sha256(header)
@@ -151,50 +151,50 @@ def write_piece(folder: Path, file: str, parts: tuple[Part, ...], tensors: Mappi
     return Shard(file, parts, digest.hexdigest())
 
 
-def check_length(folder: Path, piece: Shard) -> None:
+def check_length(folder: Path, shard: Shard) -> None:
     """Raise CheckpointError if the file is missing, or longer or shorter than it was written."""
-    file = folder / piece.file
+    file = folder / shard.file
     if not file.is_file():
-        raise _damaged(folder, piece, "it is missing")
+        raise _damaged(folder, shard, "it is missing")
     found = file.stat().st_size
-    if found != piece.nbytes:
-        raise _damaged(folder, piece, f"it was written with {piece.nbytes} bytes and now has {found}")
+    if found != shard.nbytes:
+        raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {found}")
 
 
-def verify_piece(folder: Path, piece: Shard) -> None:
+def verify_shard(folder: Path, shard: Shard) -> None:
     """Read the whole file and compare its checksum. Raises CheckpointError."""
     digest = hashlib.sha256()
-    with _opened(folder, piece) as file:
+    with _opened(folder, shard) as file:
         while data := file.read(CHUNK_BYTES):
             digest.update(data)
-    _compare(folder, piece, digest.hexdigest())
+    _compare(folder, shard, digest.hexdigest())
 
 
-def read_part(folder: Path, piece: Shard, part: Part, out: Tensor, *, verified: bool) -> None:
+def read_part(folder: Path, shard: Shard, part: Part, out: Tensor, *, verified: bool) -> None:
     """Fill `out`, of the part's shape and on any device, one chunk at a time.
 
     verified: the checksum of the file is known to be right. Otherwise it is compared after the last chunk, which takes
-              a part that has the piece to itself.
+              a part that has the shard to itself.
     Raises CheckpointError; `out` may have been written to by then.
     """
-    header = header_of(piece.parts)
+    header = header_of(shard.parts)
     digest = hashlib.sha256(header)
-    with _opened(folder, piece) as file:
+    with _opened(folder, shard) as file:
         if file.read(len(header)) != header:
-            raise _damaged(folder, piece, "its header is not the one that was written")
-        file.seek(sum(before.nbytes for before in piece.parts[: piece.parts.index(part)]), os.SEEK_CUR)
+            raise _damaged(folder, shard, "its header is not the one that was written")
+        file.seek(sum(before.nbytes for before in shard.parts[: shard.parts.index(part)]), os.SEEK_CUR)
         for chunk in _chunks(out):
             direct = chunk.is_cpu and chunk.is_contiguous()
             host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype)
             data = _bytes(host)
             if file.readinto(data) != len(data):
-                raise _damaged(folder, piece, "it ends too early")
+                raise _damaged(folder, shard, "it ends too early")
             if not verified:
                 digest.update(data)
             if not direct:
                 chunk.copy_(host)
     if not verified:
-        _compare(folder, piece, digest.hexdigest())
+        _compare(folder, shard, digest.hexdigest())
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
@@ -212,22 +212,22 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(folder: Path, piece: Shard) -> Iterator[Any]:
-    check_length(folder, piece)
+def _opened(folder: Path, shard: Shard) -> Iterator[Any]:
+    check_length(folder, shard)
     try:
-        with open(folder / piece.file, "rb") as file:
+        with open(folder / shard.file, "rb") as file:
             yield file
     except OSError as error:
-        raise _damaged(folder, piece, f"it cannot be read ({error.strerror})") from error
+        raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
 
 
-def _compare(folder: Path, piece: Shard, found: str) -> None:
-    if found != piece.sha256:
-        raise _damaged(folder, piece, "its checksum differs, so it was changed after it was written")
+def _compare(folder: Path, shard: Shard, found: str) -> None:
+    if found != shard.sha256:
+        raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
 
 
-def _damaged(folder: Path, piece: Shard, what: str) -> CheckpointError:
-    names = ", ".join(part.name for part in piece.parts)
+def _damaged(folder: Path, shard: Shard, what: str) -> CheckpointError:
+    names = ", ".join(part.name for part in shard.parts)
     return CheckpointError(
-        f"checkpoint {folder} is damaged: {piece.file} (holding {names}): {what}. Load another checkpoint."
+        f"checkpoint {folder} is damaged: {shard.file} (holding {names}): {what}. Load another checkpoint."
     )

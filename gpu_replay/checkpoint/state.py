@@ -5,9 +5,10 @@ The sums of the mass tree are not part of it; they follow from the masses, whate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,39 +23,46 @@ VERSION = 1
 _OF_LISTS = ("RANKED", "SORTED")
 
 
-class Persistent(Protocol):
-    """What a buffer offers so that its state can be taken and given back."""
+@dataclass(frozen=True)
+class BufferState:
+    """What a buffer gives and takes back.
 
-    @property
-    def seed(self) -> int: ...
+    config:   class, capacity, fields, sampler and more as JSON values: what two buffers must share to share a state.
+    counters: the buffer's own tensor.
+    views:    by name all memory that is in use after so many transitions were added.
+    rebuild:  takes over what was written into views and counters; draws then follow from this seed.
+    """
 
-    def settings(self) -> dict[str, Any]:
-        """Class, capacity, fields and sampler as JSON values."""
+    config: dict[str, Any]
+    seed: int
+    counters: Tensor
+    views: Callable[[int], dict[str, Tensor]]
+    rebuild: Callable[[int], None]
 
-    def counters(self) -> Tensor:
-        """The buffer's own counters tensor."""
+    def lasting(self) -> dict[str, int]:
+        """The counters that outlive a call, by name."""
+        counts = self.counters.tolist()
+        return {name: counts[place] for name, place in LASTING.items()}
 
-    def state_tensors(self, added: int) -> dict[str, Tensor]:
-        """Views of all memory that is in use after `added` transitions."""
+    def finish(self, counters: dict[str, int], seed: int) -> None:
+        """Take over the counters, after all tensors."""
+        self.counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64))
+        self.rebuild(seed)
 
-    def refresh(self, seed: int) -> None:
-        """Take over what was written into the views and the counters, and draw from this seed."""
 
-
-def snapshot(buffer: Persistent) -> dict[str, Any]:
+def snapshot(buffer: BufferState) -> dict[str, Any]:
     """Copies of everything, on the buffer's device."""
-    counters = _counters_of(buffer)
-    tensors = buffer.state_tensors(counters["ADDED"])
-    return {
-        "version": VERSION,
-        "settings": buffer.settings(),
-        "seed": buffer.seed,
-        "counters": counters,
-        "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
-    }
+    manifest = _manifest(buffer)
+    tensors = buffer.views(manifest["counters"]["ADDED"])
+    return {**manifest, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
 
 
-def restore(buffer: Persistent, state: Mapping[str, Any]) -> None:
+def _manifest(buffer: BufferState) -> dict[str, Any]:
+    """All but the tensors."""
+    return {"version": VERSION, "settings": buffer.config, "seed": buffer.seed, "counters": buffer.lasting()}
+
+
+def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
     """Take over a snapshot; everything is checked before anything is changed."""
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(state).__name__}.")
@@ -63,11 +71,11 @@ def restore(buffer: Persistent, state: Mapping[str, Any]) -> None:
         raise KeyError(f"load_state_dict needs what state_dict() returned; {', '.join(missing)} is missing.")
     if state["version"] != VERSION:
         raise ValueError(f"the state has version {state['version']}; this package reads version {VERSION}.")
-    unlike = difference(buffer.settings(), state["settings"])
+    unlike = difference(buffer.config, state["settings"])
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
     counters = _checked_counters(state["counters"])
-    wanted = buffer.state_tensors(counters["ADDED"])
+    wanted = buffer.views(counters["ADDED"])
     given = state["tensors"]
     for name, view in wanted.items():
         if name not in given:
@@ -79,48 +87,40 @@ def restore(buffer: Persistent, state: Mapping[str, Any]) -> None:
             )
     for name, view in wanted.items():
         view.copy_(given[name])
-    _set_counters(buffer, counters, state["seed"])
-    buffer.refresh(state["seed"])
+    buffer.finish(counters, state["seed"])
 
 
-def save(buffer: Persistent, path: str | PathLike[str]) -> None:
+def save(buffer: BufferState, path: str | PathLike[str]) -> None:
     """Write a checkpoint from the buffer's own memory, without a second copy of it."""
-    counters = _counters_of(buffer)
-    manifest = {"version": VERSION, "settings": buffer.settings(), "seed": buffer.seed, "counters": counters}
-    write_checkpoint(path, manifest, buffer.state_tensors(counters["ADDED"]))
+    manifest = _manifest(buffer)
+    write_checkpoint(path, manifest, buffer.views(manifest["counters"]["ADDED"]))
 
 
 class Saved:
-    """A checkpoint on disk, opened: its settings first, so that a buffer can be made, then its contents."""
+    """A checkpoint on disk, opened: its config first, so that a buffer can be made, then its contents."""
 
     def __init__(self, path: str | PathLike[str], kind: str) -> None:
         self._path = path
         self._checkpoint = read_checkpoint(path)
         manifest = self._checkpoint.manifest
         try:
-            self._version = manifest["version"]
-            self.settings: dict[str, Any] = manifest["settings"]
+            version = manifest["version"]
+            self.config: dict[str, Any] = manifest["settings"]
             self.seed: int = manifest["seed"]
             self._counters = _checked_counters(manifest["counters"])
-            found = self.settings["kind"]
+            found = self.config["kind"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
-        if self._version != VERSION:
-            raise CheckpointError(f"{path} has state version {self._version}; this package reads version {VERSION}.")
+        if version != VERSION:
+            raise CheckpointError(f"{path} has state version {version}; this package reads version {VERSION}.")
         if found != kind:
             raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
 
-    def fill(self, buffer: Persistent) -> None:
+    def fill(self, buffer: BufferState) -> None:
         """Stream the contents into a buffer made with these settings."""
-        for name, view in buffer.state_tensors(self._counters["ADDED"]).items():
+        for name, view in buffer.views(self._counters["ADDED"]).items():
             self._checkpoint.read_into(name, view)
-        _set_counters(buffer, self._counters, self.seed)
-        buffer.refresh(self.seed)
-
-
-def _counters_of(buffer: Persistent) -> dict[str, int]:
-    counts = buffer.counters().tolist()
-    return {name: counts[place] for name, place in LASTING.items()}
+        buffer.finish(self._counters, self.seed)
 
 
 def _checked_counters(counters: Any) -> dict[str, int]:
@@ -130,7 +130,3 @@ def _checked_counters(counters: Any) -> dict[str, int]:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")
     return found
-
-
-def _set_counters(buffer: Persistent, counters: dict[str, int], seed: int) -> None:
-    buffer.counters().copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64))

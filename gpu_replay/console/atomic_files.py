@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
+from gpu_replay.checkpoint.fsync import replace
 
-def replace(path: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` make a file next to `path`, move it there, and return `path`; a reader never sees half of it."""
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+__all__ = ["replace", "write_text"]
 
 
 def write_text(path: Path, text: str) -> Path:

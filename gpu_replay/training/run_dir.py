@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from gpu_replay.console import atomic_files
 from gpu_replay.console.errors import UserError
 
 PROGRESS = "progress.csv"
@@ -80,13 +80,7 @@ class RunFolder:
 
         write: gets the path to write to, which ends as `name` does.
         """
-        target = self.path / name
-        partial = target.with_name(f".{target.stem}.partial{target.suffix}")
-        try:
-            write(partial)
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        atomic_files.replace(self.path / name, write)
 
 
 def _finite(value: Any) -> Any:
