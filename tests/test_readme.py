@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its example, its commands, its tree."""
+"""What the pages show is what happens: examples, commands, paths, and the reference is that of the docstrings."""
 
 from __future__ import annotations
 
@@ -72,3 +72,10 @@ def test_the_tree_names_what_there_is() -> None:
         assert folder.is_dir(), folder
         parent = parent if indent else folder
     assert len(named) > 4
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    pytest.importorskip("griffe2md", reason="needs griffe2md, of the extra `tests` from Python 3.11 on")
+    from api_reference import PAGE, reference
+
+    assert PAGE.read_text() == reference(), "run `python tests/api_reference.py`"
