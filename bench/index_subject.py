@@ -60,22 +60,9 @@ class IndexSubject:
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """Masses of these priorities at the sampled slots, a repeated slot once."""
         slots, _ = sampled
-        tree = self._tree
-        if tree.loops is not None:
-            # as the buffer's own update does, of keys that are slots
-            powers = self._rule.powers(priorities.numpy().astype(np.float64))
-            every = (self._rule.limit, 0, tree.slots, tree.slots, False)
-            extremes = tree.low_array, tree.high_array
-            tree.loops.update(slots, powers, *every, tree.flat, tree.starts, tree.shift, *extremes)
-            return None
-        masses, _, _ = self._rule.masses(priorities.numpy().astype(np.float64))
-        # slots drawn by strata ascend, so a repeated one follows itself; the last priority wins
-        last = np.empty(slots.size, dtype=bool)
-        last[-1] = True
-        np.not_equal(slots[1:], slots[:-1], out=last[:-1])
-        if not last.all():
-            slots, masses = slots[last], masses[last]
-        self._tree.set_slots(slots, masses)
+        numbers = priorities.numpy().astype(np.float64)
+        # slots are the keys of a ring in its first lap
+        self._tree.update(slots, numbers, self._rule, 0, self._tree.slots)
         return None
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:

@@ -189,7 +189,7 @@ def _host_rank_draw(inputs: Inputs) -> Work:
     def change() -> None:
         changed, errors = next(turn)
         current[changed] = errors
-        tree.set_slots(changed.numpy(), rule.masses(errors.numpy().astype(np.float64))[0])
+        tree.update(changed.numpy(), errors.numpy().astype(np.float64), rule, 0, slots)
 
     def drawn() -> Tensor:
         doubles = words.doubles(next(position), batch)

@@ -258,7 +258,7 @@ def _observation(name: str, device: torch.device) -> Field:
 
 def _info(options: argparse.Namespace) -> int:
     from gpu_replay.console.versions import OPTIONAL, device_name, versions
-    from gpu_replay.ops._backend import VARIABLE, choose, numba_loops
+    from gpu_replay.ops._backend import VARIABLE, choose, inner_loops
 
     found = versions()
     for name in (*found, *(name for name in OPTIONAL if name not in found)):
@@ -271,7 +271,11 @@ def _info(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            code = "host, compiled by Numba" if numba_loops() else "host, NumPy alone (Numba makes it faster)"
+            code = (
+                "host, compiled by Numba"
+                if inner_loops().__name__.endswith("numba_loops")
+                else "host, NumPy alone (Numba makes it faster)"
+            )
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")

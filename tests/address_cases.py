@@ -20,7 +20,7 @@ from gpu_replay import Field
 from gpu_replay.ops import admission, rank_draw
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
-from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
+from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.priorities import DeviceMasses, launch_admit, launch_update
 from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
@@ -102,7 +102,7 @@ def write_kernel(memory: SparseMemory) -> None:
     tree = MassTree(SLOTS, CPU, "triton", high=True)
     put(tree, {SLOTS - 1: 77})
     assert tree.high is not None
-    tree.high[-1] = STALE_EDGE
+    tree.high[-1] = DIRTY
     rows = torch.arange(1, 13, dtype=torch.uint8).view(4, 3)
     counters = counters_at(7 * SLOTS - 2)
     # the rows, and the last of the blocks whose largest mass is looked up
@@ -168,7 +168,7 @@ def admit_kernel(memory: SparseMemory) -> None:
         expected |= {slot: (row + 1) * 2**20 for row, slot in enumerate(slots)}
         assert tree.low is not None
         assert tree.high is not None
-        assert all(int(edge[slot // tree.fanout]) == STALE_EDGE for edge in (tree.low, tree.high) for slot in slots)
+        assert all(int(edge[slot // tree.fanout]) == DIRTY for edge in (tree.low, tree.high) for slot in slots)
     check_tree(tree, expected)
     memory.check("admit_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
@@ -210,7 +210,7 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     assert tree.low is not None
     # the last program's blocks
     tree.low[-256:] = NO_MASS
-    tree.low[-1] = STALE_EDGE
+    tree.low[-1] = DIRTY
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
     added = 5 * SLOTS + 2**30
     counters = counters_at(added)

@@ -22,7 +22,7 @@ from trees import check_sums, random_masses
 from gpu_replay import LinearSchedule
 from gpu_replay.kernels.philox import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
-from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
+from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
@@ -102,7 +102,7 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
         # the position of the stream moves on with the weights
         assert int(counters[Counter.RANDOM]) == block
     check_sums(tree)
-    assert not (tree.low == STALE_EDGE).any()
+    assert not (tree.low == DIRTY).any()
 
 
 @pytest.mark.parametrize("batch", [1, 7, 450, 1000])
@@ -152,7 +152,7 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
     assert tree.low.tolist() == [50] * 8
     # changed behind the tree's back: seen only where a mark says so
     tree.masses[130], tree.masses[700] = 3, 2
-    tree.low[130 // 128] = STALE_EDGE
+    tree.low[130 // 128] = DIRTY
     counters[Counter.EDGE_LOW] = NO_MASS
     launch_stratified_draw(tree, counters, times_sampled, **draw)
     assert int(counters[Counter.EDGE_LOW]) == 3

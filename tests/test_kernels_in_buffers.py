@@ -22,7 +22,7 @@ from trees import check_sums
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import NO_MASS, Counter
-from gpu_replay.ops.mass_tree import STALE_EDGE
+from gpu_replay.ops.mass_tree import DIRTY
 from gpu_replay.ops.ring import as_numpy, gather_rows, launch_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
@@ -273,7 +273,7 @@ def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(dev
             buffer.add(n=torch.tensor([1702], device=buffer.device))
         check_state(host, tested)
         assert tested.masses()[702].item() == tested._rule.mass(4.0)
-        assert tested._tree.high.tolist().count(STALE_EDGE) == 1
+        assert tested._tree.high.tolist().count(DIRTY) == 1
 
 
 def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: str) -> None:

@@ -22,12 +22,12 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.ops import _backend
+from gpu_replay.ops import _backend, numpy_loops
 from gpu_replay.ops.counters import Counter
 
 pytestmark = [
     host_only,
-    pytest.mark.skipif(_backend.numba_loops() is None, reason="Numba is not installed"),
+    pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed"),
 ]
 FIELDS = {
     "obs": Field((3,), torch.float32),
@@ -55,7 +55,7 @@ def both_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]
     def make(buffer: Callable[[], Any]) -> tuple[Any, Any]:
         with_loops = buffer()
         with monkeypatch.context() as without:
-            without.setattr(_backend, "numba_loops", lambda: None)
+            without.setattr(_backend, "inner_loops", lambda: numpy_loops)
             return with_loops, buffer()
 
     return make
@@ -235,15 +235,15 @@ def test_without_numba_the_same_buffer_is_made(monkeypatch: pytest.MonkeyPatch) 
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "numba" or (name == "gpu_replay.ops" and rest[2] == ("loops",)):
+        if name == "numba" or (name == "gpu_replay.ops" and rest[2] == ("numba_loops",)):
             raise ImportError("no numba here")
         return real(name, *rest, **named)
 
-    _backend.numba_loops.cache_clear()
+    _backend.inner_loops.cache_clear()
     monkeypatch.setattr(builtins, "__import__", refuse)
     try:
-        assert _backend.numba_loops() is None
+        assert _backend.inner_loops() is numpy_loops
     finally:
         monkeypatch.undo()
-        _backend.numba_loops.cache_clear()
-    assert _backend.numba_loops() is not None
+        _backend.inner_loops.cache_clear()
+    assert _backend.inner_loops() is not numpy_loops

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from gpu_replay.ops.counters import NO_MASS
-from gpu_replay.ops.mass_tree import STALE_EDGE, MassTree
+from gpu_replay.ops.mass_tree import DIRTY, MassTree
 
 
 def random_masses(count: int, seed: int, largest: int) -> np.ndarray:
@@ -33,4 +33,4 @@ def check_sums(tree: MassTree) -> None:
         edge = getattr(tree, name)
         if edge is not None:
             found = edge.cpu().numpy()
-            assert np.array_equal(found, np.where(found == STALE_EDGE, STALE_EDGE, extreme)), name
+            assert np.array_equal(found, np.where(found == DIRTY, DIRTY, extreme)), name

@@ -6,6 +6,8 @@ At these sizes the count of array operations is the cost, so one call makes as f
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,17 +16,15 @@ from gpu_replay.engines.storage import Storage, base_sampler
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import Outputs
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.mass import MassRule, Rule
+from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw_host import HostRanks
 from gpu_replay.ops.ring import as_numpy, as_sampled, gather_rows, write_rows
 from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
 from gpu_replay.samplers import PRIORITIZED, Combined, Latest, Proportional, RankBased, Sampler, Uniform
 
 _NOTHING = np.empty(0, dtype=np.int64)
-# up to so many numbers one division each is cheaper than three operations without
-_SMALL = 512
 
 
 class HostEngine:
@@ -40,7 +40,6 @@ class HostEngine:
         self, storage: Storage, sampler: Sampler, tree: MassTree | None, rule: Rule, counters: Tensor, seed: int
     ) -> None:
         self._capacity = storage.capacity
-        self._turn = np.array(storage.capacity)
         self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._columns = [(name, self._rows[name], field) for name, field in storage.fields.items()]
         self._records = storage.records
@@ -52,12 +51,11 @@ class HostEngine:
         self._base = base_sampler(sampler)
         self._tree = tree
         self._rule = rule
-        self._loops = _backend.numba_loops()
+        self._loops: Any = _backend.inner_loops()
         self._counters = counters.numpy()
         self._ranks: HostRanks | None = None
         if tree is not None and isinstance(self._base, RankBased):
             self._ranks = HostRanks(tree, self._counters, self._base.alpha, self._base.resort_every)
-        self._ones = np.ones(0, dtype=np.int32)
         self._outputs = Outputs()
         # the mass of new transitions before any priority was given
         self._first_mass = rule.mass(1.0)
@@ -76,30 +74,6 @@ class HostEngine:
     def reseed(self, seed: int) -> None:
         """Draw from the stream of this seed, from the counter's position on."""
         self._words = HostWords(seed)
-
-    # slots and keys
-
-    def _slots(self, ages: np.ndarray, first: int) -> np.ndarray:
-        """Slots of the live keys `first + ages`."""
-        slots = ages + np.array(first % self._capacity)
-        if slots.size <= _SMALL:
-            return np.remainder(slots, self._turn, slots)
-        # one subtraction does for a modulus, since they span one turn
-        slots -= (slots >= self._capacity) * self._capacity
-        return slots
-
-    def _keys(self, slots: np.ndarray) -> np.ndarray:
-        """Live keys in these slots."""
-        added = self._counters.item(Counter.ADDED)
-        if slots.size > _SMALL:
-            turn, head = divmod(added, self._capacity)
-            keys = slots + turn * self._capacity
-            keys -= (slots >= head) * self._capacity
-            return keys
-        # slots from the oldest transition on, counted round the ring
-        keys = slots - np.array(added)
-        np.remainder(keys, self._turn, keys)
-        return np.add(keys, np.array(added - self._capacity), keys)
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""
@@ -191,16 +165,9 @@ class HostEngine:
 
     def _noted(self, slots: np.ndarray) -> np.ndarray:
         """Count the slots as sampled; returns the keys in them."""
-        if self._loops is not None:
-            keys = np.empty(slots.size, dtype=np.int64)
-            added = self._counters.item(Counter.ADDED)
-            self._loops.note_draws(slots, added, self._capacity, self._times_sampled, keys)
-            return keys
-        if self._ones.size < slots.size:
-            self._ones = np.ones(slots.size, dtype=np.int32)
-        # a slot drawn twice counts twice, which an indexed += would not do
-        np.add.at(self._times_sampled, slots, self._ones[: slots.size])
-        return self._keys(slots)
+        added = self._counters.item(Counter.ADDED)
+        keys: np.ndarray = self._loops.count_draws(slots, added, self._capacity, self._times_sampled)
+        return keys
 
     def _draw(self, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Slots, probabilities and weights of the rows that the base sampler draws."""
@@ -225,7 +192,7 @@ class HostEngine:
             ranks = permuted_ranks(size, drawn, words)
         else:
             ranks = independent_ranks(size, self._words.doubles(self._blocks(drawn), drawn))
-        return self._slots(ranks, first), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
+        return slots_of(ranks, first, self._capacity), np.full(drawn, 1 / size, np.float32), np.ones(drawn, np.float32)
 
     def _by_rank(
         self, base: RankBased, drawn: int, beta: float | None, skipped: int = 0, *, exact: bool = False
@@ -266,64 +233,19 @@ class HostEngine:
         if dead.size:
             held = f"the keys from {first} to {added - 1}" if added > first else "no transitions"
             raise KeyError(f"key {array[dead[0]]} is not live; the buffer holds {held}.")
-        return self._gather(self._slots(array - first, first))
+        return self._gather(slots_of(array - first, first, self._capacity))
 
     # update
 
     def update(self, keys: Tensor, numbers: np.ndarray) -> None:
         """Give live keys their new masses; the last of a repeated key wins, keys that are not live are counted."""
-        first, added = self.span()
-        tree = self._tree
-        if self._loops is not None and tree is not None and isinstance(self._rule, MassRule) and numbers.size:
-            largest, stale, cut = self._loops.update(
-                np.ascontiguousarray(keys.numpy()),
-                self._rule.powers(numbers),
-                self._rule.limit,
-                first,
-                added,
-                self._capacity,
-                self.sparse,
-                tree.flat,
-                tree.starts,
-                tree.shift,
-                tree.low_array,
-                tree.high_array,
-            )
+        (first, added), array = self.span(), keys.numpy()
+        if not array.size:
+            return
+        if self._tree is None:
+            stale = int(np.count_nonzero((array < first) | (array >= added)))
+        else:
+            largest, stale, cut = self._tree.update(array, numbers, self._rule, first, added, sparse=self.sparse)
             self._given(largest, cut)
-            if stale:
-                self._counters[Counter.STALE] += stale
-            return
-        ages = keys.numpy() - np.array(first)
-        if ages.size == 0:
-            return
-        # seen as unsigned, a negative age is a large one
-        unsigned = ages.view(np.uint64)
-        if unsigned.item(unsigned.argmax()) >= added - first:
-            live = (ages >= 0) & (ages < added - first)
-            ages, numbers = ages[live], numbers[live]
-            self._counters[Counter.STALE] += live.size - ages.size
-        if self._tree is None or ages.size == 0:
-            return
-        slots, numbers = _winners(self._slots(ages, first), numbers)
-        if self.sparse:
-            held = self._tree.arrays[0].take(slots) > 0
-            slots, numbers = slots[held], numbers[held]
-            if slots.size == 0:
-                return
-        masses, largest, saturated = self._rule.masses(numbers)
-        self._given(largest, saturated)
-        self._tree.set_slots(slots, masses)
-
-
-def _winners(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct slots, each with its last number."""
-    # a stratified draw comes back in ascending slots, mostly distinct
-    rises = slots[1:] > slots[:-1]
-    if np.count_nonzero(rises) == rises.size:
-        return slots, numbers
-    if np.count_nonzero(slots[1:] < slots[:-1]):
-        order = np.argsort(slots, kind="stable")
-        slots, numbers = slots[order], numbers[order]
-        rises = slots[1:] > slots[:-1]
-    last = np.append(rises, True)
-    return slots[last], numbers[last]
+        if stale:
+            self._counters[Counter.STALE] += stale

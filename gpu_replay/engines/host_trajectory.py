@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,20 +19,11 @@ from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import as_numpy, gather_rows
 from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
-from gpu_replay.ops.windows import measured, powers_of, windows_from, wrapped
+from gpu_replay.ops.windows import StoredWindows, Windows, measured, powers_of
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
 
 # starts whose windows are looked up together
 _RECALLED = 2**16
-
-
-class Numbers(NamedTuple):
-    """What n-step windows come to, (B,) each: float32 rewards and discounts, and whether they ended that way."""
-
-    reward: np.ndarray
-    discount: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
 
 
 def unreadable(key: int, first: int, added: int) -> KeyError:
@@ -69,7 +58,6 @@ class TrajectoryHostEngine(HostEngine):
         super().__init__(storage, sampler, tree, rule, counters, seed)
         self._marks = marks
         self._shape = storage.streams.shape
-        self._zero = storage.padding == "zero"
         self._shift = storage.random_shift
         self._rewards = self._rows["reward"]
         self._powers = powers_of(storage.gamma, self._shape.n_step)
@@ -79,6 +67,8 @@ class TrajectoryHostEngine(HostEngine):
         self._flags = storage.streams.flags.numpy()
         self._depth = storage.streams.depth.numpy()
         self._final = storage.streams.final.numpy()
+        zero, known = storage.padding == "zero", (self._flags, self._depth, self._lengths, self._sums)
+        self._windows = StoredWindows(self._shape, zero, *known, self._powers)
         self._stacked = [column for column in self._columns if column[0] in storage.observations]
         self._single = [
             column for column in self._columns if column[0] not in storage.observations and column[0] != "reward"
@@ -123,7 +113,7 @@ class TrajectoryHostEngine(HostEngine):
             self._rows[name][start : start + envs] = as_numpy(value)
         self._times_sampled[start : start + envs] = 0
         oldest = max(counters.item(Counter.FIRST) // envs, step + 1 - steps)
-        largest, kept = self._eligibility.follow(
+        largest, kept = self._eligibility.add_step(
             step, oldest, as_numpy(terminated), as_numpy(truncated), masses, int(initial), finals is not None
         )
         if finals is not None and kept.size:
@@ -263,93 +253,27 @@ class TrajectoryHostEngine(HostEngine):
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
-        if self._loops is not None and shifts is None:
-            both, numbers = self._looped(self._loops, slots)
-        else:
-            both, numbers = self._windowed(slots, shifts)
+        windows: Windows = self._loops.windows(self._windows, slots)
+        moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
         out, after = {}, {}
-        for name, stacks in both.items():
+        # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch
+        for name, stacks in self._stacks(windows.plan, windows.final, moved).items():
             out[name], after[f"next_{name}"] = stacks.chunk(2)
         for name, rows, field in self._single:
             out[name] = gather_rows(rows, field, slots)
-        out["reward"] = torch.from_numpy(numbers.reward)
+        out["reward"] = torch.from_numpy(windows.reward)
         out.update(after)
-        out["discount"] = torch.from_numpy(numbers.discount)
-        out["terminated"] = torch.from_numpy(numbers.terminated)
-        out["truncated"] = torch.from_numpy(numbers.truncated)
+        out["discount"] = torch.from_numpy(windows.discount)
+        out["terminated"] = torch.from_numpy(windows.terminated)
+        out["truncated"] = torch.from_numpy(windows.truncated)
         return out
 
-    def _windowed(self, slots: np.ndarray, shifts: np.ndarray | None) -> tuple[dict[str, Tensor], Numbers]:
-        """The stacks of starts, those after them behind those before, and what their windows come to."""
-        windows = windows_from(
-            self._shape,
-            self._flags,
-            self._depth,
-            self._lengths.take(slots).astype(np.int64),
-            self._sums.take(slots),
-            self._powers,
-            slots,
-        )
-        # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch
-        newest = np.concatenate((slots, windows.after))
-        depth = np.concatenate((self._depth.take(slots), windows.after_depth))
-        final = None
-        if windows.final is not None:
-            final = np.concatenate((np.zeros(slots.size, dtype=bool), windows.final))
-        moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
-        numbers = Numbers(windows.reward, windows.discount, windows.terminated, windows.truncated)
-        return self._stacks(newest, depth, final, moved), numbers
-
-    def _looped(self, loops: Any, slots: np.ndarray) -> tuple[dict[str, Tensor], Numbers]:
-        """What `_windowed` makes of pictures that are not moved, with the compiled loops."""
-        batch, shape = slots.size, self._shape
-        plan = np.empty((2 * batch, shape.stack), dtype=np.int64)
-        absent = np.empty(plan.size if self._zero else 0, dtype=np.int64)
-        late = np.empty(2 * batch, dtype=bool)
-        numbers = Numbers(*np.empty((2, batch), dtype=np.float32), *np.empty((2, batch), dtype=bool))
-        missing, ending = loops.windows(
-            slots,
-            self._flags,
-            self._depth,
-            self._lengths,
-            self._sums,
-            self._powers,
-            shape.num_envs,
-            shape.stack,
-            shape.next_step,
-            shape.hindsight,
-            self._zero,
-            plan,
-            absent,
-            late,
-            *numbers,
-        )
-        whole = StackPlan(plan, absent[:missing] if missing else None)
-        places = np.flatnonzero(late) if ending else None
-        both = {}
-        for name, rows, field in self._stacked:
-            kept = None
-            if places is not None:
-                kept = places, self._pools[name].take(self._final[self._last(slots, places - batch)], axis=0)
-            both[name] = gather_stacks(rows, field, whole, kept, self._outputs, name)
-        return both, numbers
-
-    def _last(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The slots of the last steps of the windows in some rows of a batch."""
-        starts = slots[rows]
-        length = self._lengths.take(starts).astype(np.int64)
-        return wrapped(starts + (length - 1) * self._shape.num_envs, self._capacity)
-
-    def _stacks(
-        self, newest: np.ndarray, depth: np.ndarray, final: np.ndarray | None, shifts: np.ndarray | None
-    ) -> dict[str, Tensor]:
-        """The stacks of every observation field that end in the slots `newest`, or with a kept final observation."""
-        shape = self._shape
-        plan = plan_stacks(newest, depth, shape.stack, shape.num_envs, self._capacity, zero=self._zero, late=final)
-        late = None if final is None else np.flatnonzero(final)
+    def _stacks(self, plan: StackPlan, final: np.ndarray | None, shifts: np.ndarray | None) -> dict[str, Tensor]:
+        """The planned stacks of every observation field; `final` are the rows that end with a final observation."""
+        pooled = None if final is None else self._final.take(plan.slots[final, -1])
         out = {}
         for name, rows, field in self._stacked:
-            kept = None if late is None else (late, self._pools[name].take(self._final[newest[late]], axis=0))
+            kept = None if final is None or pooled is None else (final, self._pools[name].take(pooled, axis=0))
             stacks = gather_stacks(rows, field, plan, kept, self._outputs, name)
             if shifts is not None and len(field.shape) >= 2:
                 stacks = shift_pictures(stacks, shifts)
@@ -366,7 +290,10 @@ class TrajectoryHostEngine(HostEngine):
         ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
         mask = np.ones((batch, length), dtype=bool)
         np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
-        out = self._stacks(flat, self._depth.take(flat), None, None)
+        plan = plan_stacks(
+            flat, self._depth.take(flat), self._shape.stack, envs, self._capacity, zero=self._windows.zero
+        )
+        out = self._stacks(plan, None, None)
         for name, rows, field in self._single:
             out[name] = gather_rows(rows, field, flat)
         out["reward"] = torch.from_numpy(self._rewards.take(flat))

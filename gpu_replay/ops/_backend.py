@@ -46,10 +46,15 @@ def _require_triton(device: torch.device) -> None:
 
 
 @lru_cache(maxsize=1)
-def numba_loops() -> ModuleType | None:
-    """`gpu_replay.ops.numba_loops`, or None where Numba is missing or does not support the installed NumPy."""
+def inner_loops() -> ModuleType:
+    """What the host's inner loops are: `numba_loops`, or `numpy_loops` where Numba cannot be used.
+
+    That is where it is missing or does not support the installed NumPy.
+    """
     try:
         from gpu_replay.ops import numba_loops
     except ImportError:
-        return None
+        from gpu_replay.ops import numpy_loops
+
+        return numpy_loops
     return numba_loops

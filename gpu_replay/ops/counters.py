@@ -35,8 +35,7 @@ class Counter:
 
 # the smallest mass of nothing
 NO_MASS = 2**63 - 1
-# what must outlive a call, by its name in checkpoints, which stays; the rest belongs to a launch in progress, or follows
-# from the seed
+# what must outlive a call, by its name in checkpoints; the rest belongs to a launch, or follows from the seed
 LASTING = {
     "ADDED": Counter.ADDED,
     "FIRST": Counter.FIRST,

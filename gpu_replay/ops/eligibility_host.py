@@ -7,6 +7,8 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gpu_replay.ops import _backend
@@ -19,9 +21,9 @@ _FEW_SLOTS = 512
 
 
 class HostEligibility:
-    """Host: follows the steps and keeps the trees: `tree` of masses, `marks` of ones, either or both.
+    """Host: adds steps and keeps the trees: `tree` of masses, `marks` of ones, either or both.
 
-    rewards: (slots,) of the ring, those of a step written before it is followed. powers: of gamma, see `powers_of`.
+    rewards: (slots,) of the ring, those of a step written before it is added. powers: of gamma, see `powers_of`.
     length, reward: (slots,) of the windows of eligible starts, found once, when they are complete: looking a window up
     means a trip to memory for each of its steps, which would be made anew with every draw.
     """
@@ -36,35 +38,35 @@ class HostEligibility:
         powers: np.ndarray,
     ) -> None:
         shape = streams.shape
-        self._powers = powers[:, None]
-        self._rewards = rewards.reshape(shape.steps, shape.num_envs)
+        self.powers = powers
+        self.rewards = rewards.reshape(shape.steps, shape.num_envs)
         self.length = np.zeros(shape.slots, dtype=length_dtype(shape.n_step))
         self.reward = np.zeros(shape.slots, dtype=np.float32)
-        self._lengths = self.length.reshape(shape.steps, shape.num_envs)
-        self._sums = self.reward.reshape(shape.steps, shape.num_envs)
-        self._shape = shape
+        self.lengths = self.length.reshape(shape.steps, shape.num_envs)
+        self.sums = self.reward.reshape(shape.steps, shape.num_envs)
+        self.shape = shape
         self._counters = counters
         by_step = (shape.steps, shape.num_envs)
         self.flags = streams.flags.numpy().reshape(by_step)
         self.depth = streams.depth.numpy().reshape(by_step)
-        self._pending = streams.pending.numpy()
+        self.pending = streams.pending.numpy()
         self._final = streams.final.numpy().reshape(by_step) if shape.finals else None
         self._owner = streams.owner.numpy()
         self._spans = streams.spans.numpy().reshape(by_step) if shape.hindsight else None
         self._parted = streams.parted.numpy()
-        self._trees = [(each, each is marks) for each in (tree, marks) if each is not None]
-        self._leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self._trees]
+        self.trees = [(each, each is marks) for each in (tree, marks) if each is not None]
+        self.leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self.trees]
         self._envs = np.arange(shape.num_envs, dtype=np.int64)
         # in a ring this long no row that a step without endings touches is met twice
         self._roomy = shape.steps > shape.n_step + shape.stack
-        self._ages = np.arange(shape.stack, dtype=np.int32)[:, None]
+        self.ages = np.arange(shape.stack, dtype=np.int32)[:, None]
         self._no_flags = bytes(shape.num_envs)
-        self._loops = _backend.numba_loops()
+        self._loops: Any = _backend.inner_loops()
         # rows between two that changed are summed up with them while they are few; an order is told of changes only
         together = (shape.n_step + shape.stack) * shape.num_envs <= _FEW_SLOTS
-        self._together = together and all(each.order is None for each, _ in self._trees)
+        self.together = together and all(each.order is None for each, _ in self.trees)
 
-    def follow(
+    def add_step(
         self,
         step: int,
         oldest: int,
@@ -74,7 +76,7 @@ class HostEligibility:
         initial: int,
         with_final: bool,
     ) -> tuple[int, np.ndarray]:
-        """Take in the flags of one step of all environments.
+        """Add one step of all environments, given how it ended.
 
         step:       the number of the step; `oldest` is the first that is stored once this one is.
         masses:     (num_envs,) given with the step, or None; a start without gets `initial`.
@@ -83,148 +85,46 @@ class HostEligibility:
         returns: the largest given mass that came to count, 0 if none did; and (k,) environments whose final
         observation is to be kept, in the rows that `final_rows` then says.
         """
-        shape = self._shape
+        shape = self.shape
         row = step % shape.steps
         # bytes are compared faster than an array is reduced
         rows = terminated, truncated, self.flags[row - 1]
         if self._roomy and step and all(each.tobytes() == self._no_flags for each in rows):
-            return self._follow_on(step, row, oldest, masses, initial), self._envs[:0]
+            if self._spans is not None:
+                # as in `_remember`; no episode is left behind
+                np.copyto(self._parted, self._spans[row], where=self.depth[row] == 0)
+                self._spans[row] = -1
+            more, largest = self._loops.extend_episodes(self, step, oldest, masses, initial)
+            self._counters[Counter.ELIGIBLE] += more
+            return int(largest), self._envs[:0]
         before = self.flags[(step - 1) % shape.steps].copy()
         depth = self._depth(step, before)
         # a step that was broken off from outside is followed by a first one, in every mode
         dead = (before & (Flag.TERMINATED | Flag.TRUNCATED) != 0) & (before & Flag.CUT == 0) & shape.next_step
         ended = terminated * np.uint8(Flag.TERMINATED) | truncated * np.uint8(Flag.TRUNCATED)
         flags = np.where(dead, np.uint8(Flag.DEAD), ended)
-        self._revoke(row, step)
+        self.revoke(row, step)
         if self._spans is not None:
             self._remember(self._spans, step, depth, before, dead)
         kept = self._keep_finals(step, row, oldest, flags) if with_final and shape.finals else self._envs[:0]
         self.flags[row] = flags
         self.depth[row] = depth
-        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
+        self.pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
         return self._grant(step, oldest, flags, depth, before, initial), kept
-
-    def _follow_on(self, step: int, row: int, oldest: int, masses: np.ndarray | None, initial: int) -> int:
-        """What `follow` does with a step in which nothing ended, after one in which nothing did: most steps.
-
-        returns: the largest given mass that came to count.
-        """
-        shape = self._shape
-        if self._spans is not None:
-            # as in `_remember`; no episode is left behind
-            np.copyto(self._parted, self._spans[row], where=self.depth[row] == 0)
-            self._spans[row] = -1
-        loops, (tree, unit) = self._loops, self._trees[0]
-        if loops is not None and len(self._trees) == 1 and tree.order is None:
-            more, largest = loops.follow_on(
-                step,
-                oldest,
-                shape.steps,
-                shape.num_envs,
-                shape.stack,
-                self.depth.reshape(-1),
-                self.flags.reshape(-1),
-                self._pending,
-                self._pending[0, :0] if masses is None else masses,
-                initial,
-                unit,
-                tree.flat,
-                tree.starts,
-                tree.fanout,
-                tree.low_array,
-                tree.high_array,
-                self._rewards.reshape(-1),
-                self._powers.reshape(-1),
-                self.reward,
-                self.length,
-            )
-            self._counters[Counter.ELIGIBLE] += more
-            return int(largest)
-        begun = (row - shape.n_step) % shape.steps
-        end = row + shape.stack
-        lost = None
-        if step >= shape.steps:
-            if end > shape.steps:
-                self._revoke(row, step)
-            else:
-                lost = self._leaves[0][row:end] > 0
-                lost &= self.depth[row:end] >= self._ages
-        depth = np.add(self.depth[row - 1], 1, out=self.depth[row])
-        self.flags[row] = 0
-        self._pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
-        chosen, largest = self._follow_window(step, begun, depth, oldest, initial)
-        count = 0 if lost is None else np.count_nonzero(lost)
-        if lost is not None and count:
-            for leaves in self._leaves:
-                np.copyto(leaves[row:end], 0, where=lost)
-        self._counters[Counter.ELIGIBLE] += chosen - count
-        self._follow_rows(begun, chosen > 0, row, lost if count else None)
-        return largest
-
-    def _follow_rows(self, begun: int, chosen: bool, row: int, lost: np.ndarray | None) -> None:
-        """Sum up the row `begun` if starts were chosen there, and the rows from `row` on that lost some.
-
-        lost: (stack, num_envs) bool.
-        """
-        envs, end = self._shape.num_envs, row + self._shape.stack
-        for tree, _ in self._trees:
-            if chosen and lost is not None and begun < row and self._together:
-                tree.follow_range(begun * envs, end * envs)
-                continue
-            if chosen:
-                tree.follow_range(begun * envs, (begun + 1) * envs)
-            if lost is not None:
-                rows = np.flatnonzero(np.logical_or.reduce(lost, axis=1))
-                tree.follow_range((row + rows.item(0)) * envs, (row + rows.item(-1) + 1) * envs)
-
-    def _follow_window(self, step: int, row: int, depth: np.ndarray, oldest: int, initial: int) -> tuple[int, int]:
-        """Write down the windows that began `n_step` steps ago in `row` of the ring, and the masses of their starts.
-
-        returns: how many there are, and the largest given mass.
-        """
-        shape, n = self._shape, self._shape.n_step
-        start = step - n
-        if start < oldest:
-            return 0, 0
-        chosen = depth >= n
-        if start - shape.stack + 1 < oldest:
-            chosen &= start - np.minimum(depth - n, shape.stack - 1) >= oldest
-        count = int(np.count_nonzero(chosen))
-        if not count:
-            return 0, 0
-        given, largest = self._pending[start % (n + 1)], 0
-        entering: int | np.ndarray = initial
-        if np.count_nonzero(given):
-            largest = int(np.maximum.reduce(given * chosen))
-            entering = np.where(given > 0, given, initial)
-        # row upon row, so that the order of the sum is that of the steps
-        rewards = self._rewards
-        if n == 1:
-            sums = rewards[row]
-        elif row + n <= shape.steps:
-            sums = np.add.reduce(rewards[row : row + n] * self._powers[:n], axis=0)
-        else:
-            sums = np.add.reduce(rewards[np.arange(row, row + n) % shape.steps] * self._powers[:n], axis=0)
-        everywhere = True if count == shape.num_envs else chosen
-        for (_, unit), leaves in zip(self._trees, self._leaves, strict=True):
-            np.copyto(leaves[row], 1 if unit else entering, where=everywhere)
-        np.copyto(self._sums[row], sums, "same_kind", everywhere)
-        np.copyto(self._lengths[row], n, "unsafe", everywhere)
-        return count, largest
 
     def _depth(self, step: int, before: np.ndarray) -> np.ndarray:
         """Steps since the first of the episode, for each environment."""
         if step == 0:
-            return np.zeros(self._shape.num_envs, dtype=np.int32)
-        over = Flag.DEAD | Flag.CUT if self._shape.next_step else Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
-        return (self.depth[(step - 1) % self._shape.steps] + 1) * (before & over == 0)
+            return np.zeros(self.shape.num_envs, dtype=np.int32)
+        over = Flag.DEAD | Flag.CUT if self.shape.next_step else Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
+        return (self.depth[(step - 1) % self.shape.steps] + 1) * (before & over == 0)
 
     def _remember(self, spans: np.ndarray, step: int, depth: np.ndarray, before: np.ndarray, dead: np.ndarray) -> None:
         """Note the span of each episode that this step's leaves behind, before the step's own depth is stored.
 
         depth, before, dead: of this step, of the step before it, and whether this one is dead.
         """
-        steps = self._shape.steps
+        steps = self.shape.steps
         row, last = step % steps, (step - 1) % steps
         # the first step of an episode is overwritten: what is left of it is found by its environment
         np.copyto(self._parted, spans[row], where=self.depth[row] == 0)
@@ -239,21 +139,21 @@ class HostEligibility:
             self._parted[over[~held]] = span[~held]
         spans[row] = -1
 
-    def _revoke(self, row: int, step: int) -> None:
+    def revoke(self, row: int, step: int) -> None:
         """Take away the starts that are overwritten, and those that lose the first frame of their stack."""
-        shape = self._shape
+        shape = self.shape
         if step < shape.steps:
             return
         for age in range(min(shape.stack, shape.steps)):
             other = (row + age) % shape.steps
             # a deep stack lost its first frame steps ago
-            lost = (self.depth[other] >= age) & (self._leaves[0][other] > 0)
+            lost = (self.depth[other] >= age) & (self.leaves[0][other] > 0)
             if np.logical_or.reduce(lost):
                 self._assign(other, lost, 0)
 
     def _keep_finals(self, step: int, row: int, oldest: int, flags: np.ndarray) -> np.ndarray:
         """Choose rows for the final observations of this step, as long as the next row is free."""
-        shape, count = self._shape, self._counters.item(Counter.FINALS)
+        shape, count = self.shape, self._counters.item(Counter.FINALS)
         ended = flags & (Flag.TERMINATED | Flag.TRUNCATED)
         # a terminated window needs no final observation, but its goal may be wanted
         wanted = np.flatnonzero(ended != 0 if shape.hindsight else ended == Flag.TRUNCATED)[: shape.finals]
@@ -274,13 +174,13 @@ class HostEligibility:
 
     def final_rows(self, step: int, envs: np.ndarray) -> np.ndarray:
         """The rows of the final observations kept at a step."""
-        return self._final_rows()[step % self._shape.steps, envs]
+        return self._final_rows()[step % self.shape.steps, envs]
 
     def _grant(
         self, step: int, oldest: int, flags: np.ndarray, depth: np.ndarray, before: np.ndarray, initial: int
     ) -> int:
         """Give their masses to the starts that this step completes; returns the largest given one."""
-        shape, n = self._shape, self._shape.n_step
+        shape, n = self.shape, self.shape.n_step
         alive = flags & Flag.DEAD == 0
         # the observation of this step ends the full windows that began n steps ago
         top = self._complete(step, n, 0, alive, depth, oldest, initial)
@@ -302,14 +202,14 @@ class HostEligibility:
 
         own: 1 where this step belongs to their windows, 0 where it only carries the observation after them.
         """
-        shape = self._shape
+        shape = self.shape
         start = step - age
         if start < oldest:
             return 0
         chosen = chosen & (depth >= age)
         if start - shape.stack + 1 < oldest:
             chosen &= start - np.minimum(depth - age, shape.stack - 1) >= oldest
-        given = self._pending[start % (shape.n_step + 1)]
+        given = self.pending[start % (shape.n_step + 1)]
         largest = int(np.maximum.reduce(given * chosen))
         # most streams come without priorities of their own
         row = start % shape.steps
@@ -317,16 +217,16 @@ class HostEligibility:
         length = age + own
         steps = np.arange(start, start + length) % shape.steps
         # row upon row, so that the order of the sum is that of the steps
-        sums = np.add.reduce(self._rewards[steps] * self._powers[:length], axis=0)
-        np.copyto(self._sums[row], sums, "same_kind", chosen)
-        np.copyto(self._lengths[row], length, "unsafe", chosen)
+        sums = np.add.reduce(self.rewards[steps] * self.powers[:length, None], axis=0)
+        np.copyto(self.sums[row], sums, "same_kind", chosen)
+        np.copyto(self.lengths[row], length, "unsafe", chosen)
         return largest
 
     def _assign(self, row: int, chosen: np.ndarray, masses: int | np.ndarray) -> None:
         """Give the chosen starts of one step of the ring their masses; 0 takes them away."""
-        begin = row * self._shape.num_envs
-        end = begin + self._shape.num_envs
-        before = np.count_nonzero(self._leaves[0][row])
-        for (tree, unit), leaves in zip(self._trees, self._leaves, strict=True):
+        begin = row * self.shape.num_envs
+        end = begin + self.shape.num_envs
+        before = np.count_nonzero(self.leaves[0][row])
+        for (tree, unit), leaves in zip(self.trees, self.leaves, strict=True):
             tree.set_range(begin, end, np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves[row]))
-        self._counters[Counter.ELIGIBLE] += np.count_nonzero(self._leaves[0][row]) - before
+        self._counters[Counter.ELIGIBLE] += np.count_nonzero(self.leaves[0][row]) - before

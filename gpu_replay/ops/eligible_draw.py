@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import edge_blocks_per_program, locate
+from gpu_replay.ops.stratified_draw import edge_blocks_per_program
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS, ROUNDS_OF_FEW
 
 
@@ -33,11 +33,12 @@ class DrawRange(NamedTuple):
     offset: int
 
     def slots(self, targets: np.ndarray) -> np.ndarray:
-        """The slots on which (B,) targets in [0, mass) fall; the targets are used up."""
+        """The slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
         if self.offset:
             targets += self.offset
             targets -= (targets >= self.total) * self.total
-        return locate(self.tree, self.prefix, targets)
+        slots: np.ndarray = self.tree.loops.locate(self.tree, self.prefix, targets)
+        return slots
 
 
 def reach(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> DrawRange:

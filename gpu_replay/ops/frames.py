@@ -30,12 +30,12 @@ _PIECE = 2**19
 class StackPlan(NamedTuple):
     """Where the frames of stacks lie.
 
-    slots:  (B, S) int64.
-    absent: (k,) flat positions in it of frames that are zeros, or None where none are.
+    slots:       (B, S) int64.
+    zero_padded: (k,) flat positions in it of frames that are zeros, or None where none are.
     """
 
     slots: np.ndarray
-    absent: np.ndarray | None
+    zero_padded: np.ndarray | None
 
 
 @lru_cache(maxsize=64)
@@ -53,29 +53,30 @@ def plan_stacks(
     depth: np.ndarray,
     stack: int,
     num_envs: int,
-    turn: int,
+    capacity: int,
     *,
     zero: bool,
-    late: np.ndarray | None = None,
+    final_frame: np.ndarray | None = None,
 ) -> StackPlan:
     """Host: the slots of stacks whose newest frames are in (B,) slots.
 
-    depth: (B,) steps of `newest` since the first of its episode. turn: slots of the ring. zero: how to pad.
-    late:  (B,) bool of stacks whose newest frame is one later and not in the ring; its place is left to be filled.
+    depth: (B,) steps of `newest` since the first of its episode. capacity: slots of the ring. zero: how to pad.
+    final_frame: (B,) bool of stacks whose newest frame is a kept final observation, not in the ring; the slot before it
+                 stands in its place.
     """
     if stack == 1:
         return StackPlan(newest[:, None], None)
     wanted, back = _stack_places(stack, num_envs)
     # most stacks lie within their episode, and apart from the seam of the ring
-    if late is None and depth.size and depth.item(depth.argmin()) >= stack - 1:
+    if final_frame is None and depth.size and depth.item(depth.argmin()) >= stack - 1:
         slots = newest[:, None] - back
         if newest.item(newest.argmin()) < (stack - 1) * num_envs:
-            slots += (slots < 0) * turn
+            slots += (slots < 0) * capacity
         return StackPlan(slots, None)
-    if late is not None:
-        wanted = np.maximum(wanted - late[:, None], 0)
+    if final_frame is not None:
+        wanted = np.maximum(wanted - final_frame[:, None], 0)
     slots = newest[:, None] - np.minimum(wanted, depth[:, None]) * num_envs
-    slots += (slots < 0) * turn
+    slots += (slots < 0) * capacity
     if not zero:
         return StackPlan(slots, None)
     return StackPlan(slots, np.flatnonzero(wanted > depth[:, None]))
@@ -85,13 +86,13 @@ def gather_stacks(
     frames: np.ndarray,
     field: Field,
     plan: StackPlan,
-    late: tuple[np.ndarray, np.ndarray] | None,
+    final: tuple[np.ndarray, np.ndarray] | None,
     outputs: Outputs,
     name: str,
 ) -> Tensor:
     """Host: (B, S, *shape) stacks from one field's carrier array, (B, *shape) for stacks of one frame.
 
-    late:    (k,) rows of the batch and their (k, *shape) newest frames, which are not in the ring; or None.
+    final:   (k,) rows of the plan and their (k, *shape) newest frames, which are not in the ring; or None.
     outputs: where the memory of the stacks comes from, for the field `name`.
     """
     batch, stack = plan.slots.shape
@@ -99,39 +100,27 @@ def gather_stacks(
     shape = (batch, stack, *field.shape) if stack > 1 else (batch, *field.shape)
     if not field.converts:
         out = outputs.array(name, (flat.size, *field.shape), frames.dtype)
-        loops = _backend.numba_loops()
-        if loops is not None and stack > 1 and batch % 2 == 0 and field.row_bytes % 8 == 0:
-            words = field.row_bytes // 8
-            held = frames.reshape(len(frames), -1).view(np.int64)
-            loops.gather_stacks(held, plan.slots, out.reshape(-1).view(np.int64).reshape(-1, words))
-        else:
-            # slots exist, so clipping changes none; it is the mode that writes straight into `out`
-            frames.take(flat, 0, out, "clip")
-        _complete(out, plan, late)
+        _backend.inner_loops().gather_stacks(frames, plan, out)
+        if plan.zero_padded is not None:
+            out[plan.zero_padded] = 0
+        if final is not None:
+            rows, newest = final
+            out[rows * stack + stack - 1] = newest
         return _as_field(out.reshape(shape), field)
     converted = outputs.tensor(name, (flat.size, *field.shape), field.output_dtype)
     piece = max(1, _PIECE // max(1, field.row_bytes))
     for start in range(0, flat.size, piece):
         stop = min(start + piece, flat.size)
         convert_into(converted[start:stop], _as_field(frames.take(flat[start:stop], axis=0), field), field)
-    if plan.absent is not None:
-        converted[torch.from_numpy(plan.absent)] = 0
-    if late is not None:
-        rows, newest = late
+    if plan.zero_padded is not None:
+        converted[torch.from_numpy(plan.zero_padded)] = 0
+    if final is not None:
+        rows, newest = final
         places = torch.from_numpy(rows * stack + stack - 1)
         kept = torch.empty((rows.size, *field.shape), dtype=field.output_dtype)
         convert_into(kept, _as_field(newest, field), field)
         converted[places] = kept
     return converted.reshape(shape)
-
-
-def _complete(out: np.ndarray, plan: StackPlan, late: tuple[np.ndarray, np.ndarray] | None) -> None:
-    stack = plan.slots.shape[1]
-    if plan.absent is not None:
-        out[plan.absent] = 0
-    if late is not None:
-        rows, newest = late
-        out[rows * stack + stack - 1] = newest
 
 
 def _as_field(array: np.ndarray, field: Field) -> Tensor:

@@ -3,7 +3,7 @@
 Level 0 holds one mass per slot, padded with zeros to whole blocks; every further level holds the sum of each block of
 `fanout` nodes below it, up to a root of at most `root_limit` nodes. All are int64 and exact, so a total is `==` the sum
 of its leaves after any number of updates. Optionally the smallest (`low`) and largest (`high`) mass of every block of
-leaves is kept; updates only mark a block as `STALE_EDGE`, and the next query looks at it again.
+leaves is kept; updates only write `DIRTY` there, and the next query finds those again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops import _backend, prefix_sum
+from gpu_replay.ops import _backend
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
+from gpu_replay.ops.mass import Rule
+from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.rank_order import RankOrder
 
-# the mark of a block whose extremes must be looked up again
-STALE_EDGE = -1
+# in the place of an extreme that must be found again
+DIRTY = -1
 
 
 def fanout_for(backend: Backend) -> int:
@@ -72,11 +74,11 @@ class MassTree:
         self.shift = self.fanout.bit_length() - 1
         sizes = level_sizes(slots, self.fanout, root_limit_for(backend))[: None if summed else 1]
         host = backend == "host"
-        # host: all levels in one piece, for the compiled loops
-        self.starts = np.cumsum([0, *sizes])
-        self.flat = np.zeros(self.starts[-1] if host else 0, dtype=np.int64)
         if host:
-            self.levels = torch.from_numpy(self.flat).split(sizes)
+            # all levels in one piece, for the compiled loops
+            starts = np.cumsum([0, *sizes])
+            flat = np.zeros(starts[-1], dtype=np.int64)
+            self.levels = torch.from_numpy(flat).split(sizes)
         else:
             self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
         blocks = sizes[0] // self.fanout
@@ -84,14 +86,15 @@ class MassTree:
         self.high = torch.zeros(blocks, dtype=torch.int64, device=device) if high else None
         # host: the order of the leaves, told of every change
         self.order: RankOrder | None = None
-        # what the host code works on: views of the same memory
-        self.arrays = tuple(level.numpy() for level in self.levels) if host else ()
-        self.rows = tuple(array.reshape(-1, self.fanout) for array in self.arrays)
-        self._edges = tuple(edge.numpy() for edge in (self.low, self.high) if host and edge is not None)
-        nothing = np.zeros(0, dtype=np.int64)
-        self.low_array = nothing if self.low is None or not host else self.low.numpy()
-        self.high_array = nothing if self.high is None or not host else self.high.numpy()
-        self.loops = _backend.numba_loops() if host else None
+        if host:
+            # what the inner loops work on: views of the same memory
+            self.loops: Any = _backend.inner_loops()
+            self.arrays = tuple(level.numpy() for level in self.levels)
+            self.rows = tuple(array.reshape(-1, self.fanout) for array in self.arrays)
+            self.extremes = tuple(each.numpy() for each in (self.low, self.high) if each is not None)
+            nothing = np.zeros(0, dtype=np.int64)
+            low_high = (nothing if each is None else each.numpy() for each in (self.low, self.high))
+            self.compiled = (flat, starts, self.shift, *low_high)
 
     @property
     def masses(self) -> Tensor:
@@ -110,20 +113,18 @@ class MassTree:
 
     def build(self) -> None:
         """Make all sums anew from the leaves."""
-        if self.loops is not None:
-            self._sum_with(self.loops, 0, self.slots)
-            if self.order is not None:
-                self.order.forget()
+        if self.order is not None:
+            self.order.invalidate()
+        if self.backend == "host":
+            self.loops.sum_range(self, 0, self.slots)
             return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
-            sums = prefix_sum.block_sums(below, self.fanout, self.backend)
+            sums = block_sums(below, self.fanout)
             above.zero_()
             above[: sums.numel()].copy_(sums)
-        for edge in (self.low, self.high):
-            if edge is not None:
-                edge.fill_(STALE_EDGE)
-        if self.order is not None:
-            self.order.forget()
+        for extreme in (self.low, self.high):
+            if extreme is not None:
+                extreme.fill_(DIRTY)
 
     def clear(self) -> None:
         """No slot has mass."""
@@ -134,68 +135,51 @@ class MassTree:
         if self.high is not None:
             self.high.zero_()
         if self.order is not None:
-            self.order.forget()
+            self.order.invalidate()
 
     def set_range(self, start: int, stop: int, mass: int | np.ndarray) -> None:
         """Host: give the slots `start` to `stop` a mass each, and their ancestors the new sums."""
         self.arrays[0][start:stop] = mass
-        self.follow_range(start, stop)
+        self.sum_range(start, stop)
 
-    def follow_range(self, start: int, stop: int) -> None:
+    def sum_range(self, start: int, stop: int) -> None:
         """Host: give the ancestors of the slots `start` to `stop` their sums, after masses were written there."""
         if self.order is not None:
             self.order.note(start, stop)
-        if self.loops is not None:
-            self._sum_with(self.loops, start, stop)
-            return
-        low, high = start // self.fanout, -(-stop // self.fanout)
-        for edge in self._edges:
-            edge[low:high] = STALE_EDGE
-        for below, above in zip(self.rows, self.arrays[1:], strict=False):
-            np.add.reduce(below[low:high], axis=1, out=above[low:high])
-            low, high = low // self.fanout, -(-high // self.fanout)
+        self.loops.sum_range(self, start, stop)
 
-    def _sum_with(self, loops: Any, start: int, stop: int) -> None:
-        loops.sum_range(self.flat, self.starts, self.fanout, start, stop, self.low_array, self.high_array)
+    def update(
+        self, keys: np.ndarray, priorities: np.ndarray, rule: Rule, first: int, added: int, *, sparse: bool = False
+    ) -> tuple[int, int, int]:
+        """Host: give live keys, those from `first` to `added`, the masses of their priorities, and the sums above them.
 
-    def set_slots(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Host: give (B,) distinct slots their (B,) masses, and their ancestors the differences."""
-        if self.loops is not None and self.order is None:
-            every = (0, self.slots, self.slots, False)
-            edges = self.low_array, self.high_array
-            self.loops.set_masses(slots, masses, NO_MASS, *every, self.flat, self.starts, self.shift, *edges)
-            return
-        leaves = self.arrays[0]
-        if self.order is not None:
-            self.order.note_slots(slots)
-        change = masses - leaves.take(slots) if len(self.arrays) > 1 else masses
-        leaves[slots] = masses
-        node = slots >> self.shift
-        for edge in self._edges:
-            edge[node] = STALE_EDGE
-        for above in self.arrays[1:]:
-            np.add.at(above, node, change)
-            node = node >> self.shift
+        The last of a repeated key wins.
+
+        keys, priorities: (B,) int64 and finite float64. sparse: whether slots without mass keep none.
+        returns: the largest mass given, how many keys were not live, and how many masses were cut to the limit.
+        """
+        found: tuple[int, int, int] = self.loops.update(self, keys, priorities, rule, first, added, sparse)
+        return found
 
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
-        low = self._looked_up(self.low)
-        stale = np.flatnonzero(low == STALE_EDGE)
-        if stale.size:
-            rows = self.rows[0].take(stale, axis=0)
-            low[stale] = np.where(rows == 0, NO_MASS, rows).min(axis=1)
+        low = self._kept(self.low)
+        dirty = np.flatnonzero(low == DIRTY)
+        if dirty.size:
+            rows = self.rows[0].take(dirty, axis=0)
+            low[dirty] = np.where(rows == 0, NO_MASS, rows).min(axis=1)
         return int(low.min())
 
     def highest(self) -> int:
         """Host: the largest mass, 0 when there is none."""
-        high = self._looked_up(self.high)
-        stale = np.flatnonzero(high == STALE_EDGE)
-        if stale.size:
-            high[stale] = self.rows[0].take(stale, axis=0).max(axis=1)
+        high = self._kept(self.high)
+        dirty = np.flatnonzero(high == DIRTY)
+        if dirty.size:
+            high[dirty] = self.rows[0].take(dirty, axis=0).max(axis=1)
         return int(high.max())
 
     @staticmethod
-    def _looked_up(edge: Tensor | None) -> np.ndarray:
-        if edge is None:
+    def _kept(extreme: Tensor | None) -> np.ndarray:
+        if extreme is None:
             raise RuntimeError("this tree was made without the extremes that are asked for.")
-        return edge.numpy()
+        return extreme.numpy()

@@ -1,16 +1,22 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""The host's work as compiled loops, for those who have Numba: what NumPy does in dozens of operations, in one call.
+"""The host's inner loops compiled by Numba: what takes `numpy_loops` dozens of array operations, in one call.
 
-At small batches the cost of NumPy is that of calling it. Each function here is what the NumPy code beside its caller
-does, number for number, and none of them rounds differently: what needs a logarithm stays with NumPy. All arrays are
-contiguous and as `HostEngine` and its like hold them; outputs are the caller's.
+At small batches the cost of NumPy is that of calling it. Each public function does what its namesake there does, number
+for number, and none of them rounds differently: what needs a logarithm stays with NumPy. All arrays are contiguous.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+
+from gpu_replay.ops import numpy_loops
+from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.frames import StackPlan
+from gpu_replay.ops.mass_tree import DIRTY
+from gpu_replay.ops.stratified_draw import MassDraw
+from gpu_replay.ops.windows import Windows
 
 
 def _compiled(function):
@@ -22,8 +28,7 @@ def _compiled(function):
 
 
 _inlined = njit(error_model="numpy", inline="always")
-_STALE_EDGE = -1
-_TERMINATED, _TRUNCATED, _FINAL = 1, 2, 8
+_TERMINATED, _TRUNCATED, _FINAL = Flag.TERMINATED, Flag.TRUNCATED, Flag.FINAL
 
 
 @_inlined
@@ -44,10 +49,10 @@ def _node_of(prefix, target, low):
 
 
 @_inlined
-def _leaf_of(flat, starts, fanout, node, rest):
+def _leaf_of(flat, starts, shift, node, rest):
     """The slot below a node of the root on which a target falls that is so far into the node's mass."""
     for level in range(starts.size - 3, -1, -1):
-        place = starts[level] + node * fanout
+        place = starts[level] + (node << shift)
         while flat[place] <= rest:
             rest -= flat[place]
             place += 1
@@ -56,7 +61,7 @@ def _leaf_of(flat, starts, fanout, node, rest):
 
 
 @_compiled
-def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, probability, ratio):
+def _draw(flat, starts, shift, doubles, stratified, lowest, slots, masses, probability, ratio):
     """Draw by mass; returns the total mass, and draws nothing where that is 0.
 
     flat, starts:  all levels of a tree, leaves first; where each begins, and where the last one ends.
@@ -88,7 +93,7 @@ def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, proba
         else:
             found = 0
         found = _node_of(prefix, target, found)
-        node = _leaf_of(flat, starts, fanout, found, target - (prefix[found - 1] if found else 0))
+        node = _leaf_of(flat, starts, shift, found, target - (prefix[found - 1] if found else 0))
         slots[row] = node
         masses[row] = flat[node]
         smallest = min(smallest, flat[node])
@@ -100,8 +105,17 @@ def draw(flat, starts, fanout, doubles, stratified, lowest, slots, masses, proba
     return total
 
 
+def draw(tree, doubles, stratified, lowest):
+    batch = doubles.size
+    slots, masses = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.int64)
+    probability, ratio = np.empty(batch, dtype=np.float32), np.empty(batch)
+    outputs = slots, masses, probability, ratio
+    total = _draw(*tree.compiled[:3], doubles, stratified, lowest, *outputs)
+    return MassDraw(*outputs, total) if total else MassDraw(*(each[:0] for each in outputs), 0)
+
+
 @_compiled
-def locate(flat, starts, fanout, prefix, targets, slots):
+def _locate(flat, starts, shift, prefix, targets, slots):
     """Find the (B,) slots on which (B,) targets fall.
 
     prefix: 0 and the inclusive prefix sums of the root.
@@ -109,11 +123,17 @@ def locate(flat, starts, fanout, prefix, targets, slots):
     sums = prefix[1:]
     for row in range(targets.size):
         node = _node_of(sums, targets[row], 0)
-        slots[row] = _leaf_of(flat, starts, fanout, node, targets[row] - prefix[node])
+        slots[row] = _leaf_of(flat, starts, shift, node, targets[row] - prefix[node])
+
+
+def locate(tree, root_prefix, targets):
+    slots = np.empty(targets.size, dtype=np.int64)
+    _locate(*tree.compiled[:3], root_prefix, targets, slots)
+    return slots
 
 
 @_compiled
-def permuted_ranks(count, wide, high, words, ranks):
+def _permuted_ranks(count, wide, high, words, ranks):
     """The first (B,) places of a random permutation of [0, count), as `uniform_draw` says; all numbers are uint64."""
     half = np.uint64(32)
     for start in range(ranks.size):
@@ -138,8 +158,14 @@ def permuted_ranks(count, wide, high, words, ranks):
         ranks[start] = place
 
 
+def permuted_ranks(count, batch, wide, high, words):
+    ranks = np.empty(batch, dtype=np.uint64)
+    _permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), words, ranks)
+    return ranks.view(np.int64)
+
+
 @_compiled
-def note_draws(slots, added, capacity, times_sampled, keys):
+def _count_draws(slots, added, capacity, times_sampled, keys):
     """Count the (B,) slots as sampled, a slot drawn twice twice, and find their (B,) keys."""
     head = added % capacity
     for row in range(slots.size):
@@ -148,9 +174,20 @@ def note_draws(slots, added, capacity, times_sampled, keys):
         keys[row] = added - head + slot - (capacity if slot >= head else 0)
 
 
+def count_draws(slots, added, capacity, times_sampled):
+    keys = np.empty(slots.size, dtype=np.int64)
+    _count_draws(slots, added, capacity, times_sampled, keys)
+    return keys
+
+
 @_compiled
-def set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
-    """What `update` does, with (B,) int64 masses."""
+def _update(keys, powers, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
+    """Give live keys the masses of (B,) float64 powers, as `MassRule` says; the last of a repeated key wins.
+
+    sparse:    whether slots without mass keep none.
+    flat, starts, shift: the tree, and the logarithm of its fan-out. low, high: its extremes, or nothing.
+    returns:   the largest mass given, how many keys were not live, and how many masses were cut.
+    """
     batch = keys.size
     held = np.empty(batch, dtype=np.int64)
     slot_of = np.empty(batch, dtype=np.int64)
@@ -178,7 +215,8 @@ def set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts
         slot = slot_of[row]
         if slot < 0:
             continue
-        mass = masses[row]
+        # the cast truncates, which is the floor of a positive number
+        mass = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
         if mass > limit:
             mass = limit
             cut += 1
@@ -189,62 +227,59 @@ def set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts
             node >>= shift
             flat[starts[level] + node] += mass - held[row]
         if low.size:
-            low[slot >> shift] = _STALE_EDGE
+            low[slot >> shift] = DIRTY
         if high.size:
-            high[slot >> shift] = _STALE_EDGE
+            high[slot >> shift] = DIRTY
     return largest, stale, cut
 
 
-@_compiled
-def update(keys, powers, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
-    """Give live keys the masses of (B,) float64 powers, as `MassRule` says; the last of a repeated key wins.
-
-    sparse:    whether slots without mass keep none.
-    flat, starts, shift: the tree, and the logarithm of its fan-out. low, high: its extremes, or nothing.
-    returns:   the largest mass given, how many keys were not live, and how many masses were cut.
-    """
-    masses = np.empty(keys.size, dtype=np.int64)
-    for row in range(keys.size):
-        # the cast truncates, which is the floor of a positive number
-        masses[row] = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
-    return set_masses(keys, masses, limit, first, added, capacity, sparse, flat, starts, shift, low, high)
+def update(tree, keys, priorities, rule, first, added, sparse):
+    if rule.ordered:
+        return numpy_loops.update(tree, keys, priorities, rule, first, added, sparse)
+    given = rule.powers(priorities), rule.limit
+    return _update(np.ascontiguousarray(keys), *given, first, added, tree.slots, sparse, *tree.compiled)
 
 
 @_compiled
-def sum_range(flat, starts, fanout, start, stop, low, high):
+def _sum_range(flat, starts, shift, low, high, start, stop):
     """Give the ancestors of the slots from `start` to `stop` their sums, and mark the extremes of their blocks."""
-    begin, end = start // fanout, (stop + fanout - 1) // fanout
+    fanout = 1 << shift
+    begin, end = start >> shift, (stop + fanout - 1) >> shift
     if low.size:
-        low[begin:end] = _STALE_EDGE
+        low[begin:end] = DIRTY
     if high.size:
-        high[begin:end] = _STALE_EDGE
+        high[begin:end] = DIRTY
     for level in range(1, starts.size - 1):
         below, above = starts[level - 1], starts[level]
         for node in range(begin, end):
             total = np.int64(0)
-            for child in range(below + node * fanout, below + (node + 1) * fanout):
+            for child in range(below + (node << shift), below + ((node + 1) << shift)):
                 total += flat[child]
             flat[above + node] = total
-        begin, end = begin // fanout, (end + fanout - 1) // fanout
+        begin, end = begin >> shift, (end + fanout - 1) >> shift
+
+
+def sum_range(tree, start, stop):
+    _sum_range(*tree.compiled, start, stop)
 
 
 @_compiled
-def windows(
+def _windows(
     slots, flags, depth, lengths, sums, powers, num_envs, stack, next_step, hindsight, zero,
-    plan, absent, late, reward, discount, terminated, truncated,
+    plan, zero_padded, final_frame, reward, discount, terminated, truncated,
 ):  # fmt: skip
     """The windows of (B,) eligible starts, and where the frames of their stacks lie, before and after.
 
     flags, depth, lengths, sums: (slots,) of the ring and its windows. powers: of gamma.
-    plan:    (2 * B, S) int64 slots of frames, those of `obs` first.
-    absent:  int64, room for the flat positions in it of frames that are zeros, where `zero` says so; else nothing.
-    late:    (2 * B,) bool of stacks whose newest frame is a kept final observation, in whose place the slot before
-             stands.
+    plan:        (2 * B, S) int64 slots of frames, those of `obs` first.
+    zero_padded: int64, space for the flat positions in it of frames that are zeros if `zero`; else nothing.
+    final_frame: (2 * B,) bool of stacks whose newest frame is a kept final observation; the slot before it stands in
+                 its place.
     reward, discount: (B,) float32. terminated, truncated: (B,) bool.
-    returns: how many frames are absent and how many stacks late.
+    returns: how many frames are padded, and how many stacks end with a final observation.
     """
     batch, count = slots.size, flags.size
-    missing, ending = 0, 0
+    padded, ending = 0, 0
     for row in range(batch):
         slot = slots[row]
         length = np.int64(lengths[slot])
@@ -266,8 +301,8 @@ def windows(
         discount[row] = 0.0 if over else powers[length]
         terminated[row] = over
         truncated[row] = cut
-        late[row] = False
-        late[batch + row] = final
+        final_frame[row] = False
+        final_frame[batch + row] = final
         ending += final
         for side in range(2):
             newest = slot if side == 0 else after
@@ -279,13 +314,25 @@ def windows(
                 place = newest - min(wanted, reach) * num_envs
                 plan[side * batch + row, frame] = place + count if place < 0 else place
                 if zero and wanted > reach:
-                    absent[missing] = (side * batch + row) * stack + frame
-                    missing += 1
-    return missing, ending
+                    zero_padded[padded] = (side * batch + row) * stack + frame
+                    padded += 1
+    return padded, ending
+
+
+def windows(store, starts):
+    batch, shape = starts.size, store.shape
+    plan = np.empty((2 * batch, shape.stack), dtype=np.int64)
+    zero_padded = np.empty(plan.size if store.zero else 0, dtype=np.int64)
+    final = np.empty(2 * batch, dtype=np.bool_)
+    numbers = *np.empty((2, batch), dtype=np.float32), *np.empty((2, batch), dtype=np.bool_)
+    settings = shape.num_envs, shape.stack, shape.next_step, shape.hindsight, store.zero
+    padded, ending = _windows(starts, *store[2:], *settings, plan, zero_padded, final, *numbers)
+    stacks = StackPlan(plan, zero_padded[:padded] if padded else None)
+    return Windows(stacks, np.flatnonzero(final) if ending else None, *numbers)
 
 
 @_compiled
-def gather_stacks(store, plan, out):
+def _gather_stacks(store, plan, out):
     """Copy frames to where the plan of (2 * B, S) slots says: both stacks of a row together, since they share frames.
 
     store: (slots, W) int64 words of the frames. out: (2 * B * S, W), row upon row of the plan.
@@ -300,12 +347,21 @@ def gather_stacks(store, plan, out):
                     out[place, word] = store[slot, word]
 
 
+def gather_stacks(frames, plan, out):
+    row_bytes = frames[:1].nbytes
+    if plan.slots.shape[1] == 1 or len(plan.slots) % 2 or row_bytes % 8:
+        numpy_loops.gather_stacks(frames, plan, out)
+        return
+    held = frames.reshape(len(frames), -1).view(np.int64)
+    _gather_stacks(held, plan.slots, out.reshape(-1).view(np.int64).reshape(-1, row_bytes // 8))
+
+
 @_compiled
-def follow_on(
+def _extend_episodes(
     step, oldest, steps, num_envs, stack, depth, flags, pending, masses, initial, unit,
-    flat, starts, fanout, low, high, rewards, powers, sums, lengths,
+    flat, starts, shift, low, high, rewards, powers, sums, lengths,
 ):  # fmt: skip
-    """Take in a step in which nothing ended, after one in which nothing did, as `HostEligibility` says.
+    """Add a step in which nothing ended, after one in which nothing did, as `numpy_loops.extend_episodes` says.
 
     depth, flags, rewards, sums, lengths: (slots,) of the ring. pending: (n_step + 1, num_envs).
     masses: (num_envs,) given with the step, or nothing. unit: whether the tree counts starts instead of their masses.
@@ -346,7 +402,18 @@ def follow_on(
     for age in range(stack):
         if lost[age]:
             slot = (row + age) % steps * num_envs
-            sum_range(flat, starts, fanout, slot, slot + num_envs, low, high)
+            _sum_range(flat, starts, shift, low, high, slot, slot + num_envs)
     if granted:
-        sum_range(flat, starts, fanout, begun * num_envs, (begun + 1) * num_envs, low, high)
+        _sum_range(flat, starts, shift, low, high, begun * num_envs, (begun + 1) * num_envs)
     return more, largest
+
+
+def extend_episodes(host, step, oldest, masses, initial):
+    (tree, unit), shape = host.trees[0], host.shape
+    if len(host.trees) > 1 or tree.order is not None:
+        return numpy_loops.extend_episodes(host, step, oldest, masses, initial)
+    given = host.pending[0, :0] if masses is None else masses
+    ring = host.depth.reshape(-1), host.flags.reshape(-1), host.pending
+    windows = host.rewards.reshape(-1), host.powers, host.reward, host.length
+    sizes = shape.steps, shape.num_envs, shape.stack
+    return _extend_episodes(step, oldest, *sizes, *ring, given, initial, unit, *tree.compiled, *windows)

@@ -8,11 +8,10 @@ Blelloch 1990, "Prefix sums and their applications".
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops._backend import choose
 
 
 def inclusive_prefix_sum(values: Tensor) -> Tensor:
@@ -29,18 +28,6 @@ def inclusive_prefix_sum(values: Tensor) -> Tensor:
     out = torch.empty_like(values, memory_format=torch.contiguous_format)
     _scan(values.contiguous(), out)
     return out
-
-
-def block_sums(values: Tensor, block: int, backend: Backend) -> Tensor:
-    """(ceil(N / block),) int64 sums of each run of `block` values, the last run perhaps shorter."""
-    if backend == "triton":
-        return _launch_block_sums(values, block)
-    array = values.numpy()
-    whole = array.size // block
-    sums = np.empty(-(-array.size // block), dtype=np.int64)
-    np.add.reduce(array[: whole * block].reshape(-1, block), axis=1, out=sums[:whole])
-    sums[whole:] = array[whole * block :].sum()
-    return torch.from_numpy(sums)
 
 
 def scan_block(length: int) -> int:
@@ -65,7 +52,8 @@ def blocks_per_program(block: int) -> int:
     return max(1, 4096 // block)
 
 
-def _launch_block_sums(values: Tensor, block: int) -> Tensor:
+def block_sums(values: Tensor, block: int) -> Tensor:
+    """Device: (ceil(N / block),) int64 sums of each run of `block` values, the last run perhaps shorter; one launch."""
     from gpu_replay.kernels.prefix_sum import block_sums_kernel
 
     count = -(-values.numel() // block)
@@ -86,7 +74,7 @@ def _scan(values: Tensor, out: Tensor) -> None:
     programs = -(-length // block)
     before = values
     if programs > 1:
-        sums = _launch_block_sums(values, block)
+        sums = block_sums(values, block)
         before = torch.empty_like(sums)
         _scan(sums, before)
     with torch.cuda.device_of(values):

@@ -127,11 +127,11 @@ class RankOrder:
             return
         self._changes += slots.size
         if self._changes > self._slots // _CHANGED + self._width:
-            self.forget()
+            self.invalidate()
         else:
             self._changed.append(slots)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """All may be different."""
         self._standing = False
         self._changed.clear()

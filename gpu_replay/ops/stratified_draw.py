@@ -11,7 +11,7 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,9 @@ from torch import Tensor
 
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.uniform_draw import independent_ranks
 
 # below this width the largest double under 1 times the width stays under the width
 _EXACT = 2**52
-# from this many draws on, comparing whole blocks beats a binary search for each draw
-_COMPARED = 1024
-# a product with it adds up the eight bytes of a word in the highest one
-_SUM_OF_BYTES = np.uint64(0x0101010101010101)
-_TOP_BYTE = np.uint64(56)
 
 
 @lru_cache(maxsize=64)
@@ -68,81 +62,28 @@ def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
     return targets
 
 
+class MassDraw(NamedTuple):
+    """`B` draws from a tree on the host; nothing where there is no mass.
+
+    slots, masses: (B,) int64. probability: (B,) float32.
+    ratio:         (B,) float64, the mass that has the largest weight over these masses.
+    total:         of all masses.
+    """
+
+    slots: np.ndarray
+    masses: np.ndarray
+    probability: np.ndarray
+    ratio: np.ndarray
+    total: int
+
+
 def draw_slots(tree: MassTree, doubles: np.ndarray, stratified: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """Host: draw one slot for each of (B,) float64 in [0, 1).
 
     returns: (B,) int64 slots, (B,) int64 masses of them, and the total mass; with a total of 0 the first two are empty.
     """
-    if tree.loops is not None:
-        slots, masses, _, _, total = _looped(tree.loops, tree, doubles, stratified, 0)
-        return (slots, masses, total) if total else (slots[:0], masses[:0], 0)
-    root = tree.arrays[-1]
-    prefix = np.empty(root.size + 1, dtype=np.int64)
-    prefix[0] = 0
-    np.add.accumulate(root, 0, None, prefix[1:])
-    total = prefix.item(root.size)
-    if total == 0:
-        nothing = np.empty(0, dtype=np.int64)
-        return nothing, nothing, 0
-    targets = stratified_targets(total, doubles) if stratified else independent_ranks(total, doubles)
-    slots = locate(tree, prefix, targets)
-    return slots, tree.arrays[0].take(slots), total
-
-
-def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Host: the slots on which (B,) targets fall; the targets are used up.
-
-    root_prefix: 0 and the inclusive prefix sums of the root.
-
-    One pass serves a whole level: the blocks that the draws reached are laid end to end, summed up together, and
-    searched for the targets raised by the sum of all blocks before theirs. Those sums stay below B * total, so a batch
-    for which that passes 63 bits is done in parts.
-    """
-    if tree.loops is not None:
-        slots = np.empty(targets.size, dtype=np.int64)
-        tree.loops.locate(tree.flat, tree.starts, tree.fanout, root_prefix, targets, slots)
-        return slots
-    most = max(1, (2**63 - 1) // root_prefix.item(root_prefix.size - 1))
-    if targets.size > most:
-        parts = np.split(targets, range(most, targets.size, most))
-        return np.concatenate([locate(tree, root_prefix, part) for part in parts])
-    fanout, batch = tree.fanout, targets.size
-    width = np.array(fanout)
-    node = root_prefix[1:].searchsorted(targets, "right")
-    if len(tree.rows) == 1:
-        return node
-    targets -= root_prefix.take(node)
-    masses = np.empty((batch, fanout), dtype=np.int64)
-    flat = masses.reshape(-1)
-    # the sum before each of the masses, and of all
-    prefix = np.empty(flat.size + 1, dtype=np.int64)
-    prefix[0] = 0
-    block_start = np.arange(0, flat.size, fanout)
-    for level in range(len(tree.rows) - 2, -1, -1):
-        # nodes exist, so clipping changes none; it is the mode that writes straight into `masses`
-        tree.rows[level].take(node, 0, masses, "clip")
-        np.add.accumulate(flat, 0, None, prefix[1:])
-        targets += prefix[:-1:fanout]
-        if batch < _COMPARED:
-            place = prefix[1:].searchsorted(targets, "right")
-            child = place - block_start
-        else:
-            child = _passed(prefix[1:].reshape(batch, fanout), targets)
-            place = child + block_start
-        np.multiply(node, width, node)
-        np.add(node, child, node)
-        if level:
-            targets -= prefix.take(place)
-    return node
-
-
-def _passed(prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """How many of each row's 16 prefix sums the row's target has reached: (B,) int64."""
-    reached = (prefix <= targets[:, None]).view(np.uint64)
-    count = reached[:, 0] + reached[:, 1]
-    count *= _SUM_OF_BYTES
-    count >>= _TOP_BYTE
-    return count.view(np.int64)
+    drawn: MassDraw = tree.loops.draw(tree, doubles, stratified, 0)
+    return drawn.slots, drawn.masses, drawn.total
 
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
@@ -151,7 +92,7 @@ def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarr
 
 
 def _weights(ratio: np.ndarray, beta: float) -> np.ndarray:
-    """(B,) float32 of (B,) float64 ratios, which are used up."""
+    """(B,) float32 of (B,) float64 ratios, which are overwritten."""
     np.log2(ratio, ratio)
     np.multiply(ratio, np.array(beta), ratio)
     np.exp2(ratio, ratio)
@@ -170,24 +111,8 @@ def draw_by_mass(
 
     doubles: (B,) float64 in [0, 1). lowest_of_all: whether the smallest of all masses has weight 1, or of the batch.
     """
-    lowest = tree.lowest() if lowest_of_all else 0
-    if tree.loops is None:
-        slots, masses, total = draw_slots(tree, doubles, stratified)
-        weight = importance_weights(masses, lowest or smallest(masses), beta)
-        return slots, (masses / total).astype(np.float32), weight
-    slots, _, probability, ratio, _ = _looped(tree.loops, tree, doubles, stratified, lowest)
-    return slots, probability, _weights(ratio, beta)
-
-
-def _looped(
-    loops: Any, tree: MassTree, doubles: np.ndarray, stratified: bool, lowest: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """(B,) slots, masses, probabilities, ratios of `lowest` (0: the smallest drawn) to the masses, and the total."""
-    batch = doubles.size
-    slots, masses = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.int64)
-    probability, ratio = np.empty(batch, dtype=np.float32), np.empty(batch)
-    outputs = slots, masses, probability, ratio
-    return *outputs, loops.draw(tree.flat, tree.starts, tree.fanout, doubles, stratified, lowest, *outputs)
+    drawn: MassDraw = tree.loops.draw(tree, doubles, stratified, tree.lowest() if lowest_of_all else 0)
+    return drawn.slots, drawn.probability, _weights(drawn.ratio, beta)
 
 
 def draws_per_program(batch: int, interpreted: bool) -> int:

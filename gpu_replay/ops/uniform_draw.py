@@ -23,15 +23,26 @@ from gpu_replay.ops.counters import Counter, blocks_for
 ROUNDS = 8
 ROUNDS_OF_FEW = 32
 FEW = 64
+# up to so many numbers one division each is cheaper than three operations without
+SMALL = 512
 # each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
 PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
-_HALF = np.array(32, dtype=np.uint64)
 
 
 def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
     """One independent number in [0, count) for each of (B,) float64 in [0, 1); count > 0; returns (B,) int64."""
     ranks = (doubles * count).astype(np.int64)
     return np.minimum(ranks, count - 1, out=ranks)
+
+
+def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
+    """Host: slots of the live keys `first + ages`."""
+    slots = ages + np.array(first % capacity)
+    if slots.size <= SMALL:
+        return np.remainder(slots, np.array(capacity), slots)
+    # one subtraction does for a modulus, since live keys span at most one lap of the ring
+    slots -= (slots >= capacity) * capacity
+    return slots
 
 
 def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
@@ -44,42 +55,8 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     high = -(-count // wide)
     if count >= FEW:
         words = words[: 2 * ROUNDS]
-    loops = _backend.numba_loops()
-    if loops is not None:
-        found = np.empty(batch, dtype=np.uint64)
-        loops.permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), words, found)
-        return found.view(np.int64)
-    ranks = _permute(np.arange(batch, dtype=np.uint64), wide, high, words)
-    outside = np.flatnonzero(ranks >= count)
-    while outside.size:
-        walked = _permute(ranks[outside], wide, high, words)
-        ranks[outside] = walked
-        outside = outside[walked >= count]
-    return ranks.view(np.int64)
-
-
-def _permute(places: np.ndarray, wide: int, high: int, words: np.ndarray) -> np.ndarray:
-    """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round."""
-    # arrays without dimensions: at these sizes a scalar operand costs as much again as the operation
-    sides = np.array(wide, dtype=np.uint64), np.array(high, dtype=np.uint64)
-    numbers = [words[at, ...] for at in range(words.size)]
-    row, column = np.divmod(places, sides[0])
-    shift = np.empty_like(row)
-    for turn in range(0, words.size, 2):
-        # the even turns move the column, the odd ones the row
-        moved, fixed, side = (column, row, sides[0]) if turn % 4 == 0 else (row, column, sides[1])
-        np.multiply(fixed, numbers[turn], shift)
-        np.add(shift, numbers[turn + 1], shift)
-        np.right_shift(shift, _HALF, shift)
-        np.multiply(shift, side, shift)
-        np.right_shift(shift, _HALF, shift)
-        np.add(moved, shift, moved)
-        # a place that did not go round wraps to a huge one here, which is not the smaller
-        np.subtract(moved, side, shift)
-        np.minimum(moved, shift, out=moved)
-    np.multiply(row, sides[0], row)
-    np.add(row, column, row)
-    return row
+    ranks: np.ndarray = _backend.inner_loops().permuted_ranks(count, batch, wide, high, words)
+    return ranks
 
 
 def draws_per_program(batch: int, interpreted: bool) -> int:

@@ -7,21 +7,39 @@ from typing import NamedTuple
 import numpy as np
 
 from gpu_replay.ops.eligibility import Flag, StreamShape
+from gpu_replay.ops.frames import StackPlan
+
+
+class StoredWindows(NamedTuple):
+    """What is known of the windows of all eligible starts of a ring, on the host.
+
+    zero:    whether stacks are padded with zeros before the first frame of an episode.
+    flags, depth: (slots,) as in `Streams`.
+    lengths, sums: (slots,) integers and float32: steps of the windows and their discounted rewards.
+    powers:  of gamma, as `powers_of` gives them.
+    """
+
+    shape: StreamShape
+    zero: bool
+    flags: np.ndarray
+    depth: np.ndarray
+    lengths: np.ndarray
+    sums: np.ndarray
+    powers: np.ndarray
 
 
 class Windows(NamedTuple):
-    """n-step windows, one for each start.
+    """n-step windows, one for each of (B,) starts, and the frames of the stacks before and after them.
 
-    after:       (B,) slots of the observations after the windows; of the last step where the ring holds none.
-    after_depth: (B,) int32 steps between that observation and the first one of its episode.
-    final:       (B,) bool where `next_obs` ends with a kept final observation, or None where none does.
-    reward:      (B,) float32, discounted.
-    discount:    (B,) float32, gamma ** m, 0 where terminated.
+    plan:     of (2 * B, S) frames, those of `obs` first.
+    final:    (k,) rows of the plan that end with a kept final observation, or None where none does; in its place stands
+              the slot of the window's last step.
+    reward:   (B,) float32, discounted.
+    discount: (B,) float32, gamma ** m, 0 where terminated.
     terminated, truncated: (B,) bool, how the window ended.
     """
 
-    after: np.ndarray
-    after_depth: np.ndarray
+    plan: StackPlan
     final: np.ndarray | None
     reward: np.ndarray
     discount: np.ndarray
@@ -65,64 +83,3 @@ def measured(
         np.copyto(rewarded, 0.0, where=steps >= length)
     # row upon row, so that the order of the sum is that of the steps
     return length, np.add.reduce(rewarded, axis=0)
-
-
-def _in_full(
-    shape: StreamShape, depth: np.ndarray, reward: np.ndarray, powers: np.ndarray, starts: np.ndarray, last: np.ndarray
-) -> Windows:
-    """Host: windows of `n_step` steps in which no episode ended, as most are, whose last steps are in (B,) slots."""
-    batch, n = starts.size, shape.n_step
-    nothing = np.zeros((2, batch), dtype=bool)
-    return Windows(
-        wrapped(last + shape.num_envs, shape.slots),
-        depth.take(starts) + np.int32(n),
-        None,
-        reward.astype(np.float32, copy=False),
-        np.full(batch, powers.item(n), np.float32),
-        nothing[0],
-        nothing[1],
-    )
-
-
-def windows_from(
-    shape: StreamShape,
-    flags: np.ndarray,
-    depth: np.ndarray,
-    length: np.ndarray,
-    reward: np.ndarray,
-    powers: np.ndarray,
-    starts: np.ndarray,
-) -> Windows:
-    """Host: the windows of (B,) eligible start slots, whose lengths, int64, and discounted rewards are known.
-
-    flags, depth: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
-    """
-    last = wrapped(starts + (length - 1) * shape.num_envs, shape.slots)
-    found = flags.take(last)
-    if not np.count_nonzero(found):
-        return _in_full(shape, depth, reward, powers, starts, last)
-    terminated = found & Flag.TERMINATED != 0
-    truncated = found & Flag.TRUNCATED != 0
-    discount = powers.take(length)
-    discount *= ~terminated
-    stays, final = terminated, None
-    # a transition with another goal may go on after its ending: it needs the final observation if it is there
-    known = found & Flag.FINAL != 0 if shape.hindsight else None
-    if shape.next_step and known is not None:
-        stays = terminated & ~known
-    if not shape.next_step:
-        final = truncated & ~terminated
-        if known is not None:
-            final |= known
-        stays = terminated | final
-        final = final if np.logical_or.reduce(final) else None
-    after = wrapped(last + shape.num_envs * ~stays, shape.slots)
-    return Windows(
-        after,
-        depth.take(starts) + (length - stays).astype(np.int32),
-        final,
-        reward.astype(np.float32, copy=False),
-        discount.astype(np.float32),
-        terminated,
-        truncated,
-    )
