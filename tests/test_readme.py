@@ -13,24 +13,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "gpu_replay" / "GUIDE.md").read_text()
+PAGES = ["README.md", "gpu_replay/README.md", "gpu_replay/GUIDE.md", "gpu_replay/API.md", "bench/README.md"]
 
 
-def block(language: str, after: str = "") -> str:
+def block(page: str, language: str, after: str = "") -> str:
     """The first code block of a language below a text."""
-    match = re.search(rf"```{language}\n(.*?)```", README[README.index(after) :], re.DOTALL)
+    match = re.search(rf"```{language}\n(.*?)```", page[page.index(after) :], re.DOTALL)
     assert match is not None
     return match[1]
 
 
 @pytest.mark.parametrize(
-    "section", ["## Example", "## Streams of steps", "### Hindsight", "## A learning step as one call"]
+    ("page", "section"),
+    [
+        (README, "## Example"),
+        (GUIDE, "## Streams of steps"),
+        (GUIDE, "## Hindsight"),
+        (GUIDE, "## A learning step as one call"),
+    ],
+    ids=["example", "streams", "hindsight", "capture"],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("default", marks=pytest.mark.gpu)])
-def test_the_examples_print_what_they_say(device: str, section: str) -> None:
+def test_the_examples_print_what_they_say(device: str, page: str, section: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    code = block("python", section)
+    code = block(page, "python", section)
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
         env=environment,
@@ -38,12 +47,16 @@ def test_the_examples_print_what_they_say(device: str, section: str) -> None:
         text=True,
     )
     assert done.stderr == ""
-    assert done.stdout == block("text", section)
+    assert done.stdout == block(page, "text", section)
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
-    commands = [line for line in block("bash").splitlines() + block("bash", "<!-- ci: tests -->").splitlines() if line]
+    commands = [
+        line
+        for line in block(README, "bash").splitlines() + block(README, "bash", "<!-- ci: tests -->").splitlines()
+        if line
+    ]
     assert len(commands) == 2
     for command in commands:
         install = shlex.split(command.split("&&")[1])
@@ -63,15 +76,40 @@ def test_minimum_versions_are_those_of_pyproject() -> None:
     assert f"Python {python} or newer" in README
 
 
-def test_the_tree_names_what_there_is() -> None:
-    tree = block("", "## The tree")
-    named = re.findall(r"^( *)(\w+/)", tree, re.MULTILINE)
-    parent = ROOT
-    for indent, name in named:
-        folder = (parent if indent else ROOT) / name
-        assert folder.is_dir(), folder
-        parent = parent if indent else folder
-    assert len(named) > 4
+def paths_of_the_tree() -> list[str]:
+    """The folders and files that the README's tree names, each by its path."""
+    found, parents = [], [""]
+    for indent, name in re.findall(r"^( *)([\w.]+/?)(?= |$)", block(README, "", "## The tree"), re.MULTILINE):
+        del parents[len(indent) // 2 + 1 :]
+        found.append(parents[-1] + name)
+        parents.append(found[-1])
+    return found
+
+
+def test_the_tree_names_every_folder() -> None:
+    named = paths_of_the_tree()
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    if not listed:
+        pytest.skip("not a git checkout")
+    folders = {f"{parent.as_posix()}/" for file in listed for parent in list(Path(file).parents)[:-1]}
+    assert folders - set(named) == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    folder = (ROOT / page).parent
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link}
+    assert [link for link in links if not (folder / link).exists()] == []
+    # a file of the sources in code, relative to the page or to the top
+    files = set(re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|sh))`", text))
+    assert [file for file in files if not (folder / file).exists() and not (ROOT / file).exists()] == []
+
+
+def test_the_pages_are_short() -> None:
+    assert len(README.splitlines()) <= 300
+    assert len((ROOT / "gpu_replay" / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_reference_is_that_of_the_docstrings() -> None:
