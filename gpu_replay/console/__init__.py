@@ -1,1 +1,1 @@
-"""What every command of `gpu-replay` shares: arguments, errors, versions, progress bars, files, tables."""
+"""Shared by all commands of `gpu-replay`: arguments, errors, versions, progress bars, files, tables."""

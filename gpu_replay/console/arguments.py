@@ -1,8 +1,16 @@
-"""Numbers as people type them on a command line, checked where they are read."""
+"""Command lines: errors in one line, and numbers checked where they are read."""
 
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad command line in one line on standard error, exit code 2; usage is left to --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def whole(text: str) -> int:

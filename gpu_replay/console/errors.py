@@ -1,4 +1,4 @@
-"""What a user of the programs can get wrong, told in one line instead of a traceback."""
+"""Errors of the user, reported in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ EXTRA = 'pip install "gpu-replay[training]"'
 
 
 class UserError(Exception):
-    """A mistake in what was asked for; the command line prints its message alone and exits with 2."""
+    """Bad input; the command line prints the message alone and exits with 2."""
 
 
 def require(*modules: str, purpose: str) -> None:
-    """Check that optional packages are there before any work is done.
+    """Check that optional packages are installed, before any work is done.
 
-    purpose: what they are needed for, to end the sentence "... is needed for".
+    purpose: completes the sentence "... is needed for".
 
-    Raises UserError that names the missing package and the extra that brings it.
+    Raises UserError that names the missing packages and the extra that installs them.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

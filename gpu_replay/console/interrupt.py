@@ -12,7 +12,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 class Stopped(Exception):
-    """Raised where long work looks for a request to finish; `reason` is the name of the signal."""
+    """Ends long work after a request to finish; `reason` is the name of the signal."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -20,10 +20,10 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """While it is entered, the first SIGINT or SIGTERM is noted; a second one acts as it usually does.
+    """A context in which the first SIGINT or SIGTERM is recorded; a second one has its usual effect.
 
-    Calling it gives the name of the signal, or None. Signals reach only the main thread of a program; elsewhere
-    nothing is noted.
+    Calling it returns the name of the signal, or None. Only the main thread of a program receives signals; in others
+    nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> str | None:
-        """The signal that came, or None."""
+        """The name of the recorded signal, or None."""
         return self._reason
 
     def check(self) -> None:
-        """Raise Stopped if a signal came."""
+        """Raise Stopped if a signal was recorded."""
         if self._reason is not None:
             raise Stopped(self._reason)
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(
@@ -50,7 +50,7 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._reason = signal.Signals(number).name
         self._restore()
 

@@ -1,25 +1,32 @@
-"""A progress bar on long work: tqdm where it is installed, one plain line per step elsewhere."""
+"""Progress bars on standard error, so that standard output holds results only."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 
+def progress_bar(total: float, **options: Any) -> Any:
+    """tqdm with `options`, refreshed rarely where standard error is a log file. Raises ImportError without tqdm."""
+    from tqdm import tqdm
+
+    # in a log file every refresh is a line of its own
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, **options)
+
+
 class Progress:
-    """Counts steps on standard error, so that standard output holds results only."""
+    """The cases of a benchmark: a progress bar, or one plain line per case where tqdm is not installed."""
 
     def __init__(self, total: int, title: str) -> None:
         self._total = total
         self._title = title
         self._done = 0
         self._bar: Any = None
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return
-        self._bar = tqdm(total=total, desc=title, unit="case", file=sys.stderr)
+        with suppress(ImportError):
+            self._bar = progress_bar(total, desc=title, unit="case")
 
     def __enter__(self) -> Progress:
         return self
@@ -31,20 +38,20 @@ class Progress:
             self._bar.close()
 
     def show(self, what: str) -> None:
-        """Say what is being done now."""
+        """Name the current case."""
         if self._bar is not None:
             self._bar.set_postfix_str(what)
         else:
             print(f"{self._title} [{self._done + 1}/{self._total}] {what}", file=sys.stderr, flush=True)
 
     def advance(self, steps: int = 1) -> None:
-        """So many steps are done."""
+        """Count finished cases."""
         self._done += steps
         if self._bar is not None:
             self._bar.update(steps)
 
     def say(self, line: str) -> None:
-        """One line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:

@@ -1,7 +1,8 @@
-"""Which versions ran: written beside every result, and shown by `gpu-replay info`."""
+"""Versions and hardware: recorded with every result, and shown by `gpu-replay info`."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from importlib import metadata
@@ -16,7 +17,7 @@ OPTIONAL = ("triton", "numba", "gymnasium", "ale-py", "safetensors", "tqdm", "ma
 
 
 def versions() -> dict[str, str]:
-    """Name to version of what is installed; CUDA or ROCm stands for the one that torch was built for."""
+    """Name to version of installed packages; CUDA or ROCm is the one that torch was built for."""
     found = {
         "gpu_replay": gpu_replay.__version__,
         "python": platform.python_version(),
@@ -36,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the hardware calls itself."""
+    """The name of the hardware."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_model()
@@ -49,3 +50,8 @@ def cpu_model() -> str:
     except OSError:
         found = None
     return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def cpu_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,48 @@
+"""`gpu-replay info`: versions, devices, and for each device which code runs there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+from gpu_replay.console.versions import OPTIONAL, device_name, versions
+from gpu_replay.engines.storage import free_bytes
+from gpu_replay.ops._backend import VARIABLE, choose, inner_loops
+
+DESCRIPTION = "Print versions, devices, and for each device which code runs there."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print everything; returns the exit code."""
+    found = versions()
+    for name in (*found, *(name for name in OPTIONAL if name not in found)):
+        print(f"{name:<12} {found.get(name, 'not installed')}")
+    print(f"{VARIABLE:<12} {os.environ.get(VARIABLE) or 'not set: the code follows the device'}")
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    for device in devices:
+        try:
+            code: str = choose(device)
+        except (ValueError, RuntimeError) as error:
+            code = f"none ({error})"
+        if code == "host":
+            compiled = inner_loops().__name__.endswith("numba_loops")
+            code = "host, compiled by Numba" if compiled else "host, NumPy alone (Numba makes it faster)"
+        print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
+    default = devices[1] if torch.cuda.is_available() else devices[0]
+    print(f"{'default':<12} {default}")
+    return 0
+
+
+def _memory(device: torch.device) -> str:
+    free = free_bytes(device)
+    amount = "free memory unknown" if free is None else f"{free / 1e9:.1f} GB free"
+    if device.type == "cpu":
+        return f"{os.cpu_count()} cores, {amount}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, {amount}"
