@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from training_runs import read_rows, start, wait_for, without_times
 
+from gpu_replay import CheckpointError, TrajectoryReplayBuffer
 from gpu_replay.cli import main
-from gpu_replay.errors import CheckpointError
-from gpu_replay.training.checkpoints import COST, CheckpointManager, latest, save_run
-from gpu_replay.training.state_tree import join, split
-
-ROOT = Path(__file__).resolve().parent.parent
+from gpu_replay.training.checkpoints import COST, CheckpointManager, flatten, latest, save_run, unflatten
 
 
-class Buffer:
+class Buffer(TrajectoryReplayBuffer):
     """Saves a number where a replay buffer would save itself."""
 
     def __init__(self, number: int, fails: bool = False) -> None:
@@ -51,9 +45,9 @@ def state(step: int) -> dict[str, Any]:
 
 def test_a_tree_comes_back_as_it_was() -> None:
     tree = {"a": 1, "b": {"c": torch.arange(3), "d": {}, "e": [1.5, None]}, "f": torch.tensor(True), "g": None}
-    values, tensors = split(tree)
+    values, tensors = flatten(tree)
     assert set(tensors) == {"b/c", "f"}
-    back = join(json.loads(json.dumps(values)), tensors)
+    back = unflatten(json.loads(json.dumps(values)), tensors)
     assert back.keys() == tree.keys()
     assert torch.equal(back["b"].pop("c"), torch.arange(3))
     assert back["b"] == {"d": {}, "e": [1.5, None]}
@@ -117,31 +111,31 @@ def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pyt
         now[0] += takes[0]
         return int(now[0]), {}, None
 
-    keeper = CheckpointManager(tmp_path, 60.0, collect)
+    manager = CheckpointManager(tmp_path, 60.0, collect)
     now[0] = 159.0
-    assert not keeper.due()
+    assert not manager.due()
     now[0] = 160.0
-    assert keeper.due()
-    keeper.save()
-    assert keeper.seconds == 0.5
+    assert manager.due()
+    manager.save()
+    assert manager.seconds == 0.5
     now[0] = 160.5 + 60
-    assert keeper.due()
+    assert manager.due()
     # a large buffer on a slow disk
     takes[0] = 10.0
-    keeper.save()
+    manager.save()
     now[0] += COST * 10.0 - 1
-    assert not keeper.due()
+    assert not manager.due()
     now[0] += 1
-    assert keeper.due()
+    assert manager.due()
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keeper = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
-    keeper.save()
+    manager = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
+    manager.save()
     (line,) = capsys.readouterr().err.splitlines()
     assert "no checkpoint was written" in line
     assert "no space left" in line
-    assert not keeper.due()
+    assert not manager.due()
 
 
 # real processes
@@ -149,71 +143,38 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.Capture
 FLAGS = ["--device", "cpu", "--log-every", "2000", "--eval-every", "4000", "--eval-episodes", "32", "--seed", "4"]
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gpu_replay", "train", *flags, "--output", str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def steps_saved(folder: Path) -> int:
     names = [path.parent.parent.name for path in (folder / "checkpoint").glob("*/state/manifest.json")]
     return max(map(int, names), default=0)
 
 
-def wait_for_checkpoint(process: subprocess.Popen[str], folder: Path, after: int) -> None:
-    """Until there is a checkpoint of a step beyond `after`."""
-    deadline = time.monotonic() + 60
-    while steps_saved(folder) <= after:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with (folder / "progress.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.fixture
-def no_libraries() -> None:
-    for name in ("tqdm", "matplotlib", "safetensors"):
-        pytest.importorskip(name)
-
-
-@pytest.mark.usefixtures("no_libraries")
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     steps = ["--steps", "14000"]
     process = start(folder, "catch", *FLAGS, *steps, "--checkpoint-every", "0.4")
-    wait_for_checkpoint(process, folder, 1_500)
+    wait_for(process, lambda: steps_saved(folder) > 1_500)
     process.kill()
     process.communicate()
     process = start(folder, "--resume")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert main(["train", "catch", *FLAGS, *steps, "--output", str(whole)]) == 0
-    changing = ("seconds", "updates_per_second", "steps_per_second")
-    kept = [[{name: each[name] for name in each if name not in changing} for each in rows(f)] for f in (folder, whole)]
-    assert kept[0] == kept[1]
-    assert len(kept[0]) == 7
+    assert without_times(folder) == without_times(whole)
+    assert len(read_rows(folder)) == 7
     from safetensors.torch import load_file
 
     mine, theirs = (load_file(each / "network.safetensors") for each in (folder, whole))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    seconds = [float(row["seconds"]) for row in rows(folder)]
+    seconds = [row["seconds"] for row in read_rows(folder)]
     assert seconds == sorted(seconds)
 
 
-@pytest.mark.usefixtures("no_libraries")
 def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
     flags = ["--num-envs", "4", "--capacity", "4000", "--warmup", "200", "--batch-size", "8", "--log-every", "100"]
     flags += ["--eval-episodes", "1", "--eval-max-steps", "30", "--device", "cpu"]
     process = start(tmp_path, "pong", "--steps", "1e7", *flags)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "progress.csv").exists() or len(rows(tmp_path)) < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(process, lambda: len(read_rows(tmp_path)) >= 3)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -228,6 +189,6 @@ def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
     assert after["steps"] > stopped["steps"]
     assert after["updates"] > stopped["updates"] > 0
     assert after["wall_seconds"] > stopped["wall_seconds"]
-    found = [int(row["step"]) for row in rows(tmp_path)]
+    found = [row["step"] for row in read_rows(tmp_path)]
     assert found == sorted(set(found))
     assert steps_saved(tmp_path) == after["steps"]

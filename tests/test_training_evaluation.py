@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,17 @@ from torch import Tensor
 
 from gpu_replay import Field
 from gpu_replay.console.interrupt import Stopped, StopRequest
-from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
 from gpu_replay.training.evaluation import CONFIRMATIONS, Evaluation, Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.recorder import COLUMNS, Recorder
-from gpu_replay.training.run_dir import PROGRESS, RunFolder
+from gpu_replay.training.run_dir import PROGRESS, RunDir
 from gpu_replay.training.settings import Settings
 
 CPU = torch.device("cpu")
 
 
-class Scripted:
+class Scripted(Environment):
     """Environment `e` pays `payments[visit][e]` in each of its `e + 1` steps, then pays 100 a step."""
 
     def __init__(self, payments: list[list[float]], threshold: float | None = None) -> None:
@@ -68,7 +69,7 @@ def network(bias: float = 0.0) -> QNetwork:
 
 def test_each_environment_counts_with_its_first_episode_alone() -> None:
     environment = Scripted([[1.0, 2.0, 3.0]])
-    result, solved = evaluator(environment).examine(network(), 10)
+    result, solved = evaluator(environment).evaluate(network(), 10)
     # returns 1, 4 and 9
     assert result.return_mean == pytest.approx(14 / 3)
     assert result.return_std == pytest.approx(((11**2 + 2**2 + 13**2) / 27) ** 0.5)
@@ -79,22 +80,22 @@ def test_each_environment_counts_with_its_first_episode_alone() -> None:
 
 
 def test_episodes_are_cut_off_with_what_they_have() -> None:
-    result, _ = evaluator(Scripted([[1.0, 2.0, 3.0]]), eval_max_steps=2).examine(network(), 10)
+    result, _ = evaluator(Scripted([[1.0, 2.0, 3.0]]), eval_max_steps=2).evaluate(network(), 10)
     assert result.return_mean == pytest.approx((1 + 4 + 6) / 3)
     assert result.length_mean == pytest.approx(5 / 3)
 
 
 def test_the_best_network_is_kept_as_it_was() -> None:
-    exam = evaluator(Scripted([[1.0], [5.0], [3.0], [2.0]]))
+    judge = evaluator(Scripted([[1.0], [5.0], [3.0], [2.0]]))
     net = network()
     for step, bias in ((10, 0.1), (20, 0.2), (30, 0.3)):
         with torch.no_grad():
             net.head[-1].bias.fill_(bias)  # type: ignore[operator, union-attr]
-        exam.examine(net, step)
-    assert exam.best is not None
-    assert (exam.best.step, exam.best.evaluation.return_mean) == (20, 5.0)
-    assert exam.best.network.head[-1].bias.tolist() == pytest.approx([0.2] * 3)  # type: ignore[union-attr, operator]
-    final = exam.final()
+        judge.evaluate(net, step)
+    assert judge.best is not None
+    assert (judge.best.step, judge.best.evaluation.return_mean) == (20, 5.0)
+    assert judge.best.network.head[-1].bias.tolist() == pytest.approx([0.2] * 3)  # type: ignore[union-attr, operator]
+    final = judge.final()
     assert final is not None
     assert final.return_mean == 2.0
 
@@ -114,46 +115,43 @@ def test_solved_needs_a_second_look_that_is_no_luck(confirmations: list[list[flo
     lengths = torch.arange(1.0, 9.0)
     payments = [(torch.tensor(each) / lengths).tolist() for each in ([10.0] * 8, *confirmations)]
     environment = Scripted(payments, threshold=9.99)
-    exam = evaluator(environment)
-    assert exam.examine(network(), 10)[1] is solved
+    judge = evaluator(environment)
+    assert judge.evaluate(network(), 10)[1] is solved
     assert len(set(environment.seeds)) == 1 + CONFIRMATIONS
-    assert exam.best is not None
-    assert exam.best.solved is solved
+    assert judge.best is not None
+    assert judge.best.solved is solved
 
 
 def test_below_the_threshold_there_is_no_second_look() -> None:
     environment = Scripted([[1.0]], threshold=2.0)
-    assert evaluator(environment).examine(network(), 10)[1] is False
+    assert evaluator(environment).evaluate(network(), 10)[1] is False
     assert len(environment.seeds) == 1
 
 
 def test_a_solved_network_is_better_than_a_lucky_one() -> None:
     environment = Scripted([[9.0], [1.0], [1.0], [1.0], [5.0], [5.0], [5.0], [5.0]], threshold=4.0)
-    exam = evaluator(environment)
-    assert exam.examine(network(), 10)[1] is False
-    assert exam.examine(network(), 20)[1] is True
-    assert exam.best is not None
-    assert exam.best.step == 20
+    judge = evaluator(environment)
+    assert judge.evaluate(network(), 10)[1] is False
+    assert judge.evaluate(network(), 20)[1] is True
+    assert judge.best is not None
+    assert judge.best.step == 20
 
 
 def test_an_evaluation_can_be_interrupted() -> None:
     class Interrupted(StopRequest):
-        def __call__(self) -> str | None:
-            return "SIGINT"
-
         def check(self) -> None:
             raise Stopped("SIGINT")
 
-    exam = evaluator(Scripted([[1.0]]), Interrupted())
+    judge = evaluator(Scripted([[1.0]]), Interrupted())
     with pytest.raises(Stopped, match="SIGINT"):
-        exam.examine(network(), 10)
-    assert exam.best is None
+        judge.evaluate(network(), 10)
+    assert judge.best is None
 
 
 def test_rows_are_on_disk_at_once_and_evaluations_belong_to_the_next_row(tmp_path: Path) -> None:
     pytest.importorskip("tqdm")
     row = {name: 1.0 for name in COLUMNS if not name.startswith("eval_")}
-    with Recorder(RunFolder(tmp_path, "refuse"), Scripted([[1.0]]).spec, Settings(), seed=0) as recorder:
+    with closing(Recorder(RunDir(tmp_path, "refuse"), Scripted([[1.0]]).spec, Settings(), seed=0)) as recorder:
         recorder.row(row | {"step": 500})
         recorder.evaluated(700, Evaluation(2.5, 0.5, 3.0, 4), None)
         recorder.row(row | {"step": 1_000, "loss": 0.25})

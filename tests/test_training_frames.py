@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.actors import Actors
+from gpu_replay.training.actors import Actors, FrameStack
 from gpu_replay.training.catch import Catch
-from gpu_replay.training.environments import EnvironmentSpec, Step
-from gpu_replay.training.pinned_transfer import Crossing
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
+from gpu_replay.training.pinned_transfer import PinnedTransfer
 from gpu_replay.training.replay import make_buffer, sampled_field
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.stacks import FrameStack
 
 CPU = torch.device("cpu")
 IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
@@ -65,9 +62,9 @@ def test_a_stack_goes_on_from_its_state() -> None:
     assert torch.equal(first.push(*later), second.push(*later))
 
 
-def crossing(device: torch.device) -> Crossing:
+def transfer(device: torch.device) -> PinnedTransfer:
     shapes = {"frame": ((5, 3), torch.uint8), "reward": ((5,), torch.float32), "ended": ((5,), torch.bool)}
-    return Crossing(shapes, device)
+    return PinnedTransfer(shapes, device)
 
 
 def load(t: int) -> dict[str, Tensor]:
@@ -79,12 +76,12 @@ def load(t: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_crosses_arrives_and_lasts_for_two_calls(device: str) -> None:
-    way = crossing(torch.device(device))
+def test_what_is_copied_arrives_and_lasts_for_two_calls(device: str) -> None:
+    way = transfer(torch.device(device))
     before: dict[str, Tensor] = {}
     for t in range(9):
         given = load(t)
-        there = way.carry(**given)
+        there = way.copy(**given)
         for name, value in given.items():
             assert there[name].device.type == device
             assert there[name].data_ptr() % 16 == 0
@@ -97,21 +94,21 @@ def test_what_crosses_arrives_and_lasts_for_two_calls(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_crossing_does_not_wait_for_a_busy_device() -> None:
-    way = crossing(torch.device("cuda"))
-    way.carry(**load(0))
+def test_a_transfer_does_not_wait_for_a_busy_device() -> None:
+    way = transfer(torch.device("cuda"))
+    way.copy(**load(0))
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     for _ in range(20):
         busy = busy @ busy / 8192
-    there = way.carry(**load(1))
+    there = way.copy(**load(1))
     done = torch.cuda.Event()
     done.record()
     assert not done.query()
     assert torch.equal(there["reward"].cpu(), load(1)["reward"])
 
 
-class Scripted:
+class Scripted(Environment):
     """Two environments in host memory whose frames say when they were; the second ends at each third step."""
 
     spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=3)
@@ -129,24 +126,18 @@ class Scripted:
         final = numbered(self.t + 100, 2) if self.t % 3 == 0 else None
         return Step(numbered(self.t, 2), torch.full((2,), float(self.t)), ended & False, ended, final)
 
-    def state(self) -> None:
-        pass
-
-    def restore(self, state: Any) -> Tensor:
-        raise RuntimeError
-
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("way", ["stays", "crosses", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("way", ["stays", "copied", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_actors_hand_over_frames_and_stacks(way: str) -> None:
     device = torch.device("cuda" if way == "cuda" else "cpu")
     actors = Actors(Scripted(), device)
     frame, obs = actors.reset(0)
-    if way == "crosses":
+    if way == "copied":
         # as it is where the agent lives on a GPU
-        actors._crossing, actors._finals = actors._crossings(frame)
+        actors._transfers = actors._make_transfers(frame)
     assert (obs.shape, obs.device.type, actors.home.type) == ((2, 3, 3, 2), device.type, "cpu")
     for t in range(1, 12):
         actors.send(torch.zeros(2, dtype=torch.int64))

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from training_runs import CPU, advanced
 
-from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.graphs.cuda_graph import CaptureError
 from gpu_replay.graphs.learning_step import LearningStep
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.dqn import Agent
-from gpu_replay.training.evaluation import Evaluator
-from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.settings import Settings
 from gpu_replay.training.stopwatch import SAMPLED, UNTIMED, Stopwatch, mean_seconds
-from gpu_replay.training.trainer import Trainer
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def trainer(device: torch.device, **changes: Any) -> Trainer:
-    settings = Settings.for_family("catch", warmup=320, **changes)
-    evaluator = Evaluator(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
-    return Trainer(Catch(32, device), evaluator, settings, device=device, seed=0)
+CUDA = torch.device("cuda")
 
 
 def test_a_step_that_cannot_be_captured_is_named_and_runs_without(
@@ -34,10 +20,7 @@ def test_a_step_that_cannot_be_captured_is_named_and_runs_without(
         raise CaptureError("learn cannot be captured") from RuntimeError("operation not permitted\nand more")
 
     monkeypatch.setattr(LearningStep, "__call__", refuse)
-    found, eager = trainer(CPU), trainer(CPU, graph=False)
-    for _ in range(30):
-        found._advance()
-        eager._advance()
+    found, eager = advanced(30), advanced(30, graph=False)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("runs without: operation not permitted")
     assert found.agent.updates == eager.agent.updates > 0
@@ -45,32 +28,10 @@ def test_a_step_that_cannot_be_captured_is_named_and_runs_without(
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_an_update_in_two_parts_is_an_update() -> None:
-    found = trainer(CPU)
-    for _ in range(30):
-        found._advance()
-    batch = found.buffer.sample(64)
-    networks = []
-    for whole in (True, False):
-        torch.manual_seed(0)
-        agent = Agent(QNetwork(Catch.spec.observation, 3, Settings()), Settings(target_every=2), CPU, 0)
-        for _ in range(3):
-            if whole:
-                agent.learn(batch)
-            else:
-                agent.update(batch)
-                agent.after_update()
-        assert agent.updates == 3
-        networks.append((agent.online.state_dict(), agent.target.state_dict(), agent.means()))
-    for mine, theirs in zip(networks[0][:2], networks[1][:2], strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert networks[0][2] == networks[1][2]
-
-
 def test_on_a_gpu_one_step_in_so_many_is_timed_and_none_that_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     watch = Stopwatch(CUDA)
-    monkeypatch.setattr(watch, "_now", lambda: now[0])
+    monkeypatch.setattr(watch, "now", lambda: now[0])
     for step in range(3 * SAMPLED):
         watch.begin()
         now[0] += 1
@@ -95,7 +56,7 @@ def test_a_call_is_timed_without_its_first_ones(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_buffers_part_of_a_captured_update_is_taken_from_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trainer(CPU)
+    found = advanced(0)
     found.watch.seconds = {"env": 1.0, "act": 1.0, "replay": 0.5, "learn": 7.5}
     assert found.shares() == {"env": 0.1, "act": 0.1, "replay": 0.05, "learn": 0.75}
     times = iter([0.004, 0.0004])
@@ -105,9 +66,7 @@ def test_the_buffers_part_of_a_captured_update_is_taken_from_learning(monkeypatc
 
 
 def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
-    found = trainer(CPU)
-    for _ in range(30):
-        found._advance()
+    found = advanced(30)
     before, weights = found.buffer.stats(), found.agent.online.state_dict()
     kept = {name: weight.clone() for name, weight in weights.items()}
     found.buffer.capture(found._drawn, found._learn_nothing)()
@@ -122,11 +81,8 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_run_is_an_eager_run() -> None:
-    found = [trainer(CUDA, graph=graph, learning_rate_end=1e-4, target_every=7) for graph in (True, False)]
-    for each in found:
-        for _ in range(80):
-            each._advance()
-    graph, eager = found
+    changes = {"device": CUDA, "learning_rate_end": 1e-4, "target_every": 7}
+    graph, eager = (advanced(80, graph=graph, **changes) for graph in (True, False))
     assert graph._captured is not None
     assert graph._captured.captured
     assert eager._captured is None
@@ -141,9 +97,7 @@ def test_a_captured_run_is_an_eager_run() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate() -> None:
-    found = trainer(CUDA)
-    for _ in range(30):
-        found._advance()
+    found = advanced(30, device=CUDA)
     assert found._captured is not None
     assert found._captured.captured
     found.agent.set_learning_rate(0.0)
@@ -158,9 +112,7 @@ def test_a_captured_step_follows_the_learning_rate() -> None:
 
 @pytest.mark.gpu
 def test_the_share_of_a_captured_buffer_is_a_share() -> None:
-    found = trainer(CUDA)
-    for _ in range(3 * SAMPLED):
-        found._advance()
+    found = advanced(3 * SAMPLED, device=CUDA)
     shares = found.shares()
     assert sum(shares.values()) == pytest.approx(1)
     assert 0 < shares["replay"] < 1

@@ -1,4 +1,4 @@
-"""Films of trained agents: real frames of real games, readable by the library that reads them everywhere."""
+"""Videos of trained agents: real frames of real games, readable by the library that reads them everywhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from gpu_replay.cli import main
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.registry import identify
-from gpu_replay.training.rendering import CATCH_PIXELS, AtariScene, CatchScene, Scene, make_scene
+from gpu_replay.training.rendering import CATCH_PIXELS, RenderedAtari, RenderedCatch, RenderedEnvironment, make_rendered
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.video import Film, check_output, write_film
+from gpu_replay.training.video import Video, check_output, write_video
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("tqdm")
@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 def frames(path: Path) -> tuple[list[np.ndarray], list[int]]:
     """The pictures of a GIF as RGB, and how long each is shown, in milliseconds."""
     pictures, delays = [], []
-    with Image.open(path) as film:
-        for place in range(film.n_frames):
-            film.seek(place)
-            pictures.append(np.asarray(film.convert("RGB")))
-            delays.append(film.info["duration"])
+    with Image.open(path) as video:
+        for place in range(video.n_frames):
+            video.seek(place)
+            pictures.append(np.asarray(video.convert("RGB")))
+            delays.append(video.info["duration"])
     return pictures, delays
 
 
@@ -42,11 +42,11 @@ def noise(count: int, colours: int, shape: tuple[int, int] = (20, 30)) -> list[n
 
 def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) -> None:
     pictures = noise(31, 90)
-    film = Film(fps=15.0, scale=3)
+    video = Video(fps=15.0, scale=3)
     for picture in pictures:
-        film.add(picture)
-    write_film(film, tmp_path / "film.gif")
-    shown, delays = frames(tmp_path / "film.gif")
+        video.add(picture)
+    write_video(video, tmp_path / "video.gif")
+    shown, delays = frames(tmp_path / "video.gif")
     assert len(shown) == 31
     for found, picture in zip(shown, pictures, strict=True):
         assert np.array_equal(found, picture.repeat(3, 0).repeat(3, 1))
@@ -57,53 +57,53 @@ def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) ->
 
 def test_of_many_colours_the_best_are_kept(tmp_path: Path) -> None:
     pictures = noise(5, 5_000)
-    film = Film(fps=50.0, scale=1)
+    video = Video(fps=50.0, scale=1)
     for picture in pictures:
-        film.add(picture)
-    write_film(film, tmp_path / "film.gif")
-    shown, _ = frames(tmp_path / "film.gif")
+        video.add(picture)
+    write_video(video, tmp_path / "video.gif")
+    shown, _ = frames(tmp_path / "video.gif")
     error = np.abs(np.stack(shown).astype(int) - np.stack(pictures))
     assert 0 < error.mean() < 20
 
 
 def test_the_end_is_held(tmp_path: Path) -> None:
-    film = Film(fps=10.0, scale=1)
+    video = Video(fps=10.0, scale=1)
     for picture in noise(3, 9):
-        film.add(picture)
-    film.hold()
-    assert len(film) == 10
-    assert film.seconds == 1.0
-    write_film(film, tmp_path / "film.gif")
+        video.add(picture)
+    video.hold()
+    assert len(video) == 10
+    assert video.seconds == 1.0
+    write_video(video, tmp_path / "video.gif")
     # pictures that do not change are one picture, shown longer
-    shown, delays = frames(tmp_path / "film.gif")
+    shown, delays = frames(tmp_path / "video.gif")
     assert len(shown) == 3
     assert delays == [100, 100, 800]
 
 
 def test_pictures_of_another_size_or_kind_are_refused() -> None:
-    film = Film(fps=10.0, scale=1)
-    film.add(noise(1, 3)[0])
+    video = Video(fps=10.0, scale=1)
+    video.add(noise(1, 3)[0])
     with pytest.raises(ValueError, match="one shape and uint8"):
-        film.add(noise(1, 3, (8, 8))[0])
+        video.add(noise(1, 3, (8, 8))[0])
     with pytest.raises(ValueError, match="of float64"):
-        film.add(np.zeros((20, 30, 3)))
+        video.add(np.zeros((20, 30, 3)))
 
 
-def watch(scene: Scene, steps: int, actions: int) -> list[tuple[np.ndarray, bool]]:
+def watch(rendered: RenderedEnvironment, steps: int, actions: int) -> list[tuple[np.ndarray, bool]]:
     """Pictures of random play, and whether an episode ended with each."""
-    actors = Actors(scene, CPU)
+    actors = Actors(rendered, CPU)
     generator = torch.Generator().manual_seed(0)
     actors.reset(3)
-    seen = [(scene.picture.copy(), False)]
+    seen = [(rendered.picture.copy(), False)]
     for _ in range(steps):
         actors.send(torch.randint(0, actions, (1,), generator=generator))
         step = actors.recv().step
-        seen.append((scene.picture.copy(), bool(step.terminated | step.truncated)))
+        seen.append((rendered.picture.copy(), bool(step.terminated | step.truncated)))
     return seen
 
 
 def test_the_board_of_catch_shows_the_ball_all_the_way_down() -> None:
-    seen = watch(CatchScene(), 11, 3)
+    seen = watch(RenderedCatch(), 11, 3)
     for t, (picture, ended) in enumerate(seen):
         assert picture.shape == (240, 240, 3)
         cells = picture[CATCH_PIXELS // 2 :: CATCH_PIXELS, CATCH_PIXELS // 2 :: CATCH_PIXELS, 0] > 100
@@ -116,20 +116,20 @@ def test_the_board_of_catch_shows_the_ball_all_the_way_down() -> None:
 def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     pytest.importorskip("ale_py")
     settings = Settings.for_family("atari", sticky=0.25)
-    scene = make_scene(identify("pong"), settings)
-    assert isinstance(scene, AtariScene)
-    actors = Actors(scene, CPU)
+    rendered = make_rendered(identify("pong"), settings)
+    assert isinstance(rendered, RenderedAtari)
+    actors = Actors(rendered, CPU)
     generator = torch.Generator().manual_seed(0)
     frame, _ = actors.reset(5)
     balls = 0
     for t in range(1_200):
         if t % 50 == 0:
-            assert scene.picture.shape == (210, 160, 3)
-            grey = scene.picture @ np.array([0.299, 0.587, 0.114])
+            assert rendered.picture.shape == (210, 160, 3)
+            grey = rendered.picture @ np.array([0.299, 0.587, 0.114])
             # means over the five by four pixels, or nearly, that each pixel of the agent's frame covers
             coarse = grey.reshape(42, 5, 160).mean(1).repeat(42, 1).reshape(42, 42, 160).mean(2)
             assert np.abs(coarse - frame[0].numpy()).mean() < 4
-        balls += int((scene.picture[34:194] == 236).all(2).any())
+        balls += int((rendered.picture[34:194] == 236).all(2).any())
         actors.send(torch.randint(0, 3, (1,), generator=generator))
         arrival = actors.recv()
         frame = arrival.frame
@@ -137,26 +137,26 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
             break
     assert balls > 200
     assert bool(arrival.step.terminated)
-    scene.close()
+    rendered.close()
 
 
 def test_emulators_that_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
-    scene = AtariScene("pong", Settings.for_family("atari"))
-    scene.reset(1)
-    scene.send(torch.tensor([0]))
-    shown = scene._screen.recv()
-    monkeypatch.setattr(scene._screen, "recv", lambda: type(shown)(**{**vars(shown), "reward": shown.reward + 1}))
+    rendered = RenderedAtari("pong", Settings.for_family("atari"))
+    rendered.reset(1)
+    rendered.send(torch.tensor([0]))
+    shown = rendered._screen.recv()
+    monkeypatch.setattr(rendered._screen, "recv", lambda: type(shown)(**{**vars(shown), "reward": shown.reward + 1}))
     with pytest.raises(RuntimeError, match="differ in reward"):
-        scene.recv()
-    scene.close()
+        rendered.recv()
+    rendered.close()
 
 
 def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     pytest.importorskip("pygame")
-    scene = make_scene(identify("CartPole-v1"), Settings.for_family("vector"))
-    assert scene.fps == 50
-    seen = watch(scene, 60, 2)
+    rendered = make_rendered(identify("CartPole-v1"), Settings.for_family("vector"))
+    assert rendered.fps == 50
+    seen = watch(rendered, 60, 2)
     endings = [place for place, (_, ended) in enumerate(seen) if ended]
     assert endings
     for place in endings:
@@ -164,7 +164,7 @@ def test_gymnasium_environments_are_drawn_by_themselves() -> None:
         before, last, after = (seen[place + i][0].astype(int) for i in (-1, 0, 1))
         assert np.abs(last - before).mean() < np.abs(after - last).mean()
     assert all(picture.shape == (400, 600, 3) for picture, _ in seen)
-    scene.close()
+    rendered.close()
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def catch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_episode_of_a_run_becomes_a_film(catch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_of_a_run_becomes_a_video(catch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["play", str(catch), "--episodes", "2", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("catch, network of step ")
@@ -190,10 +190,10 @@ def test_an_episode_of_a_run_becomes_a_film(catch: Path, capsys: pytest.CaptureF
     assert path.stat().st_size < 100_000
 
 
-def test_the_film_depends_on_the_seed_alone(catch: Path, tmp_path: Path) -> None:
+def test_the_video_depends_on_the_seed_alone(catch: Path, tmp_path: Path) -> None:
     contents = []
     for seed in ("1", "1", "2"):
-        target = tmp_path / "film.gif"
+        target = tmp_path / "video.gif"
         assert main(["play", str(catch / "network.safetensors"), "--seed", seed, "--output", str(target)]) == 0
         contents.append(target.read_bytes())
     assert contents[0] == contents[1] != contents[2]
@@ -202,7 +202,7 @@ def test_the_film_depends_on_the_seed_alone(catch: Path, tmp_path: Path) -> None
 def test_an_episode_can_be_cut_off_and_enlarged(
     catch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "film.gif"
+    target = tmp_path / "video.gif"
     flags = ["--max-steps", "5", "--scale", "3", "--epsilon", "1", "--output", str(target)]
     assert main(["play", str(catch), *flags]) == 0
     assert "length 5, cut off" in capsys.readouterr().out
@@ -216,8 +216,8 @@ def test_an_episode_can_be_cut_off_and_enlarged(
     [
         (["nowhere"], "nowhere is not there"),
         ([str(Path(__file__))], "cannot be read"),
-        (["{run}", "--output", "film.avi"], "must end in .gif or .mp4"),
-        (["{run}", "--output", "no/where/film.gif"], "there is no folder"),
+        (["{run}", "--output", "video.avi"], "must end in .gif or .mp4"),
+        (["{run}", "--output", "no/where/video.gif"], "there is no folder"),
     ],
 )
 def test_what_cannot_be_played_is_said_in_a_line(
@@ -248,7 +248,7 @@ def test_without_ffmpeg_an_mp4_is_refused_before_anything_is_played(
     catch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("gpu_replay.training.video._ffmpeg", lambda: None)
-    assert main(["play", str(catch), "--output", "film.mp4"]) == 2
+    assert main(["play", str(catch), "--output", "video.mp4"]) == 2
     assert "needs ffmpeg" in capsys.readouterr().err
 
 
@@ -258,7 +258,7 @@ def test_an_mp4_is_written_where_ffmpeg_is(catch: Path, tmp_path: Path) -> None:
     program = _ffmpeg()
     if program is None:
         pytest.skip("ffmpeg is not installed")
-    target = tmp_path / "film.mp4"
+    target = tmp_path / "video.mp4"
     check_output(target)
     assert main(["play", str(catch), "--output", str(target)]) == 0
     raw = subprocess.run(
@@ -269,7 +269,7 @@ def test_an_mp4_is_written_where_ffmpeg_is(catch: Path, tmp_path: Path) -> None:
     shown = np.frombuffer(raw, np.uint8).reshape(-1, 240, 240, 3)
     # twelve pictures, and the last one for a moment more
     assert 12 <= len(shown) <= 20
-    gif = tmp_path / "film.gif"
+    gif = tmp_path / "video.gif"
     assert main(["play", str(catch), "--output", str(gif)]) == 0
     first = frames(gif)[0][0].astype(int)
     assert np.abs(shown[0].astype(int) - first).mean() < 12
@@ -280,7 +280,7 @@ def test_an_interrupted_ffmpeg_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     if false is None:
         pytest.skip("there is no program that fails")
     monkeypatch.setattr("gpu_replay.training.video._ffmpeg", lambda: false)
-    film = Film(fps=10.0, scale=1)
-    film.add(noise(1, 3)[0])
+    video = Video(fps=10.0, scale=1)
+    video.add(noise(1, 3)[0])
     with pytest.raises(OSError, match="ffmpeg failed"):
-        write_film(film, tmp_path / "film.mp4")
+        write_video(video, tmp_path / "video.mp4")

@@ -10,27 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training_runs import TIMES, make_trainer, without_times
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.checkpoint.format import read_checkpoint
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import Stopped, StopRequest
-from gpu_replay.training.checkpoints import latest
-from gpu_replay.training.evaluation import Evaluator
-from gpu_replay.training.registry import identify, make_environment
-from gpu_replay.training.run_dir import NETWORK, PROGRESS
-from gpu_replay.training.settings import Settings
-from gpu_replay.training.state_tree import join, split
-from gpu_replay.training.trainer import Trainer
+from gpu_replay.training.checkpoints import flatten, latest, unflatten
+from gpu_replay.training.run_dir import NETWORK
+from gpu_replay.training.trainer import Listener, Trainer
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-pytest.importorskip("safetensors")
-
-# what depends on the clock
-TIMES = ("seconds", "updates_per_second", "steps_per_second")
 CATCH = ["train", "catch", "--device", "cpu", "--steps", "3000", "--eval-every", "800", "--eval-episodes", "16"]
 CATCH += ["--log-every", "300", "--seed", "5", "--warmup", "500"]
+SHORT = ["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200"]
 
 
 class After(StopRequest):
@@ -63,7 +55,7 @@ def final_state(folder: Path) -> dict[str, Tensor]:
     """Everything in the last checkpoint, the replay buffer included, but for times."""
     saved = latest(folder / "checkpoint")
     assert saved is not None
-    _, tensors = split(saved.state())
+    _, tensors = flatten(saved.state())
     assert saved.replay is not None
     replay = read_checkpoint(saved.replay)
     tensors |= {f"replay/{name}": replay.read(name) for name in replay.tensor_names}
@@ -80,13 +72,6 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         name for name in one if not torch.equal(torch.nan_to_num(one[name], -7.0), torch.nan_to_num(other[name], -7.0))
     ]
     assert different == []
-
-
-def table(folder: Path) -> list[list[str]]:
-    """progress.csv without the columns that depend on the clock."""
-    lines = [line.split(",") for line in (folder / PROGRESS).read_text().splitlines()]
-    kept = [place for place, name in enumerate(lines[0]) if name not in TIMES]
-    return [[line[place] for place in kept] for line in lines]
 
 
 def check_same_network(one: Path, other: Path) -> None:
@@ -118,7 +103,7 @@ def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(tmp_path: Path, wh
     stopped_at = json.loads((folder / "summary.json").read_text())["steps"]
     assert 0 < stopped_at < 3_008
     assert train(folder, ["train", "--resume"]) == 0
-    assert table(folder) == table(whole)
+    assert without_times(folder) == without_times(whole)
     check_same_network(folder, whole)
     check_same(final_state(folder), final_state(whole))
     mine, other = (json.loads((each / "summary.json").read_text()) for each in (folder, whole))
@@ -133,11 +118,11 @@ def test_events_of_rows_that_were_dropped_count_no_more(tmp_path: Path) -> None:
     # a row of its own where it was stopped, which the run that goes on does not have
     assert train(folder, CATCH, 41) == 130
     stopped_at = json.loads((folder / "summary.json").read_text())["steps"]
-    assert str(stopped_at) in [line[0] for line in table(folder)]
+    assert str(stopped_at) in [row["step"] for row in without_times(folder)]
     assert train(folder, ["train", "--resume"]) == 0
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    steps = [line[0] for line in table(folder)[1:]]
+    steps = [row["step"] for row in without_times(folder)]
     assert str(stopped_at) not in steps
     assert [str(event.step) for event in events.Scalars("epsilon")] == steps
 
@@ -145,45 +130,32 @@ def test_events_of_rows_that_were_dropped_count_no_more(tmp_path: Path) -> None:
 # environments that cannot be saved
 
 
-class Nobody:
-    """A listener that does not listen."""
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def row(self, row: dict[str, float]) -> None:
-        pass
-
-    def evaluated(self, step: int, evaluation: Any, best: Any) -> None:
-        pass
-
-
-def trainer_of(name: str, buffer: TrajectoryReplayBuffer | None = None, **changes: Any) -> Trainer:
-    cpu = torch.device("cpu")
-    found = identify(name)
-    settings = Settings.for_family(found.family(cpu), **changes)
-    environment, evaluation = (make_environment(found, count, settings, cpu) for count in (settings.num_envs, 2))
-    evaluator = Evaluator(evaluation, settings, device=cpu, seed=1, stop=StopRequest())
-    return Trainer(environment, evaluator, settings, device=cpu, seed=1, buffer=buffer)
-
-
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    values, tensors = split(trainer.state())
+    values, tensors = flatten(trainer.state())
     return json.loads(json.dumps(values)), {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 CARTPOLE = {"steps": 3_200, "warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every": 300}
 
 
-def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(tmp_path: Path) -> None:
+@pytest.fixture
+def cartpole(tmp_path: Path) -> tuple[Trainer, TrajectoryReplayBuffer]:
+    """A trainer at the end of its steps, and its buffer as a checkpoint gives it back."""
     pytest.importorskip("gymnasium")
-    before = trainer_of("CartPole-v1", **CARTPOLE)
-    assert before.run(Nobody(), StopRequest()) == "steps"
-    before.buffer.save(tmp_path / "replay")
+    trainer = make_trainer("CartPole-v1", seed=1, eval_episodes=2, **CARTPOLE)
+    assert trainer.run(Listener(), StopRequest()) == "steps"
+    trainer.buffer.save(tmp_path / "replay")
+    return trainer, TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
+
+
+def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
+    cartpole: tuple[Trainer, TrajectoryReplayBuffer],
+) -> None:
+    before, buffer = cartpole
     values, tensors = snapshot(before)
-    after = trainer_of("CartPole-v1", TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu"), **CARTPOLE)
+    after = make_trainer("CartPole-v1", seed=1, buffer=buffer, eval_episodes=2, **CARTPOLE)
     first_obs = after._obs.clone()
-    after.restore(join(values, tensors), filled=True)
+    after.restore(unflatten(values, tensors), filled=True)
     found, same = snapshot(after)
     # running episodes are given up, finished ones count
     for name in ("statistics/return", "statistics/length"):
@@ -199,16 +171,15 @@ def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(tmp_path:
     assert not torch.equal(after._obs, first_obs)
 
 
-def test_no_window_joins_what_was_before_with_what_comes_after(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
-    before = trainer_of("CartPole-v1", **CARTPOLE)
-    before.run(Nobody(), StopRequest())
-    before.buffer.save(tmp_path / "replay")
-    buffer = TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
-    after = trainer_of("CartPole-v1", buffer, **(CARTPOLE | {"steps": 4_800}))
-    after.restore(join(*snapshot(before)), filled=True)
+def test_no_window_joins_what_was_before_with_what_comes_after(
+    cartpole: tuple[Trainer, TrajectoryReplayBuffer],
+) -> None:
+    before, buffer = cartpole
+    changes = CARTPOLE | {"steps": 4_800}
+    after = make_trainer("CartPole-v1", seed=1, buffer=buffer, eval_episodes=2, **changes)
+    after.restore(unflatten(*snapshot(before)), filled=True)
     seam = buffer.added
-    assert after.run(Nobody(), StopRequest()) == "steps"
+    assert after.run(Listener(), StopRequest()) == "steps"
     eligible = buffer.masses() > 0
     reach = (seam - 10 * 16, seam)
     # starts before the seam whose episode ended in time can be drawn; all others never will
@@ -248,9 +219,7 @@ def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run whose folder tests leave alone."""
     folder = tmp_path_factory.mktemp("done") / "run"
-    assert (
-        main(["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200", "--output", str(folder)]) == 0
-    )
+    assert main([*SHORT, "--output", str(folder)]) == 0
     return folder
 
 
@@ -284,12 +253,11 @@ def test_a_finished_run_says_so(done: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = ["--device", "cpu", "--warmup", "200", "--log-every", "320", "--output", str(folder)]
-    assert main(["train", "catch", "--steps", "640", *flags]) == 0
+    assert main([*SHORT, "--log-every", "320", "--output", str(folder)]) == 0
     assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 0
     assert json.loads((folder / "settings.json").read_text())["steps"] == 1_280
     assert json.loads((folder / "summary.json").read_text())["steps"] == 1_280
-    assert [line[0] for line in table(folder)] == ["step", "320", "640", "960", "1280"]
+    assert [row["step"] for row in without_times(folder)] == ["320", "640", "960", "1280"]
 
 
 @pytest.mark.parametrize(
@@ -306,9 +274,7 @@ def test_a_folder_that_cannot_be_resumed_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
 ) -> None:
     folder = tmp_path / "run"
-    assert (
-        main(["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200", "--output", str(folder)]) == 0
-    )
+    assert main([*SHORT, "--output", str(folder)]) == 0
     capsys.readouterr()
     spoil(folder)
     assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 2

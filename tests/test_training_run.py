@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import json
 import math
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from training_runs import CPU, advanced, read_rows, start, train, wait_for
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
@@ -24,14 +21,7 @@ from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.trainer import Trainer
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-safetensors = pytest.importorskip("safetensors")
-
-CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parent.parent
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
     "updates_per_second",
@@ -43,37 +33,6 @@ PROMISED_SUMMARY = {
 SHORT = ["--device", "cpu", "--steps", "3000", "--eval-every", "1500", "--eval-episodes", "32"]
 
 
-class Silent:
-    """A listener that remembers rows and evaluations."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.evaluations: list[float] = []
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def row(self, row: dict[str, float]) -> None:
-        self.rows.append(row)
-
-    def evaluated(self, step: int, evaluation: Any, best: QNetwork | None) -> None:
-        self.evaluations.append(evaluation.return_mean)
-
-
-def play_catch(seed: int, **changes: Any) -> tuple[Trainer, Silent, str]:
-    settings = Settings.for_family("catch", **changes)
-    stop, listener = StopRequest(), Silent()
-    evaluator = Evaluator(Catch(settings.eval_episodes, CPU), settings, device=CPU, seed=seed, stop=stop)
-    environment = Catch(settings.num_envs, CPU)
-    trainer = Trainer(environment, evaluator, settings, device=CPU, seed=seed)
-    return trainer, listener, trainer.run(listener, stop)
-
-
-def read_rows(folder: Path) -> list[dict[str, float]]:
-    with (folder / "progress.csv").open(newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run of Catch."""
@@ -83,53 +42,47 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_catch_is_learned() -> None:
-    trainer, listener, reason = play_catch(0, steps=20_000)
+    trainer, events, reason = train(steps=20_000)
     assert reason == "steps"
-    assert listener.rows[1]["return_mean"] < -0.2
-    assert listener.rows[-1]["return_mean"] >= 0.9
+    assert events.rows[1]["return_mean"] < -0.2
+    assert events.rows[-1]["return_mean"] >= 0.9
     final = trainer.evaluator.final()
     assert final is not None
     assert final.return_mean >= 0.9
     assert final.episodes == 256
-    assert listener.rows[-1]["td_error"] < 0.5
+    assert events.rows[-1]["td_error"] < 0.5
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "combined", "rank"])
 def test_the_other_samplers_learn_too(sampler: str) -> None:
-    _, listener, _ = play_catch(0, sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
+    _, events, _ = train(sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
     # chance gives -0.5, with a standard error of 0.06
-    assert listener.evaluations[-1] > -0.2
+    assert events.evaluations[-1] > -0.2
 
 
-def test_a_solved_environment_ends_the_run_and_can_be_told_not_to() -> None:
-    # a threshold that everybody reaches
-    spec = Catch.spec
-    easy = type(spec)(spec.name, spec.observation, spec.num_actions, -2.0, spec.bounds)
+def test_a_solved_environment_ends_the_run_and_can_be_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a threshold that every network reaches
+    monkeypatch.setattr(Catch, "spec", dataclasses.replace(Catch.spec, reward_threshold=-2.0))
     for early_stop, reason in ((True, "solved"), (False, "steps")):
-        settings = Settings.for_family("catch", steps=3_000, eval_every=2_000, early_stop=early_stop)
-        stop, listener = StopRequest(), Silent()
-        evaluation, environment = Catch(64, CPU), Catch(32, CPU)
-        evaluation.spec = easy
-        evaluator = Evaluator(evaluation, settings, device=CPU, seed=0, stop=stop)
-        trainer = Trainer(environment, evaluator, settings, device=CPU, seed=0)
-        assert trainer.run(listener, stop) == reason
-        assert len(listener.evaluations) == (1 if early_stop else 2)
-        assert evaluator.best is not None
-        assert evaluator.best.solved
+        trainer, events, ended = train(steps=3_000, eval_every=2_000, eval_episodes=64, early_stop=early_stop)
+        assert ended == reason
+        assert len(events.evaluations) == (1 if early_stop else 2)
+        assert trainer.evaluator.best is not None
+        assert trainer.evaluator.best.solved
 
 
 def test_the_same_seed_gives_the_same_network() -> None:
     weights = []
     for seed in (1, 1, 2):
-        trainer, _, _ = play_catch(seed, steps=2_500)
+        trainer, _, _ = train(seed, steps=2_500)
         weights.append(torch.cat([weight.flatten() for weight in trainer.agent.online.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
 def test_rates_and_counts_of_a_row_agree() -> None:
-    trainer, listener, _ = play_catch(0, steps=3_000)
-    last = listener.rows[-1]
+    trainer, events, _ = train(steps=3_000)
+    last = events.rows[-1]
     assert last["step"] == trainer.step == 3_008
     # warm-up of 1,000 ends after 32 steps of all 32, and three more wait for their windows
     assert last["updates"] == 2 * (94 - 32 - 3)
@@ -155,7 +108,7 @@ def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Agent, "update", learning)
     monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
-    trainer, _, _ = play_catch(0, updates=3, shared_draw=True, steps=2_000)
+    trainer, _, _ = train(updates=3, shared_draw=True, steps=2_000)
     samples = trainer.buffer.state_dict()["counters"]["STEP"]
     assert trainer.agent.updates == len(learned) == 3 * samples > 0
     assert trainer.state()["samples"] == samples
@@ -169,7 +122,7 @@ def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_td_errors_become_priorities() -> None:
-    trainer, _, _ = play_catch(0, steps=2_500)
+    trainer, _, _ = train(steps=2_500)
     masses = trainer.buffer.masses()
     assert len(masses.unique()) > 500
     # what was just learned is no longer at the priority of the new
@@ -181,20 +134,15 @@ def test_td_errors_become_priorities() -> None:
 
 @pytest.mark.gpu
 def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
-    device = torch.device("cuda")
-    settings = Settings.for_family("catch")
-    evaluator = Evaluator(Catch(4, device), settings, device=device, seed=0, stop=StopRequest())
-    trainer = Trainer(Catch(32, device), evaluator, settings, device=device, seed=0)
     # past the warm-up, and between the steps that are timed
-    for _ in range(70):
-        trainer._advance()
+    trainer = advanced(70, device=torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(10):
             trainer._advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert trainer.agent.updates == 2 * (80 - 35)
+    assert trainer.agent.updates == 2 * (80 - 13)
 
 
 @pytest.mark.gpu
@@ -267,7 +215,7 @@ def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None
     assert int(metadata["step"]) == summary["best_step"]
     # played again on the seeds of the last evaluation of the run
     evaluator = Evaluator(Catch(32, CPU), settings, device=CPU, seed=3, stop=StopRequest())
-    evaluator.examine(network, 0)
+    evaluator.evaluate(network, 0)
     final = evaluator.final()
     assert final is not None
     assert final.return_mean == pytest.approx(summary["eval_return_mean"])
@@ -284,23 +232,11 @@ def test_the_curve_is_a_picture(finished: Path) -> None:
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    """A run that would take hours, after it has written two rows."""
-    command = [sys.executable, "-m", "gpu_replay", "train", "catch", "--device", "cpu", "--steps", "1e8"]
-    command += ["--output", str(folder)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    progress = folder / "progress.csv"
-    deadline = time.monotonic() + 60
-    while not progress.exists() or len(progress.read_text().splitlines()) < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
-
-
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    process = start(tmp_path)
+    # a run that would take hours
+    process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8")
+    wait_for(process, lambda: len(read_rows(tmp_path)) >= 2)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err

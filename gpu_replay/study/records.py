@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.study.run import Episode, RunId
-from gpu_replay.training.run_dir import SETTINGS, RunFolder
+from gpu_replay.training.run_dir import SETTINGS, RunDir
 
 EPISODES = "episodes.csv"
 PARTS = "runs"
@@ -32,7 +33,7 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         # it refuses nothing here: whose study it is, `claim` decides
-        self._folder = RunFolder(path, "resume")
+        self._folder = RunDir(path, "resume")
         self.path = path
 
     def claim(self, described: dict[str, Any]) -> float:
@@ -111,7 +112,7 @@ class StudyFolder:
         return self.path / PARTS / f"{run.name}.csv"
 
     def _write(self, name: str, text: str) -> None:
-        self._folder.replace(name, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(self.path / name, text)
 
 
 def _shown(value: float | str | None) -> str:

@@ -1,4 +1,4 @@
-"""Catch, in torch on any device: the smallest game on which the whole device-resident path can be tried.
+"""Catch, in torch on any device: the smallest game that exercises the whole device-resident path.
 
 A ball falls straight down, one row a step, from a random column; the paddle on the floor, three columns wide, moves
 left, stays, or moves right. When the ball arrives, the episode ends with +1 if the paddle is under it and -1 if not.
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import Field
-from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay import Field
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
 
 SIDE = 12
 REACH = 1  # columns that the paddle covers on either side of its centre
 
 
-class Catch:
-    """`num_envs` games at once; obs (E, 12, 12) uint8 with 1 where the ball or the paddle is.
+class Catch(Environment):
+    """`num_envs` games in parallel; obs (E, 12, 12) uint8 with 1 where the ball or the paddle is.
 
-    Actions: 0 left, 1 stay, 2 right. Every episode lasts 11 steps. No call waits for the device.
+    Actions: 0 left, 1 stay, 2 right. Every episode lasts 11 steps. No call synchronises with the device.
     """
 
     spec = EnvironmentSpec(
@@ -39,30 +39,30 @@ class Catch:
         self._environments = torch.arange(num_envs, device=device)
 
     def reset(self, seed: int) -> Tensor:
-        """Start all games anew."""
+        """Start a new game in every environment."""
         self._generator.manual_seed(seed)
         self._row = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
-        self._column, self._paddle = self._deal()
-        return self._draw()
+        self._column, self._paddle = self._new_games()
+        return self._board()
 
     def send(self, actions: Tensor) -> None:
-        """actions: (E,) int64."""
+        """Keep actions (E,) int64 for the next step."""
         self._actions = actions
 
     def recv(self) -> Step:
-        """The step that `send` began."""
+        """Step with the actions of `send`."""
         self._paddle = (self._paddle + self._actions - 1).clamp(REACH, SIDE - 1 - REACH)
         self._row = self._row + 1
         terminated = self._row == SIDE - 1
         caught = (self._column - self._paddle).abs() <= REACH
         reward = torch.where(caught, 1.0, -1.0) * terminated
-        final_obs = self._draw()
-        column, paddle = self._deal()
+        final_obs = self._board()
+        column, paddle = self._new_games()
         self._row = torch.where(terminated, 0, self._row)
         self._column = torch.where(terminated, column, self._column)
         self._paddle = torch.where(terminated, paddle, self._paddle)
         return Step(
-            obs=self._draw(),
+            obs=self._board(),
             reward=reward,
             terminated=terminated,
             truncated=torch.zeros_like(terminated),
@@ -70,7 +70,7 @@ class Catch:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The games as they stand, and the generator that deals the next ones."""
+        """The running games, and the state of the generator that starts new ones."""
         return {
             "row": self._row,
             "column": self._column,
@@ -79,22 +79,22 @@ class Catch:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Go on with the games of this state; returns what is observed of them, (E, 12, 12) uint8."""
+        """Continue the games of this state; returns their boards (E, 12, 12) uint8."""
         self._row, self._column, self._paddle = (state[name].to(self.device) for name in ("row", "column", "paddle"))
         self._generator.set_state(state["generator"])
-        return self._draw()
+        return self._board()
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _deal(self) -> tuple[Tensor, Tensor]:
-        """A random column for each ball, and a random place for each paddle."""
+    def _new_games(self) -> tuple[Tensor, Tensor]:
+        """A random column for each ball and for each paddle's centre."""
         size = (self.num_envs,)
         column = torch.randint(0, SIDE, size, generator=self._generator, device=self.device)
         paddle = torch.randint(REACH, SIDE - REACH, size, generator=self._generator, device=self.device)
         return column, paddle
 
-    def _draw(self) -> Tensor:
+    def _board(self) -> Tensor:
         board = torch.zeros((self.num_envs, SIDE, SIDE), dtype=torch.uint8, device=self.device)
         for offset in range(-REACH, REACH + 1):
             board[self._environments, SIDE - 1, self._paddle + offset] = 1

@@ -1,45 +1,39 @@
-"""A run's checkpoints: everything that is needed to go on, so that a crash at any moment leaves one that fits together.
+"""A run's checkpoints: everything that a resumed run needs, consistent after a crash at any moment.
 
     checkpoint/000000120064/replay/   the replay buffer, as its own `save` writes it
-    checkpoint/000000120064/state/    all else, in the same format; its appearance makes the checkpoint complete
+    checkpoint/000000120064/state/    everything else, in the same format; written last, it completes the checkpoint
 
-The two parts belong to one moment, so neither may be replaced without the other: each save goes to a new folder, named
-by the step, whose `state` is written last and appears in one atomic rename; only then the checkpoint before it goes.
+Both parts belong to one step, so neither may be replaced without the other: each save goes to a new folder named by the
+step, whose `state` appears in one atomic rename. Only then is the checkpoint before it removed.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from torch import Tensor
+
+from gpu_replay import CheckpointError, TrajectoryReplayBuffer
 from gpu_replay.checkpoint.format import MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import sync_folder
-from gpu_replay.errors import CheckpointError
-from gpu_replay.training.state_tree import join, split
 
 VERSION = 1
 REPLAY = "replay"
 STATE = "state"
 _NAME = re.compile(r"\d{12,}")
+SEPARATOR = "/"
 # saving takes at most one part in so many of the time between two checkpoints
 COST = 40
 
 
-class Saveable(Protocol):
-    """What writes itself to a folder, as the replay buffers do."""
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint folder."""
-
-
 class SavedRun:
-    """A complete checkpoint, opened. Raises CheckpointError for what is damaged or of another version."""
+    """A complete checkpoint, opened. Raises CheckpointError if it is damaged or of another version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,27 +52,26 @@ class SavedRun:
 
     @property
     def replay(self) -> Path | None:
-        """The folder of the replay buffer, or None where it was not saved."""
+        """The folder of the replay buffer, or None if it was not saved."""
         folder = self.path / REPLAY
         return folder if folder.is_dir() else None
 
     def state(self) -> dict[str, Any]:
         """The whole state as it was saved, with tensors in host memory."""
-        names = self._checkpoint.tensor_names
-        return join(self.values, {name: self._checkpoint.read(name) for name in names})
+        return unflatten(self.values, {name: self._checkpoint.read(name) for name in self._checkpoint.tensor_names})
 
 
 def latest(folder: Path) -> SavedRun | None:
     """The newest complete checkpoint in `folder`, or None. Raises CheckpointError if it is damaged."""
-    complete = [path for path in _saved(folder) if (path / STATE / MANIFEST).is_file()]
+    complete = [path for path in _checkpoints(folder) if (path / STATE / MANIFEST).is_file()]
     return SavedRun(max(complete, key=lambda path: int(path.name))) if complete else None
 
 
-def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: Saveable | None) -> None:
+def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: TrajectoryReplayBuffer | None) -> None:
     """Write a checkpoint of this step, then remove the others; one that is complete already is left as it is.
 
-    Until the new checkpoint is complete the old one stands beside it and takes its space.
-    Raises OSError if the disk is full or fails; the checkpoint before is then as it was.
+    Until the new checkpoint is complete the disk holds both.
+    Raises OSError if the disk is full or fails; the previous checkpoint is then unchanged.
     """
     target = folder / f"{step:012d}"
     if not (target / STATE / MANIFEST).is_file():
@@ -86,7 +79,7 @@ def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: Saveable
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         sync_folder(folder)
-        values, tensors = split(state)
+        values, tensors = flatten(state)
         try:
             if buffer is not None:
                 buffer.save(target / REPLAY)
@@ -94,33 +87,33 @@ def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: Saveable
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             raise
-    for path in _saved(folder):
+    for path in _checkpoints(folder):
         if path != target:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _saved(folder: Path) -> list[Path]:
+def _checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
 class CheckpointManager:
-    """Saves a run now and then, and at its end.
+    """Saves a run at intervals, and at its end.
 
     folder:  of the checkpoints.
-    every:   seconds between two of them; more if saving takes long, so that it stays below a fortieth of the time.
-    collect: gives the step, the state, and the replay buffer or None to leave it out.
+    every:   seconds between two of them; longer if saving is slow, so that it takes at most a fortieth of the time.
+    collect: returns the step, the state, and the replay buffer or None to leave it out.
     seconds: spent here, which is not part of the learning loop's.
 
-    A save that fails is reported in one line and the run goes on: the last good checkpoint is still there.
+    A save that fails is reported in one line and the run continues: the last complete checkpoint is still there.
     """
 
     def __init__(
         self,
         folder: Path,
         every: float,
-        collect: Callable[[], tuple[int, Mapping[str, Any], Saveable | None]],
+        collect: Callable[[], tuple[int, Mapping[str, Any], TrajectoryReplayBuffer | None]],
     ) -> None:
         self.seconds = 0.0
         self._folder = folder
@@ -129,11 +122,11 @@ class CheckpointManager:
         self._next = time.perf_counter() + every
 
     def due(self) -> bool:
-        """Whether it is time."""
+        """Whether the next checkpoint should be written."""
         return time.perf_counter() >= self._next
 
     def save(self) -> None:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint now."""
         began = time.perf_counter()
         try:
             save_run(self._folder, *self._collect())
@@ -142,3 +135,34 @@ class CheckpointManager:
         now = time.perf_counter()
         self.seconds += now - began
         self._next = now + max(self._every, COST * (now - began))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The tree without its tensors, and the tensors by path: {"a": {"b": t, "c": 1}} is {"a": {"c": 1}}, {"a/b": t}.
+
+    Dictionaries stay, even if nothing is left in them. Tensors are not copied.
+    """
+    values: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, leaf in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(leaf, Tensor):
+            tensors[path] = leaf
+        elif isinstance(leaf, Mapping):
+            values[name], inside = flatten(leaf, path + SEPARATOR)
+            tensors |= inside
+        else:
+            values[name] = leaf
+    return values, tensors
+
+
+def unflatten(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `flatten`, also after `values` was written to JSON and read back."""
+    tree = {name: unflatten(value, {}) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for path, tensor in tensors.items():
+        *parents, leaf = path.split(SEPARATOR)
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = tensor
+    return tree

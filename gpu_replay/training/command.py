@@ -1,4 +1,4 @@
-"""`gpu-replay train`: from flags to a finished run folder."""
+"""`gpu-replay train`: the flags of a run, and the plan they describe."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, get_args, get_type_hints
 
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
 from gpu_replay.console.errors import UserError, require
-from gpu_replay.training.registry import EnvironmentId, identify
+from gpu_replay.training.registry import identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
-from gpu_replay.training.run_dir import RunFolder
+from gpu_replay.training.run_dir import RunDir
 from gpu_replay.training.session import Plan, carry_out
 from gpu_replay.training.settings import PRESETS, Settings
 
@@ -20,62 +20,44 @@ DESCRIPTION = """\
 Train a double DQN with prioritized replay. ENV is catch, an Atari game (pong, breakout, ALE/Pong-v5, ...) or a
 Gymnasium id with discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...).
 
---output receives progress.csv (a row now and then, flushed), curve.png (redrawn as it grows), network.safetensors
-(the network that did best in evaluation), settings.json, summary.json, and TensorBoard events where tensorboard
-is installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code is then 130 or 143, and bad
-input gives 2. A second Ctrl-C ends it at once.
+Written to --output: progress.csv (a row every --log-every steps, flushed), curve.png (redrawn during the run),
+network.safetensors (the network with the best evaluation), settings.json, summary.json, and TensorBoard events if
+tensorboard is installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code is then 130 or 143,
+and bad input gives 2. A second Ctrl-C ends it at once.
 
---output also receives checkpoint/, from which `gpu-replay train --resume --output DIR` goes on where the run stopped,
-also after a kill -9, from the last checkpoint then: network, target network, optimiser, schedules, random generators,
-statistics, best network, rows and replay buffer are those of a run that never stopped. The games of catch go on too.
-Emulators and Gymnasium environments do not give away their inner state: they are reset, on new seeds, and the episodes
-that were under way are left unfinished."""
+--output also holds checkpoint/, written at intervals and at the end, from which `gpu-replay train --resume --output
+DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random
+generators, statistics, best network, rows and replay buffer are the same as in an uninterrupted run. Running games of
+catch continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset with new seeds,
+and their running episodes are dropped."""
 FAMILIES = (
-    "The first default is that of catch; others follow for Gymnasium environments with vectors or images as "
-    "observations, and for Atari on a CPU or on CUDA, where they differ."
+    "Defaults are listed for catch first, then, where they differ, for Gymnasium environments with vectors or images "
+    "as observations, and for Atari on a CPU or on CUDA."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags: those of a run, and one for each setting of the agent."""
-    parser.add_argument(
-        "env",
-        metavar="ENV",
-        nargs="?",
-        help="catch, pong, any ALE game or any discrete Gymnasium id; not needed with --resume",
-    )
+    """Flags of the run, and one flag for each setting of the agent."""
+    env = "catch, pong, any ALE game or any discrete Gymnasium id; not needed with --resume"
+    parser.add_argument("env", metavar="ENV", nargs="?", help=env)
     run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--max-seconds",
-        type=positive_float,
-        metavar="X",
-        help="stop after this many seconds, those before a --resume included (default: no limit)",
-    )
-    run.add_argument("--seed", type=natural, metavar="N", help="of everything that is random (default: 0)")
+    limit = "stop after this many seconds, earlier parts of a resumed run included (default: no limit)"
+    run.add_argument("--max-seconds", type=positive_float, metavar="X", help=limit)
+    run.add_argument("--seed", type=natural, metavar="N", help="seed of all random numbers (default: 0)")
     run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda when there is one)")
     run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
     existing = run.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace the run that --output holds")
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the run that --output holds, as its settings.json says; only --steps and --max-seconds may be "
-        "raised",
-    )
-    run.add_argument(
-        "--checkpoint-every",
-        type=positive_float,
-        default=300.0,
-        metavar="X",
-        help="seconds between checkpoints, more where writing one takes over a fortieth of them (default: 300); the "
-        "end of a run always writes one",
-    )
+    existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
+    resume = "continue the run in --output with its own settings; only --steps and --max-seconds may be raised"
+    existing.add_argument("--resume", action="store_true", help=resume)
+    interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
+    run.add_argument("--checkpoint-every", type=positive_float, default=300.0, metavar="X", help=interval)
     run.add_argument(
         "--checkpoint-replay",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="the replay buffer is part of checkpoints (default: on); without it a resumed run fills a new one before "
-        "it learns on. The disk needs room for two checkpoints",
+        help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
+        "it continues to learn. The disk needs room for two checkpoints",
     )
     agent = parser.add_argument_group("the agent", FAMILIES)
     types = get_type_hints(Settings)
@@ -98,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _defaults(field: dataclasses.Field[Any]) -> str:
-    """The default, and the families that have another one."""
+    """The default, and those of families that differ."""
     others: dict[str, list[str]] = {}
     for family, preset in PRESETS.items():
         if preset.get(field.name, field.default) != field.default:
@@ -114,12 +96,10 @@ def _show(value: Any) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train as the flags say; returns the exit code. Raises UserError for what cannot be done."""
+    """Train as the flags say; returns the exit code. Raises UserError for bad input."""
     began = time.perf_counter()
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
-    if not options.resume:
-        return carry_out(_new_plan(options, began))
-    plan = resumed_plan(options, began)
+    plan = resumed_plan(options, began) if options.resume else _new_plan(options, began)
     if isinstance(plan, str):
         print(plan)
         return 0
@@ -131,22 +111,16 @@ def _new_plan(options: argparse.Namespace, began: float) -> Plan:
         raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     device = given_device(options.device)
     environment = identify(options.env)
-    settings = Settings.for_family(environment.family(device), **given_settings(options))
     seed = options.seed if options.seed is not None else 0
-    folder = options.output or _default_output(environment, seed)
+    default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Plan(
         environment=environment,
-        settings=settings,
+        settings=Settings.for_family(environment.family(device), **given_settings(options)),
         seed=seed,
         device=device,
-        folder=RunFolder(folder, "replace" if options.overwrite else "refuse"),
+        run_dir=RunDir(options.output or Path("runs") / default, "replace" if options.overwrite else "refuse"),
         max_seconds=options.max_seconds,
         checkpoint_every=options.checkpoint_every,
         checkpoint_replay=options.checkpoint_replay,
         began=began,
     )
-
-
-def _default_output(environment: EnvironmentId, seed: int) -> Path:
-    name = environment.name.replace("/", "-")
-    return Path("runs") / f"{name}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,4 +1,4 @@
-"""Deep Q-learning: how a sampled batch becomes a step of the network.
+"""Deep Q-learning: from a sampled batch to a step of the optimiser.
 
 Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Wang et al. 2016 (dueling), Schaul et al. 2016 (prioritized).
 """
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_replay.batch import Batch
+from gpu_replay import Batch
 from gpu_replay.training.exploration import Explorer
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
 
 
 class Agent:
-    """The online network, its target copy and their optimiser. Nothing here waits for the device but `means`."""
+    """The online network, its target copy and the optimiser. Only `means` synchronises with the device."""
 
     def __init__(self, network: QNetwork, settings: Settings, device: torch.device, seed: int) -> None:
         self.settings = settings
@@ -29,7 +29,7 @@ class Agent:
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.updates = 0
         self._weights = list(self.online.parameters())
-        # in a CUDA graph the step size and the count of steps must lie on the device
+        # a CUDA graph needs the step size and the step count on the device
         cuda = device.type == "cuda"
         rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
         self._optimizer = torch.optim.Adam(self._weights, lr=rate, eps=settings.adam_eps, fused=True, capturable=cuda)
@@ -48,17 +48,13 @@ class Agent:
         self.online.whiten(obs)
         self.target.whiten(obs)
 
-    def learn(self, batch: Batch) -> Tensor:
+    def update(self, batch: Batch) -> Tensor:
         """One step of the optimiser on an importance-weighted Huber loss; returns (B,) absolute TD errors.
 
         batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`.
-        """
-        td_error = self.update(batch)
-        self.after_update()
-        return td_error
 
-    def update(self, batch: Batch) -> Tensor:
-        """The part of `learn` that happens on the device, and can be captured in a CUDA graph."""
+        Runs on the device alone, so that it can be captured in a CUDA graph; `after_update` follows on the host.
+        """
         chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
         target = batch.reward + batch.discount * self._next_value(batch.next_obs)
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
@@ -72,14 +68,14 @@ class Agent:
         return td_error
 
     def after_update(self) -> None:
-        """The part of `learn` that the host decides, after each `improve`: when the target network follows."""
+        """Count an update, and copy to the target network when due."""
         self.updates += 1
         self._summed += 1
         if self.updates % self.settings.target_every == 0:
             self._update_target()
 
     def set_learning_rate(self, rate: float) -> None:
-        """The step size of the updates to come, those of a captured graph included."""
+        """Set the step size of the following updates, also those of a captured graph."""
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -87,7 +83,7 @@ class Agent:
                 group["lr"] = rate
 
     def means(self) -> tuple[float, float, float]:
-        """Mean loss, absolute TD error and value since the last call; not-a-number without updates in between."""
+        """Mean loss, absolute TD error and value since the last call; NaN without updates in between."""
         if self._summed == 0:
             return (float("nan"),) * 3
         loss, td_error, value = (self._sums / self._summed).tolist()
@@ -96,7 +92,7 @@ class Agent:
         return loss, td_error, value
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs; the tensors are the agent's own."""
+        """Everything that `restore` needs; the tensors are not copies."""
         weights = {index: self._optimizer.state[weight] for index, weight in enumerate(self._weights)}
         return {
             "updates": self.updates,
@@ -110,7 +106,7 @@ class Agent:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as the agent that gave this state would have."""
+        """Continue from the state of another agent."""
         self.updates = state["updates"]
         self.online.load_state_dict(state["online"])
         self.target.load_state_dict(state["target"])

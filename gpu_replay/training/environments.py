@@ -1,30 +1,30 @@
-"""The nouns of environments: what an agent must know of one, what a step of it is, and the interface all share.
+"""The interface of environments: their specification, the result of a step, and the methods all of them have.
 
-`send` starts a step and `recv` returns it, so that emulators run while the network learns. An ended episode is
-replaced by a new one within the same step; what the action led to comes beside it in `final_obs`, so that a truncated
-episode can be bootstrapped from its real last observation. Environments show single frames; stacking is the agent's.
+`send` starts a step and `recv` returns it, so that emulators run while the network learns. An episode that ends is
+reset within the same step (same-step autoreset); its last observation is returned as `final_obs`, from which a
+truncated episode is bootstrapped. Environments return single frames; `actors` stacks them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from gpu_replay.fields import Field
+from gpu_replay import Field
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What an agent must know about an environment.
+    """What the agent needs to know about an environment.
 
-    observation:      the field that stores one frame; its `scale` is what integers are multiplied by.
-    reward_threshold: mean return at which it counts as solved, or None.
+    observation:      the field that stores one frame; integers are multiplied by its `scale`.
+    reward_threshold: mean return at which the environment counts as solved, or None.
     bounds:           (low, high) of vector observations, or None for images.
-    stack:            newest frames that the agent sees as one observation, on an axis of their own if more than one.
+    stack:            how many of the newest frames make one observation; more than one adds a stack axis.
     """
 
     name: str
@@ -36,7 +36,7 @@ class EnvironmentSpec:
 
     @property
     def stacked(self) -> Field:
-        """What the agent sees: (stack, *shape) of frames, or the frame where they are not stacked."""
+        """The agent's observation: (stack, *shape), or the frame alone for a stack of 1."""
         frame = self.observation
         shape = frame.shape if self.stack == 1 else (self.stack, *frame.shape)
         return dataclasses.replace(frame, shape=shape)
@@ -46,10 +46,10 @@ class EnvironmentSpec:
 class Step:
     """One step of `E` environments.
 
-    obs:       (E, *shape) the newest frame: a new episode's first after an ending.
+    obs:       (E, *shape) the newest frame; after the end of an episode the first one of the next.
     reward:    (E,) float32.
     terminated, truncated: (E,) bool.
-    final_obs: (E, *shape) the last frame of episodes that ended, without meaning in other rows; None where none did.
+    final_obs: (E, *shape) the last frame of each episode that ended, undefined in other rows; None if none ended.
     """
 
     obs: Tensor
@@ -59,26 +59,32 @@ class Step:
     final_obs: Tensor | None
 
 
-class Environment(Protocol):
+class Environment(ABC):
     """`num_envs` parallel environments."""
 
     spec: EnvironmentSpec
     num_envs: int
 
+    @abstractmethod
     def reset(self, seed: int) -> Tensor:
-        """First frames; the same seed gives the same episodes."""
+        """First frames (E, *shape); the same seed gives the same episodes."""
 
+    @abstractmethod
     def send(self, actions: Tensor) -> None:
         """Start a step with actions (E,) int64."""
 
+    @abstractmethod
     def recv(self) -> Step:
-        """Finish it."""
+        """Wait for the step that `send` started."""
 
     def state(self) -> dict[str, Tensor] | None:
-        """What `restore` needs to go on in mid-episode, or None where environments do not give it away."""
+        """What `restore` needs to continue in mid-episode, or None where the simulator does not expose its state."""
+        return None
 
     def restore(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Go on from there; returns what is observed now."""
+        """Continue from a state; returns the current frames. Raises RuntimeError where `state` gives none."""
+        raise RuntimeError(f"{self.spec.name} cannot continue in mid-episode; reset it instead.")
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the environments hold."""

@@ -1,6 +1,6 @@
-"""How good the greedy policy is, on episodes that training never saw, and which network was the best.
+"""Evaluations of the greedy policy on seeds that training never uses, and the best network so far.
 
-Each of the parallel environments plays exactly one episode, so that short episodes are not counted more often than
+Each of the parallel environments contributes exactly one episode, so that short episodes do not count more often than
 long ones.
 """
 
@@ -39,7 +39,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Best:
-    """The network that did best in an evaluation, and when."""
+    """The network with the best evaluation so far."""
 
     network: QNetwork
     step: int
@@ -48,27 +48,21 @@ class Best:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Greater is better."""
+        """Sort key: the greater, the better; a solved network is better than any that is not."""
         return self.solved, self.evaluation.return_mean
 
 
 class Evaluator:
-    """Evaluates networks in environments of its own and keeps the best.
+    """Evaluates networks in its own environments and keeps a copy of the best.
 
     environment: `settings.eval_episodes` parallel environments.
-    stop:        looked at in every step, because an evaluation of long episodes can take a minute; every method
-                 raises Stopped then.
-    seconds:     time spent here, which is not part of the learning loop's.
+    stop:        checked in every step, since an evaluation of long episodes can take a minute; `evaluate` and `final`
+                 raise Stopped.
+    seconds:     spent here, which is not part of the learning loop's.
     """
 
     def __init__(
-        self,
-        environment: Environment,
-        settings: Settings,
-        *,
-        device: torch.device,
-        seed: int,
-        stop: StopRequest,
+        self, environment: Environment, settings: Settings, *, device: torch.device, seed: int, stop: StopRequest
     ) -> None:
         self.best: Best | None = None
         self.seconds = 0.0
@@ -80,17 +74,16 @@ class Evaluator:
         self._seed = seed
         self._count = 0
 
-    def examine(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
-        """Evaluate `network`, keep a copy if it is the best so far, and say whether the environment is solved.
+    def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
+        """Evaluate `network` and keep a copy if it is the best so far; returns whether the environment is solved, too.
 
-        Solved: this evaluation reaches the environment's threshold, and three more on other seeds, taken together,
-        lie above it by three standard errors: a run must not end on luck.
-        A solved network is better than any that is not.
+        Solved: this evaluation reaches the environment's threshold, and the mean of three more on other seeds exceeds
+        it by three standard errors, so that a run does not end by chance.
         """
         count = self._count + 1
         result = self._play(network, "evaluation", count)
         solved = self._reaches(result.return_mean) and self._confirmed(network, count)
-        # an evaluation that is interrupted never was: the resumed run repeats it
+        # an interrupted evaluation does not count: the resumed run repeats it
         self._count = count
         candidate = Best(copy.deepcopy(network), step, result, solved)
         if self.best is None or candidate.rank > self.best.rank:
@@ -110,23 +103,21 @@ class Evaluator:
         return self._reaches(mean - STANDARD_ERRORS * math.sqrt(variance / episodes))
 
     def final(self) -> Evaluation | None:
-        """The best network on episodes that had no part in choosing it; None without a best network."""
+        """Evaluate the best network on episodes that were not used to choose it; None without a best network."""
         return None if self.best is None else self._play(self.best.network, "final", 0)
 
     def state(self) -> dict[str, Any]:
-        """How many evaluations there were, and the best network."""
+        """The number of evaluations, and the best network."""
         best = None
         if self.best is not None:
-            best = {
+            best = vars(self.best) | {
                 "network": self.best.network.state_dict(),
-                "step": self.best.step,
                 "evaluation": asdict(self.best.evaluation),
-                "solved": self.best.solved,
             }
         return {"count": self._count, "seconds": self.seconds, "best": best}
 
     def restore(self, state: Mapping[str, Any], network: QNetwork) -> None:
-        """Go on from there; `network` is any of the kind, and only copied."""
+        """Continue from a state; `network` has the right architecture and is only copied."""
         self._count = state["count"]
         self.seconds = state["seconds"]
         self.best = None
@@ -136,20 +127,20 @@ class Evaluator:
             copied.load_state_dict(best["network"])
             self.best = Best(copied, best["step"], Evaluation(**best["evaluation"]), best["solved"])
 
-    @torch.no_grad()
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         began = time.perf_counter()
         try:
-            return self._played(network, stream, index)
+            return self._episodes(network, stream, index)
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _played(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
+    @torch.no_grad()
+    def _episodes(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         settings = self._settings
         seed = stream_seed(self._seed, stream, index)
         generator = torch.Generator(device=self._device).manual_seed(seed)
         _, obs = self._actors.reset(seed)
-        # counted where the environments live
+        # accumulated on the device of the environments
         returns = torch.zeros(self._environment.num_envs, device=self._actors.home)
         lengths = torch.zeros_like(returns)
         running = torch.ones_like(returns, dtype=torch.bool)

@@ -1,7 +1,8 @@
-"""How the agent leaves its greedy path: random actions, which may last several steps.
+"""Epsilon-greedy exploration whose random actions may persist for several steps.
 
-Where one random action is undone by the next (a swing, a hill) single ones never get anywhere: of 30 random episodes
-of Acrobot-v1 none reached the goal within its 500 steps, and 13 did when each action was repeated with probability 0.8.
+Where one random action undoes the one before (Acrobot, MountainCar) independent ones lead nowhere: of 30 random
+episodes of Acrobot-v1 none reached the goal within its 500 steps, and 13 did with each action repeated with
+probability 0.8.
 
 Dabney et al. 2021, "Temporally-Extended Epsilon-Greedy Exploration", with a geometric duration.
 """
@@ -27,10 +28,10 @@ def greedy_actions(values: Tensor, epsilon: float, generator: torch.Generator) -
 
 
 class Explorer:
-    """Random actions that go on with probability `persistence`, over `E` environments.
+    """Random actions in `E` environments, each repeated in the next step with probability `persistence`.
 
-    The share of random actions in the long run is the `epsilon` of each call, whatever the persistence. Nothing here
-    waits for the device.
+    In the long run a share `epsilon` of all actions is random, whatever the persistence. Never synchronises with the
+    device.
     """
 
     def __init__(self, persistence: float, generator: torch.Generator) -> None:
@@ -49,22 +50,22 @@ class Explorer:
         chance = torch.rand((2, count), generator=generator, device=device)
         if self._random is None or self._exploring is None:
             self._random, self._exploring = fresh, torch.zeros_like(fresh, dtype=torch.bool)
-        going_on = self._exploring & (chance[0] < self._persistence)
-        # with this chance to begin, exploring steps are a share `epsilon` of all
+        persisting = self._exploring & (chance[0] < self._persistence)
+        # the probability to start exploring that makes exploring steps a share `epsilon` of all
         begin = epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence)
-        self._random = torch.where(going_on, self._random, fresh)
-        self._exploring = going_on | (chance[1] < begin)
+        self._random = torch.where(persisting, self._random, fresh)
+        self._exploring = persisting | (chance[1] < begin)
         return torch.where(self._exploring, self._random, values.argmax(1))
 
     def state(self) -> dict[str, Tensor]:
-        """The generator, and what random actions go on."""
+        """The generator's state, and the random actions that persist."""
         state = {"generator": self._generator.get_state()}
         if self._random is not None and self._exploring is not None:
             state |= {"random": self._random, "exploring": self._exploring}
         return state
 
     def restore(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Go on as the explorer that gave this state would have."""
+        """Continue from a state."""
         self._generator.set_state(state["generator"])
         if "random" in state:
             self._random = state["random"].to(device)

@@ -1,8 +1,7 @@
-"""The networks that estimate action values: an MLP for vectors, three stacks of convolutions for images.
+"""Q networks: an MLP for vectors, three stacks of convolutions for images.
 
-Observations come in as they are stored: integers are scaled by the field's `scale` on the way in, vectors with bounds
-are mapped to [-1, 1], and images can be whitened; all of it is part of the network, so that a saved file needs nothing
-beside it.
+Networks take observations as they are stored: they scale integers by the field's `scale`, map vectors with bounds to
+[-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
 """
 
 from __future__ import annotations
@@ -32,18 +31,14 @@ class QNetwork(nn.Module):
     observation: the field that stores them; images are (channels, height, width).
     bounds:      (low, high) of a vector observation where both are finite, else None.
 
-    Raises UserError when the network does not suit the observation.
+    Raises UserError if the network does not fit the observation.
     """
 
     centre: Tensor
     stretch: Tensor
 
     def __init__(
-        self,
-        observation: Field,
-        num_actions: int,
-        settings: Settings,
-        bounds: tuple[Tensor, Tensor] | None = None,
+        self, observation: Field, num_actions: int, settings: Settings, bounds: tuple[Tensor, Tensor] | None = None
     ) -> None:
         super().__init__()
         self.scale = observation.scale if observation.scale is not None else 1.0
@@ -51,7 +46,7 @@ class QNetwork(nn.Module):
         self.half_convolutions = settings.bfloat16
         self.whitens = settings.whiten and settings.network != "mlp" and len(observation.shape) == 3
         if self.whitens:
-            # all channels alike, so that a stack of frames is one moving picture
+            # the same for all channels, which are frames of one stack
             centre, stretch = torch.zeros(observation.shape[1:]), torch.ones(())
         else:
             centre, stretch = _normalisation(observation.shape, bounds)
@@ -88,10 +83,10 @@ class QNetwork(nn.Module):
 
     @torch.no_grad()
     def whiten(self, obs: Tensor) -> None:
-        """Subtract the mean image of these from now on, and divide by the deviation of all pixels from it.
+        """Fit the whitening: subtract the mean image of `obs`, divide by the standard deviation of all pixels from it.
 
-        obs: (B, channels, height, width) as stored or as sampled. What stands still vanishes, and what moves, be it one
-        grey pixel in a thousand, is large.
+        obs: (B, channels, height, width) as stored or as sampled. A static background vanishes, and what moves is large
+        even if it is one grey pixel in a thousand.
         """
         if not self.whitens:
             return
@@ -99,11 +94,11 @@ class QNetwork(nn.Module):
         mean = images.mean((0, 1))
         deviation = (images - mean).square().mean().sqrt()
         self.centre.copy_(mean)
-        # a picture in which nothing ever moves stays finite
+        # images that never change stay finite
         self.stretch.copy_(1 / deviation.clamp(min=1e-3))
 
     def _runs_bfloat16(self, device: torch.device) -> bool:
-        """Whether convolutions run in bfloat16: on CPUs without instructions for it that would be slower."""
+        """Whether convolutions run in bfloat16, which is slower on CPUs without instructions for it."""
         return self.half_convolutions and (device.type != "cpu" or _cpu_has_bfloat16())
 
 
@@ -113,11 +108,11 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Centre and stretch that map bounded components to [-1, 1] and leave the others alone."""
+    """Centre and stretch that map bounded components to [-1, 1] and leave the others unchanged."""
     if bounds is None:
         return torch.zeros(()), torch.ones(())
     low, high = (bound.double().reshape(shape) for bound in bounds)
-    # environments write "unbounded" as infinity or as the largest float
+    # unbounded components have bounds of infinity or of the largest float
     known = (low.abs() < 1e6) & (high.abs() < 1e6) & (high > low)
     centre = torch.where(known, (low + high) / 2, 0.0)
     stretch = torch.where(known, 2 / (high - low), 1.0)
@@ -125,7 +120,7 @@ def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None)
 
 
 def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int]:
-    """The stack of convolutions and the number of features that leave it."""
+    """The stack of convolutions and its number of output features."""
     stack = CONVOLUTIONS[name]
     if not stack:
         return nn.Sequential(), math.prod(shape)

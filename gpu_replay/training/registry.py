@@ -1,4 +1,4 @@
-"""From what a user types (`pong`, `CartPole-v1`, `catch`) to an environment and the defaults that suit it."""
+"""Environments by name (`pong`, `CartPole-v1`, `catch`), and the family whose default settings apply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_replay.training.vector_envs import is_image, make_atari, make_gymnasium
 
 @dataclass(frozen=True)
 class EnvironmentId:
-    """A name that was recognised. `name` is the ROM name for Atari, the registered id for Gymnasium."""
+    """A known environment. `name` is the ROM name for Atari, the registered id for Gymnasium."""
 
     name: str
     kind: Literal["catch", "atari", "gymnasium"]
@@ -33,9 +33,9 @@ class EnvironmentId:
 
 
 def identify(name: str) -> EnvironmentId:
-    """Recognise an environment by name: `catch`, a ROM name or ALE id, or a registered Gymnasium id.
+    """Look up an environment: `catch`, a ROM name or ALE id, or a registered Gymnasium id.
 
-    Raises UserError that names the nearest known ones, or the package that is missing.
+    Raises UserError that names the closest known names, or the missing package.
     """
     if name == "catch":
         return EnvironmentId("catch", "catch")
@@ -51,8 +51,9 @@ def identify(name: str) -> EnvironmentId:
     # a ROM name has no version
     if name.startswith("ALE/") or re.search(r"-v\d+$", name) is None:
         require("ale_py", purpose=f"environment {name!r}")
-        games = _games()
-        rom = _rom_name(name)
+        from ale_py import roms
+
+        games, rom = set(roms.get_all_rom_ids()), _rom_name(name)
         if rom in games:
             return EnvironmentId(rom, "atari")
         known |= games
@@ -64,18 +65,12 @@ def identify(name: str) -> EnvironmentId:
 def make_environment(
     environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device
 ) -> Environment:
-    """`num_envs` parallel environments; `device` is where Catch lives, the others live in host memory."""
+    """`num_envs` parallel environments: Catch on `device`, all others in host memory."""
     if environment.kind == "catch":
         return Catch(num_envs, device)
     if environment.kind == "atari":
         return make_atari(environment.name, num_envs, settings)
     return make_gymnasium(environment.name, num_envs)
-
-
-def _games() -> set[str]:
-    from ale_py import roms
-
-    return set(roms.get_all_rom_ids())
 
 
 def _rom_name(name: str) -> str:

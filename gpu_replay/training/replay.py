@@ -1,4 +1,4 @@
-"""The replay buffer of a run, made as its settings say."""
+"""The replay buffer of a run, built from its settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gpu_replay.training.settings import Settings
 
 
 def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int) -> TrajectoryReplayBuffer:
-    """An empty buffer for steps of `settings.num_envs` environments: each frame once, stacks and windows when sampled.
+    """An empty buffer for `settings.num_envs` environments; frames are stored once, and `sample` stacks them.
 
-    Raises MemoryError when it does not fit.
+    Raises MemoryError if it does not fit.
     """
-    # the buffer advances the schedule by one with each sample, so it runs over the samples of the run
+    # the schedule advances by one with each sample, so its length is the planned number of samples
     beta = LinearSchedule(
         settings.beta_start, settings.beta_end, steps=max(1, settings.planned_updates // settings.updates_a_sample)
     )
@@ -36,7 +36,7 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
         n_step=settings.n_step,
         gamma=settings.gamma,
         autoreset="same_step",
-        # as ALE's own stacks begin, and the agent's
+        # as stacks of ALE and of the agent begin
         padding="zero",
         sampler=sampler,
         device=device,
@@ -45,12 +45,12 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
 
 
 def sampled_field(frame: Field, settings: Settings, device: torch.device) -> Field:
-    """How frames leave the buffer.
+    """The field that stores frames, with the dtype in which `sample` returns them.
 
-    On CUDA integers are scaled within the gather, to what the first convolution computes in: no pass of their own. A
-    CPU samples them as they are stored and the network scales them: four times fewer bytes leave the buffer, and the
-    two together took 836 µs against 894 µs for a batch of 64 stacks of 42x42, two stacks each. So does a network that
-    whitens, anywhere: it passes over all values once, which scales them too.
+    On CUDA the gather scales integers to the dtype of the first convolution, without a pass of its own. On a CPU they
+    are sampled as stored and scaled by the network: a quarter of the bytes leave the buffer, and both together took
+    836 µs instead of 894 µs for a batch of 64 with two stacks of 42x42 frames each. A network that whitens scales in
+    the same pass on any device, so there they are sampled as stored, too.
     """
     if frame.dtype.is_floating_point or device.type == "cpu" or settings.whiten:
         return Field(frame.shape, frame.dtype)
@@ -59,7 +59,7 @@ def sampled_field(frame: Field, settings: Settings, device: torch.device) -> Fie
 
 
 def beta_of(buffer: TrajectoryReplayBuffer, samples: int) -> float:
-    """The buffer's beta after so many samples; not-a-number without priorities."""
+    """The buffer's beta after so many samples; NaN without priorities."""
     sampler = buffer.sampler
     base = sampler.base if isinstance(sampler, Combined) else sampler
     if not isinstance(base, (Proportional, RankBased)):

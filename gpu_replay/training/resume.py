@@ -1,36 +1,35 @@
-"""What `gpu-replay train --resume` goes on with: the run of a folder, unless the flags contradict it."""
+"""`gpu-replay train --resume`: the plan to continue the run in a directory, unless the flags contradict it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpu_replay import CheckpointError
 from gpu_replay.console.errors import UserError
 from gpu_replay.engines.storage import check_device
-from gpu_replay.errors import CheckpointError
-from gpu_replay.training.checkpoints import SavedRun, latest
+from gpu_replay.training.checkpoints import latest
 from gpu_replay.training.registry import identify
-from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunFolder
+from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunDir
 from gpu_replay.training.session import Plan, ResumeState
 from gpu_replay.training.settings import Settings
 
-# what settings.json says beside the settings of the agent
+# what settings.json holds besides the settings of the agent
 IDENTITY = ("env", "seed", "device")
 
 
 def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the agent that flags named."""
+    """The settings of the agent that were given as flags."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def given_device(name: str | None) -> torch.device:
-    """The device of `--device`. Raises UserError for one that is not there."""
+    """The device of `--device`. Raises UserError if it is not available."""
     try:
         return check_device(name)
     except (ValueError, RuntimeError) as error:
@@ -38,16 +37,16 @@ def given_device(name: str | None) -> torch.device:
 
 
 def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
-    """How the run in `--output` goes on, or a sentence that it is finished.
+    """The plan to resume the run in `--output`, or a message that it is finished.
 
-    Raises UserError when there is no such run, it has no checkpoint, or flags contradict what it was started with.
+    Raises UserError if there is no such run, it has no checkpoint, or flags contradict what it was started with.
     """
     if options.output is None:
-        raise UserError("--resume needs --output DIR, the folder of the run to go on with.")
+        raise UserError("--resume needs --output DIR, the directory of the run to continue.")
     if not options.output.is_dir():
         raise UserError(f"--output {options.output} holds no run to resume: there is no such folder.")
-    folder = RunFolder(options.output, "resume")
-    written = folder.read_json(SETTINGS)
+    run_dir = RunDir(options.output, "resume")
+    written = run_dir.read_json(SETTINGS)
     if written is None:
         raise UserError(f"--output {options.output} holds no run to resume: {SETTINGS} is missing.")
     missing = [name for name in IDENTITY if name not in written]
@@ -55,19 +54,24 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
         raise UserError(f"{options.output / SETTINGS} does not say {', '.join(missing)}.")
     identity = {name: written.pop(name) for name in IDENTITY}
     settings = _raised(Settings.from_dict(written), identity, options)
-    saved = _saved(folder.path / CHECKPOINT)
-    _check_unchanged(saved.values, settings)
-    finished = _finished(folder, settings)
-    if finished is not None:
-        return finished
     try:
+        saved = latest(run_dir.path / CHECKPOINT)
+        if saved is None:
+            raise UserError(
+                f"{run_dir.path} holds no checkpoint: the run ended before its first one. Start "
+                "it again with --overwrite."
+            )
+        _check_unchanged(saved.values, settings)
+        finished = _finished(run_dir, settings)
+        if finished is not None:
+            return finished
         state = saved.state()
     except CheckpointError as error:
         raise UserError(f"--resume: {error}") from None
     used = float(state["trainer"]["seconds"])
     if options.max_seconds is not None and options.max_seconds <= used:
         raise UserError(
-            f"--max-seconds {options.max_seconds:g} is used up: the run had {used:.1f} s already, all its parts "
+            f"--max-seconds {options.max_seconds:g} is used up: the run has taken {used:.1f} s so far, all its parts "
             "together. Raise it, or leave it out."
         )
     return Plan(
@@ -75,7 +79,7 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
         settings=settings,
         seed=identity["seed"],
         device=given_device(identity["device"]),
-        folder=folder,
+        run_dir=run_dir,
         max_seconds=options.max_seconds,
         checkpoint_every=options.checkpoint_every,
         checkpoint_replay=options.checkpoint_replay,
@@ -85,7 +89,7 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
 
 
 def _raised(settings: Settings, identity: Mapping[str, Any], options: argparse.Namespace) -> Settings:
-    """The settings of the run, with more steps if they were asked for. Raises UserError for any other change."""
+    """The settings of the run, with more steps if requested. Raises UserError for any other change."""
     given = given_settings(options)
     steps = given.pop("steps", settings.steps)
     contradictions = []
@@ -102,22 +106,10 @@ def _raised(settings: Settings, identity: Mapping[str, Any], options: argparse.N
         contradictions.append(f"--steps {steps} (it has {settings.steps}, which can only be raised)")
     if contradictions:
         raise UserError(
-            f"--resume goes on with the run in {options.output} as it was started; what contradicts it: "
-            f"{', '.join(contradictions)}. Leave that out, or start another run."
+            f"--resume continues the run in {options.output} with its own settings; these flags contradict them: "
+            f"{', '.join(contradictions)}. Leave them out, or start another run."
         )
     return dataclasses.replace(settings, steps=steps)
-
-
-def _saved(folder: Path) -> SavedRun:
-    try:
-        saved = latest(folder)
-    except CheckpointError as error:
-        raise UserError(f"--resume: {error}") from None
-    if saved is None:
-        raise UserError(
-            f"{folder.parent} holds no checkpoint: the run ended before its first one. Start it again with --overwrite."
-        )
-    return saved
 
 
 def _check_unchanged(values: Mapping[str, Any], settings: Settings) -> None:
@@ -129,13 +121,13 @@ def _check_unchanged(values: Mapping[str, Any], settings: Settings) -> None:
             raise UserError(f"{SETTINGS} was changed: {field.name} is {now}, the checkpoint was made with {then}.")
 
 
-def _finished(folder: RunFolder, settings: Settings) -> str | None:
-    """A sentence if the run ended by itself and has no more steps to do."""
-    summary = folder.read_json(SUMMARY)
+def _finished(run_dir: RunDir, settings: Settings) -> str | None:
+    """A message if the run is complete and has no steps left."""
+    summary = run_dir.read_json(SUMMARY)
     if summary is None:
         return None
     if summary.get("stopped_by") == "solved":
-        return f"the run in {folder.path} is finished: solved after {summary.get('steps'):,} steps."
+        return f"the run in {run_dir.path} is finished: solved after {summary.get('steps'):,} steps."
     if summary.get("stopped_by") == "steps" and summary.get("steps", 0) >= settings.steps:
-        return f"the run in {folder.path} is finished: all {settings.steps:,} steps are done. Raise --steps to go on."
+        return f"the run in {run_dir.path} is finished: all {settings.steps:,} steps are done. Raise --steps to go on."
     return None

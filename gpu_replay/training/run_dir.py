@@ -1,15 +1,15 @@
-"""The output folder of a run: what lies in it, and how files get there whole."""
+"""The output directory of a run: the names of its files, and what may happen to a run that is already there."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu_replay.console import atomic_files
+from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
 
 PROGRESS = "progress.csv"
@@ -22,12 +22,12 @@ CHECKPOINT = "checkpoint"
 FILES = (PROGRESS, CURVE, NETWORK, SETTINGS, SUMMARY)
 
 
-class RunFolder:
-    """A folder for one run; `open` makes it ready, and nothing in it changes before that.
+class RunDir:
+    """The directory of one run; nothing in it changes before `open`.
 
-    existing: what to do with a run that is there: "refuse" it, "replace" it, or "resume" it.
+    existing: what to do with a run that is already there: "refuse" it, "replace" it, or "resume" it.
 
-    Raises UserError when the folder holds a run that is refused, or cannot be written.
+    Raises UserError if the directory holds a run that is refused, or is not writable.
     """
 
     def __init__(self, path: Path, existing: Literal["refuse", "replace", "resume"]) -> None:
@@ -43,12 +43,12 @@ class RunFolder:
         present = [name for name in (*FILES, CHECKPOINT) if (path / name).exists()]
         if present and existing == "refuse":
             raise UserError(
-                f"--output {path} already holds a run ({', '.join(present)}). Go on with it by --resume, replace it by "
-                "--overwrite, or choose another."
+                f"--output {path} already holds a run ({', '.join(present)}). Continue it with --resume, replace it "
+                "with --overwrite, or choose another directory."
             )
 
     def open(self) -> None:
-        """Remove the run that is there; of one that is resumed, only the summary of what was not its end."""
+        """Remove the previous run; of a run that is resumed, only its summary."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         if self._existing == "resume":
             return
@@ -58,7 +58,7 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """What `write_json` wrote, or None where there is no such file. Raises UserError for anything else."""
+        """What `write_json` wrote, or None if there is no such file. Raises UserError for anything else."""
         path = self.path / name
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -71,16 +71,8 @@ class RunFolder:
         return found
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write a JSON file; numbers that are not finite become null, as JSON has no word for them."""
-        text = json.dumps(_finite(values), indent=2) + "\n"
-        self.replace(name, lambda path: path.write_text(text, encoding="utf-8"))
-
-    def replace(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file beside its place and move it there, so that a reader never sees half of it.
-
-        write: gets the path to write to, which ends as `name` does.
-        """
-        atomic_files.replace(self.path / name, write)
+        """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
+        write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -88,6 +80,4 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return value
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""What a finished run amounts to: `summary.json`, and a few lines for the person who waited."""
+"""The summary of a finished run: `summary.json`, the closing lines on standard output, and the learning curve."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def summarize(
 ) -> dict[str, Any]:
     """The figures of a run.
 
-    fresh: the best network on episodes that had no part in choosing it; without them (an interrupted run) the
-           evaluation that chose it is reported, and `eval_fresh` is false.
+    fresh: evaluation of the best network on episodes that were not used to choose it; without it (an interrupted run)
+           the evaluation by which it was chosen is reported, and `eval_fresh` is false.
 
-    Rates are over `wall_seconds`, which hold evaluations, start-up and all parts of a resumed run. `time_split` is in
-    seconds of the learning loop, its parts scaled up from timed steps on CUDA; `replay_share` is the share of replay in
-    it, as `Trainer.shares` finds it. Call this last: it may go on learning.
+    Rates are over `wall_seconds`, which include evaluations, start-up and all parts of a resumed run. `time_split` is
+    in seconds of the learning loop, extrapolated from timed steps on CUDA; `replay_share` is the share of replay in it,
+    see `Trainer.shares`. Call this last: it may continue to learn.
     """
     best = evaluator.best
     reported = fresh if fresh is not None or best is None else best.evaluation
@@ -61,7 +61,7 @@ def summarize(
     }
 
 
-def closing_words(summary: dict[str, Any], folder: Path) -> str:
+def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     """Three lines: how good, how fast, where."""
     reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": "solved"}.get(
         summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
@@ -96,7 +96,7 @@ def draw_curve(
     evaluations: (step, mean return, mean length) of the greedy policy.
     threshold:   the return at which the environment counts as solved, or None.
     """
-    # the figure is made without pyplot, which would look for a display and keep global state
+    # without pyplot, which looks for a display and keeps global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -109,15 +109,8 @@ def draw_curve(
     for axes, column, position, label in panels:
         axes.plot(steps, [row[column] for row in rows], color="tab:blue", label="training, mean of the last episodes")
         if evaluations:
-            axes.plot(
-                [each[0] for each in evaluations],
-                [each[position] for each in evaluations],
-                color="tab:orange",
-                marker="o",
-                markersize=4,
-                linewidth=1,
-                label="evaluation, greedy",
-            )
+            points = [each[0] for each in evaluations], [each[position] for each in evaluations]
+            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label="evaluation, greedy")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     if threshold is not None:

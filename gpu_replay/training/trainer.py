@@ -1,8 +1,7 @@
-"""The learning loop: act, learn while the environments run, store, and now and then look at how it goes.
+"""The learning loop: act, learn while the environments run, store; evaluate and log at intervals.
 
-The order within a step is send, learn, receive: emulators with threads of their own work while the network learns.
-The program reads from the device once a step for the actions of environments in host memory, and otherwise only
-where it logs.
+The order within a step is send, learn, receive: emulators with their own threads run while the network learns. The
+host reads from the device once a step, for the actions of environments in host memory, and otherwise only to log.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.graphs.cuda_graph import CaptureError
 from gpu_replay.training.actors import Actors
+from gpu_replay.training.checkpoints import CheckpointManager
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
@@ -29,12 +29,12 @@ from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
 
-# batches from which the whitening of images is found
+# batches to which the whitening of images is fitted
 WHITENING_BATCHES = 16
 
 
-class Listener(Protocol):
-    """Who is told how a run goes."""
+class Listener:
+    """Receives the progress events of a run; this one ignores them."""
 
     def advance(self, step: int) -> None:
         """After every step of the environments; `step` counts those of all environments together."""
@@ -46,26 +46,14 @@ class Listener(Protocol):
         """The greedy policy was evaluated; `best` is its network if it is the best so far."""
 
 
-class Saver(Protocol):
-    """Who writes checkpoints of a run."""
-
-    seconds: float
-
-    def due(self) -> bool:
-        """Whether it is time for one."""
-
-    def save(self) -> None:
-        """Write one of this moment."""
-
-
 class Trainer:
     """One run of the agent; `evaluator` plays in environments of its own.
 
-    buffer: what a resumed run goes on with; made anew without it.
+    buffer: of a resumed run; without it an empty one is made.
 
-    `step` counts those of all environments together, `resumed` how often the run went on after an end.
+    `step` counts those of all environments together, `resumed` how often the run was resumed.
 
-    Raises MemoryError when the replay buffer does not fit, UserError when the network does not suit the environment.
+    Raises MemoryError if the replay buffer does not fit, UserError if the network does not fit the environment.
     """
 
     def __init__(
@@ -99,16 +87,16 @@ class Trainer:
         self._drawn = settings.batch_size * settings.updates_a_sample
         self._captured = self.buffer.capture(self._drawn, self._learn_from) if settings.graph else None
         self.last_row: dict[str, float] = {}
-        # steps in the buffer's life, and those of them that a reset has broken off
+        # steps added to the buffer in its lifetime, and those of them whose windows a reset cut off
         self._added = self._lost = 0
         self._evaluated = self._logged = 0
         self._next_evaluation, self._next_row = settings.eval_every, settings.log_every
         self._solved = False
         self._last_mark = (0, 0, 0.0)
         self.resumed = 0
-        self._saver: Saver | None = None
+        self._checkpoints: CheckpointManager | None = None
         self._earlier_checkpoints = 0.0
-        # seconds of earlier parts of the run, and the beginning of this one
+        # seconds of earlier parts of the run, and the start of this one
         self._before = 0.0
         self._began = time.perf_counter()
 
@@ -123,7 +111,7 @@ class Trainer:
         return self._last_mark[2]
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs but for the replay buffer's contents; the tensors are the trainer's own."""
+        """Everything that `restore` needs except the content of the replay buffer; the tensors are not copies."""
         return {
             "step": self.step,
             "seconds": self.seconds,
@@ -146,13 +134,13 @@ class Trainer:
         }
 
     def restore(self, state: Mapping[str, Any], *, filled: bool) -> None:
-        """Go on where the trainer was that gave this state.
+        """Continue from the state of another trainer.
 
-        filled: the buffer that this trainer was made with holds what that one's did. Without it the warm-up of the
-                buffer is repeated, with the agent as it is.
+        filled: whether this trainer was made with that one's replay buffer. Otherwise the warm-up of the buffer is
+                repeated, with the agent as it is.
 
-        Environments that gave their state go on in mid-episode. Others start new episodes, on seeds that the run has
-        not seen, and what the agent experienced last in the old ones is not learned from.
+        Environments that have a state continue in mid-episode. Others start new episodes, on seeds that the run has not
+        used, and the last steps of the unfinished episodes are not learned from.
         """
         self.step, self._before = state["step"], state["seconds"]
         self._earlier_checkpoints = state["checkpoint_seconds"]
@@ -169,7 +157,7 @@ class Trainer:
         if filled:
             self._added, self._lost = state["added"], state["lost"]
         else:
-            # the schedule of beta goes on
+            # the schedule of beta continues
             empty = self.buffer.state_dict()
             empty["counters"]["STEP"] = state["samples"]
             self.buffer.load_state_dict(empty)
@@ -179,32 +167,36 @@ class Trainer:
             self._frame, self._obs = self._actors.reset(stream_seed(self._seed, "training", self.resumed))
             self._statistics.abandon()
             self.buffer.begin_episodes()
-            # the windows that were open never become starts
+            # windows that were open are never completed
             self._lost += self._waiting
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Seconds that went into checkpoints, those of earlier parts included."""
-        return self._earlier_checkpoints + (0.0 if self._saver is None else self._saver.seconds)
+        """Seconds spent on checkpoints, earlier parts included."""
+        return self._earlier_checkpoints + (0.0 if self._checkpoints is None else self._checkpoints.seconds)
 
     def run(
-        self, listener: Listener, stop: StopRequest, max_seconds: float | None = None, saver: Saver | None = None
+        self,
+        listener: Listener,
+        stop: StopRequest,
+        max_seconds: float | None = None,
+        checkpoints: CheckpointManager | None = None,
     ) -> str:
-        """Learn until the steps or seconds are used up, the environment is solved, or `stop` is asked to stop.
+        """Learn until the steps or seconds are used up, the environment is solved, or a signal arrives.
 
-        saver: writes a checkpoint when it is due and where the loop ends, before the closing evaluation and row: a
-               resumed run goes on as if it had never stopped.
+        checkpoints: saved when due and at the end of the loop, before the closing evaluation and row: a resumed run
+                     continues as if it had never stopped.
 
         Returns why it ended: "steps", "max_seconds", "solved", or the name of the signal.
         """
         self._began = time.perf_counter()
-        self._saver = saver
+        self._checkpoints = checkpoints
         try:
             reason = self._loop(listener, stop, max_seconds)
         except Stopped as stopped:
             reason = stopped.reason
-        if saver is not None:
-            saver.save()
+        if checkpoints is not None:
+            checkpoints.save()
         try:
             stop.check()
             if self._evaluated != self.step:
@@ -217,7 +209,7 @@ class Trainer:
 
     def _loop(self, listener: Listener, stop: StopRequest, max_seconds: float | None) -> str:
         while True:
-            # what an interruption left undone comes first
+            # an evaluation or row that an interruption skipped comes first
             if self.step >= self._next_evaluation and self.agent.updates:
                 self._evaluate(listener)
                 self._next_evaluation += self.settings.eval_every
@@ -226,30 +218,26 @@ class Trainer:
                 self._log(listener)
             if self._solved and self.settings.early_stop:
                 return "solved"
-            if (reason := self._used_up(max_seconds)) is not None:
-                return reason
-            if self._saver is not None and self._saver.due():
-                self._saver.save()
+            if self.step >= self.settings.steps:
+                return "steps"
+            if max_seconds is not None and self.seconds >= max_seconds:
+                return "max_seconds"
+            if self._checkpoints is not None and self._checkpoints.due():
+                self._checkpoints.save()
             stop.check()
             self._advance()
             listener.advance(self.step)
 
-    def _used_up(self, max_seconds: float | None) -> str | None:
-        if self.step >= self.settings.steps:
-            return "steps"
-        if max_seconds is not None and self.seconds >= max_seconds:
-            return "max_seconds"
-        return None
-
     def _advance(self) -> None:
-        """One step of all environments, and the updates that go with it."""
+        """One step of all environments, with its updates."""
         watch = self.watch
         watch.begin()
         actions = self.agent.act(self._obs, self.settings.epsilon(self.step))
         watch.lap("act")
         self._actors.send(actions)
         watch.lap("env")
-        if self._ready:
+        # the warm-up is counted on the host: asking the buffer would wait for the device
+        if self._added - self._waiting - self._lost >= self.settings.warmup:
             self._learn()
         arrival = self._actors.recv()
         self._statistics.push(arrival.step.reward, arrival.step.terminated | arrival.step.truncated)
@@ -268,17 +256,12 @@ class Trainer:
         self.step += self.environment.num_envs
 
     @property
-    def _ready(self) -> bool:
-        """Whether enough can be drawn; asking the buffer would wait for the device."""
-        return self._added - self._waiting - self._lost >= self.settings.warmup
-
-    @property
     def _waiting(self) -> int:
-        """Steps whose windows are open."""
+        """Steps whose n-step windows are not complete yet."""
         return self.settings.n_step * self.environment.num_envs
 
     def _fit_whitening(self) -> None:
-        """What the warm-up looks like, before the first update."""
+        """Fit the whitening to the warm-up, before the first update."""
         if self.settings.whiten:
             batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
             self.agent.whiten(torch.cat(batches))
@@ -290,7 +273,7 @@ class Trainer:
         return self.agent.updates // self.settings.updates_a_sample + whitening
 
     def _learn(self) -> None:
-        """The updates that go with one step of all environments."""
+        """The updates of one step of all environments."""
         if self.agent.updates == 0 and self.settings.updates:
             self._fit_whitening()
         self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
@@ -302,7 +285,7 @@ class Trainer:
         self.watch.lap("learn")
 
     def _update(self) -> None:
-        """One draw and the updates that learn from it, on CUDA as one graph unless it cannot be captured."""
+        """One draw and the updates that share it; on CUDA one graph, unless it cannot be captured."""
         if self._captured is not None:
             if not self._captured.captured:
                 self.watch.skip()
@@ -325,7 +308,7 @@ class Trainer:
         """
         self.watch.lap("replay")
         together = self.settings.updates_a_sample
-        # rows that stand together come from neighbouring strata, so each batch takes every so many
+        # adjacent rows come from adjacent strata of the distribution, so each batch takes rows at a stride
         parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
         td_errors = [self.agent.update(part) for part in parts]
         self.watch.lap("learn")
@@ -334,15 +317,15 @@ class Trainer:
             self.watch.lap("replay")
 
     def _learn_nothing(self, batch: Batch) -> Tensor | None:
-        """What stands for `_learn_from` where the buffer's part of an update is timed alone."""
+        """Replaces `_learn_from` to time the buffer's part of an update alone: new priorities without learning."""
         return batch.weight if self._prioritized else None
 
     def shares(self) -> dict[Part, float]:
         """Share of each part in the time of the learning loop; "replay" is add, sample and update_priorities together.
 
-        A captured update cannot be looked into. There, the buffer's part of it is captured alone, both are replayed
-        many times, and the ratio of the two times is taken from "learn". That goes on learning, so this comes last of
-        all that is done with a trainer.
+        A captured update cannot be split by timers. Instead the buffer's part is captured alone, both are replayed many
+        times, and the ratio of their times is moved from "learn" to "replay". That continues to learn, so this must be
+        the last call on a trainer.
         """
         shares = self.watch.shares()
         if self._captured is not None and self._captured.captured:
@@ -354,11 +337,11 @@ class Trainer:
         return shares
 
     def _evaluate(self, listener: Listener) -> None:
-        evaluation, self._solved = self.evaluator.examine(self.agent.online, self.step)
+        evaluation, self._solved = self.evaluator.evaluate(self.agent.online, self.step)
         self._evaluated = self.step
         best = self.evaluator.best
-        is_best = best is not None and best.step == self.step
-        listener.evaluated(self.step, evaluation, best.network if best is not None and is_best else None)
+        improved = best is not None and best.step == self.step
+        listener.evaluated(self.step, evaluation, best.network if best is not None and improved else None)
 
     def _log(self, listener: Listener) -> None:
         episodes, return_mean, length_mean = self._statistics.read()

@@ -1,24 +1,25 @@
-"""Environments that live in host memory: Gymnasium's, and ALE's native vector environment for Atari.
+"""Environments in host memory: Gymnasium's vector environments, and ALE's native one for Atari.
 
-Both run in same-step autoreset mode, in which no bogus transition exists. What is awkward about each stays in this
-file: ALE's `final_obs` is absent on steps where nothing ended and garbage in rows that did not end, its rewards are
+Both run in same-step autoreset mode, in which every transition is a real one. Their peculiarities stay in this file:
+ALE gives no `final_obs` for steps in which no episode ends and garbage in rows that did not end, its rewards are
 integers and its actions must be arrays; Gymnasium gives `final_obs` as an array of arrays.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay import Field
 from gpu_replay.console.errors import UserError
-from gpu_replay.fields import Field
-from gpu_replay.training.environments import EnvironmentSpec, Step
+from gpu_replay.console.versions import cpu_cores
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
 from gpu_replay.training.settings import Settings
 
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions
@@ -26,11 +27,12 @@ PONG_ACTIONS = (0, 2, 3)
 DEFAULT_FPS = 30.0
 
 
-class HostEnvironment:
-    """A Gymnasium vector environment in same-step autoreset mode, whose arrays live in host memory.
+class HostEnvironment(Environment):
+    """A Gymnasium vector environment in same-step autoreset mode.
 
-    actions: maps the agent's actions to the environment's.
-    layout:  axes of one stored observation in terms of the environment's, or None.
+    actions:      maps the agent's actions to the environment's.
+    layout:       permutation of an observation's axes for storage, or None.
+    asynchronous: whether the environment has `send` and `recv` of its own, as ALE's has.
     """
 
     def __init__(
@@ -50,19 +52,19 @@ class HostEnvironment:
         self._pending = np.zeros(self.num_envs, dtype=np.int64)
 
     def reset(self, seed: int) -> Tensor:
-        """First observations, each environment with its own seed made from `seed`."""
+        """First observations; each environment has its own seed, derived from `seed`."""
         seeds = np.random.SeedSequence(seed).generate_state(self.num_envs, np.uint32).astype(np.int64) >> 1
         obs, _ = self._vector.reset(seed=seeds if self._asynchronous else seeds.tolist())
         return self._tensor(obs)
 
     def send(self, actions: Tensor) -> None:
-        """Start a step; the one place where actions leave the device."""
+        """Start a step; this copies the actions to the host."""
         self._pending = self._actions[actions.cpu().numpy()]
         if self._asynchronous:
             self._vector.send(self._pending)
 
     def recv(self) -> Step:
-        """Finish it."""
+        """Wait for the step."""
         result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
         obs, reward, terminated, truncated, info = result
         ended = np.flatnonzero(terminated | truncated)
@@ -74,16 +76,14 @@ class HostEnvironment:
             final_obs=self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None,
         )
 
-    def state(self) -> None:
-        """Nothing: neither library gives away what its simulators hold."""
-
-    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Not to be had: `state` never gave one."""
-        raise RuntimeError(f"{self.spec.name} cannot go on in mid-episode; reset it instead.")
+    def pictures(self) -> list[Any]:
+        """Pictures of the first environment since the last call, if it was made with `rendered`."""
+        found: list[Any] = self._vector.render()[0]
+        return found
 
     @property
     def fps(self) -> float:
-        """Steps in a second of natural speed, as far as the environment says."""
+        """Steps per second at natural speed, if the environment states it."""
         return float((self._vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class HostEnvironment:
 
 
 def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Final observations as one array. Rows of episodes that went on are garbage with ALE, missing with Gymnasium."""
+    """Final observations as one array. Rows of running episodes are garbage with ALE, missing with Gymnasium."""
     if finals.dtype != object:
         return finals
     filled = np.zeros_like(like)
@@ -108,44 +108,26 @@ def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarr
     return filled
 
 
-def make_atari(game: str, num_envs: int, settings: Settings) -> HostEnvironment:
-    """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are the game's own."""
-    side = settings.frame_size
-    field = Field((side, side), torch.uint8, torch.float32, 1 / 255)
-    return _atari(game, num_envs, settings, field, grayscale=True)
+def make_atari(game: str, num_envs: int, settings: Settings, *, screen: bool = False) -> HostEnvironment:
+    """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are not clipped.
 
-
-def make_atari_screen(game: str, settings: Settings) -> HostEnvironment:
-    """One game as its console shows it, (height, width, 3): seeds and actions of `make_atari` make the same game."""
-    from ale_py import ALEInterface, LoggerMode, roms
-
-    ALEInterface.setLoggerMode(LoggerMode.Error)
-    console = ALEInterface()
-    rom: Any = roms.get_rom_path(game)
-    console.loadROM(rom)
-    height, width = console.getScreenDims()
-    return _atari(game, 1, settings, Field((height, width, 3), torch.uint8), grayscale=False)
-
-
-def _cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _atari(game: str, num_envs: int, settings: Settings, field: Field, *, grayscale: bool) -> HostEnvironment:
+    screen: frames in the console's resolution and colours, (height, width, 3), instead of the agent's small grey ones.
+    """
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
 
+    side = settings.frame_size
+    field = _screen_field(game) if screen else Field((side, side), torch.uint8, torch.float32, 1 / 255)
     vector = AtariVectorEnv(
         game,
         num_envs,
-        # the network learns beside the emulators: it keeps its cores
-        num_threads=max(1, _cores() - settings.threads),
+        # leave the network its cores: it learns while the emulators run
+        num_threads=max(1, cpu_cores() - settings.threads),
         autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=field.shape[0],
         img_width=field.shape[1],
-        grayscale=grayscale,
-        # each frame crosses to the device, and is stored, once
+        grayscale=not screen,
+        # frames are transferred and stored once; `actors` stacks them
         stack_num=1,
         repeat_action_probability=settings.sticky,
         reward_clipping=False,
@@ -154,40 +136,38 @@ def _atari(game: str, num_envs: int, settings: Settings, field: Field, *, graysc
     actions = np.arange(space.n, dtype=np.int64)
     if game == "pong" and settings.reduced_actions:
         actions = actions[list(PONG_ACTIONS)]
-    spec = EnvironmentSpec(
-        name=game,
-        observation=field,
-        num_actions=len(actions),
-        reward_threshold=None,
-        bounds=None,
-        stack=settings.frame_stack,
-    )
+    spec = EnvironmentSpec(game, field, len(actions), reward_threshold=None, bounds=None, stack=settings.frame_stack)
     return HostEnvironment(vector, spec, actions, asynchronous=True)
 
 
-def make_gymnasium(name: str, num_envs: int, *, watch: Callable[[Any], object] | None = None) -> HostEnvironment:
+def _screen_field(game: str) -> Field:
+    from ale_py import ALEInterface, LoggerMode, roms
+
+    ALEInterface.setLoggerMode(LoggerMode.Error)
+    console = ALEInterface()
+    rom: Any = roms.get_rom_path(game)
+    console.loadROM(rom)
+    return Field((*console.getScreenDims(), 3), torch.uint8)
+
+
+def make_gymnasium(name: str, num_envs: int, *, rendered: bool = False) -> HostEnvironment:
     """A registered Gymnasium environment with discrete actions and Box observations, stepped in this process.
 
-    watch: gets a picture, as the environment draws itself, after each reset and each step of any environment.
+    rendered: every reset and step is rendered, for `HostEnvironment.pictures`.
 
     Raises UserError for other spaces, and for environments that Gymnasium cannot make.
     """
     import gymnasium
     from gymnasium.spaces import Box, Discrete
     from gymnasium.vector import AutoresetMode
+    from gymnasium.wrappers import RenderCollection
 
-    seen: dict[str, Any] = {}
-    if watch is not None:
-        seen = {"wrappers": (lambda environment: _watched(environment, watch),), "render_mode": "rgb_array"}
+    options: dict[str, Any] = {"vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
+    if rendered:
+        options |= {"wrappers": (partial(RenderCollection, reset_clean=False),), "render_mode": "rgb_array"}
     with _one_line_errors(name):
-        vector = gymnasium.make_vec(
-            name,
-            num_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-            **seen,
-        )
-    # what gymnasium promises of these spaces is wider than what is checked here
+        vector = gymnasium.make_vec(name, num_envs, vectorization_mode="sync", **options)
+    # typed wider by gymnasium than what is checked here
     observation: Any = vector.single_observation_space
     action: Any = vector.single_action_space
     if not isinstance(action, Discrete):
@@ -205,30 +185,11 @@ def make_gymnasium(name: str, num_envs: int, *, watch: Callable[[Any], object] |
         reward_threshold=None if vector.spec is None else vector.spec.reward_threshold,
         bounds=(low, high) if field.dtype == torch.float32 else None,
     )
-    actions = np.arange(int(action.n), dtype=np.int64) + int(action.start)
-    return HostEnvironment(vector, spec, actions, layout)
-
-
-def _watched(environment: Any, watch: Callable[[Any], object]) -> Any:
-    """The environment, handing over a picture after each reset and step."""
-    import gymnasium
-
-    class Watched(gymnasium.Wrapper[Any, Any, Any, Any]):
-        def reset(self, **options: Any) -> Any:
-            result = self.env.reset(**options)
-            watch(self.env.render())
-            return result
-
-        def step(self, action: Any) -> Any:
-            result = self.env.step(action)
-            watch(self.env.render())
-            return result
-
-    return Watched(environment)
+    return HostEnvironment(vector, spec, np.arange(spec.num_actions) + int(action.start), layout)
 
 
 def spaces(name: str) -> tuple[Any, Any]:
-    """Observation and action space of a registered environment. Raises UserError when Gymnasium cannot make it."""
+    """Observation and action space of a registered environment. Raises UserError if Gymnasium cannot make it."""
     import gymnasium
 
     with _one_line_errors(name):
@@ -248,7 +209,7 @@ def _one_line_errors(name: str) -> Iterator[None]:
 
 
 def _field(space: Any) -> tuple[Field, tuple[int, ...] | None]:
-    """How observations of a Box are stored: bytes as bytes (images with channels first), all else as float32."""
+    """The field that stores observations of a Box (bytes as bytes, all else as float32), and the order of its axes."""
     shape = tuple(space.shape)
     if space.dtype != np.uint8:
         return Field(shape, torch.float32), None

@@ -1,4 +1,4 @@
-"""Pictures in a row, and how they become a file that a person can look at: GIF, or MP4 where ffmpeg is installed."""
+"""Videos of episodes as GIF, or as MP4 where ffmpeg is installed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 
 from gpu_replay.console.errors import UserError
 
-# colours of a GIF, and pictures that are looked at to choose them
+# colours of a GIF, and pictures from which they are chosen
 COLOURS = 256
-WHITENING_BATCHES = 48
-# an ending is held for a moment
+PALETTE_PICTURES = 48
+# the last picture of an episode is shown for so long
 PAUSE_SECONDS = 0.7
 
 
-class Film:
-    """Pictures of one size, kept compressed: a game of Pong has two thousand of them.
+class Video:
+    """Pictures of one size, compressed in memory: a game of Pong has two thousand.
 
-    fps:   pictures in a second.
-    scale: each pixel becomes a square of this side.
+    fps:   pictures per second.
+    scale: magnification in the file; a pixel becomes a square of this side.
     """
 
     def __init__(self, fps: float, scale: int) -> None:
@@ -40,13 +40,13 @@ class Film:
             self._shape = picture.shape
         if picture.shape != self._shape or picture.dtype != np.uint8:
             raise ValueError(
-                f"all pictures of a film need one shape and uint8; the first has {self._shape}, this one "
+                f"all pictures of a video need one shape and uint8; the first has {self._shape}, this one "
                 f"{picture.shape} of {picture.dtype}."
             )
         self._packed.append(zlib.compress(np.ascontiguousarray(picture).tobytes(), 1))
 
     def hold(self) -> None:
-        """Show the last picture for a moment."""
+        """Hold the last picture for PAUSE_SECONDS."""
         self._packed += self._packed[-1:] * round(self.fps * PAUSE_SECONDS)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Film:
 
     @property
     def seconds(self) -> float:
-        """How long it takes to watch."""
+        """Playing time."""
         return len(self) / self.fps
 
     @property
@@ -63,13 +63,13 @@ class Film:
         return self._shape[1] * self.scale, self._shape[0] * self.scale
 
     def pictures(self, every: int = 1) -> Iterator[np.ndarray]:
-        """Each picture, or every so manieth, as it came."""
+        """Every picture, or one in `every`."""
         for packed in self._packed[::every]:
             yield np.frombuffer(zlib.decompress(packed), np.uint8).reshape(self._shape)
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError unless a film can be written there by what is installed."""
+    """Raise UserError unless a video can be written there with what is installed."""
     if path.suffix.lower() not in (".gif", ".mp4"):
         raise UserError(f"--output {path} must end in .gif or .mp4.")
     if path.suffix.lower() == ".mp4" and _ffmpeg() is None:
@@ -80,35 +80,34 @@ def check_output(path: Path) -> None:
         raise UserError(f"--output {path}: there is no folder {path.parent}.")
 
 
-def write_film(film: Film, path: Path) -> None:
-    """Write a film as what the name says. Raises OSError when that fails."""
+def write_video(video: Video, path: Path) -> None:
+    """Write a video in the format of the file's suffix. Raises OSError if that fails."""
     if path.suffix.lower() == ".mp4":
-        _write_mp4(film, path)
+        _write_mp4(video, path)
     else:
-        _write_gif(film, path)
+        _write_gif(video, path)
 
 
-def _write_gif(film: Film, path: Path) -> None:
+def _write_gif(video: Video, path: Path) -> None:
     from PIL import Image
 
-    indexed = _indexer(film)
-    images = (indexed(picture).resize(film.size, Image.Resampling.NEAREST) for picture in film.pictures())
-    # delays are hundredths of a second, so they alternate between two that make the speed right
-    ends = np.round(np.arange(len(film) + 1) * 100 / film.fps).astype(int)
+    indexed = _indexer(video)
+    images = (indexed(picture).resize(video.size, Image.Resampling.NEAREST) for picture in video.pictures())
+    # a GIF counts in hundredths of a second: delays alternate between two values that give the right mean
+    ends = np.round(np.arange(len(video) + 1) * 100 / video.fps).astype(int)
     delays = (np.diff(ends) * 10).tolist()
-    # of pictures in a row only the rectangle that changed is written
     next(images).save(path, "GIF", save_all=True, append_images=images, duration=delays, loop=0, optimize=False)
 
 
-def _indexer(film: Film) -> Callable[[np.ndarray], Any]:
-    """How pictures become images with a palette: exactly while the whole film has few colours, else as near as it gets.
+def _indexer(video: Video) -> Callable[[np.ndarray], Any]:
+    """A function from pictures to images with a palette: exact if the video has at most 256 colours, else the nearest.
 
-    All images have the same palette, without which nothing of the one before could stay.
+    All images share one palette, so that a GIF stores only the rectangle that changed.
     """
     from PIL import Image
 
     seen = np.zeros(1 << 24, dtype=bool)
-    for picture in film.pictures():
+    for picture in video.pictures():
         seen[_codes(picture)] = True
     codes = np.flatnonzero(seen)
     if len(codes) <= COLOURS:
@@ -122,38 +121,37 @@ def _indexer(film: Film) -> Callable[[np.ndarray], Any]:
             return image
 
         return exact
-    shown = np.concatenate(list(film.pictures(max(1, len(film) // WHITENING_BATCHES))))
+    shown = np.concatenate(list(video.pictures(max(1, len(video) // PALETTE_PICTURES))))
     palette = Image.fromarray(shown).quantize(COLOURS, method=Image.Quantize.MEDIANCUT)
     return lambda picture: Image.fromarray(picture).quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def _codes(picture: np.ndarray) -> np.ndarray:
-    """(height, width) of one number for each colour."""
+    """(height, width) uint32, one number for each colour."""
     wide = picture.astype(np.uint32)
     return np.asarray(wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2])
 
 
 def _ffmpeg() -> str | None:
-    """A program that makes MP4s: the system's, or the one that the package imageio-ffmpeg brings."""
-    found = shutil.which("ffmpeg")
-    if found is None and importlib.util.find_spec("imageio_ffmpeg") is not None:
+    """The system's ffmpeg, or that of the package imageio-ffmpeg, or None."""
+    if shutil.which("ffmpeg") is None and importlib.util.find_spec("imageio_ffmpeg") is not None:
         import imageio_ffmpeg  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-        found = imageio_ffmpeg.get_ffmpeg_exe()
-    return found
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    return shutil.which("ffmpeg")
 
 
-def _write_mp4(film: Film, path: Path) -> None:
-    width, height = film.size
+def _write_mp4(video: Video, path: Path) -> None:
+    width, height = video.size
     program = _ffmpeg()
     if program is None:
         raise OSError("ffmpeg is not installed")
-    # a width and height that players can show are even
+    # players need an even width and height
     filters = f"scale={width}:{height}:flags=neighbor,pad=ceil(iw/2)*2:ceil(ih/2)*2"
     command = [program, "-loglevel", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
-    command += ["-s", f"{width // film.scale}x{height // film.scale}", "-r", f"{film.fps:g}", "-i", "-"]
+    command += ["-s", f"{width // video.scale}x{height // video.scale}", "-r", f"{video.fps:g}", "-i", "-"]
     command += ["-vf", filters, "-c:v", "libx264", "-crf", "18", "-pix_fmt", "yuv420p", "-movflags", "+faststart"]
     process = subprocess.Popen([*command, str(path)], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, errors = process.communicate(b"".join(picture.tobytes() for picture in film.pictures()))
+    _, errors = process.communicate(b"".join(picture.tobytes() for picture in video.pictures()))
     if process.returncode:
         raise OSError(f"ffmpeg failed to write {path}: {' '.join(errors.decode(errors='replace').split())}")
