@@ -1,10 +1,10 @@
-"""The torch operations that a user would write instead of this package's kernels: what they are compared with.
+"""The torch operations that a user would write instead of this package's kernels.
 
-Sums over all slots go into tensors that are kept, batches into fresh ones, as in a training loop. Priorities are held
-as powers in a floating dtype: float64, since sums of float32 leave no room for every slot beyond 2**24 of them.
+Sums over all slots go into preallocated tensors, batches into fresh ones, as in a training loop. Priorities are held as
+powers in float64, since float32 sums cannot tell slots apart beyond 2**24 of them.
 
 A baseline whose name ends in `alone` does a part of the work: it is measured beside the others and never counted as the
-one to beat.
+best baseline.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .kernel_checks import (
     wrong_totals,
     wrong_update,
 )
-from .kernel_inputs import EPS, Inputs
-from .subjects import ALPHA
+from .kernel_inputs import Inputs
+from .subjects import ALPHA, EPS
 
-# slots that sums in float32 keep apart, and categories that torch.multinomial takes
+# slots up to which float32 sums tell neighbours apart, and categories that torch.multinomial takes
 FLOAT32_SLOTS = 2**24
 ALONE = " alone"
 # shares of the total by which a sum of floats may differ from the exact one
@@ -36,7 +36,7 @@ SLACK = {torch.float32: 2.0**-18, torch.float64: 2.0**-40}
 
 
 class CumulativeSums:
-    """Powers of priorities and their running sums, drawn from by `searchsorted`, changed by `index_copy_`."""
+    """Powers of priorities and their running sums: drawn from by `searchsorted`, updated by `index_copy_`."""
 
     def __init__(self, inputs: Inputs, dtype: torch.dtype) -> None:
         batch, device = inputs.batch, inputs.device
@@ -60,7 +60,7 @@ class CumulativeSums:
         return self.slots.clamp_(max=self.last)
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
-        """Give the slots new powers; the sums are as before."""
+        """Give the slots new powers; the sums are left stale."""
         self.powers.index_copy_(0, slots, errors.add(EPS).pow_(ALPHA).to(self.powers.dtype))
 
 
@@ -80,7 +80,7 @@ def cumsum(inputs: Inputs) -> Work:
 
 
 def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
-    """A draw when anything has changed since the last."""
+    """A draw after a change of any power."""
     sums = CumulativeSums(inputs, dtype)
 
     def draw() -> Tensor:
@@ -91,13 +91,13 @@ def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> W
 
 
 def searchsorted(inputs: Inputs) -> Work:
-    """A draw from sums that are ready."""
+    """A draw from sums that are current."""
     sums = CumulativeSums(inputs, torch.float64)
     return Work(sums.draw, lambda: wrong_draws(sums.powers, sums.draw(), SLACK[torch.float64]))
 
 
 def multinomial(inputs: Inputs) -> Work:
-    """A draw by the function made for it, not stratified."""
+    """A draw by torch.multinomial, not stratified."""
     powers = inputs.priorities.add(EPS).pow_(ALPHA)
 
     def draw() -> Tensor:
@@ -169,7 +169,7 @@ def sort_searchsorted(inputs: Inputs) -> Work:
 
 def index_select_fields(inputs: Inputs) -> Work:
     """One `index_select` for each field."""
-    turn = cycle(inputs.places)
+    turn = cycle(inputs.slots)
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         return {name: values.index_select(0, slots) for name, values in inputs.rows.items()}
@@ -178,27 +178,27 @@ def index_select_fields(inputs: Inputs) -> Work:
 
 
 def index_select_packed(inputs: Inputs) -> Work:
-    """One `index_select` of as many bytes, which are no fields yet."""
+    """One `index_select` of as many bytes, not yet split into fields."""
     size = sum(values[0].nbytes for values in inputs.rows.values())
     packed = torch.cat(
         [values.view(torch.uint8).reshape(inputs.capacity, -1) for values in inputs.rows.values()], dim=1
     )
-    turn = cycle(inputs.places)
+    turn = cycle(inputs.slots)
 
     def wrong() -> list[str]:
-        found = packed.index_select(0, inputs.places[0])
-        right = found.shape == (inputs.batch, size) and torch.equal(found[-1], packed[inputs.places[0][-1]])
+        found = packed.index_select(0, inputs.slots[0])
+        right = found.shape == (inputs.batch, size) and torch.equal(found[-1], packed[inputs.slots[0][-1]])
         return [] if right else ["packed rows are not those of their slots"]
 
     return Work(lambda: packed.index_select(0, next(turn)), wrong)
 
 
 def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Work:
-    """Stacks before and after, from slots worked out beforehand; a cast where one is wanted.
+    """Stacks of obs and next_obs, from slots computed beforehand; a cast where one is wanted.
 
-    dtype: as which the bytes of a frame are seen while they are copied.
+    dtype: as which the bytes of a frame are viewed while they are copied.
     """
-    frames = inputs.frames_of(inputs.frame_buffer)
+    frames = inputs.frames
     words = frames.reshape(inputs.capacity, -1).view(dtype)
     turn = cycle(inputs.stacked)
 

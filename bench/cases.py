@@ -1,89 +1,90 @@
 """The registry of cases: which operation, at which sizes, on which inputs, and the bytes that it must move.
 
-Every measured call starts from a full ring whose priorities are already spread, and gets inputs from a pool made
-beforehand, so that making them is not measured and no two calls in a row see the same values.
+Every measured call starts from a full ring whose priorities are already spread, and takes its inputs from a pool made
+beforehand, so that making them is not measured and no two consecutive calls see the same values.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Any, Protocol, TypeVar
+from itertools import cycle, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from .rows import ROW_BYTES, described, make_priorities, make_rows
-from .subjects import Subject
+from .rows import ROW_BYTES, described, make_priorities
+from .stacks import FIELDS, FRAME_BYTES, STACK
+from .subjects import POOL, Subject
 from .timing import Call
 
+OURS = "gpu_replay"
 CAPACITIES = (10_000, 100_000, 1_000_000)
 BATCHES = (32, 256, 4096)
 ADDED = 8
-POOL = 64
+FRAME_ENVS = 8
 
 # bytes a transition takes besides its fields, read or written once per call that touches it
 KEY, MASS, PRIORITY, PROBABILITY, WEIGHT = 8, 8, 4, 4, 4
+# bytes that must move for a transition that is added, drawn, sampled with its fields, or updated
+ADD = 2 * ROW_BYTES + MASS + KEY
+DRAW = MASS + KEY
+SAMPLE = 2 * ROW_BYTES + DRAW + PROBABILITY + WEIGHT
+UPDATE = KEY + PRIORITY + 2 * MASS
+FRAMES = 2 * 2 * STACK * FRAME_BYTES
 
 
-class Named(Protocol):
-    """Something that a pattern can choose."""
+@dataclass(frozen=True)
+class Operation:
+    """What a call does, and the bytes that it must move.
 
-    @property
-    def name(self) -> str:
-        """Parts with slashes between them."""
+    slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
+                        of the batch.
+    fields:             of one stored row: name to [dtype, shape].
+    """
 
-
-Chosen = TypeVar("Chosen", bound=Named)
+    about: str
+    slot: int = field(default=0, kw_only=True)
+    added: int = field(default=0, kw_only=True)
+    drawn: int = field(default=0, kw_only=True)
+    fields: Mapping[str, list[Any]] = field(default_factory=described, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Case:
     """One cell of a table.
 
-    batch: transitions of the call; the rows added for the operation "add".
-    added: rows that the call adds.
+    capacity, batch: 0 where the operation depends on none; for additions the batch is what is added.
+    added:           rows that the call adds.
     """
 
     operation: str
     capacity: int
     batch: int
-    added: int
+    added: int = 0
 
     @property
     def name(self) -> str:
-        """What `--only` looks at: "cycle/N=1M/B=256"."""
-        return f"{self.operation}/N={short(self.capacity)}/B={self.batch}"
+        """What `--only` is matched with: "cycle/N=1M/B=256", "prefix-sum/N=1M"."""
+        sizes = [f"N={short(self.capacity)}"] * bool(self.capacity) + [f"B={self.batch}"] * bool(self.batch)
+        return "/".join([self.operation, *sizes])
+
+    @property
+    def kind(self) -> Operation:
+        """The operation itself."""
+        return OPERATIONS[self.operation]
 
     @property
     def bytes(self) -> int:
         """Bytes that must move, read and written together, whatever the implementation."""
-        return OPERATIONS[self.operation].bytes(self.batch, self.added)
-
-    @property
-    def fields(self) -> Mapping[str, list[Any]]:
-        """What one stored row holds: name to [dtype, shape]."""
-        return OPERATIONS[self.operation].fields
-
-    def bind(self, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-        """The call to measure on a full subject, and what to do before each call."""
-        return OPERATIONS[self.operation].bind(self, subject, device)
+        kind = self.kind
+        return self.capacity * kind.slot + self.added * kind.added + self.batch * kind.drawn
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An operation: what it is, what it must move, how it is called.
-
-    bytes:  from batch size and rows added.
-    fields: what one stored row holds: name to [dtype, shape].
-    """
-
-    about: str
-    bytes: Callable[[int, int], int]
-    bind: Callable[[Case, Subject, torch.device], tuple[Call, Call]]
-    fields: Mapping[str, list[Any]] = field(default_factory=described)
+Bound = tuple[Call, Call]
+Chosen = TypeVar("Chosen", bound=Case)
 
 
 def short(count: int) -> str:
@@ -94,84 +95,57 @@ def short(count: int) -> str:
     return str(count)
 
 
-def _add_bytes(batch: int, added: int) -> int:
-    return added * (2 * ROW_BYTES + MASS + KEY)
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation("store B new transitions", added=ADD),
+    "sample": Operation("draw B transitions with all fields, probabilities and weights", drawn=SAMPLE),
+    "update": Operation("give B sampled transitions new priorities", drawn=UPDATE),
+    "cycle": Operation(f"add {ADDED}, sample B, update B", added=ADD, drawn=SAMPLE + UPDATE),
+    "index": Operation("draw B slots and give them new priorities, without fields", drawn=DRAW + UPDATE, fields={}),
+    "frames": Operation(
+        f"draw B transitions with stacks of {STACK} frames of 84x84 before and after", drawn=FRAMES, fields=FIELDS
+    ),
+    "frame-add": Operation(f"add one step of {FRAME_ENVS} environments", added=2 * FRAME_BYTES, fields=FIELDS),
+    "frame-cycle": Operation(
+        f"add a step of {FRAME_ENVS}, sample B, update B", added=2 * FRAME_BYTES, drawn=FRAMES, fields=FIELDS
+    ),
+    "storage-one": Operation("store transitions one at a time", added=2 * ROW_BYTES + KEY),
+    "storage-blocks": Operation("store blocks of B transitions", added=2 * ROW_BYTES + KEY),
+    "storage-batches": Operation("read batches of B transitions", drawn=2 * ROW_BYTES),
+    "memory": Operation("fill a buffer of N transitions"),
+}
 
 
-def _sample_bytes(batch: int, added: int) -> int:
-    return batch * (2 * ROW_BYTES + MASS + KEY + PROBABILITY + WEIGHT)
-
-
-def _update_bytes(batch: int, added: int) -> int:
-    return batch * (KEY + PRIORITY + 2 * MASS)
-
-
-def _cycle_bytes(batch: int, added: int) -> int:
-    return _add_bytes(batch, added) + _sample_bytes(batch, added) + _update_bytes(batch, added)
-
-
-def _index_bytes(batch: int, added: int) -> int:
-    return batch * (MASS + KEY) + _update_bytes(batch, added)
-
-
-class _Pool:
-    """Inputs in turn: `rows` and `priorities` are those of the call to come."""
-
-    def __init__(self, case: Case, subject: Subject, device: torch.device) -> None:
-        random = np.random.default_rng(1)
-        self._rows = cycle([subject.inputs(make_rows(case.added, random)) for _ in range(POOL)] if case.added else [{}])
-        self._priorities = cycle([make_priorities(case.batch, random).to(device) for _ in range(POOL)])
-        self.rows: Any = None
-        self.priorities = torch.empty(0)
-
-    def turn(self) -> None:
-        # a copy is as fresh as the tensor a learner has just computed
-        self.rows = next(self._rows)
-        self.priorities = next(self._priorities).clone()
-
-
-def _bind_add(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    pool = _Pool(case, subject, device)
-    return lambda: subject.add(pool.rows), pool.turn
-
-
-def _bind_sample(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    return lambda: subject.sample(case.batch), lambda: None
-
-
-def _bind_update(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    pool = _Pool(case, subject, device)
-    sampled: list[Any] = [None]
+def bind(case: Case, subject: Subject, device: torch.device) -> Bound:
+    """The call of a case to measure on a full subject, and what to do before each call."""
+    random = np.random.default_rng(1)
+    rows = subject.stream(case.added) if case.added else repeat(None)
+    priorities = cycle([make_priorities(case.batch, random).to(device) for _ in range(POOL)])
+    # inputs of the next call: rows, priorities, what was sampled
+    given: list[Any] = [None, None, None]
 
     def prepare() -> None:
-        pool.turn()
-        sampled[0] = subject.sample(case.batch)
+        # a copy is as fresh as the tensor that a learner has just computed
+        given[:2] = next(rows), next(priorities).clone()
 
-    return lambda: subject.update(sampled[0], pool.priorities), prepare
+    def prepare_update() -> None:
+        prepare()
+        given[2] = subject.sample(case.batch)
 
+    def draw_and_update() -> None:
+        subject.update(subject.sample(case.batch), given[1])
 
-def _bind_cycle(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    pool = _Pool(case, subject, device)
+    def whole_cycle() -> None:
+        subject.add(given[0])
+        draw_and_update()
 
-    def call() -> None:
-        subject.add(pool.rows)
-        subject.update(subject.sample(case.batch), pool.priorities)
-
-    return call, pool.turn
-
-
-def _bind_index(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    pool = _Pool(case, subject, device)
-    return lambda: subject.update(subject.sample(case.batch), pool.priorities), pool.turn
-
-
-OPERATIONS: dict[str, Kind] = {
-    "add": Kind("store B new transitions", _add_bytes, _bind_add),
-    "sample": Kind("draw B transitions with all fields, probabilities and weights", _sample_bytes, _bind_sample),
-    "update": Kind("give B sampled transitions new priorities", _update_bytes, _bind_update),
-    "cycle": Kind(f"add {ADDED}, sample B, update B", _cycle_bytes, _bind_cycle),
-    "index": Kind("draw B slots and give them new priorities, without fields", _index_bytes, _bind_index, {}),
-}
+    calls: dict[str, Bound] = {
+        "add": (lambda: subject.add(given[0]), prepare),
+        "sample": (lambda: subject.sample(case.batch), lambda: None),
+        "update": (lambda: subject.update(given[2], given[1]), prepare_update),
+        "cycle": (whole_cycle, prepare),
+        "index": (draw_and_update, prepare),
+    }
+    return calls[{"frames": "sample"}.get(case.operation, case.operation.removeprefix("frame-"))]
 
 
 def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:
@@ -180,8 +154,8 @@ def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...
     for capacity in capacities:
         cases += [Case("add", capacity, added, added) for added in (ADDED, 64)]
         for operation in ("sample", "update"):
-            cases += [Case(operation, capacity, batch, 0) for batch in batches]
-        cases += [Case("cycle", capacity, batch, ADDED) for batch in batches]
+            cases += [Case(operation, capacity, batch) for batch in batches]
+        cases += cycle_cases((capacity,), batches)
     return cases
 
 
@@ -189,7 +163,7 @@ def index_cases(
     capacities: tuple[int, ...] = (1_000_000, 10_000_000), batches: tuple[int, ...] = BATCHES
 ) -> list[Case]:
     """The index alone."""
-    return [Case("index", capacity, batch, 0) for capacity in capacities for batch in batches]
+    return [Case("index", capacity, batch) for capacity in capacities for batch in batches]
 
 
 def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:

@@ -1,8 +1,7 @@
-"""What an H200 should take for each bar, worked out before one was measured: bytes, launches, trips to memory.
+"""Predicted times on an H200 for each target: bytes, launches and dependent loads.
 
-The counts follow from the code (levels of the tree, launches of each call), not from a measurement; what a byte, a
-launch and a trip cost is a data sheet's word or an assumption, and says so. Once there are records of a GPU, their
-figures stand beside the expectation in the same table.
+The counts follow from the code (levels of the tree, launches of each call); what a byte, a launch and a dependent load
+cost comes from a data sheet or is assumed, as marked. Records of a GPU appear beside the prediction in the same table.
 """
 
 from __future__ import annotations
@@ -18,53 +17,51 @@ from gpu_replay.console.markdown import table
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.priorities import keys_together
 
-from .cases import KEY, MASS, PRIORITY, PROBABILITY, WEIGHT, short
+from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, short
 from .record import Record
 from .rows import DTYPES, ROW_BYTES
+from .stacks import FRAME_BYTES, STACK
 
 # bytes a second of an H200's memory, as its data sheet says
 DATA_SHEET = 4.8e12
-# microseconds of a launch replayed in a graph, and of a trip to memory that waits for the one before it: assumptions
+# assumed microseconds of a launch replayed in a graph, and of a load that depends on the one before it
 LAUNCH = 2.0, 3.0
-TRIP = 0.8
-# what memory moves at least
+DEPENDENT_LOAD = 0.8
+# bytes of the smallest memory transaction
 SECTOR = 32
-FRAME = 84 * 84
-STACK = 4
-OURS = "gpu_replay"
 BASELINE = "cumsum + searchsorted + scatter"
 NOT_MEASURED = "not measured yet"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call does.
+    """The cost of a call.
 
-    must:     bytes that have to move whoever does it: what is given, wanted and kept.
-    touched:  bytes of all sectors that are read or written, at most: the inside of the tree among them.
-    launches: kernels, and operations of torch, one after another.
-    trips:    loads each of which needs the answer of the one before.
+    must:      bytes that any implementation has to move: inputs, outputs and stored state.
+    touched:   upper bound on the bytes of all sectors that are read or written, inner levels of the tree included.
+    launches:  kernels, and operations of torch, one after another.
+    dependent: loads each of which needs the value of the one before.
     """
 
     must: int = 0
     touched: int = 0
     launches: int = 0
-    trips: int = 0
+    dependent: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.must + other.must,
             self.touched + other.touched,
             self.launches + other.launches,
-            self.trips + other.trips,
+            self.dependent + other.dependent,
         )
 
     @property
     def microseconds(self) -> tuple[float, float]:
-        """From the bytes at full bandwidth and the cheaper launches alone, to the dearer ones with every trip paid."""
+        """Lower bound: bytes at full bandwidth and fast launches; upper: slow launches and every dependent load."""
         moving = self.touched / DATA_SHEET * 1e6
         low, high = (moving + self.launches * each for each in LAUNCH)
-        return low, high + self.trips * TRIP
+        return low, high + self.dependent * DEPENDENT_LOAD
 
 
 def levels(slots: int) -> list[int]:
@@ -85,21 +82,21 @@ def draw(slots: int, batch: int, *, gathered: bool = False) -> Work:
     fanout = fanout_for("triton")
     blocks = sum(min(batch, size // fanout) for size in levels(slots)) * fanout * MASS
     per_draw = KEY + KEY + MASS + PROBABILITY + 2 * SECTOR + MASS + WEIGHT
-    must = batch * (MASS + KEY)
+    must = batch * DRAW
     # the root and the counters are asked for together, then one level after the other; weights wait for the lowest, but
     # no longer than a gather for its slots
     apart = 0 if gathered else 1
-    return Work(must, blocks + batch * per_draw, launches=1 + apart, trips=len(levels(slots)) + apart)
+    return Work(must, blocks + batch * per_draw, launches=1 + apart, dependent=len(levels(slots)) + apart)
 
 
 def update(slots: int, batch: int) -> Work:
     """New masses: the last position of each key is left on its slot, then leaves and ancestors change."""
     above = sum(min(batch * SECTOR, size * MASS) for size in levels(slots)[1:])
     per_key = 2 * KEY + PRIORITY + 4 * SECTOR + 2 * SECTOR
-    must = batch * (KEY + PRIORITY + 2 * MASS)
+    must = batch * UPDATE
     together = keys_together(batch, False) > 0
     # key, stamp and leaf; the key of many is asked for once more before
-    return Work(must, batch * per_key + 2 * above, launches=1 if together else 2, trips=3 if together else 4)
+    return Work(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=3 if together else 4)
 
 
 def build(slots: int) -> Work:
@@ -107,26 +104,26 @@ def build(slots: int) -> Work:
     sizes = levels(slots)
     read = sum(below for below, _ in pairwise(sizes)) * MASS
     written = sum(3 * above + above for above in sizes[1:]) * MASS
-    return Work(slots * MASS, read + written, launches=3 * (len(sizes) - 1), trips=len(sizes) - 1)
+    return Work(slots * MASS, read + written, launches=3 * (len(sizes) - 1), dependent=len(sizes) - 1)
 
 
 def gather_rows(batch: int) -> Work:
     """Five small fields, each in a tensor of its own."""
     stored = sum(sectors(_bytes_of(name)) for name in DTYPES)
-    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, trips=2)
+    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
 
 
 def gather_packed(batch: int) -> Work:
     """One `index_select` of rows that hold the same bytes; a row begins anywhere in a sector."""
     stored = -(-(ROW_BYTES + SECTOR - 1) // SECTOR) * SECTOR
-    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, trips=2)
+    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
 
 
 def gather_frames(batch: int, itemsize: int, *, distinct: int = 2 * STACK) -> Work:
     """Stacks before and after as numbers of `itemsize` bytes; distinct: frames among them that differ."""
-    written = 2 * STACK * FRAME * itemsize
-    must = batch * (KEY + distinct * FRAME + written)
-    return Work(must, must + batch * 4 * SECTOR, launches=1, trips=4)
+    written = 2 * STACK * FRAME_BYTES * itemsize
+    must = batch * (KEY + distinct * FRAME_BYTES + written)
+    return Work(must, must + batch * 4 * SECTOR, launches=1, dependent=4)
 
 
 def draw_and_update(slots: int, batch: int) -> Work:
@@ -137,7 +134,7 @@ def draw_and_update(slots: int, batch: int) -> Work:
 def by_torch(slots: int, batch: int) -> Work:
     """The same by `cumsum`, `searchsorted` and `index_copy_` on float64: every call sums up everything."""
     touched = 2 * slots * 8 + batch * 12 * 8
-    return Work(batch * (MASS + KEY + KEY + PRIORITY + 2 * MASS), touched, TORCH_LAUNCHES, slots.bit_length())
+    return Work(batch * (DRAW + UPDATE), touched, TORCH_LAUNCHES, slots.bit_length())
 
 
 # operations of torch in one draw and update of `baselines.CumulativeSums`; a test counts them
@@ -147,8 +144,8 @@ TORCH_LAUNCHES = 11
 def atari_step(slots: int, added: int, batch: int) -> Work:
     """Add a step of `added` environments, sample `batch` stacks as bfloat16, one step on, and update."""
     # frames, reward, flags and endings in and out; then flags, depth, masses and the nodes above change
-    per_env = 2 * (FRAME + 8 + 4 + 2) + 6 * SECTOR + 2 * SECTOR * len(levels(slots))
-    add = Work(2 * added * FRAME, added * per_env, launches=2, trips=4)
+    per_env = 2 * (FRAME_BYTES + 8 + 4 + 2) + 6 * SECTOR + 2 * SECTOR * len(levels(slots))
+    add = Work(2 * added * FRAME_BYTES, added * per_env, launches=2, dependent=4)
     # consecutive stacks share all frames but one
     gathered = gather_frames(batch, 2, distinct=STACK + 1)
     return add + draw(slots, batch, gathered=True) + gathered + update(slots, batch)
@@ -163,55 +160,43 @@ Reading = Callable[[Sequence[Record]], str | None]
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar of the table.
+class Target:
+    """One target.
 
-    asked:   what is asked for.
-    work:    what this package does.
-    expects: what follows for the ratio that is asked for.
-    read:    what records of a GPU say, None where they do not.
+    work:      what this package does.
+    predicted: what follows for the ratio that the target is about.
+    read:      the measured value from records of a GPU, None where there are none.
     """
 
     name: str
-    asked: str
+    target: str
     work: Work
-    expects: str
+    predicted: str
     read: Reading
 
 
-def _median(records: Sequence[Record], case: str, implementation: str = OURS) -> Record | None:
+def _median(records: Sequence[Record], case: str, implementation: str) -> Record | None:
     found = [r for r in records if (r.suite, r.case, r.implementation) == ("kernels", case, implementation)]
-    # what was replayed counts more than what was launched
+    # replayed graphs come before single launches
     return max(found, key=lambda record: (record.clock == "graph", record.environment.date), default=None)
 
 
-def _ratio(case: str, implementation: str, other: str = "") -> Reading:
-    """How many times the time of this package's case another one takes."""
+def _ratio(over: tuple[str, str], under: tuple[str, str]) -> Reading:
+    """Median of one case and implementation over that of another, and this package's own, which is one of them."""
 
     def read(records: Sequence[Record]) -> str | None:
-        mine, theirs = _median(records, case), _median(records, other or case, implementation)
-        if mine is None or theirs is None:
+        found = _median(records, *over), _median(records, *under)
+        if None in found:
             return None
-        return f"{theirs.median / mine.median:.2f}x ({mine.median:.1f} µs)"
-
-    return read
-
-
-def _times(case: str, implementation: str, other: str = "") -> Reading:
-    """How many times as long as another this package's case takes."""
-
-    def read(records: Sequence[Record]) -> str | None:
-        mine, theirs = _median(records, case), _median(records, other or case, implementation)
-        if mine is None or theirs is None:
-            return None
-        return f"{mine.median / theirs.median:.2f}x ({mine.median:.1f} µs)"
+        above, below = (record.median for record in found if record is not None)
+        return f"{above / below:.2f}x ({(above if over[1] == OURS else below):.1f} µs)"
 
     return read
 
 
 def _share(case: str) -> Reading:
     def read(records: Sequence[Record]) -> str | None:
-        mine = _median(records, case)
+        mine = _median(records, case, OURS)
         return None if mine is None or mine.copy_share is None else f"{mine.copy_share:.1%} ({mine.median:.1f} µs)"
 
     return read
@@ -236,7 +221,7 @@ def _span(values: tuple[float, float], unit: str = "", digits: int = 1) -> str:
 
 
 def _between(mine: Work, theirs: Work) -> str:
-    """How many times our time theirs is, launches costing the same on both sides."""
+    """Their time over ours, launches costing the same on both sides."""
     ratios = sorted(b / a for a, b in zip(mine.microseconds, theirs.microseconds, strict=True))
     return _span((ratios[0], ratios[1]), "x")
 
@@ -246,56 +231,64 @@ def _of_bandwidth(work: Work) -> str:
     return f"{shares[0]:.0%} to {shares[1]:.0%} of the data sheet"
 
 
-def bars() -> list[Bar]:
-    """Every bar, in the order in which they are asked for."""
+def targets() -> list[Target]:
+    """Every target, in the order of the table."""
     found = []
     for slots, asked in ((10**6, 3), (10**7, 10), (10**8, 50)):
         case, mine = f"draw-update/N={short(slots)}/B=256", draw_and_update(slots, 256)
-        found.append(Bar(case, f"≥ {asked}x torch", mine, _between(mine, by_torch(slots, 256)), _ratio(case, BASELINE)))
+        found.append(
+            Target(
+                case,
+                f"≥ {asked}x torch",
+                mine,
+                _between(mine, by_torch(slots, 256)),
+                _ratio((case, BASELINE), (case, OURS)),
+            )
+        )
     frames = gather_frames(4096, 2)
     case = "frame-gather-bf16/N=1M/B=4096"
-    found.append(Bar(case, "≥ 85% of copy bandwidth", frames, _of_bandwidth(frames), _share(case)))
+    found.append(Target(case, "≥ 85% of copy bandwidth", frames, _of_bandwidth(frames), _share(case)))
     for batch in (4096, 65_536):
         case, mine, packed = f"row-gather/N=1M/B={batch}", gather_rows(batch), gather_packed(batch)
-        read = _times(case, "index_select of packed rows alone")
-        found.append(Bar(case, "≤ 1.3x index_select", mine, _between(packed, mine), read))
+        read = _ratio((case, OURS), (case, "index_select of packed rows alone"))
+        found.append(Target(case, "≤ 1.3x index_select", mine, _between(packed, mine), read))
     case, mine = "draw-update/N=1M/B=256", draw_and_update(10**6, 256)
     empty = Work(launches=1)
-    found.append(Bar(case, "≤ 4x empty kernel", mine, _between(empty, mine), _times(case, OURS, "empty")))
+    found.append(Target(case, "≤ 4x empty kernel", mine, _between(empty, mine), _ratio((case, OURS), ("empty", OURS))))
     few, many = draw_and_update(10**4, 256), draw_and_update(10**8, 256)
-    read = _times("draw-update/N=100M/B=256", OURS, "draw-update/N=10k/B=256")
-    found.append(Bar("draw-update, N=10k to 100M", "< 3x", many, _between(few, many), read))
+    read = _ratio(("draw-update/N=100M/B=256", OURS), ("draw-update/N=10k/B=256", OURS))
+    found.append(Target("draw-update, N=10k to 100M", "< 3x", many, _between(few, many), read))
     built = build(10**8)
     found.append(
-        Bar("tree-build/N=100M", "≥ 70% of copy bandwidth", built, _of_bandwidth(built), _share("tree-build/N=100M"))
+        Target("tree-build/N=100M", "≥ 70% of copy bandwidth", built, _of_bandwidth(built), _share("tree-build/N=100M"))
     )
     case, mine = "update/N=1M/B=4096", update(10**6, 4096)
     allowed = f"if its trees take {_span((10 * mine.microseconds[0], 10 * mine.microseconds[1]), ' µs', 0)} or more"
-    found.append(Bar(case, "≥ 10x TorchRL", mine, allowed, _ratio(case, "torchrl")))
+    found.append(Target(case, "≥ 10x TorchRL", mine, allowed, _ratio((case, "torchrl"), (case, OURS))))
     step = atari_step(10**6, 128, 512)
     found.append(
-        Bar("Atari step, E=128, B=512", "< 100 µs", step, _span(step.microseconds, " µs"), _whole_step(128, 512))
+        Target("Atari step, E=128, B=512", "< 100 µs", step, _span(step.microseconds, " µs"), _whole_step(128, 512))
     )
     return found
 
 
-def expected_table(records: Sequence[Record]) -> str:
-    """Bars down; what is expected, and what records of a GPU say."""
+def targets_table(records: Sequence[Record]) -> str:
+    """Targets down; what is predicted, and what records of a GPU say."""
     measured = [record for record in records if record.environment.device != "cpu"]
     rows = []
-    for bar in bars():
+    for each in targets():
         rows.append(
             [
-                bar.name,
-                bar.asked,
-                f"{bar.work.launches}",
-                f"{bar.work.must / 1000:,.0f}",
-                f"{bar.work.touched / 1000:,.0f}",
-                f"{bar.work.touched / DATA_SHEET * 1e6:,.1f}",
-                f"{bar.work.trips}",
-                _span(bar.work.microseconds),
-                bar.expects,
-                bar.read(measured) or NOT_MEASURED,
+                each.name,
+                each.target,
+                f"{each.work.launches}",
+                f"{each.work.must / 1000:,.0f}",
+                f"{each.work.touched / 1000:,.0f}",
+                f"{each.work.touched / DATA_SHEET * 1e6:,.1f}",
+                f"{each.work.dependent}",
+                _span(each.work.microseconds),
+                each.predicted,
+                each.read(measured) or NOT_MEASURED,
             ]
         )
     header = ["case", "target", "launches", "minimum KB", "KB of sectors", "at full bandwidth, µs", "dependent loads"]
@@ -303,15 +296,15 @@ def expected_table(records: Sequence[Record]) -> str:
 
 
 _NOTE = (
-    "KB of 1,000 bytes. What must move is given, wanted or kept, whoever does it; touched are all 32-byte sectors that "
-    "the kernels read or write, the inside of the tree among them, at most once for every draw. The bandwidth is that "
-    f"of an H200's data sheet, {DATA_SHEET / 1e12:.1f} TB/s. Assumed, not measured: a launch replayed in a graph takes "
-    f"{LAUNCH[0]:.0f} to {LAUNCH[1]:.0f} µs, and a trip to memory that waits for the one before it {TRIP} µs more. The "
-    "lower time is that of bytes and cheap launches, the upper that of dear launches and every trip. torch's "
-    "operations count as launches, one each, its bytes and trips in the same way."
+    "KB are 1,000 bytes. Minimum KB are inputs, outputs and stored state, whatever the implementation; KB of sectors "
+    "count every 32-byte sector that the kernels read or write, inner levels of the tree included, at most once per "
+    f"draw. The bandwidth is that of an H200's data sheet, {DATA_SHEET / 1e12:.1f} TB/s. Assumed, not measured: a "
+    f"launch replayed in a graph takes {LAUNCH[0]:.0f} to {LAUNCH[1]:.0f} µs, and each load that depends on the one "
+    f"before it {DEPENDENT_LOAD} µs more. The lower time is bytes and fast launches, the upper slow launches and every "
+    "dependent load. Each operation of torch counts as one launch, with its bytes and dependent loads counted alike."
 )
 
 
 def section(records: Sequence[Record]) -> str:
-    """The table and how to read it, for the marked place in a document."""
-    return f"{expected_table(records)}\n\n{_NOTE} Reproduce the last column: `bench/on_gpu.sh kernels-and-bench`."
+    """The table and its note, for the marked place in a document."""
+    return f"{targets_table(records)}\n\n{_NOTE} Reproduce the last column: `bench/on_gpu.sh kernels-and-bench`."

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from gpu_replay import __version__
-from gpu_replay.console.versions import cpu_model
+from gpu_replay.console.versions import device_name
 
 from .record import Environment
 
 
 def current_environment(device: torch.device) -> Environment:
-    """Look at this machine, this process and this checkout."""
+    """This machine, this process and this checkout."""
     cuda = device.type == "cuda"
     return Environment(
-        device=torch.cuda.get_device_name(device) if cuda else "cpu",
-        cpu=cpu_model(),
+        device=device_name(device) if cuda else "cpu",
+        cpu=device_name(torch.device("cpu")),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
@@ -59,15 +59,14 @@ def _commit() -> str | None:
     root = checkout()
     if root is None:
         return None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
     try:
-        head = _git(root, "rev-parse", "HEAD")
-        # results of earlier runs are no change of what is measured
-        changes = _git(root, "status", "--porcelain", "--", ".", ":!bench/results")
+        head = git("rev-parse", "HEAD")[:12]
+        # results of earlier runs do not change what is measured
+        return f"{head}+changes" if git("status", "--porcelain", "--", ".", ":!bench/results") else head
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{head[:12]}+changes" if changes else head[:12]
-
-
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()

@@ -1,12 +1,12 @@
-"""Stacks of Atari frames that are stored once: the trajectory buffer, and the bare copy that it cannot be faster than.
+"""Atari frames that are stored once: the trajectory buffer, and the plain copy of the same bytes that bounds it.
 
-A batch of `B` transitions is `B` stacks of four 84x84 frames and as many of the frames three steps later. What must
-move is the same for both subjects; "take" moves it from given places and does nothing else.
+A batch of `B` transitions is `B` stacks of four 84x84 frames and as many of the frames three steps later. Both subjects
+must move the same bytes; "take" copies them from given places and does nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -16,48 +16,31 @@ from torch import Tensor
 
 from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 
-from .cases import OPERATIONS, Case, Kind
-from .rows import Rows, make_priorities
-from .stacks import FRAMES, SHAPE, STACK, StackStream, faults
-from .subjects import ALPHA, BETA, Subject
-from .timing import Call
+from .cases import FRAME_ENVS, Case
+from .stacks import FRAME_BYTES, FRAMES, SHAPE, STACK, StackStream, faults
+from .subjects import ALPHA, BETA, POOL, FullSubject, ReplaySubject
 
-ENVS = 8
 N_STEP = 3
-FRAME_BYTES = SHAPE[0] * SHAPE[1]
 CAPACITY = 20_000
 BATCHES = (32, 256, 1024)
-FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64", []]}
 
 
-def frame_bytes(batch: int, added: int) -> int:
-    """Bytes of a batch's stacks, read and written."""
-    return 2 * batch * 2 * STACK * FRAME_BYTES
-
-
-def _step_bytes(batch: int, added: int) -> int:
-    return 2 * added * FRAME_BYTES
-
-
-def _cycle_bytes(batch: int, added: int) -> int:
-    return frame_bytes(batch, added) + _step_bytes(batch, added)
-
-
-class FrameSubject:
-    """This package's TrajectoryReplayBuffer, filled with frames that carry the number of their step.
+class FrameSubject(ReplaySubject):
+    """This package's TrajectoryReplayBuffer, filled with frames that encode the number of their step.
 
     n_step: steps until bootstrapping; other libraries are compared with one.
     envs:   environments that step together.
     """
 
-    has_next_obs = True
+    # a batch of 4,096 stacks with their successors is 231 MB
+    chunk = 256
 
-    def __init__(self, capacity: int, device: torch.device, *, n_step: int = N_STEP, envs: int = ENVS) -> None:
-        self.add_size: int | None = envs
+    def __init__(self, capacity: int, device: torch.device, *, n_step: int = N_STEP, envs: int = FRAME_ENVS) -> None:
+        self.add_size = envs
+        self._envs = envs
         self._device = device
-        self._capacity = capacity
         self._n_step = n_step
-        self._stream = StackStream(envs)
+        self._steps = StackStream(envs)
         self._buffer = TrajectoryReplayBuffer(
             capacity,
             envs,
@@ -69,47 +52,14 @@ class FrameSubject:
             device=device,
             seed=0,
         )
-        self._truncated = np.zeros(envs, dtype=bool)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the buffer says it takes."""
-        return self._buffer.nbytes
-
-    def inputs(self, rows: Rows) -> Any:
-        """One step of all environments; `rows` are those of vectors and not used."""
-        step = self._stream.step()
-        values = {
-            "obs": step.frames,
-            "action": step.action,
-            "reward": step.reward,
-            "terminated": step.terminated,
-            "truncated": self._truncated,
-        }
-        if self._device.type == "cpu":
-            return values
-        return {name: torch.from_numpy(value).to(self._device) for name, value in values.items()}
-
-    def fill(self, rounds: int) -> None:
-        """Fill the ring past its end, then spread the priorities."""
-        for _ in range(self._capacity // (self.add_size or 1) + 8):
-            self.add(self.inputs({}))
-        random = np.random.default_rng(0)
-        for _ in range(rounds):
-            self.update(self.sample(256), make_priorities(256, random).to(self._device))
-
-    def add(self, rows: Any) -> object:
-        """See Subject."""
-        return self._buffer.add(**rows)
-
-    def sample(self, batch: int) -> Any:
-        """See Subject."""
-        return self._buffer.sample(batch)
-
-    def update(self, sampled: Any, priorities: Tensor) -> object:
-        """See Subject."""
-        self._buffer.update_priorities(sampled.key, priorities)
-        return None
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """The next steps of all environments."""
+        truncated = np.zeros(self._envs, dtype=bool)
+        while True:
+            step = self._steps.step()
+            values = {name: step[name] for name in ("action", "reward", "terminated")}
+            yield self.inputs({"obs": step["obs"][:, -1], **values, "truncated": truncated})
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
         """See Subject."""
@@ -120,34 +70,22 @@ class FrameSubject:
         batch = self.sample(256)
         wrong = faults(self.fields(batch), ahead=self._n_step)
         number = batch.obs[:, -1, 0, 0].cpu().numpy()
-        if not np.array_equal(number, batch.key.cpu().numpy() // (self.add_size or 1) % FRAMES):
+        if not np.array_equal(number, batch.key.cpu().numpy() // self._envs % FRAMES):
             wrong.append("the newest frame of obs is not that of its key")
         return wrong
 
 
-class TakeSubject:
+class TakeSubject(FullSubject):
     """The same bytes copied from random places: NumPy's `take` on a CPU, `index_select` on a GPU."""
 
-    add_size: int | None = ENVS
-    has_next_obs = True
+    chunk = 256
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device = device
-        self._frames = torch.zeros((capacity, FRAME_BYTES), dtype=torch.uint8, device=device)
+        # written, so that its memory is resident
+        self._frames = torch.ones((capacity, FRAME_BYTES), dtype=torch.uint8, device=device)
         self._random = np.random.default_rng(0)
         self._places: dict[int, Any] = {}
-
-    def fill(self, rounds: int) -> None:
-        """Write every frame, so that its memory is there."""
-        self._frames.fill_(1)
-
-    def inputs(self, rows: Rows) -> Any:
-        """Nothing is added."""
-        return None
-
-    def add(self, rows: Any) -> object:
-        """Nothing is added."""
-        return None
 
     def sample(self, batch: int) -> Any:
         """(B * 8, 7056) frames from random places, drawn beforehand."""
@@ -164,63 +102,19 @@ class TakeSubject:
         """Nothing has priorities."""
         return None
 
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """Frames have no names."""
-        return {}
-
     def wrong(self) -> list[str]:
         """A copy cannot be wrong."""
         return []
 
 
-def _bind_sample(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    return lambda: subject.sample(case.batch), lambda: None
-
-
-def _bind_add(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    turn: list[Any] = [None]
-
-    def prepare() -> None:
-        turn[0] = subject.inputs({})
-
-    return lambda: subject.add(turn[0]), prepare
-
-
-def _bind_cycle(case: Case, subject: Subject, device: torch.device) -> tuple[Call, Call]:
-    random = np.random.default_rng(1)
-    priorities = cycle([make_priorities(case.batch, random).to(device) for _ in range(16)])
-    turn: list[Any] = [None, None]
-
-    def prepare() -> None:
-        turn[:] = subject.inputs({}), next(priorities)
-
-    def call() -> None:
-        subject.add(turn[0])
-        subject.update(subject.sample(case.batch), turn[1])
-
-    return call, prepare
-
-
-OPERATIONS.update(
-    {
-        "frames": Kind(
-            f"draw B transitions with stacks of {STACK} frames of 84x84 before and after",
-            frame_bytes,
-            _bind_sample,
-            FIELDS,
-        ),
-        "frame-add": Kind(f"add one step of {ENVS} environments", _step_bytes, _bind_add, FIELDS),
-        "frame-cycle": Kind(f"add a step of {ENVS}, sample B, update B", _cycle_bytes, _bind_cycle, FIELDS),
-    }
-)
-
-
 def gather_cases(capacity: int = CAPACITY, batches: tuple[int, ...] = BATCHES) -> list[Case]:
-    """Sampling, as both subjects do it."""
-    return [Case("frames", capacity, batch, 0) for batch in batches]
+    """Sampling, which both subjects do."""
+    return [Case("frames", capacity, batch) for batch in batches]
 
 
-def stream_cases(capacity: int = CAPACITY, batches: tuple[int, ...] = BATCHES) -> list[Case]:
-    """What only the buffer does."""
-    cycles = [Case("frame-cycle", capacity, batch, ENVS) for batch in batches]
-    return [Case("frame-add", capacity, ENVS, ENVS), *cycles]
+def stream_cases(capacity: int = CAPACITY, batches: tuple[int, ...] = BATCHES, envs: int = FRAME_ENVS) -> list[Case]:
+    """Adding a step, and whole cycles."""
+    return [
+        Case("frame-add", capacity, envs, envs),
+        *[Case("frame-cycle", capacity, batch, envs) for batch in batches],
+    ]

@@ -1,7 +1,7 @@
-"""Whether an implementation gives right answers at all: what is wrong is not measured.
+"""Whether an implementation gives right answers: one that does not is not measured.
 
-Each function looks at one answer and returns what is wrong with it, in words; nothing for a right one. They are written
-in torch and run where the answer is, since a million draws on a GPU are not worth a trip to the host.
+Each function checks one answer and returns what is wrong with it, in words; nothing for a right one. They are written
+in torch and run on the device of the answer, so that a million draws need no copy to the host.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernel_inputs import EPS, N_STEP, STACK, Inputs
-from .subjects import ALPHA
+from .kernel_inputs import N_STEP, Inputs
+from .stacks import STACK
+from .subjects import ALPHA, EPS
 from .timing import Call
 
 # transitions of a batch whose frames are compared
@@ -43,7 +44,7 @@ def wrong_scan(values: Tensor, sums: Tensor) -> list[str]:
 
 
 def wrong_totals(weights: Tensor, total: Tensor | int, slack: float = 0.0) -> list[str]:
-    """A total that must be the sum of (N,) weights, but for a share of it."""
+    """A total that must be the sum of (N,) weights, up to a share `slack` of it."""
     exact = weights.sum(dtype=torch.int64 if weights.dtype == torch.int64 else torch.float64).item()
     found = total.item() if isinstance(total, Tensor) else total
     right = found == exact if slack == 0 else abs(found - exact) <= slack * exact
@@ -53,8 +54,7 @@ def wrong_totals(weights: Tensor, total: Tensor | int, slack: float = 0.0) -> li
 def wrong_draws(weights: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]:
     """(B,) slots drawn one in each of B equal parts of the total of (N,) weights.
 
-    Each slot's interval of the prefix sums must meet its stratum; by less than `slack`, a share of the total, it may
-    miss it.
+    Each slot's interval of the prefix sums must overlap its stratum, up to a share `slack` of the total.
     """
     wrong = _outside(weights, slots)
     if wrong:
@@ -115,7 +115,7 @@ def wrong_update(
     slack: float = 0.0,
     unit: float = 1.0,
 ) -> list[str]:
-    """Whether `update` gives distinct slots the powers of their errors, others nothing, and the total follows.
+    """Whether `update` gives distinct slots the powers of their errors, leaves the others, and keeps the total exact.
 
     weights: the (N,) powers in units of 1 / `unit`.
     """
@@ -135,7 +135,7 @@ def wrong_update(
 
 def wrong_rows(gather: Callable[[Tensor], Mapping[str, Tensor]], inputs: Inputs) -> list[str]:
     """Rows of every field at (B,) slots, compared with plain indexing."""
-    slots = inputs.places[0]
+    slots = inputs.slots[0]
     found = gather(slots)
     return [
         f"rows of {name!r} are not those of their slots"
@@ -147,7 +147,7 @@ def wrong_rows(gather: Callable[[Tensor], Mapping[str, Tensor]], inputs: Inputs)
 def wrong_frames(before: Tensor, after: Tensor, inputs: Inputs) -> list[str]:
     """(B, 4, 84, 84) stacks before and after those of `inputs.starts[0]`; some of them compared with plain indexing."""
     slots = inputs.starts[0][:_COMPARED]
-    frames = inputs.frames_of(inputs.frame_buffer)
+    frames = inputs.frames
     wrong = []
     for name, stacks, later in (("obs", before, 0), ("next_obs", after, N_STEP)):
         back = (torch.arange(1 - STACK, 1, device=slots.device) + later) * inputs.envs

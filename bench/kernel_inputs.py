@@ -1,6 +1,6 @@
-"""What kernel microbenchmarks work on: the same numbers for this package and for the baselines, made before the clock.
+"""Inputs of kernel microbenchmarks: the same numbers for this package and for the baselines, made before any timing.
 
-Each kind of input is made when it is first asked for, so that a case takes no memory for what it does not use.
+Each kind of input is made on first use, so that a case takes no memory for what it does not need.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from gpu_replay import Field, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.rank_table import cumulative_masses
 
-from .rows import DTYPES, make_rows
-from .subjects import ALPHA
+from .rows import buffer_fields, make_rows
+from .stacks import SHAPE, STACK
+from .subjects import ALPHA, EPS
 
-EPS = 1e-6
-STACK = 4
 # as long as a stack, so that no frame of a batch is counted twice
 N_STEP = 4
-FRAME = (84, 84)
 STEPS = 1_000
 # different frames, a prime number; they are repeated
 PATTERN = 1021
-# inputs that follow each other, so that no two calls in a row touch the same places
+# different inputs, so that no two consecutive calls touch the same slots
 POOL = 8
 
 
@@ -72,8 +70,8 @@ class Inputs:
         return [torch.randn(self.batch, generator=self._random, device=self.device).abs_() for _ in range(POOL)]
 
     @cached_property
-    def places(self) -> list[Tensor]:
-        """(B,) int64 slots each, in no order."""
+    def slots(self) -> list[Tensor]:
+        """(B,) int64 slots each, unordered."""
         return [self._integers(self.capacity) for _ in range(POOL)]
 
     def _integers(self, end: int) -> Tensor:
@@ -88,8 +86,7 @@ class Inputs:
     @cached_property
     def row_buffer(self) -> ReplayBuffer:
         """A buffer that holds these rows, row `i` in slot `i`."""
-        fields = {name: Field(shape, self.rows[name].dtype) for name, (shape, _) in DTYPES.items()}
-        buffer = ReplayBuffer(self.capacity, fields, sampler=Uniform(), device=self.device, seed=0)
+        buffer = ReplayBuffer(self.capacity, buffer_fields(), sampler=Uniform(), device=self.device, seed=0)
         for start in range(0, self.capacity, 2**16):
             buffer.add(**{name: values[start : start + 2**16] for name, values in self.rows.items()})
         return buffer
@@ -101,23 +98,24 @@ class Inputs:
 
     @property
     def frame_buffer(self) -> TrajectoryReplayBuffer:
-        """A full buffer of single frames, random bytes that belong to endless episodes."""
+        """A full buffer of single frames, random bytes in episodes that never end."""
         return _frame_buffer(self.capacity, self.envs, self.device, self.dtype)
 
-    def frames_of(self, buffer: TrajectoryReplayBuffer) -> Tensor:
-        """(N, 84, 84) uint8 frames as the buffer stores them, in slot order."""
-        return _frames_of(buffer)
+    @property
+    def frames(self) -> Tensor:
+        """(N, 84, 84) uint8 frames as that buffer stores them, in slot order."""
+        return _frames_of(self.frame_buffer)
 
     @cached_property
     def starts(self) -> list[Tensor]:
-        """(B,) int64 slots each whose stacks and windows are whole: none of the first or last steps of the ring."""
+        """(B,) int64 slots each whose stacks and windows are complete: none of the first or last steps of the ring."""
         first = (STACK - 1) * self.envs
-        room = self.capacity - first - N_STEP * self.envs
-        return [first + self._integers(room) for _ in range(POOL)]
+        count = self.capacity - first - N_STEP * self.envs
+        return [first + self._integers(count) for _ in range(POOL)]
 
     @cached_property
     def stacked(self) -> list[Tensor]:
-        """(2 * B * STACK,) int64 each: the slots of all frames of `starts`, the stacks before, then those after."""
+        """(2 * B * STACK,) int64 each: slots of all frames of `starts`, stacks of obs, then of next_obs."""
         back = torch.arange(1 - STACK, 1, device=self.device) * self.envs
         return [
             torch.cat([(slots[:, None] + back).reshape(-1), (slots[:, None] + back + N_STEP * self.envs).reshape(-1)])
@@ -136,11 +134,11 @@ def _frames_of(buffer: TrajectoryReplayBuffer) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.dtype) -> TrajectoryReplayBuffer:
-    """One is kept, since gigabytes take longer to fill than to measure."""
+    """The last one is cached, since gigabytes take longer to fill than to measure."""
     buffer = TrajectoryReplayBuffer(
         capacity,
         envs,
-        {"obs": Field(FRAME, torch.uint8, None if dtype == torch.uint8 else dtype), "action": Field((), torch.int64)},
+        {"obs": Field(SHAPE, torch.uint8, None if dtype == torch.uint8 else dtype), "action": Field((), torch.int64)},
         stack=STACK,
         n_step=N_STEP,
         autoreset="same_step",
@@ -149,7 +147,7 @@ def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.d
         seed=0,
     )
     step = {
-        "obs": torch.zeros((envs, *FRAME), dtype=torch.uint8, device=device),
+        "obs": torch.zeros((envs, *SHAPE), dtype=torch.uint8, device=device),
         "action": torch.zeros(envs, dtype=torch.int64, device=device),
         "reward": torch.ones(envs, device=device),
         "terminated": torch.zeros(envs, dtype=torch.bool, device=device),
@@ -159,7 +157,7 @@ def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.d
         buffer.add(**step)
     # no number of steps or environments divides the pattern's length, so neighbours differ in both directions
     random = torch.Generator(device).manual_seed(0)
-    pattern = torch.randint(256, (PATTERN, *FRAME), dtype=torch.uint8, generator=random, device=device)
+    pattern = torch.randint(256, (PATTERN, *SHAPE), dtype=torch.uint8, generator=random, device=device)
     frames = _frames_of(buffer)
     for start in range(0, capacity, PATTERN):
         part = frames[start : start + PATTERN]

@@ -1,18 +1,18 @@
-"""Measures kernel microbenchmarks: makes the inputs, checks every implementation, times them in turns, records."""
+"""Measures kernel microbenchmarks: makes the inputs, checks every implementation, times them interleaved, records."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from gpu_replay.console.progress import Progress
 from gpu_replay.engines.storage import free_bytes
 
-from .kernel_cases import OURS, KernelCase
-from .kernel_checks import Work
+from .baselines import FLOAT32_SLOTS
+from .cases import OURS
+from .kernel_cases import KernelCase
 from .record import Record
 from .runner import Refused, Run
 from .timing import flush_bytes
@@ -34,8 +34,7 @@ def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[R
         if reason:
             progress.say(reason)
         else:
-            emptied = flush if case.kernel.cold else 0
-            yield from _measured(run, case, emptied, progress)
+            yield from _measured(run, case, flush if case.kind.cold else 0, progress)
             gc.collect()
         progress.advance()
 
@@ -43,7 +42,7 @@ def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[R
 def too_large(case: KernelCase, device: torch.device) -> str | None:
     """Why the case does not fit into the memory that is free on the device; None when it does."""
     if device.type == "cuda":
-        # what torch keeps for later is free
+        # what torch has cached is free
         torch.cuda.empty_cache()
     free = free_bytes(device)
     if free is None or case.memory <= _SHARE * free:
@@ -56,24 +55,15 @@ def _measured(run: Run, case: KernelCase, flush: int, progress: Progress) -> Ite
     bound = {}
     for name, make in case.makers().items():
         work = make(inputs)
-        try:
-            check(work, name, case)
-        except Refused as reason:
-            if name == OURS:
-                raise
-            progress.say(str(reason))
-        else:
+        wrong = work.wrong()
+        if not wrong:
             bound[name] = (work.call, work.prepare)
+            continue
+        reason = f"{name} is not measured in {case.name}: {'; '.join(wrong)}."
+        if name == OURS:
+            raise Refused(reason)
+        progress.say(reason)
     if case.left_out():
-        progress.say(f"{case.name}: no {' or '.join(case.left_out())}, which end at {2**24:,} slots.")
-    plan = replace(run.plan, flush=flush)
+        progress.say(f"{case.name}: no {' or '.join(case.left_out())}, which end at {FLOAT32_SLOTS:,} slots.")
     for way in run.ways:
-        for name, (timing, how) in run.timings(bound, plan, way, progress).items():
-            yield run.record(case, name, timing, how, flush)
-
-
-def check(work: Work, name: str, case: KernelCase) -> None:
-    """Look whether an implementation does its work; raises Refused, naming what is wrong."""
-    wrong = work.wrong()
-    if wrong:
-        raise Refused(f"{name} is not measured in {case.name}: {'; '.join(wrong)}.")
+        yield from run.timed(case, bound, way, progress, flush)

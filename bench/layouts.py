@@ -7,109 +7,70 @@ takes single transitions and blocks in the form that suits it best; making that 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, ReplayBuffer, Uniform
+from gpu_replay import ReplayBuffer, Uniform
 
-from .rows import DTYPES, Rows
+from .rows import DTYPES, Rows, buffer_fields
 
-Transition = tuple[np.ndarray, int, float, np.ndarray, bool]
 Fields = dict[str, Tensor]
 
 
-class Layout(Protocol):
+class Layout(ABC):
     """A ring of transitions."""
 
-    def single(self, rows: Rows, row: int) -> Any:
-        """One row in the form that `append` takes."""
+    append: Callable[[Any], object]
+    extend: Callable[[Any], object]
 
-    def append(self, single: Any) -> object:
-        """Store one transition."""
+    def single(self, rows: Rows, row: int) -> Any:
+        """One row in the form that `append` takes: a tuple with arrays of its own, as an environment makes them."""
+        return (
+            rows["obs"][row].copy(),
+            int(rows["action"][row]),
+            float(rows["reward"][row]),
+            rows["next_obs"][row].copy(),
+            bool(rows["terminated"][row]),
+        )
 
     def block(self, rows: Rows) -> Any:
         """Rows in the form that `extend` takes."""
+        return rows
 
-    def extend(self, block: Any) -> object:
-        """Store the transitions of a block."""
-
+    @abstractmethod
     def batch(self, size: int) -> Fields:
         """`size` transitions, drawn uniformly, as tensors."""
 
 
-def _transition(rows: Rows, row: int) -> Transition:
-    # arrays of their own, as an environment makes them at every step
-    return (
-        rows["obs"][row].copy(),
-        int(rows["action"][row]),
-        float(rows["reward"][row]),
-        rows["next_obs"][row].copy(),
-        bool(rows["terminated"][row]),
-    )
-
-
-def _collated(transitions: Iterable[Transition]) -> Fields:
-    columns = zip(*transitions, strict=True)
-    return {
-        name: torch.from_numpy(np.array(column, dtype=DTYPES[name][1]))
-        for name, column in zip(DTYPES, columns, strict=True)
-    }
-
-
-class Deque:
-    """`collections.deque` of tuples: reaching into its middle walks from an end."""
+class ListRing(Layout):
+    """A list of tuples with the position of the next one: constant-time access."""
 
     def __init__(self, capacity: int) -> None:
-        self._held: deque[Transition] = deque(maxlen=capacity)
-        self._random = random.Random(0)
-        self.append = self._held.append
-        self.extend = self._held.extend
-
-    def single(self, rows: Rows, row: int) -> Transition:
-        """See Layout."""
-        return _transition(rows, row)
-
-    def block(self, rows: Rows) -> list[Transition]:
-        """See Layout."""
-        return [_transition(rows, row) for row in range(len(rows["obs"]))]
-
-    def batch(self, size: int) -> Fields:
-        """See Layout."""
-        return _collated(self._random.sample(self._held, size))
-
-
-class ListRing:
-    """A list of tuples with the place of the next one: every place is one step away."""
-
-    def __init__(self, capacity: int) -> None:
-        self._held: list[Transition] = []
+        self._held: Any = []
         self._capacity = capacity
         self._next = 0
         self._random = random.Random(0)
 
-    def single(self, rows: Rows, row: int) -> Transition:
+    def block(self, rows: Rows) -> list[Any]:
         """See Layout."""
-        return _transition(rows, row)
+        return [self.single(rows, row) for row in range(len(rows["obs"]))]
 
-    def append(self, single: Transition) -> None:
-        """See Layout."""
+    def append(self, single: Any) -> None:
+        """Store one transition."""
         if len(self._held) < self._capacity:
             self._held.append(single)
         else:
             self._held[self._next] = single
         self._next = (self._next + 1) % self._capacity
 
-    def block(self, rows: Rows) -> list[Transition]:
-        """See Layout."""
-        return [_transition(rows, row) for row in range(len(rows["obs"]))]
-
-    def extend(self, block: list[Transition]) -> None:
-        """See Layout; a block that fits is one slice, one that wraps goes row by row."""
+    def extend(self, block: list[Any]) -> None:
+        """Store a block: one slice where it fits, row by row where it wraps."""
         end = self._next + len(block)
         if end > self._capacity:
             for single in block:
@@ -121,92 +82,82 @@ class ListRing:
 
     def batch(self, size: int) -> Fields:
         """See Layout."""
-        return _collated(self._random.sample(self._held, size))
+        columns = zip(*self._random.sample(self._held, size), strict=True)
+        return {
+            name: torch.from_numpy(np.array(column, dtype=dtype))
+            for (name, (_, dtype)), column in zip(DTYPES.items(), columns, strict=True)
+        }
 
 
-class _NumpyRing:
-    """What the two rings of arrays share: places, and distinct random ones."""
+class Deque(ListRing):
+    """`collections.deque` of tuples: access to its middle walks from an end."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._held = deque(maxlen=capacity)
+        self.append = self._held.append  # type: ignore[method-assign]
+        self.extend = self._held.extend  # type: ignore[method-assign]
+
+
+class FieldArrays(Layout):
+    """One preallocated array for each field."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._added = 0
         self._random = np.random.default_rng(0)
+        self._allocate(capacity)
 
-    def _place(self) -> int:
-        place = self._added % self._capacity
-        self._added += 1
-        return place
+    def _allocate(self, capacity: int) -> None:
+        self._arrays = {name: np.zeros((capacity, *shape), dtype) for name, (shape, dtype) in DTYPES.items()}
 
-    def _places(self, count: int) -> np.ndarray:
-        places = np.arange(self._added, self._added + count) % self._capacity
+    def _next_slots(self, count: int) -> np.ndarray:
+        slots = np.arange(self._added, self._added + count) % self._capacity
         self._added += count
-        return places
+        return slots
 
     def _drawn(self, size: int) -> np.ndarray:
         # distinct with few draws from many, as a tutorial would draw
         return self._random.choice(min(self._added, self._capacity), size, replace=False, shuffle=False)
 
-
-class FieldArrays(_NumpyRing):
-    """One preallocated array for each field."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._arrays = {name: np.zeros((capacity, *shape), dtype) for name, (shape, dtype) in DTYPES.items()}
-
-    def single(self, rows: Rows, row: int) -> Transition:
-        """See Layout."""
-        return _transition(rows, row)
-
-    def append(self, single: Transition) -> None:
-        """See Layout."""
-        place = self._place()
+    def append(self, single: Any) -> None:
+        """Store one transition."""
+        slot = self._added % self._capacity
+        self._added += 1
         for array, value in zip(self._arrays.values(), single, strict=True):
-            array[place] = value
-
-    def block(self, rows: Rows) -> Rows:
-        """See Layout."""
-        return rows
+            array[slot] = value
 
     def extend(self, block: Rows) -> None:
-        """See Layout."""
-        places = self._places(len(block["obs"]))
+        """Store a block."""
+        slots = self._next_slots(len(block["obs"]))
         for name, array in self._arrays.items():
-            array[places] = block[name]
+            array[slots] = block[name]
 
     def batch(self, size: int) -> Fields:
         """See Layout."""
-        places = self._drawn(size)
-        return {name: torch.from_numpy(array[places]) for name, array in self._arrays.items()}
+        slots = self._drawn(size)
+        return {name: torch.from_numpy(array[slots]) for name, array in self._arrays.items()}
 
 
-class RecordArray(_NumpyRing):
+class RecordArray(FieldArrays):
     """One preallocated array of records: all fields of a transition lie side by side."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def _allocate(self, capacity: int) -> None:
         self._dtype = np.dtype([(name, dtype, shape) for name, (shape, dtype) in DTYPES.items()])
         self._array = np.zeros(capacity, dtype=self._dtype)
 
-    def single(self, rows: Rows, row: int) -> Transition:
-        """See Layout."""
-        return _transition(rows, row)
-
-    def append(self, single: Transition) -> None:
-        """See Layout."""
-        self._array[self._place()] = single
-
-    def block(self, rows: Rows) -> Rows:
-        """See Layout."""
-        return rows
+    def append(self, single: Any) -> None:
+        """Store one transition."""
+        self._array[self._added % self._capacity] = single
+        self._added += 1
 
     def extend(self, block: Rows) -> None:
-        """See Layout."""
-        places = self._places(len(block["obs"]))
-        records = np.empty(len(places), dtype=self._dtype)
+        """Store a block."""
+        slots = self._next_slots(len(block["obs"]))
+        records = np.empty(len(slots), dtype=self._dtype)
         for name, values in block.items():
             records[name] = values
-        self._array[places] = records
+        self._array[slots] = records
 
     def batch(self, size: int) -> Fields:
         """See Layout."""
@@ -215,29 +166,22 @@ class RecordArray(_NumpyRing):
         return {name: torch.from_numpy(np.ascontiguousarray(drawn[name])) for name in DTYPES}
 
 
-class Replay:
+class Replay(Layout):
     """This package's buffer on the CPU, with uniform draws."""
 
     def __init__(self, capacity: int) -> None:
-        fields = {
-            name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in DTYPES.items()
-        }
-        self._buffer = ReplayBuffer(capacity, fields, sampler=Uniform(), device="cpu", seed=0)
+        self._buffer = ReplayBuffer(capacity, buffer_fields(), sampler=Uniform(), device="cpu", seed=0)
 
     def single(self, rows: Rows, row: int) -> Rows:
         """See Layout."""
         return {name: values[row : row + 1].copy() for name, values in rows.items()}
 
     def append(self, single: Rows) -> object:
-        """See Layout."""
+        """Store one transition."""
         return self._buffer.add(**single)
 
-    def block(self, rows: Rows) -> Rows:
-        """See Layout."""
-        return rows
-
     def extend(self, block: Rows) -> object:
-        """See Layout."""
+        """Store a block."""
         return self._buffer.add(**block)
 
     def batch(self, size: int) -> Fields:

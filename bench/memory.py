@@ -1,7 +1,7 @@
 """Resident memory of a full buffer, as the operating system counts it, in a process of its own.
 
-Run as a module it fills one buffer and prints one line of JSON; `measured` runs it so and reads the line. A process of
-its own, because what an earlier buffer freed would otherwise hide what the next one takes.
+Run as a module it fills one buffer and prints one line of JSON, which `measured` reads. In the same process, memory
+freed by an earlier buffer would hide what the next one takes.
 """
 
 from __future__ import annotations
@@ -12,31 +12,33 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .cases import short
+from .cases import OURS, Case
 from .record import Record
-from .rows import ROW_BYTES, Rows, described, make_rows
+from .rows import ROW_BYTES
 from .runner import Run
 from .subjects import ReplaySubject
 from .timing import quantiles
 
+_STATM = Path("/proc/self/statm")
+
 
 def resident_bytes() -> int:
     """Bytes of this process in main memory; OSError where the system does not tell through /proc."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measured(capacity: int) -> tuple[float, float]:
-    """Resident bytes a stored transition in a new process, and the bytes that the buffer itself counts.
+    """Resident bytes a stored transition in a new process, and the bytes that the buffer itself reports.
 
     Raises OSError where the system does not tell, RuntimeError when the process fails.
     """
-    if not Path("/proc/self/statm").is_file():
+    if not _STATM.is_file():
         raise OSError("resident memory is read from /proc, which this system does not have.")
     # the package may have been found through a path that only this process knows
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -51,52 +53,31 @@ def measured(capacity: int) -> tuple[float, float]:
 def record(run: Run, capacity: int, *, repetitions: int) -> Record:
     """Resident bytes a transition of a full buffer, beside the bytes of its fields; errors as of `measured`."""
     found = np.array([measured(capacity) for _ in range(repetitions)])
-    return Record(
-        suite=run.suite,
-        case=f"memory/N={short(capacity)}",
-        operation="memory",
-        implementation="gpu_replay",
-        capacity=capacity,
-        batch=0,
-        added=0,
-        fields=described(),
-        unit="bytes",
-        quantiles={name: round(value, 2) for name, value in quantiles(found[:, 0]).items()},
-        repetitions=repetitions,
-        warmup=0,
-        bytes=ROW_BYTES,
-        counted=round(float(found[0, 1]), 2),
-        copy_bandwidth=round(run.copy_bandwidth),
-        copy_share=None,
-        quick=run.quick,
-        environment=run.environment,
-        tests=run.tests,
-    )
+    spread, counted = quantiles(found[:, 0]), round(float(found[0, 1]), 2)
+    more = {"unit": "bytes", "bytes": ROW_BYTES, "counted": counted, "copy_share": None}
+    return run.record(Case("memory", capacity, 0), OURS, spread, repetitions, **more)
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description=f"Fill one buffer of {ROW_BYTES}-byte rows and say what it takes.")
+    parser = argparse.ArgumentParser(description=f"Fill one buffer of {ROW_BYTES}-byte rows and print its memory.")
     parser.add_argument("--capacity", type=int, default=1_000_000)
     capacity = parser.parse_args().capacity
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    rows = make_rows(4096, np.random.default_rng(0))
     # a small buffer first, kept, so that code and scratch memory of all calls are there before the reading
-    small = ReplaySubject(8192, device)
-    _use(small, 8192, rows)
+    small = ReplaySubject(8192, torch.device("cpu"))
+    _use(small, 8192)
     before = resident_bytes()
-    subject = ReplaySubject(capacity, device)
-    _use(subject, capacity, rows)
+    subject = ReplaySubject(capacity, torch.device("cpu"))
+    _use(subject, capacity)
     print(json.dumps({"resident": resident_bytes() - before, "counted": subject.nbytes}))
 
 
-def _use(subject: ReplaySubject, capacity: int, rows: Rows) -> None:
+def _use(subject: ReplaySubject, capacity: int) -> None:
     """Write every slot, then sample and update for a while."""
-    for _ in range(-(-capacity // len(rows["obs"]))):
+    for rows in islice(subject.stream(4096, pool=1), -(-capacity // 4096)):
         subject.add(rows)
     for _ in range(64):
-        sampled = subject.sample(256)
-        subject.update(sampled, torch.ones(256))
+        subject.update(subject.sample(256), torch.ones(256))
     gc.collect()
 
 

@@ -1,13 +1,13 @@
-"""This package's operations as the kernel microbenchmarks call them: launchers on a GPU, the host's code on a CPU.
+"""This package's operations as the kernel microbenchmarks call them: launchers on a GPU, host code on a CPU.
 
-They are called below the buffers, since what is measured is the operation: no arguments are checked and no lock is
-held. On a GPU a draw is two launches, of which the second makes the weights and moves the random stream on.
+They are called below the buffers, so that only the operation is measured: no arguments are checked and no lock is held.
+On a GPU a draw is two launches, of which the second computes the weights and advances the random counter.
 """
 
 from __future__ import annotations
 
 from itertools import cycle
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from gpu_replay.ops.stratified_draw import launch_stratified_draw
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.ops.windows import powers_of
 
-from .index_subject import IndexSubject
 from .kernel_checks import (
     Work,
     wrong_draws,
@@ -39,24 +38,10 @@ from .kernel_checks import (
     wrong_totals,
     wrong_update,
 )
-from .kernel_inputs import EPS, N_STEP, Inputs
-from .subjects import ALPHA, BETA
+from .kernel_inputs import N_STEP, Inputs
+from .subjects import ALPHA, BETA, EPS, IndexSubject
 
 GAMMA = 0.99
-
-
-class Index(Protocol):
-    """The index alone: draws slots by mass, and changes masses."""
-
-    @property
-    def tree(self) -> MassTree:
-        """The masses and their sums."""
-
-    def draw(self, batch: int) -> Tensor:
-        """(batch,) int64 slots, one for each stratum of the total."""
-
-    def update(self, slots: Tensor, errors: Tensor) -> None:
-        """Give (B,) slots the masses of (B,) errors."""
 
 
 class HostIndex:
@@ -64,20 +49,16 @@ class HostIndex:
 
     def __init__(self, inputs: Inputs) -> None:
         self._index = IndexSubject(inputs.capacity)
+        self.tree = self._index.tree
         self.tree.masses.copy_(inputs.masses)
         self.tree.build()
 
-    @property
-    def tree(self) -> MassTree:
-        """See Index."""
-        return self._index.tree
-
     def draw(self, batch: int) -> Tensor:
-        """See Index."""
+        """(batch,) int64 slots, one for each stratum of the total."""
         return torch.from_numpy(self._index.sample(batch)[0])
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
-        """See Index."""
+        """Give (B,) slots the masses of (B,) errors."""
         self._index.update((slots.numpy(), None), errors)
 
 
@@ -95,7 +76,7 @@ class DeviceIndex:
         self._times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def draw(self, batch: int) -> Tensor:
-        """See Index; two launches."""
+        """As HostIndex; two launches."""
         slots, _, masses, _ = launch_stratified_draw(
             self.tree, self._counters, self._times_sampled, batch, batch, stratified=True, lowest_of_all=False
         )
@@ -103,7 +84,7 @@ class DeviceIndex:
         return slots
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
-        """See Index; one launch, two for thousands of slots. In a ring that has turned once, slots are keys."""
+        """As HostIndex; one launch, two for thousands of slots. In a ring in its first lap, slots are keys."""
         launch_update(self._masses, self._counters, self.tree.slots, slots, errors, sparse=False)
 
 
@@ -114,7 +95,7 @@ def full_counters(slots: int, device: torch.device) -> Tensor:
     return counters
 
 
-def index_for(inputs: Inputs) -> Index:
+def index_for(inputs: Inputs) -> HostIndex | DeviceIndex:
     """The index where the inputs are."""
     return HostIndex(inputs) if choose(inputs.device) == "host" else DeviceIndex(inputs)
 
@@ -234,12 +215,12 @@ def _device_rank_draw(inputs: Inputs) -> Work:
 def row_gather(inputs: Inputs) -> Work:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
-    turn = cycle(inputs.places)
+    turn = cycle(inputs.slots)
     storage, engine = buffer._storage, buffer._engine
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
-            # in a ring that has turned once, slots are keys
+            # in a ring in its first lap, slots are keys
             return engine.read(slots)
         return launch_gather(storage.tensors, storage.fields, slots)
 
@@ -271,6 +252,10 @@ def empty(inputs: Inputs) -> Work:
     if choose(inputs.device) == "host":
         array = number.numpy()
         return Work(lambda: np.negative(array, array), list)
-    from .empty_kernel import empty_kernel
+    import triton
+
+    @triton.jit
+    def empty_kernel(pointer):  # type: ignore[no-untyped-def]
+        return
 
     return Work(lambda: empty_kernel[(1,)](number), list)

@@ -1,6 +1,6 @@
-"""The measurements of `bench peers`: what is compared, on which sizes, and which of the libraries take part in each.
+"""The measurements of `bench peers`: what is compared, at which sizes, and which libraries take part in each.
 
-One part after the other is filled, checked and measured, so that no more than one buffer of each library is held.
+One part after the other is filled, checked and measured, so that at most one buffer of each library is held.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ import torch
 from gpu_replay.console.progress import Progress
 
 from . import frames
-from .cases import ADDED, Case, cycle_cases, index_cases
-from .index_subject import IndexSubject
+from .cases import ADDED, OURS, Case, cycle_cases, index_cases
 from .record import Record
 from .runner import Maker, Run
-from .subjects import PEERS, MissingPeer, ReplaySubject, Subject, Task, make_peer
+from .subjects import PEERS, IndexSubject, MissingPeer, ReplaySubject, Subject, Task, make_peer
 
-OURS = "gpu_replay"
 BATCHES = (32, 256, 4096)
 # a batch of 4,096 stacks with their successors is 231 MB
 FRAME_REPETITIONS = 25
-Contents = Literal["vectors", "stacks", "index"]
 
 
 @dataclass(frozen=True)
@@ -36,21 +33,23 @@ class Part:
     added: rows of every `add`, which some libraries must know when a buffer is made.
     """
 
-    contents: Contents
+    contents: Literal["vectors", "stacks", "index"]
     added: int
     cases: Sequence[Case]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the buffers are."""
+    """How large the buffers are.
+
+    many: rows of an add by itself, for which buffers are made anew.
+    """
 
     vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     stacks: int = frames.CAPACITY
     index: tuple[int, ...] = (1_000_000, 10_000_000)
     batches: tuple[int, ...] = BATCHES
     index_batches: tuple[int, ...] = (32, 4096)
-    # rows of an add by itself, for which buffers are made anew
     many: tuple[int, ...] = (64,)
 
 
@@ -72,12 +71,12 @@ def parts(sizes: Sizes, device: torch.device) -> list[Part]:
         found.append(Part("index", 0, index_cases(sizes.index, sizes.index_batches)))
     else:
         # trees on a GPU differ most in how they take new priorities
-        found.append(Part("vectors", ADDED, [Case("update", largest, batch, 0) for batch in sizes.batches]))
+        found.append(Part("vectors", ADDED, [Case("update", largest, batch) for batch in sizes.batches]))
     return found
 
 
 def available(names: Sequence[str], device: torch.device, progress: Progress) -> list[str]:
-    """Those of the libraries that make a buffer here; why the others do not is said once."""
+    """Those of the libraries that make a buffer here; the others are reported once, with the reason."""
     found = []
     for name in names:
         progress.show(f"loading {name}")
@@ -90,35 +89,30 @@ def available(names: Sequence[str], device: torch.device, progress: Progress) ->
     return found
 
 
-def records(
-    run: Run, chosen: Sequence[Part], names: Sequence[str], progress: Progress, device: torch.device
-) -> Iterator[Record]:
+def records(run: Run, chosen: Sequence[Part], names: Sequence[str], progress: Progress) -> Iterator[Record]:
     """Measure this package and the libraries on all chosen parts; yields each record as soon as it is known."""
-    names = available(names, device, progress)
+    names = available(names, run.device, progress)
     for part in chosen:
         here = run
         if part.contents == "stacks":
             here = replace(run, plan=replace(run.plan, fewest=min(run.plan.fewest, FRAME_REPETITIONS)))
         for capacity, cases in groupby(part.cases, lambda case: case.capacity):
-            yield from here.records(list(cases), makers(part, capacity, names, device), progress)
+            yield from here.records(list(cases), makers(part, capacity, names, run.device), progress)
 
 
 def makers(part: Part, capacity: int, names: Sequence[str], device: torch.device) -> Mapping[str, Maker]:
     """What makes the subjects of a part: this package's first, then those of the libraries that take part."""
-    found: dict[str, Maker] = {}
-    if part.contents == "index":
-        found[OURS] = IndexSubject
-    elif part.contents == "stacks":
-        found[OURS] = partial(frames.FrameSubject, device=device, n_step=1, envs=part.added)
-    else:
-        found[OURS] = partial(ReplaySubject, device=device)
+    ours: dict[str, Maker] = {
+        "index": IndexSubject,
+        "stacks": partial(frames.FrameSubject, device=device, n_step=1, envs=part.added),
+        "vectors": partial(ReplaySubject, device=device),
+    }
+    found = {OURS: ours[part.contents]}
     for name in names:
         peer = PEERS[name]
-        if (part.contents == "index" and not peer.index) or (
-            part.contents == "vectors" and peer.most and capacity > peer.most
-        ):
-            continue
-        found[name] = partial(_made, name, part, device)
+        too_slow = part.contents == "vectors" and peer.most is not None and capacity > peer.most
+        if not too_slow and (peer.index or part.contents != "index"):
+            found[name] = partial(_made, name, part, device)
     return found
 
 

@@ -1,6 +1,6 @@
-"""Pictures of kernel microbenchmarks, drawn from records alone: time against size, and bandwidth under its two roofs.
+"""Plots of kernel microbenchmarks, drawn from records: time over size, and a roofline.
 
-No operation can move bytes faster than a plain copy, nor end before an empty launch does: the first roof is flat, the
+No operation can move bytes faster than a plain copy, nor end before an empty launch does: the first bound is flat, the
 second rises with the bytes. Both come from the same run as the points.
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import short
-from .kernel_cases import KERNELS, OURS
+from .cases import OURS, short
+from .kernel_cases import KERNELS
 from .record import Record
 
 _INK, _FAINT = "0.15", "0.85"
-# the first is this package's; the others can be told apart without seeing colours well
+# the first is this package's; all can be told apart with impaired colour vision
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 _DPI = 130
 
 
 def require() -> None:
-    """Raise RuntimeError when there is nothing to draw with."""
+    """Raise RuntimeError where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("plots need matplotlib: pip install 'gpu-replay[training]', or leave --plot out.")
 
@@ -50,7 +50,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _times(records: Sequence[Record], file: Path) -> Path:
-    """Time against N, one panel for each B; against B where N never changes."""
+    """Time over N, one panel for each B; over B where N never changes."""
     operation = records[0].operation
     over_slots = len({record.capacity for record in records}) > 1
     panels = sorted({record.batch for record in records}) if over_slots else [0]
@@ -68,7 +68,7 @@ def _times(records: Sequence[Record], file: Path) -> Path:
             axis.set_title(f"B = {batch:,}", fontsize=9, color=_INK)
         _log_axes(axis, (r.capacity if over_slots else r.batch for r in records))
     axes[0].set_ylabel("time of a call, µs")
-    _finish(figure, f"{operation}: {_about(operation)}", records, file)
+    _finish(figure, f"{operation}: {KERNELS[operation].about}", records, file)
     return file
 
 
@@ -85,7 +85,7 @@ def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -
 
 
 def _roofline(records: Sequence[Record], file: Path) -> Path:
-    """Bytes a second against bytes, of this package's operations, under the two roofs."""
+    """Bytes a second over bytes of this package's operations, below the two bounds."""
     ours = [record for record in records if record.implementation == OURS and record.bytes]
     figure = _figure(8.4, 5.2)
     axis = figure.subplots()
@@ -104,7 +104,7 @@ def _roofline(records: Sequence[Record], file: Path) -> Path:
     smallest, largest = min(r.bytes for r in ours) / 2, max(r.bytes for r in ours) * 2
     copy = sorted(record.copy_bandwidth for record in ours)[len(ours) // 2] / 1e9
     empty = [record.median for record in records if record.operation == "empty" and record.implementation == OURS]
-    # gigabytes a second are bytes a nanosecond; where both roofs meet, a copy takes as long as an empty call
+    # GB/s are bytes a nanosecond; where both bounds meet, a copy takes as long as an empty call
     launch = empty[0] * 1e3 if empty else 0.0
     edges = sorted({smallest, min(max(copy * launch, smallest), largest), largest})
     roof = f"plain copy, {copy:,.1f} GB/s" + (f", and an empty call, {empty[0]:.2g} µs" if empty else "")
@@ -133,7 +133,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
-    """Logarithms both ways; ticks at these sizes where there are any, and enough of them upwards to read a value."""
+    """Logarithmic axes; ticks at these sizes where there are any, and enough vertical ones to read a value."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_xscale("log")
@@ -152,28 +152,16 @@ def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
 
 
 def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> None:
-    """Title, one legend below the panels, and where the figures come from."""
+    """Title, machine, and one legend below the panels."""
     environment = records[0].environment
     machine = environment.cpu if environment.device == "cpu" else environment.device
     trial = ", QUICK RUN" if any(record.quick for record in records) else ""
-    figure.suptitle(f"{title}\n{machine}, {environment.date[:10]}, {_clock(records)}{trial}", fontsize=9, color=_INK)
-    handles, labels = _legend(figure.axes)
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize=8, frameon=False)
+    clock = {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].clock]
+    figure.suptitle(f"{title}\n{machine}, {environment.date[:10]}, {clock}{trial}", fontsize=9, color=_INK)
+    # each name once, whichever panels it is in
+    found = {label: each for axis in figure.axes for each, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = min(3, len(found))
+    figure.legend(
+        list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
+    )
     figure.savefig(file, dpi=_DPI)
-
-
-def _legend(axes: Iterable[Any]) -> tuple[list[Any], list[str]]:
-    """Each name once, whichever panels it is in."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)
-
-
-def _clock(records: Sequence[Record]) -> str:
-    return {"host": "host's clock", "events": "CUDA events", "graph": "replayed graphs"}[records[0].clock]
-
-
-def _about(operation: str) -> str:
-    return KERNELS[operation].about if operation in KERNELS else ""

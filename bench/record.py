@@ -1,7 +1,7 @@
-"""One measurement, one JSON line: what was measured, where, with which versions, and every figure of it.
+"""One measurement, one JSON line: what was measured, where, with which versions, and all its figures.
 
-Tables in the documentation are made from these lines and never typed, so a line carries all that a reader needs in
-order to repeat the measurement or to doubt it.
+Tables in the documentation are generated from these lines, so a line holds all that a reader needs to repeat the
+measurement or to question it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Environment:
     device:  "cpu", or the name of the GPU.
     cores:   CPU cores that this process may use.
     threads: threads of torch.
-    load:    the machine's load average over a minute when the run began; figures from a busy machine are worth less.
+    load:    one-minute load average when the run began; figures from a busy machine are less reliable.
     commit:  git commit of the checkout, with "+changes" when files differ from it; None outside of one.
     """
 
@@ -46,14 +46,14 @@ class Record:
     bytes:          bytes that a call must move, read and written together; for memory, bytes of one row's fields.
     copy_bandwidth: bytes a second of a plain copy, read and written together, measured in the same run.
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
-    counted:        bytes a row as the buffer itself counts them; None where the unit is a time.
-    seconds:        of all recorded calls together, where that is what was asked for.
+    counted:        bytes a row that the buffer itself reports; None where the unit is a time.
+    seconds:        of all recorded calls together, where the suite reports it.
     quick:          made with few repetitions, not to be quoted.
-    flush:          bytes overwritten before each repetition to empty the caches, outside the measured time; 0 for
-                    caches as the calls before left them.
+    flush:          bytes overwritten before each repetition to flush the caches, outside the measured time; 0 for
+                    caches as the previous calls left them.
     timing:         "host" for the host's clock, "events" for CUDA events around each call, "graph" for events around a
                     replayed CUDA graph of calls; None in lines older than this field.
-    tests:          "passed" when the tests of the operation passed before the run; None when nobody asked.
+    tests:          "passed" when the tests of the operation passed before the run; None when they were not run.
     """
 
     suite: str
@@ -88,7 +88,7 @@ class Record:
 
     @property
     def clock(self) -> str:
-        """How it was timed; lines that do not say were timed in the only way there was."""
+        """How it was timed; lines older than the field have one way for each device."""
         return self.timing or ("host" if self.environment.device == "cpu" else "events")
 
     @property

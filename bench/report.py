@@ -1,4 +1,4 @@
-"""Markdown tables from records: the only way in which a figure gets into the documentation.
+"""Puts tables of records into documents: the only way in which a figure gets into the documentation.
 
 A document marks the place of a table with `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what stands between is
 replaced, so a table is renewed by one command and cannot differ from what was measured.
@@ -7,17 +7,15 @@ replaced, so a table is renewed by one command and cannot differ from what was m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from gpu_replay.console.markdown import number, table
-
-from . import cost_model, frames, kernel_tables, runs, storage
-from .cases import OPERATIONS, short
-from .kernel_tables import kernels_table
-from .peers_table import NOTE, best_peer, peers_table
+from . import cost_model, runs, tables
+from .cases import OPERATIONS
+from .kernel_cases import KERNELS
 from .record import Environment, Record
-
-Records = Sequence[Record]
+from .storage import storage_table
+from .tables import Records
 
 
 def conditions(records: Records) -> str:
@@ -44,164 +42,105 @@ def _machine(environment: Environment) -> str:
     return cpu if environment.device == "cpu" else f"{environment.device}, {cpu}"
 
 
-def cells_table(records: Records, peers: Records = ()) -> str:
-    """Every timed case with its quantiles, its share of the copy bandwidth and the best peer of these records."""
-    rows = []
-    for record in records:
-        if record.unit != "us":
-            continue
-        peer = best_peer(record.case, peers, record.environment.cpu)
-        share = "" if record.copy_share is None else f"{record.copy_share:.1%}"
-        rows.append(
-            [
-                record.case + (", replayed" if record.clock == "graph" else ""),
-                *[number(record.quantiles[name]) for name in ("p10", "p50", "p90")],
-                share,
-                f"{number(peer.median)} ({peer.implementation})" if peer else "",
-                f"{peer.median / record.median:.2f}x" if peer else "",
-            ]
-        )
-    return table(["case", "p10 µs", "p50 µs", "p90 µs", "% of copy bandwidth", "best baseline, µs", "speedup"], rows)
+@dataclass(frozen=True)
+class Section:
+    """One marked table.
+
+    suite:   of its records, and the command that makes them.
+    needs:   which of the suite's records it shows.
+    table:   made of these records and of the peers' on the same machine.
+    note:    one or more sentences below it.
+    options: of the command.
+    """
+
+    suite: str
+    table: Callable[[Records, Records], str]
+    needs: Callable[[Record], bool] = lambda record: True
+    note: str = ""
+    options: str = ""
+
+    @property
+    def command(self) -> str:
+        """The command that makes the records."""
+        return f"gpu-replay bench {self.suite}{self.options}"
+
+    def holds(self, record: Record) -> bool:
+        """Whether the table shows the record."""
+        return record.suite == self.suite and self.needs(record)
 
 
-def cycle_table(records: Records, peers: Records = ()) -> str:
-    """The full cycle, capacities down and batch sizes across; in parentheses the speedup over the best peer."""
-    cycles = [record for record in records if record.operation == "cycle"]
-    batches = sorted({record.batch for record in cycles})
-    rows = []
-    for capacity in sorted({record.capacity for record in cycles}):
-        cells = {record.batch: record for record in cycles if record.capacity == capacity}
-        rows.append([f"N = {short(capacity)}", *[_cycle_cell(cells.get(batch), peers) for batch in batches]])
-    return table(["full cycle, µs", *[f"B = {batch:,}" for batch in batches]], rows)
+def _on_cpu(record: Record) -> bool:
+    return record.environment.device == "cpu"
 
 
-def _cycle_cell(record: Record | None, peers: Records) -> str:
-    if record is None:
-        return ""
-    peer = best_peer(record.case, peers, record.environment.cpu)
-    return number(record.median) + (f" ({peer.median / record.median:.2f}x)" if peer else "")
+_KERNELS_NOTE = (
+    "Best baseline: the fastest torch operations that do the whole work; speedup: their time over ours. % of copy "
+    "bandwidth: the bytes that must move over the time, relative to a plain copy in the same run. Caches are flushed "
+    f"before each call of {', '.join(name for name, kernel in KERNELS.items() if kernel.cold)}. Medians."
+)
+_PEERS_NOTE = (
+    "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
+    "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
+    "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
+    "are left out of the speedup. Implementations are interleaved. Medians."
+)
+_CYCLE_NOTE = (
+    f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on this machine. Medians."
+)
+_STORAGE_NOTE = (
+    "Single calls: medians over parts of the run. Deques and lists of tuples only take a reference on insertion and "
+    "pay when a batch is put together."
+)
+_FRAMES_NOTE = (
+    "A batch has B transitions with stacks of 4 frames of 84x84 before and after; take copies as many frames from "
+    "given places. Implementations are interleaved. Medians."
+)
 
-
-def frames_table(records: Records) -> str:
-    """Cases of Atari frames, each beside a plain copy of the same bytes where there is one."""
-    copies = {record.case: record.median for record in records if record.implementation == "take"}
-    rows = []
-    for record in records:
-        if record.implementation == "take":
-            continue
-        copy = copies.get(record.case)
-        beside = ["", ""] if copy is None else [number(copy), f"{copy / record.median:.2f}x"]
-        rows.append([record.case, number(record.median), *beside, f"{record.copy_share or 0:.1%}"])
-    return table(["Atari frames", "µs", "NumPy take, µs", "speedup", "% of copy bandwidth"], rows)
-
-
-def memory_table(records: Records) -> str:
-    """Resident bytes a transition beside the bytes of its fields."""
-    rows = []
-    for record in records:
-        if record.unit == "bytes":
-            payload = record.bytes
-            above = f"{record.median / payload - 1:+.1%}"
-            counted = "" if record.counted is None else f"{record.counted:.1f}"
-            rows.append([record.case, f"{payload:,}", counted, f"{record.median:.1f}", above])
-    return table(["bytes a transition", "of fields", "buffer.nbytes", "resident", "above fields"], rows)
-
-
-def _cpu_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "cpu"]
-    peers = [record for record in records if record.suite == "peers"]
-    note = f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on the same machine."
-    return f"{cycle_table(mine, peers)}\n\n{note} Medians. {conditions(mine)}"
-
-
-def _cells_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "cpu" and record.unit == "us"]
-    peers = [record for record in records if record.suite == "peers"]
-    return f"{cells_table(mine, peers)}\n\n{conditions(mine)}"
-
-
-def _gpu_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "gpu"]
-    return f"{cells_table(mine)}\n\n{conditions(mine)}"
-
-
-def _peers_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "peers"]
-    return f"{peers_table(mine)}\n\n{NOTE} Medians. {conditions(mine)}"
-
-
-def _kernels_of(record: Record) -> str | None:
-    """The kind of device of a kernel microbenchmark, None for another record."""
-    if record.suite != "kernels":
-        return None
-    return "cpu" if record.environment.device == "cpu" else "gpu"
-
-
-def _kernels_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "kernels"]
-    return f"{kernels_table(mine)}\n\n{kernel_tables.NOTE} Medians. {conditions(mine)}"
-
-
-def _memory_section(records: Records) -> str:
-    mine = [record for record in records if record.operation == "memory"]
-    return f"{memory_table(mine)}\n\n{conditions(mine)}"
-
-
-def _frames_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "frames"]
-    # what is measured has its place among the operations once the cases are imported
-    (about,) = {OPERATIONS[case.operation].about for case in frames.gather_cases()}
-    return f"{frames_table(mine)}\n\n{about}. Medians. {conditions(mine)}"
-
-
-def _storage_section(records: Records) -> str:
-    mine = [record for record in records if record.suite == "storage"]
-    capacity = mine[0].capacity
-    note = (
-        f"Rings of {capacity:,} transitions. Of single calls the medians over parts of the run. Tuples of a deque or a "
-        "list only take a reference, and pay when a batch is put together."
-    )
-    return f"{storage.storage_table(mine)}\n\n{note} {conditions(mine)}"
-
-
-# marker name: how its table is made, which records it needs, and the command that makes these
-SECTIONS: dict[str, tuple[Callable[[Records], str], Callable[[Record], bool], str]] = {
-    "cpu": (_cpu_section, lambda record: record.suite == "cpu" and record.operation == "cycle", "gpu-replay bench cpu"),
-    "cpu-cells": (_cells_section, lambda record: record.suite == "cpu" and record.unit == "us", "gpu-replay bench cpu"),
-    "gpu": (_gpu_section, lambda record: record.suite == "gpu", "gpu-replay bench gpu"),
-    "kernels": (_kernels_section, lambda record: _kernels_of(record) == "gpu", "gpu-replay bench kernels"),
-    "kernels-cpu": (
-        _kernels_section,
-        lambda record: _kernels_of(record) == "cpu",
-        "gpu-replay bench kernels --device cpu",
+SECTIONS: dict[str, Section] = {
+    "cpu": Section("cpu", tables.cycle_table, lambda record: record.operation == "cycle", _CYCLE_NOTE),
+    "cpu-cells": Section("cpu", tables.cells_table, lambda record: record.unit == "us"),
+    "gpu": Section("gpu", tables.cells_table),
+    "kernels": Section("kernels", lambda mine, _: tables.kernels_table(mine), lambda r: not _on_cpu(r), _KERNELS_NOTE),
+    "kernels-cpu": Section(
+        "kernels", lambda mine, _: tables.kernels_table(mine), _on_cpu, _KERNELS_NOTE, " --device cpu"
     ),
-    "peers": (_peers_section, lambda record: record.suite == "peers", "gpu-replay bench peers"),
-    "frames": (_frames_section, lambda record: record.suite == "frames", "gpu-replay bench frames"),
-    "storage": (_storage_section, lambda record: record.suite == "storage", "gpu-replay bench storage"),
-    "memory": (_memory_section, lambda record: record.operation == "memory", "gpu-replay bench cpu"),
+    "peers": Section("peers", lambda mine, _: tables.peers_table(mine), note=_PEERS_NOTE),
+    "frames": Section("frames", lambda mine, _: tables.frames_table(mine), note=_FRAMES_NOTE),
+    "storage": Section("storage", lambda mine, _: storage_table(mine), note=_STORAGE_NOTE),
+    "memory": Section("cpu", lambda mine, _: tables.memory_table(mine), lambda record: record.operation == "memory"),
 }
 
 
 def section(name: str, records: Records) -> str:
-    """The text of one marked place, the command that reproduces it included; one table per machine.
+    """The text of one marked place, with the command that reproduces it; one table per machine.
 
     Raises KeyError for a name that no table has.
     """
+    if name == "cost-model":
+        return cost_model.section(records)
+    if name == "pong":
+        return runs.section(runs.run_folders())
     if name not in SECTIONS:
-        raise KeyError(f"no table is called {name!r}; there are {', '.join(SECTIONS)}.")
-    make, needed, command = SECTIONS[name]
-    machines = dict.fromkeys(
-        (record.environment.device, record.environment.cpu) for record in records if needed(record)
-    )
+        raise KeyError(f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'cost-model', 'pong'])}.")
+    each = SECTIONS[name]
+    machines: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if each.holds(record):
+            machines.setdefault((record.environment.device, record.environment.cpu), []).append(record)
     if not machines:
-        return f"Not measured yet: `{command}`."
+        return f"Not measured yet: `{each.command}`."
+    peers = [record for record in records if record.suite == "peers"]
     texts = []
-    for device, cpu in machines:
-        # tables of a GPU show peers measured on the CPU beside it, but peers have a table for each device
-        also = "peers" if name != "peers" else None
-        here = [r for r in records if r.environment.cpu == cpu and (r.environment.device == device or r.suite == also)]
-        texts.append(make(here))
-    return "\n\n".join(texts) + f" Reproduce: `{command}`."
+    for mine in machines.values():
+        notes = [each.note] * bool(each.note)
+        texts.append(f"{each.table(mine, peers)}\n\n{' '.join([*notes, conditions(mine)])}")
+    return "\n\n".join(texts) + f" Reproduce: `{each.command}`."
+
+
+def measured(records: Records, peers: Records) -> list[str]:
+    """The texts of all tables that these records fill, compared with earlier records of peers."""
+    names = [name for name, each in SECTIONS.items() if any(each.holds(record) for record in records)]
+    return [section(name, [*records, *peers]) for name in names]
 
 
 def updated(document: str, records: Records) -> str:
@@ -209,16 +148,11 @@ def updated(document: str, records: Records) -> str:
 
     Raises ValueError for a marker that is not closed and KeyError for one that names no table.
     """
-    opened = re.findall(r"<!-- bench:([\w-]+) -->", document)
-    for name in opened:
+    for name in re.findall(r"<!-- bench:([\w-]+) -->", document):
         mark, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
         before, _, rest = document.partition(mark)
         _, closed, after = rest.partition(end)
         if not closed:
             raise ValueError(f"{mark} is not closed; put {end} where its table ends.")
-        if name == "pong":
-            text = runs.section(runs.run_folders())
-        else:
-            text = cost_model.section(records) if name == "cost-model" else section(name, records)
-        document = f"{before}{mark}\n{text}\n{end}{after}"
+        document = f"{before}{mark}\n{section(name, records)}\n{end}{after}"
     return document

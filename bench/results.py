@@ -1,4 +1,4 @@
-"""The files of records: where they lie, how they are read, and how a new run is written into them."""
+"""The files of records: where they are, how they are read, and how a new run is merged into them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,15 @@ from pathlib import Path
 
 import torch
 
+from gpu_replay.console.atomic_files import write_text
+from gpu_replay.console.versions import device_name
+
 from .environment import checkout
 from .record import Record
 
-# what a run on a GPU leaves in the folder of its machine is called bench.jsonl and kernels.jsonl; elsewhere the kernels
-# have a file for each device
+# the folder of one GPU holds kernels.jsonl; elsewhere the kernels have a file for each device
 NAMES = ("cpu", "gpu", "peers", "frames", "storage", "bench", "kernels", "kernels-*")
 QUICK = "-quick"
-
-
-def default_file(name: str) -> Path:
-    """Where a run writes when no option says so: into the checkout, else into the current folder."""
-    root = checkout()
-    return root / "bench" / "results" / f"{name}.jsonl" if root else Path(f"gpu-replay-bench-{name}.jsonl")
-
-
-def device_name(device: torch.device) -> str:
-    """How files name a device: "cpu", or its own name in small letters, "nvidia-h200"."""
-    if device.type == "cpu":
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
 
 
 def recorded_folder() -> Path | None:
@@ -36,17 +25,25 @@ def recorded_folder() -> Path | None:
     return root / "bench" / "results" if root else None
 
 
+def default_file(name: str) -> Path:
+    """Where a run writes when no option says so: into the checkout, else into the current folder."""
+    folder = recorded_folder()
+    return folder / f"{name}.jsonl" if folder else Path(f"gpu-replay-bench-{name}.jsonl")
+
+
+def device_slug(device: torch.device) -> str:
+    """The name of a device in file names: "cpu", "nvidia-h200"."""
+    return "cpu" if device.type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+
+
 def recorded_files() -> list[Path]:
     """The results files that runs have left, those in folders of machines too; trial runs are left out.
 
     Raises ValueError when there is none.
     """
-    root = checkout()
-    if root:
-        found = sorted({file for name in NAMES for file in (root / "bench" / "results").rglob(f"{name}.jsonl")})
-    else:
-        found = sorted({file for name in NAMES for file in Path().glob(default_file(name).name)})
-    found = [file for file in found if not file.stem.endswith(QUICK)]
+    folder = recorded_folder()
+    paths = (folder.rglob(f"{name}.jsonl") if folder else Path().glob(default_file(name).name) for name in NAMES)
+    found = sorted({path for some in paths for path in some if not path.stem.endswith(QUICK)})
     if not found:
         raise ValueError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
     return found
@@ -65,15 +62,13 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Write records beside those that the file holds; a record of the same thing replaces the older one.
+    """Merge records into a file; a record of the same thing replaces the older one, all others are kept.
 
-    So a run of a few cases renews these and keeps the others. The file is replaced in one step.
+    The file is replaced in one step.
     """
     merged = {record.identity: record for record in (read(path) if path.is_file() else [])}
     for record in records:
         merged.pop(record.identity, None)
         merged[record.identity] = record
     path.parent.mkdir(parents=True, exist_ok=True)
-    sibling = path.with_name(path.name + ".part")
-    sibling.write_text("".join(record.line() + "\n" for record in merged.values()))
-    sibling.replace(path)
+    write_text(path, "".join(record.line() + "\n" for record in merged.values()))

@@ -1,7 +1,7 @@
-"""What is stored in every benchmark: five classic fields of a small environment, with values that can be recognised.
+"""What is stored in every benchmark of vectors: five classic fields of a small environment, with checkable values.
 
-Each field of a row follows from its observation, so that any sampled batch can be checked without knowing where its
-rows came from: a benchmark of a buffer that mixes rows up measures nothing.
+Every field of a row follows from its observation, so any sampled batch can be checked without knowing which rows it
+holds: the speed of a buffer that mixes rows up means nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from gpu_replay import Field
 
 Rows = dict[str, np.ndarray]
 
@@ -26,8 +28,13 @@ ROW_BYTES = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype 
 
 
 def described() -> dict[str, list[Any]]:
-    """The fields as a record names them: name to [dtype, shape]."""
+    """The fields as a record describes them: name to [dtype, shape]."""
     return {name: [np.dtype(dtype).name, list(shape)] for name, (shape, dtype) in DTYPES.items()}
+
+
+def buffer_fields() -> dict[str, Field]:
+    """The fields as a ReplayBuffer takes them."""
+    return {name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in DTYPES.items()}
 
 
 def make_rows(count: int, random: np.random.Generator) -> Rows:

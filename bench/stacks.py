@@ -1,14 +1,14 @@
-"""A stream of Atari-like steps that can be recognised: what is stored where frames are measured, and how it is checked.
+"""A recognisable stream of Atari-like steps: what is stored where frames are measured, and how samples are checked.
 
-Every frame carries the number of its step, its environment, its age in the episode and whether its step ended the
-episode. Action and reward follow from the number. So any sampled batch can be checked without knowing where its rows
-came from, also when the stacks were put together by the buffer.
+Every frame encodes the number of its step, its environment, its age in the episode and whether its step ended the
+episode; action and reward follow from the number. Any sampled batch can therefore be checked without knowing which
+rows it holds, also where the buffer itself put the stacks together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,14 +17,15 @@ from .rows import Rows
 
 STACK = 4
 SHAPE = (84, 84)
+FRAME_BYTES = SHAPE[0] * SHAPE[1]
 ACTIONS = 18
-# an episode of Pong has about so many steps
+# steps of an episode, about as many as in Pong
 EPISODE = 1_000
-# frames that differ; the largest prime below 256, so that the number fits a pixel
+# different images; the largest prime below 256, so that the number fits one pixel
 FRAMES = 251
-# the pixels of a frame that carry something
+# what the first pixels of a frame encode
 NUMBER, ENV, AGE, ENDED = range(4)
-# share of sampled rows at the seam of a ring that shares frames, where libraries pad or cut without saying so
+# share of sampled rows that a library with shared frames may pad or cut where its ring wraps
 SEAM = 0.1
 
 FRAME_DTYPES: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
@@ -34,33 +35,8 @@ FRAME_DTYPES: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
     "next_obs": ((STACK, *SHAPE), np.uint8),
     "terminated": ((), np.bool_),
 }
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of all environments.
-
-    obs:        (E, 4, 84, 84) uint8, oldest frame first; the first frame of an episode is repeated.
-    next_obs:   the same after the step, the final observation where the episode ended.
-    action:     (E,) int64.
-    reward:     (E,) float32.
-    terminated: (E,) bool.
-    """
-
-    obs: np.ndarray
-    next_obs: np.ndarray
-    action: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-
-    @property
-    def frames(self) -> np.ndarray:
-        """(E, 84, 84) uint8, the newest frames of `obs`."""
-        return self.obs[:, -1]
-
-    def rows(self) -> Rows:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in FRAME_DTYPES}
+# one stored step, as a record describes it
+FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64", []]}
 
 
 class StackStream:
@@ -71,41 +47,36 @@ class StackStream:
         self._envs = np.arange(envs)
         self._step = 0
 
-    def step(self) -> Step:
-        """The next step, whole."""
-        age, ended = self._now()
-        number = self._step % FRAMES
-        step = Step(
-            obs=self._stacks(self._step, age),
-            next_obs=self._stacks(self._step + 1, age + 1),
-            action=np.full(self._envs.size, number % ACTIONS, dtype=np.int64),
-            reward=np.full(self._envs.size, number % 7, dtype=np.float32),
-            terminated=ended,
-        )
-        self._step += 1
-        return step
+    def step(self) -> Rows:
+        """The next step of all environments, by the names of FRAME_DTYPES: stacks are (E, 4, 84, 84), oldest first.
 
-    def _now(self) -> tuple[np.ndarray, np.ndarray]:
+        The first frame of an episode is repeated; `next_obs` is the final observation where the episode ended.
+        """
         age = np.minimum(self._step, (self._step + 100 * self._envs) % EPISODE)
-        return age, self._ended(self._step)
-
-    def _ended(self, step: int | np.ndarray) -> np.ndarray:
-        ended: np.ndarray = (step + 100 * self._envs) % EPISODE == EPISODE - 1
-        return ended
+        number = self._step % FRAMES
+        obs = self._stacks(self._step, age)
+        self._step += 1
+        return {
+            "obs": obs,
+            "action": np.full(self._envs.size, number % ACTIONS, dtype=np.int64),
+            "reward": np.full(self._envs.size, number % 7, dtype=np.float32),
+            "next_obs": self._stacks(self._step, age + 1),
+            "terminated": obs[:, -1, 0, ENDED] == 1,
+        }
 
     def _stacks(self, step: int, age: np.ndarray) -> np.ndarray:
         # (E, S): how many steps ago each frame is, not before the episode's first
         ago = np.minimum(np.arange(STACK - 1, -1, -1), age[:, None])
-        numbers = (step - ago) % FRAMES
-        stacks = self._images[numbers]
-        stacks[:, :, 0, ENV] = self._envs[:, None]
+        envs = self._envs[:, None]
+        stacks = self._images[(step - ago) % FRAMES]
+        stacks[:, :, 0, ENV] = envs
         stacks[:, :, 0, AGE] = np.minimum(age[:, None] - ago, 250)
-        stacks[:, :, 0, ENDED] = (step - ago + 100 * self._envs[:, None]) % EPISODE == EPISODE - 1
+        stacks[:, :, 0, ENDED] = (step - ago + 100 * envs) % EPISODE == EPISODE - 1
         return stacks
 
 
 def images() -> np.ndarray:
-    """(251, 84, 84) uint8 pictures that compress as well as those of Atari games, to about 6% of their bytes."""
+    """(251, 84, 84) uint8 images that compress as well as those of Atari games, to about 6% of their size."""
     random = np.random.default_rng(0)
     made = np.full((FRAMES, *SHAPE), 87, dtype=np.uint8)
     made[:, :10] = 52
@@ -118,12 +89,12 @@ def images() -> np.ndarray:
 
 
 def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99, seam: float = 0.0) -> list[str]:
-    """What is wrong with a sampled batch of stacks, in words; nothing when all rows are whole.
+    """What is wrong with a sampled batch of stacks, in words; empty when every row is consistent.
 
     fields: obs and next_obs (B, 4, 84, 84), action, reward, weight, and terminated or discount, of B values each.
     ahead:  steps from obs to next_obs.
     gamma:  discount of one step, for rewards of several.
-    seam:   share of the rows whose older frames may be padding, or whose next_obs may be obs again.
+    seam:   share of the rows whose older frames may be padding, or whose next_obs may repeat obs.
     """
     found = {name: fields[name].cpu().numpy() for name in ("obs", "next_obs", "action", "reward", "weight")}
     flat = {name: found[name].reshape(-1) for name in ("action", "reward", "weight")}
@@ -145,7 +116,7 @@ def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99,
     if not alike[going | (ahead == 1)].all():
         wrong.append("sampled 'reward' does not belong to the sampled observation")
     if ahead == 1 and not np.array_equal(going, newest[:, ENDED] == 0):
-        wrong.append("what ended does not belong to the sampled observation")
+        wrong.append("sampled 'terminated' does not belong to the sampled observation")
     if _share(~_whole(obs, pictures)) > seam:
         wrong.append("obs has frames that are not those before its newest")
     following = after[:, -1, 0].astype(np.int64)
@@ -161,7 +132,7 @@ def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99,
 
 
 def _whole(stacks: np.ndarray, pictures: np.ndarray) -> np.ndarray:
-    """(B,) bool: whether the frames of each stack follow on each other; what is before an episode may be anything."""
+    """(B,) bool: whether the frames of each stack are consecutive; those before the episode's first may be anything."""
     codes = stacks[:, :, 0].astype(np.int64)
     ago = np.arange(STACK - 1, -1, -1)
     number = (codes[:, -1:, NUMBER] - ago) % FRAMES

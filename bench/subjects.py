@@ -1,153 +1,118 @@
-"""What is measured: this package's buffer, its index alone, and other libraries, all behind the same four calls.
+"""What is measured, behind one interface: this package's buffer, indexes alone, and the buffers of other libraries.
 
 A subject adapts one implementation with as little code as possible around the timed calls. `sample` returns torch
-tensors of all fields and of the weights, whatever the implementation itself returns, because that is the work a
-learner needs done.
+tensors of all fields and of the weights, whatever the implementation itself returns, because that is what a learner
+needs.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from itertools import cycle, repeat
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Proportional, ReplayBuffer
+from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.stratified_draw import draw_slots
 
 from .environment import installed_version
-from .rows import DTYPES, Rows, make_priorities
+from .rows import DTYPES, Rows, buffer_fields, make_rows, mismatches
 from .stacks import FRAME_DTYPES, SEAM, StackStream, faults
 
 ALPHA = 0.6
 BETA = 0.4
+EPS = 1e-6
 CPU = torch.device("cpu")
+# different inputs, made before anything is timed
+POOL = 64
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a buffer is to hold.
-
-    added:  rows of every `add`.
-    stacks: whether rows are steps of environments with stacks of frames; else they are vectors that do not follow on
-            each other.
-    device: where it is to be stored.
-    """
-
-    capacity: int
-    added: int
-    stacks: bool = False
-    device: torch.device = CPU
-    alpha: float = ALPHA
-    beta: float = BETA
-
-    @property
-    def dtypes(self) -> Mapping[str, tuple[tuple[int, ...], type[np.generic]]]:
-        """Shape and type of each field of a row."""
-        return FRAME_DTYPES if self.stacks else DTYPES
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another library.
-
-    module:       in `peers/`, which adapts it.
-    distribution: what is installed, if it needs something.
-    install:      how, when `pip install DISTRIBUTION` is not all.
-    uniform:      it has no priorities and so does less.
-    index:        its tree can be used alone.
-    consecutive:  it holds the steps of one environment: several rows at once are steps of that one.
-    most:         rows of vectors that it can be filled with in a reasonable time.
-    devices:      types of the devices on which it can be stored.
-    """
-
-    module: str
-    distribution: str | None
-    install: str | None = None
-    uniform: bool = False
-    index: bool = False
-    consecutive: bool = False
-    most: int | None = None
-    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
-
-
-PEERS = {
-    "cpprb": Peer("cpprb_buffer", "cpprb"),
-    "tianshou": Peer("tianshou_buffer", "tianshou", index=True),
-    "flashbax": Peer("flashbax_buffer", "flashbax"),
-    "torchrl": Peer("torchrl_buffer", "torchrl", index=True, devices=("cpu", "cuda")),
-    "dopamine": Peer(
-        "dopamine_buffer",
-        "dopamine-rl",
-        install="pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl",
-        index=True,
-        consecutive=True,
-        most=10_000,
-    ),
-    "python_sum_tree": Peer("python_sum_tree", None),
-    "stable_baselines3": Peer("stable_baselines3_buffer", "stable-baselines3", uniform=True),
-}
-
-
-class Subject(Protocol):
+class Subject(ABC):
     """A prioritized replay buffer under measurement.
 
     add_size:     rows that every `add` must bring; None for any number.
-    has_next_obs: whether `next_obs` is stored as given.
+    has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
+    chunk:        rows of an add and transitions of an update while it is being filled.
     """
 
-    add_size: int | None
-    has_next_obs: bool
-
-    def add(self, rows: Any) -> object:
-        """Store rows that `inputs` made."""
+    add_size: int | None = None
+    has_next_obs = True
+    chunk = 4096
 
     def inputs(self, rows: Rows) -> Any:
         """Rows in the form that `add` takes, made outside the measured time."""
+        return rows
 
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """Endless inputs of `add`, `count` rows each; where rows are independent of each other, a pool that repeats."""
+        random = np.random.default_rng(1)
+        return cycle([self.inputs(make_rows(count, random)) for _ in range(pool)])
+
+    @abstractmethod
+    def add(self, rows: Any) -> object:
+        """Store rows in the form that `inputs` makes."""
+
+    @abstractmethod
     def sample(self, batch: int) -> Any:
         """Draw a batch: something that `update` and `fields` understand."""
 
+    @abstractmethod
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """Give the sampled transitions (B,) new priorities."""
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """The fields of the batch and `weight`, by the names of rows.DTYPES."""
-
-
-@runtime_checkable
-class SelfFilling(Protocol):
-    """A subject whose contents are not rows of vectors."""
-
-    def fill(self, rounds: int) -> None:
-        """Become full, with priorities spread by up to so many rounds of updates."""
+        """The fields of the batch by the names of rows.DTYPES, and `weight`."""
+        found: Mapping[str, Tensor] = sampled[1]
+        return found
 
     def wrong(self) -> list[str]:
-        """What is wrong with what it samples, in words."""
+        """What is wrong with a sampled batch, in words."""
+        batch = 256
+        fields = self.fields(self.sample(batch))
+        wrong = [
+            f"sampled {name!r} does not belong to the sampled observation"
+            for name in mismatches(fields, has_next_obs=self.has_next_obs)
+        ]
+        weight = fields["weight"].cpu().numpy().reshape(-1)
+        if weight.shape != (batch,) or not np.all(np.isfinite(weight)) or weight.min() <= 0:
+            wrong.append(f"the weights are not {batch} positive numbers")
+        return wrong
 
 
-class ReplaySubject:
+class FullSubject(Subject):
+    """A subject without stored fields that is full from the start: an index alone."""
+
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """Nothing is added."""
+        return repeat(None)
+
+    def add(self, rows: Any) -> object:
+        """Nothing is added."""
+        return None
+
+
+class ReplaySubject(Subject):
     """This package's ReplayBuffer."""
 
-    add_size: int | None = None
-    has_next_obs = True
-
     def __init__(self, capacity: int, device: torch.device) -> None:
-        fields = {
-            name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in DTYPES.items()
-        }
         self._device = device
-        self._buffer = ReplayBuffer(
-            capacity, fields, sampler=Proportional(alpha=ALPHA, beta=BETA), device=device, seed=0
+        self._buffer: Any = ReplayBuffer(
+            capacity, buffer_fields(), sampler=Proportional(alpha=ALPHA, beta=BETA), device=device, seed=0
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffer says it takes."""
-        return self._buffer.nbytes
+        """Bytes that the buffer reports."""
+        return int(self._buffer.nbytes)
 
     def inputs(self, rows: Rows) -> Any:
         """NumPy arrays as they are for a CPU; tensors of the device for a GPU."""
@@ -165,67 +130,136 @@ class ReplaySubject:
 
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """See Subject."""
-        self._buffer.update_priorities(sampled.key, priorities)
-        return None
+        return self._buffer.update_priorities(sampled.key, priorities)
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
         """See Subject."""
         return {name: sampled[name] for name in (*DTYPES, "weight")}
 
 
-class StackedRows:
-    """A subject of rows that gets the steps of environments with stacks of frames, and is checked by them.
+class IndexSubject(FullSubject):
+    """The host's mass tree as the buffer uses it: draws slots by mass and changes masses."""
 
-    consecutive: rows added together are steps of one environment, not one step of several.
-    """
-
-    has_next_obs = True
-
-    def __init__(self, rows: Subject, task: Task, *, consecutive: bool) -> None:
-        self._rows = rows
-        self._capacity = task.capacity
-        self._device = task.device
-        self._stream = StackStream(1 if consecutive else task.added)
-        self._steps = task.added if consecutive else 1
-        self.add_size: int | None = task.added
-
-    def inputs(self, rows: Rows) -> Any:
-        """The next steps of the stream; `rows` are those of vectors and not used."""
-        steps = [self._stream.step().rows() for _ in range(self._steps)]
-        return self._rows.inputs({name: np.concatenate([step[name] for step in steps]) for name in FRAME_DTYPES})
-
-    def fill(self, rounds: int) -> None:
-        """Fill the ring past its end, then spread the priorities."""
-        added, batch = self.add_size or 1, 256
-        for _ in range(self._capacity // added + 8):
-            self.add(self.inputs({}))
-        random = np.random.default_rng(0)
-        for _ in range(min(rounds, -(-self._capacity // batch))):
-            self.update(self.sample(batch), make_priorities(batch, random).to(self._device))
-
-    def add(self, rows: Any) -> object:
-        """See Subject."""
-        return self._rows.add(rows)
+    def __init__(self, capacity: int) -> None:
+        self._rule = MassRule.for_slots(capacity, ALPHA, EPS, None)
+        self.tree = MassTree(capacity, CPU, "host")
+        self.tree.set_range(0, capacity, self._rule.mass(1.0))
+        self._words = HostWords(seed=0)
+        self._block = 0
 
     def sample(self, batch: int) -> Any:
-        """See Subject."""
-        return self._rows.sample(batch)
+        """(batch,) int64 slots, drawn by mass, and their masses."""
+        doubles = self._words.doubles(self._block, batch)
+        self._block += -(-batch // 4)
+        slots, masses, _ = draw_slots(self.tree, doubles, stratified=True)
+        return slots, masses
 
     def update(self, sampled: Any, priorities: Tensor) -> object:
-        """See Subject."""
-        return self._rows.update(sampled, priorities)
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        return self._rows.fields(sampled)
+        """Masses of these priorities at the sampled slots, a repeated slot once."""
+        slots, _ = sampled
+        numbers = priorities.numpy().astype(np.float64)
+        # slots are the keys of a ring in its first lap
+        return self.tree.update(slots, numbers, self._rule, 0, self.tree.slots)
 
     def wrong(self) -> list[str]:
-        """What is wrong with a sampled batch."""
-        return faults(self.fields(self.sample(256)), seam=SEAM)
+        """What is wrong with the index: a total that is not the sum of its leaves."""
+        total, leaves = self.tree.total(), int(self.tree.masses.sum())
+        return [] if total == leaves else [f"the total mass is {total}, its leaves sum to {leaves}"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a peer's buffer is to hold.
+
+    added:  rows of every `add`.
+    stacks: whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
+    device: where it is stored.
+    """
+
+    capacity: int
+    added: int
+    stacks: bool = False
+    device: torch.device = CPU
+    alpha: float = ALPHA
+    beta: float = BETA
+
+    @property
+    def dtypes(self) -> Mapping[str, tuple[tuple[int, ...], type[np.generic]]]:
+        """Shape and type of each field of a row."""
+        return FRAME_DTYPES if self.stacks else DTYPES
+
+
+class PeerSubject(Subject):
+    """Another library's buffer; a task of stacks gets the steps of environments and is checked by them.
+
+    consecutive: it holds the steps of one environment, so rows added together are steps of that one.
+    """
+
+    consecutive = False
+
+    def __init__(self, task: Task, *, fixed_add: bool = False) -> None:
+        self.task = task
+        if fixed_add or task.stacks:
+            self.add_size = task.added
+        if task.stacks:
+            self.chunk = 256
+            self._steps = StackStream(1 if self.consecutive else task.added)
+
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """See Subject; a stream of steps goes on where the one before it ended."""
+        return self._stacks(count if self.consecutive else 1) if self.task.stacks else super().stream(count, pool)
+
+    def _stacks(self, steps: int) -> Iterator[Any]:
+        while True:
+            found = [self._steps.step() for _ in range(steps)]
+            yield self.inputs({name: np.concatenate([step[name] for step in found]) for name in FRAME_DTYPES})
+
+    def wrong(self) -> list[str]:
+        """See Subject."""
+        return faults(self.fields(self.sample(256)), seam=SEAM) if self.task.stacks else super().wrong()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library.
+
+    module:       in `peers/`, which adapts it.
+    distribution: what has to be installed, if anything.
+    install:      how, where `pip install DISTRIBUTION` is not enough.
+    uniform:      it has no priorities and so does less.
+    index:        its tree can be used without its buffer.
+    most:         rows of vectors that it can be filled with in a reasonable time.
+    devices:      types of the devices on which it can store.
+    """
+
+    module: str
+    distribution: str | None
+    install: str | None = None
+    uniform: bool = False
+    index: bool = False
+    most: int | None = None
+    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
+
+
+PEERS = {
+    "cpprb": Peer("cpprb_buffer", "cpprb"),
+    "tianshou": Peer("tianshou_buffer", "tianshou", index=True),
+    "flashbax": Peer("flashbax_buffer", "flashbax"),
+    "torchrl": Peer("torchrl_buffer", "torchrl", index=True, devices=("cpu", "cuda")),
+    "dopamine": Peer(
+        "dopamine_buffer",
+        "dopamine-rl",
+        install="pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl",
+        index=True,
+        most=10_000,
+    ),
+    "python_sum_tree": Peer("python_sum_tree", None),
+    "stable_baselines3": Peer("stable_baselines3_buffer", "stable-baselines3", uniform=True),
+}
 
 
 class MissingPeer(Exception):
-    """A peer that cannot be measured here; the message says why in a few words."""
+    """A peer that cannot be measured here; the message says why."""
 
 
 def peer_version(name: str) -> str | None:
@@ -253,8 +287,6 @@ def make_peer(name: str, task: Task, *, index: bool = False) -> Subject:
     except Exception as error:
         # an installed library can fail in any way against a newer torch: that is a result, not a crash
         raise MissingPeer(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
-    if task.stacks and not index:
-        return StackedRows(subject, task, consecutive=peer.consecutive)
     return subject
 
 

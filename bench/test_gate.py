@@ -88,7 +88,7 @@ def selection(operations: Iterable[str], device: torch.device) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def proven(operations: Iterable[str], device: torch.device) -> Literal["passed"] | None:
+def require_passing_tests(operations: Iterable[str], device: torch.device) -> Literal["passed"] | None:
     """Run the tests of these operations, unless they passed before; None outside of a checkout, which has no tests.
 
     Raises TestsFailed when they fail or cannot be run.

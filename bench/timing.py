@@ -1,9 +1,9 @@
-"""How long one call takes: the only file that reads a clock.
+"""How long one call takes.
 
-A measurement is warmed up, then repeated, each repetition timed by itself, so that quantiles say how calls are spread
-and not only their mean. On the CPU the clock is `perf_counter_ns`; on a GPU it is a pair of CUDA events around each
-call, read after the last one, so that no repetition waits for the device. A call may be a replayed CUDA graph of
-several calls, which leaves the time of the device alone, without that of Python and of launching.
+A measurement is warmed up, then repeated, each repetition timed by itself, so that quantiles show the distribution and
+not only its mean. On the CPU the clock is `perf_counter_ns`; on a GPU it is a pair of CUDA events around each call,
+read after the last one, so that no repetition waits for the device. A call may be a replayed CUDA graph of several
+calls, which leaves only device time, without Python and launch overhead.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ import torch
 Call = Callable[[], object]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
 How = Literal["host", "events", "graph"]
-# calls before a capture: they compile, choose algorithms and make what is made once
+# calls before a capture: they compile, autotune and allocate what is allocated once
 WARM_UPS = 3
-# a graph holds as many calls as take about so many nanoseconds, and no more than so many
+# a graph holds as many calls as take about this many nanoseconds, but no more than that many calls
 _GRAPH_NANOSECONDS, _GRAPH_CALLS = 500_000, 32
-# a cache that nobody describes
+# bytes of the last cache where the system does not tell
 _ASSUMED_CACHE = 2**25
 
 
@@ -47,10 +47,15 @@ class Plan:
     most: int = 20_000
     flush: int = 0
 
+    def split(self, rounds: int) -> Plan:
+        """One of so many rounds that together do what this plan says."""
+        fewest = -(-self.fewest // rounds)
+        return replace(self, warmup=self.warmup / rounds, seconds=self.seconds / rounds, fewest=fewest)
+
 
 @dataclass(frozen=True)
 class Timing:
-    """What the clock saw.
+    """The times of all repetitions.
 
     nanoseconds: (repetitions,) int64, in the order in which they ran.
     warmup:      calls before the first recorded one.
@@ -66,7 +71,7 @@ class Timing:
 
     @classmethod
     def joined(cls, parts: Sequence[Timing]) -> Timing:
-        """One timing of several parts."""
+        """One timing of several rounds."""
         return cls(np.concatenate([part.nanoseconds for part in parts]), sum(part.warmup for part in parts))
 
     def microseconds(self) -> dict[str, float]:
@@ -82,48 +87,37 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     return {"p10": float(low), "p50": float(middle), "p90": float(high)}
 
 
-class Clock(Protocol):
-    """Times each of several calls."""
-
-    def run(self, call: Call, prepare: Call, repetitions: int) -> np.ndarray:
-        """(repetitions,) int64 nanoseconds of `call`, with `prepare` before each, outside the measured time."""
+# (repetitions,) int64 nanoseconds of a call, with a preparation before each, outside the measured time
+Clock = Callable[[Call, Call, int], np.ndarray]
 
 
-class HostClock:
-    """Wall-clock time of the calling thread's work."""
-
-    def run(self, call: Call, prepare: Call, repetitions: int) -> np.ndarray:
-        """See Clock. The clock itself adds about 0.1 µs, which is not subtracted."""
-        now = time.perf_counter_ns
-        elapsed = np.empty(repetitions, dtype=np.int64)
-        for i in range(repetitions):
-            prepare()
-            start = now()
-            call()
-            elapsed[i] = now() - start
-        return elapsed
+def host_clock(call: Call, prepare: Call, repetitions: int) -> np.ndarray:
+    """Wall-clock time. Reading the clock adds about 0.1 µs, which is not subtracted."""
+    now = time.perf_counter_ns
+    elapsed = np.empty(repetitions, dtype=np.int64)
+    for i in range(repetitions):
+        prepare()
+        start = now()
+        call()
+        elapsed[i] = now() - start
+    return elapsed
 
 
-class CudaClock:
-    """Time between two CUDA events around each call, on the current stream."""
-
-    def run(self, call: Call, prepare: Call, repetitions: int) -> np.ndarray:
-        """See Clock. The device is waited for once, after the last call."""
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
-        ]
-        for start, end in pairs:
-            prepare()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return np.array([round(start.elapsed_time(end) * 1e6) for start, end in pairs], dtype=np.int64)
+def cuda_clock(call: Call, prepare: Call, repetitions: int) -> np.ndarray:
+    """Time between two CUDA events around each call, on the current stream; one synchronisation, after the last."""
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for start, end in pairs:
+        prepare()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return np.array([round(start.elapsed_time(end) * 1e6) for start, end in pairs], dtype=np.int64)
 
 
 def clock_for(device: torch.device) -> Clock:
     """CUDA events on a GPU, the host's clock elsewhere."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return cuda_clock if device.type == "cuda" else host_clock
 
 
 def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, calls: int = 1) -> Timing:
@@ -134,13 +128,13 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
     calls:   how often `call` does what is measured: the time of a repetition is divided by it.
     """
     clock = clock_for(device)
-    prepare = _with_flush(prepare, plan.flush, device)
+    ready = _flushing(prepare, plan.flush, device) if plan.flush else prepare
     warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup
     while warmup < 3 or time.perf_counter() < budget:
         # the last warm-up calls decide the estimate: the first ones load caches and code
         began = time.perf_counter()
-        spent = int(clock.run(call, prepare, 1)[0])
+        spent = int(clock(call, ready, 1)[0])
         whole = time.perf_counter() - began
         warmup += 1
     gc.collect()
@@ -149,7 +143,7 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
         # emptying caches may take a thousand times as long as the call
         repetitions = min(repetitions, int(4 * plan.seconds / whole))
     repetitions = min(plan.most, max(plan.fewest, repetitions))
-    return Timing(clock.run(call, prepare, repetitions) // calls, warmup)
+    return Timing(clock(call, ready, repetitions) // calls, warmup)
 
 
 class NotCaptured(Exception):
@@ -157,19 +151,19 @@ class NotCaptured(Exception):
 
 
 def captured(call: Call, device: torch.device, calls: int) -> Call:
-    """What replays `calls` calls of `call` as one CUDA graph.
+    """A function that replays `calls` calls of `call` as one CUDA graph.
 
-    call: works on tensors that stay where they are while the graph lives, and waits for nothing.
+    call: works on tensors that stay allocated while the graph lives, and does not synchronise.
 
-    Raises NotCaptured where it does something that a graph cannot hold.
+    Raises NotCaptured where it does something that cannot be captured.
     """
     with torch.cuda.device(device):
-        aside = torch.cuda.Stream(device)
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 call()
-        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -185,12 +179,12 @@ def calls_per_graph(call: Call, device: torch.device, *, cold: bool) -> int:
     """Calls that one graph holds: enough to be timed well; one where caches must be empty before each."""
     if cold:
         return 1
-    fastest = int(clock_for(device).run(call, lambda: None, WARM_UPS).min())
+    fastest = int(clock_for(device)(call, lambda: None, WARM_UPS).min())
     return max(1, min(_GRAPH_CALLS, _GRAPH_NANOSECONDS // max(1, fastest)))
 
 
 def flush_bytes(device: torch.device) -> int:
-    """Bytes to overwrite in order to empty the last cache of the device: twice its size."""
+    """Bytes to overwrite in order to flush the device's last-level cache: twice its size."""
     if device.type == "cuda":
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     else:
@@ -199,7 +193,7 @@ def flush_bytes(device: torch.device) -> int:
 
 
 def _last_cache_of_cpu() -> int:
-    """Bytes of the largest cache that Linux describes, 0 where it describes none."""
+    """Bytes of the largest cache that Linux reports, 0 where it reports none."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()
@@ -208,9 +202,7 @@ def _last_cache_of_cpu() -> int:
     return max(sizes)
 
 
-def _with_flush(prepare: Call, size: int, device: torch.device) -> Call:
-    if size == 0:
-        return prepare
+def _flushing(prepare: Call, size: int, device: torch.device) -> Call:
     scratch = torch.empty(size, dtype=torch.uint8, device=device)
 
     def prepare_and_flush() -> None:
@@ -221,13 +213,13 @@ def _with_flush(prepare: Call, size: int, device: torch.device) -> Call:
 
 
 def copy_bandwidth(device: torch.device, *, nbytes: int = 2**28, repetitions: int = 7) -> float:
-    """Bytes a second, read and written together, of copying a tensor of so many bytes: the roof of all memory work.
+    """Bytes a second, read and written together, of copying a tensor: the roof of all memory-bound work.
 
     The median of several copies between two tensors of at least 256 MiB by default, far beyond any cache.
     """
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     clock = clock_for(device)
-    clock.run(lambda: target.copy_(source), lambda: None, 2)
-    elapsed = clock.run(lambda: target.copy_(source), lambda: None, repetitions)
+    clock(lambda: target.copy_(source), lambda: None, 2)
+    elapsed = clock(lambda: target.copy_(source), lambda: None, repetitions)
     return 2 * nbytes / (float(np.median(elapsed)) / 1e9)

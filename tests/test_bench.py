@@ -2,84 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bench_records import ENVIRONMENT, GPU, cells, quicker, record
 from torch import Tensor
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import peers_suite, report, subjects
+from gpu_replay.bench import peers_suite, report, subjects, tables
 from gpu_replay.bench.cases import Case, chosen, cycle_cases, index_cases, short, step_cases
 from gpu_replay.bench.environment import current_environment
-from gpu_replay.bench.index_subject import IndexSubject
-from gpu_replay.bench.peers_table import best_peer
-from gpu_replay.bench.record import SCHEMA, Environment, Record
+from gpu_replay.bench.record import SCHEMA, Record
 from gpu_replay.bench.results import read, write
 from gpu_replay.bench.rows import ROW_BYTES, make_rows, mismatches
 from gpu_replay.bench.runner import Refused, check, fill
-from gpu_replay.bench.subjects import MissingPeer, Peer, ReplaySubject, Task, make_peer
+from gpu_replay.bench.subjects import IndexSubject, MissingPeer, Peer, ReplaySubject, Task, make_peer
 from gpu_replay.bench.timing import Plan, Timing, copy_bandwidth, measure, quantiles
 
 CPU = torch.device("cpu")
-ENVIRONMENT = Environment(
-    device="cpu",
-    cpu="Test CPU",
-    cores=2,
-    threads=1,
-    load=0.5,
-    versions={"python": "3.11.7", "torch": "2.13.0", "triton": None},
-    commit="0123456789ab",
-    date="2026-01-02T03:04:05+00:00",
-)
-
-
-def record(case: str = "cycle/N=1M/B=256", median: float = 100.0, **changes: Any) -> Record:
-    operation, capacity, batch = case.split("/")
-    values: dict[str, Any] = {
-        "suite": "cpu",
-        "case": case,
-        "operation": operation,
-        "implementation": "gpu_replay",
-        "capacity": {"N=10k": 10_000, "N=1M": 1_000_000}[capacity],
-        "batch": int(batch.removeprefix("B=")),
-        "added": 8,
-        "fields": {"obs": ["float32", [4]]},
-        "unit": "us",
-        "quantiles": {"p10": median / 2, "p50": median, "p90": median * 2},
-        "repetitions": 100,
-        "warmup": 3,
-        "bytes": 37_000,
-        "copy_bandwidth": 10e9,
-        "copy_share": 0.037,
-        "quick": False,
-        "environment": ENVIRONMENT,
-    }
-    return Record(**{**values, **changes})
 
 
 # records
 
 
 def test_a_record_survives_its_line() -> None:
-    original = record()
-    line = original.line()
+    line = record().line()
     assert "\n" not in line
-    assert Record.parse(line) == original
-
-
-def test_a_line_carries_what_a_reader_needs_to_repeat_it() -> None:
-    values = json.loads(record().line())
+    assert Record.parse(line) == record()
+    values = json.loads(line)
     assert values["schema"] == SCHEMA
     assert set(values["quantiles"]) == {"p10", "p50", "p90"}
-    for name in ("case", "capacity", "batch", "fields", "bytes", "copy_bandwidth", "copy_share", "repetitions"):
-        assert name in values
+    assert set(values) >= {"case", "capacity", "batch", "fields", "bytes", "copy_bandwidth", "copy_share"}
     assert set(values["environment"]) >= {"device", "cpu", "threads", "versions", "commit", "date"}
 
 
@@ -88,9 +48,13 @@ def test_a_line_carries_what_a_reader_needs_to_repeat_it() -> None:
     ["not json", "[1, 2]", '{"schema": 1}', record().line().replace(f'"schema": {SCHEMA}', '"schema": 99')],
     ids=["text", "list", "fields missing", "another schema"],
 )
-def test_a_line_that_is_no_record_is_refused(line: str) -> None:
+def test_a_line_that_is_no_record_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a benchmark record"):
         Record.parse(line)
+    file = tmp_path / "cpu.jsonl"
+    file.write_text(f"{record().line()}\n{line}\n")
+    with pytest.raises(ValueError, match=r"cpu\.jsonl, line 2"):
+        read(file)
 
 
 def test_a_figure_that_is_no_number_is_not_written() -> None:
@@ -98,26 +62,13 @@ def test_a_figure_that_is_no_number_is_not_written() -> None:
         record(median=float("nan")).line()
 
 
-def test_a_damaged_file_is_refused_with_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "cpu.jsonl"
-    file.write_text(record().line() + "\n{}\n")
-    with pytest.raises(ValueError, match=r"cpu\.jsonl, line 2"):
-        read(file)
-
-
 def test_writing_renews_the_same_case_and_keeps_the_others(tmp_path: Path) -> None:
     file = tmp_path / "new" / "cpu.jsonl"
-    write(file, [record("cycle/N=1M/B=32", 1.0), record("cycle/N=1M/B=256", 2.0)])
-    write(file, [record("cycle/N=1M/B=32", 3.0)])
-    assert {(r.case, r.median) for r in read(file)} == {("cycle/N=1M/B=32", 3.0), ("cycle/N=1M/B=256", 2.0)}
+    write(file, [record("cycle/N=1M/B=32", 1.0), record(median=2.0)])
+    other = replace(ENVIRONMENT, cpu="Other CPU")
+    write(file, [record("cycle/N=1M/B=32", 3.0), record(median=4.0, environment=other)])
+    assert [r.median for r in read(file)] == [2.0, 3.0, 4.0]
     assert [path.name for path in file.parent.iterdir()] == ["cpu.jsonl"]
-
-
-def test_another_machine_does_not_replace_a_record(tmp_path: Path) -> None:
-    file = tmp_path / "cpu.jsonl"
-    write(file, [record()])
-    write(file, [record(environment=dataclasses.replace(ENVIRONMENT, cpu="Other CPU"))])
-    assert len(read(file)) == 2
 
 
 def test_the_environment_names_versions_and_machine() -> None:
@@ -125,8 +76,7 @@ def test_the_environment_names_versions_and_machine() -> None:
     assert found.device == "cpu"
     assert found.cpu
     assert found.cores >= 1
-    assert found.versions["torch"] == torch.__version__
-    assert found.versions["numpy"] == np.__version__
+    assert (found.versions["torch"], found.versions["numpy"]) == (torch.__version__, np.__version__)
     assert found.versions["gpu_replay"]
 
 
@@ -148,30 +98,22 @@ def test_a_timing_is_in_microseconds_and_parts_join() -> None:
     assert (joined.repetitions, joined.warmup) == (3, 7)
 
 
-def test_preparation_is_outside_the_measured_time() -> None:
-    plan = Plan(warmup=0, seconds=0, fewest=5, most=5)
-    timing = measure(lambda: None, prepare=lambda: time.sleep(0.01), plan=plan, device=CPU)
-    assert timing.repetitions == 5
-    assert timing.microseconds()["p50"] < 5000
+def test_the_call_is_measured_and_its_preparation_is_not() -> None:
+    log: list[str] = []
 
-
-def test_the_call_is_inside_the_measured_time_and_prepared_each_time() -> None:
-    prepared = 0
+    def call() -> None:
+        log.append("call")
+        time.sleep(0.002)
 
     def prepare() -> None:
-        nonlocal prepared
-        prepared += 1
+        log.append("prepare")
+        time.sleep(0.02)
 
-    plan = Plan(warmup=0, seconds=0, fewest=4, most=9, flush=4096)
-    timing = measure(lambda: time.sleep(0.005), prepare=prepare, plan=plan, device=CPU)
-    assert timing.microseconds()["p10"] >= 5000
+    timing = measure(call, prepare=prepare, plan=Plan(0, 0, fewest=4, most=9, flush=4096), device=CPU)
     assert timing.repetitions == 4
-    assert prepared == timing.repetitions + timing.warmup
-
-
-def test_repetitions_stay_within_the_plan() -> None:
-    plan = Plan(warmup=0, seconds=10, fewest=1, most=7)
-    assert measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU).repetitions == 7
+    assert 2000 <= timing.microseconds()["p10"] <= timing.microseconds()["p50"] < 20_000
+    assert log == ["prepare", "call"] * (timing.repetitions + timing.warmup)
+    assert measure(int, prepare=int, plan=Plan(0, 10, fewest=1, most=7), device=CPU).repetitions == 7
 
 
 def test_copy_bandwidth_is_that_of_memory() -> None:
@@ -184,26 +126,31 @@ def test_copy_bandwidth_is_that_of_memory() -> None:
 def test_bytes_that_must_move_by_hand() -> None:
     row = 4 * 4 + 8 + 4 + 4 * 4 + 1
     assert row == ROW_BYTES
-    add = 8 * (2 * row + 8 + 8)
-    sample = 32 * (2 * row + 8 + 8 + 4 + 4)
-    update = 32 * (8 + 4 + 8 + 8)
-    assert Case("add", 1000, 8, 8).bytes == add
-    assert Case("sample", 1000, 32, 0).bytes == sample
-    assert Case("update", 1000, 32, 0).bytes == update
-    assert Case("cycle", 1000, 32, 8).bytes == add + sample + update
-    assert Case("index", 1000, 32, 0).bytes == 32 * (8 + 8) + update
+    add, update = 8 * (2 * row + 8 + 8), 32 * (8 + 4 + 8 + 8)
+    sample, frame = 32 * (2 * row + 8 + 8 + 4 + 4), 84 * 84
+    expected = {
+        Case("add", 1000, 8, 8): add,
+        Case("sample", 1000, 32): sample,
+        Case("update", 1000, 32): update,
+        Case("cycle", 1000, 32, 8): add + sample + update,
+        Case("index", 1000, 32): 32 * (8 + 8) + update,
+        Case("frames", 1000, 32): 2 * 32 * 2 * 4 * frame,
+        Case("frame-add", 1000, 8, 8): 2 * 8 * frame,
+        Case("frame-cycle", 1000, 32, 8): 2 * 32 * 2 * 4 * frame + 2 * 8 * frame,
+        Case("storage-blocks", 1000, 64, 64): 64 * (2 * row + 8),
+        Case("storage-batches", 1000, 50): 50 * 2 * row,
+    }
+    assert {case: case.bytes for case in expected} == expected
 
 
-def test_the_registry_covers_the_sizes_that_are_to_be_beaten() -> None:
+def test_the_registry_covers_the_sizes_of_the_tables() -> None:
     names = [case.name for case in step_cases() + index_cases()]
     assert len(names) == len(set(names))
     compared = {case.name for part in peers_suite.parts(peers_suite.Sizes(), CPU) for case in part.cases}
-    # what is measured alone has its baseline among the peers
+    # every cycle that is measured alone can have its baseline among the peers
     assert {name for name in names if name.startswith("cycle/")} <= compared
-    for operation in ("sample", "update", "cycle"):
-        for capacity in ("10k", "100k", "1M"):
-            for batch in (32, 256, 4096):
-                assert f"{operation}/N={capacity}/B={batch}" in names
+    sizes = [f"N={capacity}/B={batch}" for capacity in ("10k", "100k", "1M") for batch in (32, 256, 4096)]
+    assert {f"{operation}/{size}" for operation in ("sample", "update", "cycle") for size in sizes} <= set(names)
 
 
 @pytest.mark.parametrize("count, text", [(97, "97"), (10_000, "10k"), (1_500, "1500"), (10_000_000, "10M")])
@@ -242,25 +189,26 @@ class WrongRows(ReplaySubject):
 
 
 def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
-    right, wrong = ReplaySubject(1000, CPU), WrongRows(1000, CPU)
+    right, wrong = ReplaySubject(300, CPU), WrongRows(300, CPU)
     for subject in (right, wrong):
-        fill(subject, 1000, CPU, rounds=2)
+        fill(subject, 300, CPU, rounds=2)
     check(right, "right")
     with pytest.raises(Refused, match=r"wrong is not measured: sampled 'action' .*; the weights"):
         check(wrong, "wrong")
 
 
-def test_the_index_alone_keeps_its_total_exact() -> None:
+def test_the_index_alone_keeps_its_total_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = IndexSubject(1000)
     fill(subject, 1000, CPU, rounds=8)
     assert subject.wrong() == []
     slots, masses = subject.sample(64)
-    assert slots.min() >= 0
-    assert slots.max() < 1000
+    assert 0 <= slots.min() <= slots.max() < 1000
     assert masses.min() >= 1
+    monkeypatch.setattr(subject.tree, "total", lambda: 1)
+    assert "the total mass is 1, its leaves sum to" in subject.wrong()[0]
 
 
-def test_a_missing_peer_is_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_is_skipped_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(subjects.PEERS, "absent", Peer("absent_buffer", "absent-library"))
     with pytest.raises(MissingPeer, match=r"absent skipped: .*pip install absent-library"):
         make_peer("absent", Task(100, 8))
@@ -269,39 +217,64 @@ def test_a_missing_peer_is_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) 
 # comparison and tables
 
 
-def test_the_best_baseline_is_a_peer_measured_on_the_same_cpu() -> None:
-    case = "cycle/N=1M/B=256"
-    slow, fast = (record(suite="peers", implementation=name, median=m) for name, m in (("a", 300.0), ("b", 250.0)))
-    ours, trial = record(suite="peers", median=10.0), record(median=1.0, suite="peers", implementation="a", quick=True)
-    assert best_peer(case, [slow, fast, ours, trial], "Test CPU") == fast
-    assert best_peer(case, [slow, fast], "Other CPU") is None
-    assert best_peer("sample/N=10k/B=32", [slow, fast], "Test CPU") is None
+def test_the_best_baseline_is_the_fastest_on_the_same_machine() -> None:
+    ours, fast = record(), record(median=250.0, implementation="b", suite="peers")
+    others = [
+        fast,
+        record(median=300.0, implementation="a", suite="peers"),
+        record(median=10.0, suite="peers"),
+        record(median=1.0, implementation="stable_baselines3", suite="peers"),
+        record(median=1.0, implementation="part alone", suite="peers"),
+        record(median=1.0, implementation="a", suite="peers", quick=True),
+        record(median=1.0, implementation="a", suite="peers", environment=GPU),
+        record(median=1.0, implementation="a", suite="peers", environment=replace(ENVIRONMENT, cpu="Other CPU")),
+        record("cycle/N=1M/B=32", 1.0, "a", suite="peers"),
+    ]
+    assert tables.best_baseline(ours, others) == fast
+    assert tables.best_baseline(record("sample/N=1M/B=256"), others) is None
 
 
 def test_a_table_is_aligned_markdown() -> None:
-    assert report.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == (
+    assert tables.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == (
         "| case   |    µs |\n| ------ | ----: |\n| a      | 1,234 |\n| longer |     5 |"
     )
 
 
 @pytest.mark.parametrize("value, text", [(0.1234, "0.12"), (9.876, "9.88"), (12.34, "12.3"), (1234.5, "1,234")])
 def test_numbers_keep_three_digits(value: float, text: str) -> None:
-    assert report.number(value) == text
+    assert tables.number(value) == text
 
 
-def test_the_cycle_table_gives_the_speedup_over_the_best_peer() -> None:
+def test_tables_give_the_speedup_over_the_best_baseline() -> None:
     ours = [record("cycle/N=1M/B=32", 126.0), record("cycle/N=1M/B=256", 104.5)]
-    peers = [record(case.case, 63.0, suite="peers", implementation="a") for case in ours]
-    assert report.cycle_table(ours, peers).splitlines()[2] == "| N = 1M         | 126 (0.50x) | 104 (0.60x) |"
-    assert report.cycle_table(ours).splitlines()[2] == "| N = 1M         |    126 |     104 |"
+    peers = [record(case.case, 63.0, "a", suite="peers") for case in ours]
+    assert cells(tables.cycle_table(ours, peers).splitlines()[2]) == ["N = 1M", "126 (0.50x)", "104 (0.60x)"]
+    assert cells(tables.cycle_table(ours).splitlines()[2]) == ["N = 1M", "126", "104"]
+    line = tables.cells_table(ours, peers).splitlines()[2]
+    assert cells(line) == ["cycle/N=1M/B=32", "63.0", "126", "252", "25.0%", "63.0 (a)", "0.50x"]
+    taken = [record("frames/N=20k/B=32", 50.0), record("frames/N=20k/B=32", 75.0, "take")]
+    assert cells(tables.frames_table(taken).splitlines()[2]) == ["frames/N=20k/B=32", "50.0", "75.0", "1.50x", "25.0%"]
 
 
-def test_the_peers_table_compares_with_the_best_other_one() -> None:
-    records = [
-        record(suite="peers", implementation=n, median=m) for n, m in (("ours", 50.0), ("a", 200.0), ("b", 100.0))
+def test_uniform_replay_is_shown_and_not_compared_with() -> None:
+    assert {"stable_baselines3"} == tables.UNIFORM
+    medians = {
+        ("add/N=1M/B=64", "gpu_replay"): 40.0,
+        ("frame-cycle/N=20k/B=256", "gpu_replay"): 100.0,
+        ("frame-cycle/N=20k/B=256", "cpprb"): 250.0,
+        ("frame-cycle/N=20k/B=256", "stable_baselines3"): 50.0,
+        ("add/N=1M/B=64", "stable_baselines3"): 20.0,
+        ("index/N=1M/B=32", "gpu_replay"): 10.0,
+        ("index/N=1M/B=32", "cpprb"): 5.0,
+    }
+    found = [record(case, median, name, suite="peers") for (case, name), median in medians.items()]
+    lines = [cells(line) for line in tables.peers_table(found).splitlines()]
+    assert lines[0] == ["µs", "gpu_replay", "cpprb", "stable_baselines3 (uniform)", "speedup"]
+    assert lines[2:] == [
+        ["cycle, Atari, N = 20k, B = 256", "100", "250", "50.0", "2.50x"],
+        ["add, N = 1M, 64", "40.0", "", "20.0", ""],
+        ["index alone, N = 1M, B = 32", "10.0", "5.00", "", "0.50x"],
     ]
-    line = report.peers_table(records).splitlines()[2]
-    assert line.replace(" ", "") == "|cycle,N=1M,B=256|50.0|200|100|2.00x|"
 
 
 def test_a_table_states_its_conditions_and_its_command() -> None:
@@ -313,7 +286,7 @@ def test_a_table_states_its_conditions_and_its_command() -> None:
 
 
 def test_machines_do_not_share_a_table() -> None:
-    other = record(median=50.0, environment=dataclasses.replace(ENVIRONMENT, cpu="Other CPU"))
+    other = record(median=50.0, environment=replace(ENVIRONMENT, cpu="Other CPU"))
     text = report.section("cpu", [record(), other])
     assert text.count("| N = 1M") == 2
     assert text.index("Test CPU") < text.index("Other CPU")
@@ -333,9 +306,6 @@ def test_marked_places_are_renewed_and_nothing_else() -> None:
     assert once.endswith("<!-- /bench:gpu -->\nend\n")
     assert "\n\ntext\n\n" in once
     assert report.updated(once, [record()]) == once
-
-
-def test_a_wrong_mark_is_refused() -> None:
     with pytest.raises(ValueError, match="not closed"):
         report.updated("<!-- bench:cpu -->\n", [record()])
     with pytest.raises(KeyError, match="no table is called 'cpus'"):
@@ -345,7 +315,10 @@ def test_a_wrong_mark_is_refused() -> None:
 # the command
 
 
-def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_cpu_measures_records_and_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quicker(monkeypatch)
     file, document = tmp_path / "cpu.jsonl", tmp_path / "PAGE.md"
     threads = torch.get_num_threads()
     assert commands.main(["cpu", "--quick", "--output", str(file)]) == 0
@@ -369,16 +342,21 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: pytest.Ca
     assert len(read(file)) == len(records)
 
     document.write_text(DOCUMENT)
-    assert commands.main(["report", str(file), "--update", str(document)]) == 0
-    renewed = document.read_text()
-    assert "| N = 10k" in renewed
-    assert commands.main(["report", str(file), "--update", str(document)]) == 0
-    assert document.read_text() == renewed
+    for outcome in ("renewed", "already as recorded"):
+        assert commands.main(["report", str(file), "--update", str(document)]) == 0
+        assert f"{document}: {outcome}" in capsys.readouterr().out
+        assert "| N = 10k" in document.read_text()
     assert commands.main(["report", str(file)]) == 0
     assert "## memory" in capsys.readouterr().out
 
 
-def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_peers_measures_those_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quicker(monkeypatch)
+    monkeypatch.setattr(
+        peers_suite, "QUICK", peers_suite.Sizes((1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=())
+    )
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
     assert commands.main(arguments) == 0
@@ -393,19 +371,35 @@ def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: pytest.Cap
     "arguments, status, message",
     [
         (["cpu", "--only", "B=7"], 2, "matches no case"),
+        (["kernels", "--device", "cpu", "--only", "juggle"], 2, "'juggle' matches no case"),
+        (["kernels", "--device", "cpu", "--timing", "graph"], 2, "--timing graph needs a GPU"),
+        (["kernels", "--device", "cpu", "--only", "N=1M", "--n-max", "1e5"], 2, "matches no case"),
+        (["storage", "--quick", "--only", "treap"], 2, "no layout is called 'treap'"),
+        (["page", "--results", "nowhere"], 2, "is not a folder"),
         (["report", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),
+        (["plot", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),
     ],
 )
 def test_a_run_that_cannot_be_made_says_why_in_one_line(
     arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if arguments[0] == "plot":
+        pytest.importorskip("matplotlib")
     assert commands.main(arguments) == status
-    error = capsys.readouterr().err.strip()
+    (error,) = capsys.readouterr().err.strip().splitlines()
     assert message in error
-    assert "\n" not in error
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["cpu", "--nonsense"], ["peers", "--peer", "nobody"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["cpu", "--nonsense"],
+        ["peers", "--peer", "nobody"],
+        *(["kernels", "--n-max", value] for value in ("0", "-1", "1.5", "many", "inf")),
+    ],
+)
 def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         commands.main(arguments)
@@ -414,9 +408,10 @@ def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: pyt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_bench_gpu_without_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["gpu", "--quick"]) == 1
-    assert "needs a CUDA or ROCm device" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["gpu", "kernels --device cuda", "peers --device cuda"])
+def test_what_needs_a_gpu_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(command.split()) == 1
+    assert f"bench {command} needs a CUDA or ROCm device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

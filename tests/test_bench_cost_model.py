@@ -1,4 +1,4 @@
-"""What is expected of a GPU: counted from the code, so the code is what these tests hold it against."""
+"""The cost model of a GPU: its counts of launches and bytes, held against the code that makes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from bench_records import ENVIRONMENT, GPU, record
 from launches import recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 from gpu_replay.bench import baselines, cost_model, ours, report
 from gpu_replay.bench.cost_model import Work
-from gpu_replay.bench.kernel_cases import KERNELS
+from gpu_replay.bench.kernel_cases import KernelCase
 from gpu_replay.bench.kernel_inputs import Inputs
-from gpu_replay.bench.record import Environment, Record
+from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
@@ -60,7 +61,7 @@ def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
         launches.clear()
         # each level beside that also takes two operations of torch
         for _ in index.tree.levels[1:]:
-            block_sums(index.tree.levels[0], 128, "triton")
+            block_sums(index.tree.levels[0], 128)
         assert len(launches) * 3 == cost_model.build(5_000).launches
 
 
@@ -125,56 +126,37 @@ def test_the_bytes_of_one_block_by_hand() -> None:
     ],
 )
 def test_what_must_move_is_what_the_records_count(operation: str, work: Work) -> None:
-    assert work.must == KERNELS[operation].bytes(10**6, 256)
+    assert work.must == KernelCase(operation, 10**6, 256).bytes
     assert work.touched >= work.must
 
 
-def test_times_are_bytes_launches_and_trips() -> None:
-    work = Work(must=1, touched=int(cost_model.DATA_SHEET), launches=2, trips=3)
+def test_times_are_bytes_launches_and_dependent_loads() -> None:
+    work = Work(must=1, touched=int(cost_model.DATA_SHEET), launches=2, dependent=3)
     assert work.microseconds == pytest.approx((1e6 + 4, 1e6 + 6 + 2.4))
     assert work + Work(launches=1) == replace(work, launches=3)
 
 
-def made(case: str, median: float, implementation: str = "gpu_replay", device: str = "Test 9000") -> Record:
-    return Record(
-        suite="kernels",
-        case=case,
-        operation=case.split("/")[0],
-        implementation=implementation,
-        capacity=0,
-        batch=0,
-        added=0,
-        fields={},
-        unit="us",
-        quantiles={"p10": median, "p50": median, "p90": median},
-        repetitions=10,
-        warmup=1,
-        bytes=100,
-        copy_bandwidth=1e9,
-        copy_share=0.5,
-        quick=False,
-        environment=Environment(device, "cpu", 2, 1, 0.0, {}, None, "2026-11-21"),
-        timing="graph",
-    )
+def made(case: str, median: float, implementation: str = "gpu_replay") -> Record:
+    return record(case, median, implementation, suite="kernels", environment=GPU, timing="graph", copy_share=0.5)
 
 
 def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
     case, other = "draw-update/N=1M/B=256", "cumsum + searchsorted + scatter"
     records = [made(case, 8.0), made(case, 40.0, other), made("empty", 2.0), made("tree-build/N=100M", 9.0)]
-    lines = cost_model.expected_table(records).splitlines()
+    lines = cost_model.targets_table(records).splitlines()
     measured = {line.split("|")[2].strip(): line.split("|")[-2].strip() for line in lines}
     assert measured["≥ 3x torch"] == "5.00x (8.0 µs)"
     assert measured["≤ 4x empty kernel"] == "4.00x (8.0 µs)"
     assert measured["≥ 70% of copy bandwidth"] == "50.0% (9.0 µs)"
     assert measured["≥ 10x torch"] == cost_model.NOT_MEASURED
-    on_cpu = [replace(each, environment=replace(each.environment, device="cpu")) for each in records]
-    nothing = cost_model.expected_table(on_cpu).splitlines()[2:]
-    assert len(nothing) == len(cost_model.bars())
+    on_cpu = [replace(each, environment=ENVIRONMENT) for each in records]
+    nothing = cost_model.targets_table(on_cpu).splitlines()[2:]
+    assert len(nothing) == len(cost_model.targets())
     assert all(line.split("|")[-2].strip() == cost_model.NOT_MEASURED for line in nothing)
 
 
 def test_the_table_in_the_document_is_the_one_that_is_made() -> None:
-    records = [record for file in recorded_files() for record in read(file)]
+    records = [each for file in recorded_files() for each in read(file)]
     text = DOCUMENT.read_text()
     assert "<!-- bench:cost-model -->" in text
     assert cost_model.section(records) in text

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bench_records import ENVIRONMENT, GPU, record
 
 from gpu_replay.bench import runner, timing
-from gpu_replay.bench.record import Environment, Record
+from gpu_replay.bench.cases import Case
+from gpu_replay.bench.record import Record
 from gpu_replay.bench.runner import Run
 from gpu_replay.bench.timing import NotCaptured, Plan, Timing, calls_per_graph, captured, flush_bytes, measure
 from gpu_replay.console.progress import Progress
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ENVIRONMENT = Environment("Test GPU", "Test CPU", 2, 1, 0.5, {}, None, "2026-01-02T03:04:05")
 
 
 class Driver:
@@ -47,7 +48,7 @@ class Driver:
         self.log.append("replay")
 
     def Stream(self, device: torch.device) -> Driver:
-        self.log.append("aside")
+        self.log.append("side stream")
         return self
 
     def current_stream(self, device: torch.device) -> Driver:
@@ -74,10 +75,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Driver]:
     return install
 
 
-def test_a_graph_holds_so_many_calls_after_a_warm_up_aside(driver: Callable[[bool], Driver]) -> None:
+def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(driver: Callable[[bool], Driver]) -> None:
     cuda = driver(False)
     replay = captured(lambda: cuda.log.append("call"), CUDA, 4)
-    assert cuda.log == ["aside", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
+    assert cuda.log == ["side stream", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
     cuda.log.clear()
     replay()
     replay()
@@ -90,17 +91,16 @@ def test_a_call_that_cannot_be_captured_says_why_in_one_line(driver: Callable[[b
         captured(lambda: None, CUDA, 1)
 
 
-class FixedClock:
+def fixed_clock(monkeypatch: pytest.MonkeyPatch, nanoseconds: int) -> None:
     """Every call takes the same time."""
 
-    def __init__(self, nanoseconds: int) -> None:
-        self._nanoseconds = nanoseconds
-
-    def run(self, call: Callable[[], object], prepare: Callable[[], object], repetitions: int) -> np.ndarray:
+    def clock(call: Callable[[], object], prepare: Callable[[], object], repetitions: int) -> np.ndarray:
         for _ in range(repetitions):
             prepare()
             call()
-        return np.full(repetitions, self._nanoseconds, dtype=np.int64)
+        return np.full(repetitions, nanoseconds, dtype=np.int64)
+
+    monkeypatch.setattr(timing, "clock_for", lambda device: clock)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ class FixedClock:
 def test_a_graph_holds_what_can_be_timed_well(
     nanoseconds: int, cold: bool, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(nanoseconds))
+    fixed_clock(monkeypatch, nanoseconds)
     assert calls_per_graph(lambda: None, CUDA, cold=cold) == calls
 
 
 def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(8_000))
+    fixed_clock(monkeypatch, 8_000)
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
     found = measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU, calls=4)
     assert found.microseconds()["p50"] == 2.0
@@ -127,9 +127,12 @@ def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
     assert 2 <= found.repetitions <= 20
 
 
-def run(**changes: Any) -> Run:
+def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1) -> dict[str, Record]:
+    """The records of one case timed in one way."""
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
-    return dataclasses.replace(Run("gpu", CUDA, plan, ENVIRONMENT, 1e9, False, versions={}), **changes)
+    run = Run("gpu", CUDA, plan, GPU, 1e9, False, versions={}, rounds=rounds)
+    with Progress(1, "test") as progress:
+        return {each.implementation: each for each in run.timed(Case("sample", 1000, 32), bound, way, progress)}
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -137,7 +140,7 @@ def test_a_call_is_replayed_or_else_timed_by_events(
     refuses: bool, driver: Callable[[bool], Driver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cuda = driver(refuses)
-    monkeypatch.setattr(timing, "clock_for", lambda device: FixedClock(250_000))
+    fixed_clock(monkeypatch, 250_000)
 
     def call() -> None:
         cuda.log.append("call")
@@ -146,40 +149,34 @@ def test_a_call_is_replayed_or_else_timed_by_events(
         assert not cuda.inside
         cuda.log.append("prepare")
 
-    plan = run().plan
-    with Progress(1, "test") as progress:
-        found, how = run().timings({"ours": (call, prepare)}, plan, "graph", progress)["ours"]
+    found = timed({"ours": (call, prepare)}, "graph")["ours"]
     begins = cuda.log[: 2 + timing.WARM_UPS]
-    assert begins == ["prepare", *["call"] * timing.WARM_UPS, "aside"]
+    assert begins == ["prepare", *["call"] * timing.WARM_UPS, "side stream"]
     assert found.repetitions == 3
     if refuses:
         # a call that is no graph does its work once, and is prepared each time
-        assert (how, found.microseconds()["p50"]) == ("events", 250.0)
+        assert (found.timing, found.median) == ("events", 250.0)
         assert cuda.log[-2:] == ["prepare", "call"]
         assert "ours is timed by events, since it cannot be captured: operation not" in capsys.readouterr().err
     else:
         # two calls in a graph; nothing is prepared any more, since a graph works on what stays
-        assert (how, found.microseconds()["p50"]) == ("graph", 125.0)
+        assert (found.timing, found.median) == ("graph", 125.0)
         assert cuda.log.count("prepare") == 1
         assert cuda.log[-1] == "replay"
 
 
-def test_several_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_implementations_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
-    def watched(call: Callable[[], object], **arguments: Any) -> Timing:
+    def watched(call: Callable[[], object], *, plan: Plan, **arguments: Any) -> Timing:
+        assert plan.fewest == 1
         call()
         return Timing(np.array([1000]), 1)
 
     monkeypatch.setattr(runner, "measure", watched)
-    bound = {name: ((lambda name=name: log.append(name)), (lambda: None)) for name in ("a", "b")}
-    with Progress(1, "test") as progress:
-        found = run(rounds=3).timings(bound, run().plan, "events", progress)
+    found = timed({name: ((lambda name=name: log.append(name)), int) for name in ("a", "b")}, "events", rounds=3)
     assert log == ["a", "b"] * 3
-    assert {name: (timing.repetitions, how) for name, (timing, how) in found.items()} == {
-        "a": (3, "events"),
-        "b": (3, "events"),
-    }
+    assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
 
 
 def test_a_flush_is_twice_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,30 +193,10 @@ def test_a_flush_is_twice_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
-    values: dict[str, Any] = {
-        "suite": "gpu",
-        "case": "cycle/N=1M/B=32",
-        "operation": "cycle",
-        "implementation": "gpu_replay",
-        "capacity": 10**6,
-        "batch": 32,
-        "added": 8,
-        "fields": {},
-        "unit": "us",
-        "quantiles": {"p10": 1.0, "p50": 2.0, "p90": 3.0},
-        "repetitions": 10,
-        "warmup": 3,
-        "bytes": 1000,
-        "copy_bandwidth": 1e12,
-        "copy_share": 0.1,
-        "quick": False,
-        "environment": ENVIRONMENT,
-    }
-    older, events, graph = (Record(**values, timing=way) for way in (None, "events", "graph"))
+    older, events, graph = (record(environment=GPU, timing=way) for way in (None, "events", "graph"))
     assert older.identity == events.identity != graph.identity
     assert (older.clock, graph.clock) == ("events", "graph")
-    cpu = dataclasses.replace(older, environment=dataclasses.replace(ENVIRONMENT, device="cpu"))
-    assert cpu.clock == "host"
+    assert replace(older, environment=ENVIRONMENT).clock == "host"
 
 
 # on a GPU

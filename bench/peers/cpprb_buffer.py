@@ -7,32 +7,24 @@ an `add` takes several times as long, and drawing is no faster.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 
-class CpprbBuffer:
+class CpprbBuffer(PeerSubject):
     """`cpprb.PrioritizedReplayBuffer`, which returns NumPy arrays; scalars come as [B, 1]."""
 
-    add_size: int | None = None
-    has_next_obs = True
-
     def __init__(self, task: Task) -> None:
+        super().__init__(task)
         cpprb = importlib.import_module("cpprb")
         fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in task.dtypes.items()}
         self._buffer = cpprb.PrioritizedReplayBuffer(task.capacity, fields, alpha=task.alpha)
         self._names = tuple(task.dtypes)
         self._beta = task.beta
-
-    def inputs(self, rows: Rows) -> Any:
-        """See Subject."""
-        return rows
 
     def add(self, rows: Any) -> object:
         """See Subject."""
@@ -48,11 +40,6 @@ class CpprbBuffer:
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """See Subject."""
         return self._buffer.update_priorities(sampled[0], priorities.numpy())
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 def make(task: Task) -> CpprbBuffer:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 from .tree_index import TreeIndex
 
@@ -33,19 +32,20 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{_MEMORY}.{name}")
 
 
-class DopamineBuffer:
+class DopamineBuffer(PeerSubject):
     """`ReplayBuffer` with `PrioritizedSamplingDistribution`; `next_obs` is the following row, so it is not given.
 
     It returns probabilities, from which the weights are made here.
     """
 
-    add_size: int | None = None
     has_next_obs = False
+    consecutive = True
 
     def __init__(self, task: Task) -> None:
+        super().__init__(task)
         accumulator, samplers = _module("accumulator"), _module("samplers")
         self._element: Any = _module("elements").TransitionElement
-        self._stacks, self._beta = task.stacks, task.beta
+        self._beta = task.beta
         distribution = samplers.PrioritizedSamplingDistribution(
             0, priority_exponent=task.alpha, max_capacity=task.capacity
         )
@@ -70,7 +70,7 @@ class DopamineBuffer:
 
     def _observation(self, values: np.ndarray) -> np.ndarray:
         # stacks are put together by its accumulator
-        return values[-1] if self._stacks else values
+        return values[-1] if self.task.stacks else values
 
     def add(self, rows: Any) -> object:
         """See Subject."""
@@ -97,11 +97,6 @@ class DopamineBuffer:
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """See Subject."""
         return self._buffer.update(sampled[0], priorities=priorities.numpy())
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 class DopamineIndex(TreeIndex):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,13 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 # read when JAX makes its client: a pool of one thread, as everything else here has one
 _SETTINGS = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 
 
-class FlashbaxBuffer:
+class FlashbaxBuffer(PeerSubject):
     """`make_prioritised_flat_buffer` of as many streams as rows are added.
 
     `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are made here.
@@ -27,8 +26,7 @@ class FlashbaxBuffer:
     has_next_obs = False
 
     def __init__(self, task: Task) -> None:
-        self.add_size: int | None = task.added
-        self._task = task
+        super().__init__(task, fixed_add=True)
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         self._jax = importlib.import_module("jax")
@@ -48,17 +46,17 @@ class FlashbaxBuffer:
 
     def _functions(self, batch: int) -> Any:
         return self._flashbax.make_prioritised_flat_buffer(
-            max_length=self._task.capacity,
-            min_length=self._task.added,
+            max_length=self.task.capacity,
+            min_length=self.task.added,
             sample_batch_size=batch,
-            add_batch_size=self._task.added,
-            priority_exponent=self._task.alpha,
+            add_batch_size=self.task.added,
+            priority_exponent=self.task.alpha,
             device="cpu",
         )
 
     def _sampler(self, batch: int) -> Any:
         if batch not in self._samplers:
-            draw, split, power = self._functions(batch).sample, self._jax.random.split, -self._task.beta
+            draw, split, power = self._functions(batch).sample, self._jax.random.split, -self.task.beta
 
             def sample(state: Any, key: Any) -> Any:
                 key, this = split(key)
@@ -102,11 +100,6 @@ class FlashbaxBuffer:
         """See Subject; waits for the result, so that the whole cost is in the measured time."""
         self._state = self._update(self._state, sampled[0], priorities.numpy())
         return self._jax.block_until_ready(self._state)
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 def make(task: Task) -> FlashbaxBuffer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor
 
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 
-class PythonSumTree:
+class PythonSumTree(PeerSubject):
     """A binary tree in a list of floats, transitions as tuples in a second list."""
 
-    add_size: int | None = None
-    has_next_obs = True
-
     def __init__(self, task: Task) -> None:
+        super().__init__(task)
         capacity = task.capacity
         self._leaves = 1 << (capacity - 1).bit_length()
         self._tree = [0.0] * (2 * self._leaves)
@@ -85,11 +82,6 @@ class PythonSumTree:
             self._top = max(self._top, mass)
             self._set(slot, mass)
         return None
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 def make(task: Task) -> PythonSumTree:

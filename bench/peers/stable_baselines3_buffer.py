@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 
-class StableBaselines3Buffer:
+class StableBaselines3Buffer(PeerSubject):
     """`ReplayBuffer` of as many environments as rows are added; scalars come as [B, 1], `terminated` as floats."""
 
-    has_next_obs = True
-
     def __init__(self, task: Task) -> None:
+        super().__init__(task, fixed_add=True)
         buffers = importlib.import_module("stable_baselines3.common.buffers")
         spaces = importlib.import_module("gymnasium.spaces")
         shape, dtype = task.dtypes["obs"]
         low, high = (0, 255) if dtype is np.uint8 else (-np.inf, np.inf)
-        self.add_size: int | None = task.added
         self._infos: list[dict[str, Any]] = [{} for _ in range(task.added)]
         self._buffer = buffers.ReplayBuffer(
             task.capacity,

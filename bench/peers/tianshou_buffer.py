@@ -7,7 +7,6 @@ frames (`stack_num`, `save_only_last_obs`) takes a seventh of the memory, and co
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,16 @@ import torch
 from torch import Tensor
 
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import PeerSubject, Task
 
 from .tree_index import TreeIndex
 
 
-class TianshouBuffer:
+class TianshouBuffer(PeerSubject):
     """`PrioritizedVectorReplayBuffer` of as many sub-buffers as rows are added at once: its way of adding a batch."""
 
-    has_next_obs = True
-
     def __init__(self, task: Task) -> None:
-        self.add_size: int | None = task.added
+        super().__init__(task, fixed_add=True)
         data = importlib.import_module("tianshou.data")
         self._batch: Any = data.Batch
         self._buffer = data.PrioritizedVectorReplayBuffer(
@@ -64,11 +61,6 @@ class TianshouBuffer:
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """See Subject."""
         return self._buffer.update_weight(sampled[0], priorities.numpy())
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 class TianshouIndex(TreeIndex):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from gpu_replay.bench.environment import installed_version
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import MissingPeer, Task
+from gpu_replay.bench.subjects import MissingPeer, PeerSubject, Task
 
 from .tree_index import TreeIndex
 
@@ -36,13 +35,11 @@ def _extension() -> Any:
         ) from error
 
 
-class TorchrlBuffer:
+class TorchrlBuffer(PeerSubject):
     """`ReplayBuffer` with `LazyTensorStorage` and `PrioritizedSampler`, the batch size given with each call."""
 
-    add_size: int | None = None
-    has_next_obs = True
-
     def __init__(self, task: Task) -> None:
+        super().__init__(task)
         _extension()
         data = importlib.import_module("torchrl.data")
         samplers = importlib.import_module("torchrl.data.replay_buffers.samplers")
@@ -75,11 +72,6 @@ class TorchrlBuffer:
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """See Subject."""
         return self._buffer.update_priority(sampled[0], priorities)
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
 
 
 class TorchrlIndex(TreeIndex):

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.bench.rows import Rows, make_priorities
-from gpu_replay.bench.subjects import Task
+from gpu_replay.bench.subjects import EPS, FullSubject, Task
 
-# the smallest priority, as most libraries have one
-_EPS = 1e-6
 # float32 trees lose digits in long sums
 _TOLERANCE = 1e-3
 
 
-class TreeIndex(ABC):
+class TreeIndex(FullSubject):
     """A full tree. Draws are uniform over the whole mass, without strata, as all these libraries make them."""
-
-    add_size: int | None = None
-    has_next_obs = True
 
     def __init__(self, task: Task) -> None:
         self._slots = task.capacity
@@ -46,14 +39,6 @@ class TreeIndex(ABC):
     def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Give the slots (B,) new masses."""
 
-    def inputs(self, rows: Rows) -> Any:
-        """Nothing is added to an index."""
-        return None
-
-    def add(self, rows: Any) -> object:
-        """Nothing is added to an index."""
-        return None
-
     def sample(self, batch: int) -> Any:
         """(batch,) slots and their masses."""
         slots = self.find(self._random.random(batch) * self.total())
@@ -61,18 +46,8 @@ class TreeIndex(ABC):
 
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """Masses of these priorities at the sampled slots."""
-        self.put(sampled[0], (priorities.numpy() + _EPS) ** self._alpha)
+        self.put(sampled[0], (priorities.numpy() + EPS) ** self._alpha)
         return None
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """An index has no fields."""
-        return {}
-
-    def fill(self, rounds: int) -> None:
-        """Spread the masses, which are there from the start."""
-        batch = min(4096, self._slots)
-        for _ in range(min(rounds, -(-2 * self._slots // batch))):
-            self.update(self.sample(batch), make_priorities(batch, self._random))
 
     def wrong(self) -> list[str]:
         """What is wrong with the index: its total, or slots that are not where their prefix sums lie."""
