@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from abc import abstractmethod
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -21,54 +22,42 @@ from gpu_replay import validation
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
-from gpu_replay.engines.storage import Storage, base_sampler, check_device, check_memory
+from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.storage import Storage, check_device, check_memory
 from gpu_replay.fields import Field
-from gpu_replay.graphs.custom_ops import Drawn, Operators
-from gpu_replay.graphs.learning_step import Capturable
+from gpu_replay.graphs.cuda_graph import WARM_UPS
+from gpu_replay.graphs.custom_ops import BatchKind, Operators
+from gpu_replay.graphs.learning_step import Learn, LearningStep
 from gpu_replay.ops._backend import choose
-from gpu_replay.ops.counters import Counter, new_counters
-from gpu_replay.ops.mass import MassRule, OrderRule, Rule
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
+from gpu_replay.samplers import Sampler
 from gpu_replay.stats import Distribution, Stats, mass_distribution, rank_distribution, uniform_distribution
-from gpu_replay.stream_order import StreamOrder
+from gpu_replay.stream_order import Recorded, StreamOrder
 
-UNIFORM = Uniform()
+if TYPE_CHECKING:
+    from gpu_replay.engines.device import DeviceEngine
+    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+    from gpu_replay.engines.host import HostEngine
+    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
+
+    Engine = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
+
 # the dtype of no array that anybody passes in
 NO_DTYPE = np.dtype([("nothing", "V1")])
 Own = TypeVar("Own", bound="Buffer")
 
 
-class Engine(Protocol):
-    """What this file asks of the engines; storing and sampling differ from buffer to buffer."""
-
-    @property
-    def scratch_bytes(self) -> int: ...
-
-    @property
-    def ranked(self) -> Tensor | None: ...
-
-    def span(self) -> tuple[int, int]: ...
-
-    def update(self, keys: Tensor, numbers: Any) -> None: ...
-
-    def read(self, keys: Tensor) -> dict[str, Tensor]: ...
-
-    def forget(self) -> None: ...
-
-    def reseed(self, seed: int) -> None: ...
-
-    def replayed(self, rows: int) -> None: ...
-
-
-class Buffer(Capturable):
+class Buffer(ABC):
     """A ring of preallocated tensors with a sampler."""
 
     _engine: Engine
     # what `sample` gives, for compiled code
-    _drawn: Drawn
-    # what it is that can be drawn, in words
+    _batch_kind: BatchKind
+    # what it is that can be drawn, in words, and whether some of what is stored cannot be
     _units: ClassVar[str]
+    _sparse: ClassVar[bool]
 
     def __init__(
         self,
@@ -81,14 +70,11 @@ class Buffer(Capturable):
         self._capacity = capacity
         self._fields = fields
         self._sampler = sampler
-        if not isinstance(self._sampler, (Uniform, Proportional, RankBased, Latest, Combined)):
-            raise TypeError(
-                f"sampler must be Uniform(), Proportional(), RankBased(), Latest() or Combined(); found {sampler!r}."
-            )
+        self._plan = plan_of(sampler)
         self._device = check_device(device)
-        self._seed = _check_seed(seed)
-        self._on_cpu = self._device.type == "cpu"
+        self._seed = validation.whole("seed", seed)
         self._backend = choose(self._device)
+        self._on_host = self._backend == "host"
         self._lock = threading.RLock()
         self._stream_order = StreamOrder(self._device)
         # nothing of it is left to do when the process ends
@@ -96,26 +82,24 @@ class Buffer(Capturable):
         check_memory(self._sizes(), self._device)
 
         self._storage = self._make_storage()
-        self._base = base_sampler(self._sampler)
-        self._tree: MassTree | None = None
-        self._rule: Rule = MassRule.for_slots(self._capacity, 0.0, 0.0, None)
-        if isinstance(self._base, Proportional):
-            base = self._base
-            self._rule = MassRule.for_slots(self._capacity, base.alpha, base.eps, base.clip)
-            low, high = base.normalize == "buffer", base.initial == "stored"
-            self._tree = MassTree(self._capacity, self._device, self._backend, low=low, high=high)
-        elif isinstance(self._base, RankBased):
-            self._rule = OrderRule()
-            high = self._base.initial == "stored"
-            self._tree = MassTree(self._capacity, self._device, self._backend, high=high, summed=False)
-        self._counters = new_counters(self._device, self._seed)
+        self._state = DrawState(
+            self._plan, self._capacity, self._device, self._backend, self._seed, sparse=self._sparse
+        )
+        self._counters = self._state.counters
+        # calls on other streams come after what is allocated and filled on this one
+        with self._stream_order.ordered():
+            self._engine = self._make_engine()
+        self._draws = self._engine.draws
         self._operators = Operators(self, self._device)
         # the NumPy dtype that each field takes as it is, one that no input has where there is none
-        host = self._backend == "host"
         self._plain_dtypes: dict[str, np.dtype[Any]] = {
-            name: tensor.numpy().dtype if host and tensor.dtype != torch.bfloat16 else NO_DTYPE
+            name: tensor.numpy().dtype if self._on_host and tensor.dtype != torch.bfloat16 else NO_DTYPE
             for name, tensor in self._storage.tensors.items()
         }
+
+    @abstractmethod
+    def _make_engine(self) -> Engine:
+        """What stores, draws and reads, on the storage and the state that are there."""
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:
@@ -123,7 +107,7 @@ class Buffer(Capturable):
 
     def _make_storage(self) -> Storage:
         """The ring, allocated."""
-        return Storage(self._capacity, self._fields, self._device, packed=self._backend == "host")
+        return Storage(self._capacity, self._fields, self._device, packed=self._on_host)
 
     # what it is
 
@@ -155,18 +139,18 @@ class Buffer(Capturable):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors: fields, priorities and counters."""
-        tree = 0 if self._tree is None else self._tree.nbytes
-        return self._storage.nbytes + tree + self._engine.scratch_bytes + self._counters.nbytes
+        scratch = self._draws.scratch_bytes + self._engine.scratch_bytes
+        return self._storage.nbytes + self._state.nbytes + scratch
 
     @property
     def added(self) -> int:
         """Transitions ever added; the next one's key."""
         with self._lock:
-            return self._engine.span()[1]
+            return self._draws.span()[1]
 
     def __len__(self) -> int:
         with self._lock:
-            first, added = self._engine.span()
+            first, added = self._draws.span()
             return added - first
 
     def __repr__(self) -> str:
@@ -178,40 +162,26 @@ class Buffer(Capturable):
 
     # what it does
 
-    @abstractmethod
-    def _count_at_least(self, wanted: int, skipped: int) -> int:
-        """What can be drawn without the newest `skipped` slots, exact only below `wanted`."""
-
-    def _check_enough(self, call: str, batch: int, skipped: int = 0) -> None:
-        """Raise unless `call` can draw a batch without the newest `skipped` slots."""
-        newest = self._sampler.newest if isinstance(self._sampler, Combined) else 0
+    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
+        """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots."""
+        newest, distinct = self._plan.newest, self._plan.distinct(batch)
+        found = 0
+        if newest <= batch:
+            found = self._engine.count_at_least(max(distinct, 1), skipped)
+            if found and found >= distinct:
+                return
+        call = call or f"sample({batch})"
         if newest > batch:
             raise ValueError(
                 f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
                 "Raise the batch size or lower newest."
             )
-        distinct = newest
-        if isinstance(self._base, Latest):
-            distinct = batch
-        elif isinstance(self._base, Uniform) and not self._base.replacement:
-            distinct = max(newest, batch - newest)
-        found = self._count_at_least(max(distinct, 1), skipped)
         if found == 0:
             raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
-        if found < distinct:
-            kind = "of the newest" if distinct == newest or isinstance(self._base, Latest) else "without replacement"
-            raise ValueError(
-                f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. "
-                "Add more or lower the batch size."
-            )
-
-    def _checked_priorities(self, name: str, given: Any, rows: int) -> Any:
-        """The priorities as (rows,) numbers, a float64 array for the host engine; on the CPU all are finite."""
-        priorities = validation.as_priorities(name, given, rows, self._device)
-        if not self._on_cpu:
-            return priorities
-        numbers = validation.finite_numbers(name, priorities)
-        return numbers if self._backend == "host" else torch.from_numpy(numbers)
+        kind = "of the newest" if distinct in (newest, self._plan.newest_of(batch)) else "without replacement"
+        raise ValueError(
+            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. Add more or lower the batch size."
+        )
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities.
@@ -227,10 +197,9 @@ class Buffer(Capturable):
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)
             return
-        found = validation.as_keys(keys, self._device)
-        numbers = self._checked_priorities("priorities", priorities, found.shape[0])
+        found, numbers = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
-            self._engine.update(found, numbers)
+            self._draws.update(found, numbers)
 
     def __getitem__(self, keys: Any) -> Batch:
         """The stored transitions of these live keys, in their order: `buffer[keys]`.
@@ -246,32 +215,24 @@ class Buffer(Capturable):
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`."""
         with self._alone():
-            self._counters[Counter.FIRST] = self._counters[Counter.ADDED]
-            self._counters[Counter.RANKED] = 0
+            self._state.clear()
             self._storage.times_sampled.zero_()
-            if self._tree is not None:
-                self._tree.clear()
-            self._engine.forget()
+            self._engine.on_clear()
 
     def stats(self) -> Stats:
         """Diagnostics of this moment; on CUDA this waits for the device and reads all priorities once."""
         with self._alone():
-            first, added = self._engine.span()
+            first, added = self._draws.span()
             size = added - first
             counts = self._counters.tolist()
-            eligible = self._eligible(counts, size)
-            spread = self._spread(eligible)
+            eligible = counts[Counter.ELIGIBLE] if self._sparse else size
             # slots that are not live have been sampled 0 times
             sampled = self._storage.times_sampled
             return Stats(
                 size=size,
                 added=added,
                 eligible=eligible,
-                min_priority=spread.min_priority,
-                mean_priority=spread.mean_priority,
-                max_priority=spread.max_priority,
-                entropy=spread.entropy,
-                effective_sample_size=spread.effective_sample_size,
+                **vars(self._distribution(eligible)),
                 mean_age=(size - 1) / 2 if size else 0.0,
                 max_age=max(size - 1, 0),
                 mean_times_sampled=int(sampled.sum()) / size if size else 0.0,
@@ -281,16 +242,13 @@ class Buffer(Capturable):
                 saturated_priorities=counts[Counter.SATURATED],
             )
 
-    def _spread(self, eligible: int) -> Distribution:
-        if self._tree is None:
+    def _distribution(self, eligible: int) -> Distribution:
+        tree, rule = self._state.tree, self._state.rule
+        if tree is None:
             return uniform_distribution(eligible)
-        if isinstance(self._base, RankBased):
-            return rank_distribution(self._tree.masses, self._rule, self._base.alpha)
-        return mass_distribution(self._tree.masses, self._rule)
-
-    def _eligible(self, counts: list[int], size: int) -> int:
-        """How many of the `size` stored transitions can be drawn, given the counters."""
-        return size
+        if self._plan.kind == "rank":
+            return rank_distribution(tree.masses, rule, self._plan.alpha)
+        return mass_distribution(tree.masses, rule)
 
     def masses(self) -> Tensor:
         """(capacity,) int64 masses in slot order, a copy: what the draws are proportional to.
@@ -298,18 +256,83 @@ class Buffer(Capturable):
         Raises RuntimeError for a sampler other than Proportional.
         """
         with self._alone():
-            return self._with_masses().masses.clone()
+            return self._summed_tree().masses.clone()
 
     def total_mass(self) -> int:
         """The exact sum of the masses. Raises RuntimeError for a sampler other than Proportional."""
         with self._alone():
-            return self._with_masses().total()
+            return self._summed_tree().total()
 
-    def _with_masses(self) -> MassTree:
-        if self._tree is None or not isinstance(self._base, Proportional):
-            kept = "no priorities" if self._tree is None else "the order of priorities, not masses"
+    def _summed_tree(self) -> MassTree:
+        if self._plan.kind != "mass":
+            kept = "the order of priorities, not masses" if self._plan.prioritized else "no priorities"
             raise RuntimeError(f"{self._sampler} keeps {kept}; masses exist with Proportional.")
-        return self._tree
+        return self._state.masses
+
+    # captured steps
+
+    @abstractmethod
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
+        """Draw `B` rows as a Batch on the buffer's device."""
+
+    def capture(
+        self, batch_size: int, learn: Learn, *, beta: float | None = None, warm_ups: int = WARM_UPS
+    ) -> LearningStep:
+        """A learning step as one call: `sample`, `learn(batch)` and `update_priorities`; on a GPU one CUDA graph.
+
+        batch_size, beta: as for `sample`.
+        learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave them as
+                  they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
+        warm_ups: calls of the step, 1 or more, that run as they are before the graph is captured. They are steps like
+                  all others: nothing is learned, drawn or counted that was not asked for.
+
+        Each call draws anew, moves the schedule of beta on and, where `learn` adds, the ring, whether it is replayed or
+        not. On a CPU every call runs as it is, so that one program serves both. To be captured `learn` runs once on the
+        host without running on the device, and then never again: what else it does on the host is not repeated, and
+        what it works on must stay where it is (optimisers made with `capturable=True`). All other calls, `clear` and
+        `load_state_dict` too, may come between steps, from other threads and streams as well.
+
+        Raises TypeError or ValueError for arguments that make no sense.
+        """
+        batch = validation.batch_size(batch_size)
+        exponent = None if beta is None else validation.importance(beta)
+        if not callable(learn):
+            raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
+        return LearningStep(
+            learn,
+            batch,
+            self.device,
+            validation.whole("warm_ups", warm_ups, 1),
+            sample=lambda: self.sample(batch, beta=exponent),
+            update=self.update_priorities,
+            recording=lambda: self._recording(batch),
+            replaying=lambda recorded: self._replaying(batch, recorded),
+        )
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other call meanwhile, on the host or on the device, for what the engine does not order itself."""
+        with self._lock, self._stream_order.ordered():
+            yield
+
+    @contextmanager
+    def _recording(self, batch: int) -> Iterator[Recorded]:
+        """Count what is captured meanwhile. Raises as `sample` where there is too little to draw from."""
+        with self._lock:
+            self._check_enough(batch)
+        self._stream_order.recorded = recorded = Recorded()
+        try:
+            yield recorded
+        finally:
+            self._stream_order.recorded = None
+
+    @contextmanager
+    def _replaying(self, batch: int, recorded: Recorded) -> Iterator[None]:
+        """Order one replay of what was recorded. Raises as `sample` where there is too little to draw from."""
+        with self._alone():
+            self._check_enough(batch)
+            yield
+            self._engine.on_replay(recorded.rows)
 
     # state
 
@@ -369,25 +392,25 @@ class Buffer(Capturable):
 
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""
-        written = min(added, self._capacity)
+        written, state = min(added, self._capacity), self._state
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
-        if self._tree is not None:
-            views["masses"] = self._tree.masses[:written]
-        if self._engine.ranked is not None:
-            views["ranked"] = self._engine.ranked[:written]
+        if state.tree is not None:
+            views["masses"] = state.tree.masses[:written]
+        if self._draws.ranked is not None:
+            views["ranked"] = self._draws.ranked[:written]
+        views |= self._storage.stream_tensors(written)
+        if state.tree is None and state.eligible_tree is not None:
+            views["marks"] = state.eligible_tree.masses[:written]
         return views
 
     def _rebuild(self, seed: int) -> None:
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
         self._seed = seed
-        _, added = self._engine.span()
-        written = min(added, self._capacity)
-        self._storage.times_sampled[written:].zero_()
-        if self._tree is not None:
-            self._tree.masses[written:].zero_()
-            self._tree.build()
-        self._engine.reseed(seed)
+        written = min(self._draws.span()[1], self._capacity)
+        self._storage.reset_from(written)
+        self._state.rebuild(written)
+        self._engine.rebuild(seed)
 
 
 def refuse_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -400,9 +423,3 @@ def refuse_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if unknown:
         parts.append(f"has unknown {', '.join(map(repr, unknown))}")
     raise KeyError(f"add {' and '.join(parts)}; the buffer's fields are {', '.join(wanted)}.")
-
-
-def _check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an int; found {seed!r}.")
-    return int(seed)

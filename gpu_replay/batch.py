@@ -1,4 +1,4 @@
-"""`Batch`: the noun that `sample` returns."""
+"""`Batch`: what `sample` returns."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ class Batch:
     """
 
     __slots__ = ("_tensors",)
+
+    # for type checkers; they are found as all other names are
+    key: Tensor
+    probability: Tensor
+    weight: Tensor
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base_buffer import UNIFORM, Buffer, refuse_names
+from gpu_replay.base_buffer import Buffer, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.engines.host import HostEngine
-from gpu_replay.engines.storage import check_capacity, estimate
+from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
-from gpu_replay.graphs.custom_ops import drawn_as
+from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.samplers import Sampler
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ReplayBuffer(Buffer):
 
     _engine: HostEngine | DeviceEngine
     _units = "transitions"
+    _sparse = False
 
     def __init__(
         self,
@@ -51,21 +53,18 @@ class ReplayBuffer(Buffer):
         seed: int = 0,
     ) -> None:
         super().__init__(check_capacity(capacity), check_fields(fields), sampler, device, seed)
-        self._engine = self._make_engine()
-        self._drawn = drawn_as({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
+        self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
 
     def _make_engine(self) -> HostEngine | DeviceEngine:
-        parts = (self._storage, self._sampler, self._tree, self._rule, self._counters, self._seed)
-        if self._backend == "host":
-            return HostEngine(*parts)
+        if self._on_host:
+            return HostEngine(self._storage, HostDraws(self._state, self._storage, self._seed))
         from gpu_replay.engines.device import DeviceEngine
+        from gpu_replay.engines.device_draws import DeviceDraws
 
-        # calls on other streams come after what is allocated and filled on this one
-        with self._stream_order.ordered():
-            return DeviceEngine(*parts, self._stream_order)
+        return DeviceEngine(self._storage, DeviceDraws(self._state, self._storage, self._stream_order))
 
     @classmethod
     def from_spaces(
@@ -102,9 +101,10 @@ class ReplayBuffer(Buffer):
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
         values, rows = self._checked(fields)
-        priorities = None if priority is None else self._checked_priorities("priority", priority, rows)
+        if priority is not None:
+            priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)
         with self._lock:
-            return self._engine.append(values, rows, priorities)
+            return self._engine.append(values, rows, priority)
 
     def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The given values as tensors, or as arrays that can be copied as they are, and their number of rows."""
@@ -114,7 +114,7 @@ class ReplayBuffer(Buffer):
         values: dict[str, Any] = {}
         for name, field in self._fields.items():
             value: Any = given[name]
-            # an array that can be copied as it is needs no more than this look
+            # fast path: an array that can be copied as it is
             plain = type(value) is np.ndarray and value.dtype == self._plain_dtypes[name] and value.ndim > 0
             if not plain or value.shape[1:] != field.shape or (rows is not None and len(value) != rows):
                 value = validation.as_field(name, value, field, rows, self._device)
@@ -136,13 +136,9 @@ class ReplayBuffer(Buffer):
         are. A beta schedule advances by one.
         """
         if is_dynamo_compiling():
-            return self._operators.sample(self._drawn, batch_size, beta)
+            return self._operators.sample(self._batch_kind, batch_size, beta)
         batch = validation.batch_size(batch_size)
-        if beta is not None:
-            beta = validation.importance(beta)
+        exponent = None if beta is None else validation.importance(beta)
         with self._lock:
-            self._check_enough(f"sample({batch})", batch)
-            return Batch(self._engine.sample(batch, beta))
-
-    def _count_at_least(self, wanted: int, skipped: int) -> int:
-        return self._engine.size_at_least(wanted)
+            self._check_enough(batch)
+            return Batch(self._engine.sample(batch, exponent))

@@ -101,13 +101,8 @@ class Hindsight:
                 f"Hindsight terminated_fn must be a function of (achieved, desired) or None; "
                 f"found {self.terminated_fn!r}."
             )
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float, np.integer, np.floating)):
-            raise TypeError(f"Hindsight ratio must be a number; found {self.ratio!r}.")
-        if not 0 <= float(self.ratio) <= 1:
-            raise ValueError(f"Hindsight ratio must be from 0 to 1, a share of the batch; found {self.ratio!r}.")
-        object.__setattr__(self, "ratio", float(self.ratio))
-        if self.strategy not in get_args(Strategy):
-            raise ValueError(f"Hindsight strategy must be 'future', 'final' or 'episode'; found {self.strategy!r}.")
+        object.__setattr__(self, "ratio", validation.number("Hindsight ratio", self.ratio, high=1.0))
+        validation.choice("Hindsight strategy", self.strategy, get_args(Strategy))
 
     @property
     def achieved_field(self) -> str:
@@ -179,15 +174,15 @@ class Hindsight:
         reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
         if reward.dtype.is_complex:
             raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
-        put(tensors["reward"], rows, known, validation.cast("reward", reward, _REWARD))
+        masked_put(tensors["reward"], rows, known, validation.cast("reward", reward, _REWARD))
         if self.terminated_fn is None or again is None:
             return
         terminated = self._made("terminated_fn", self.terminated_fn(*again), rows)
         if terminated.dtype != torch.bool:
             raise TypeError(f"terminated_fn of Hindsight must return bool; found {terminated.dtype}.")
-        put(tensors["terminated"], rows, known, terminated)
+        masked_put(tensors["terminated"], rows, known, terminated)
         discount = tensors["discount"].new_full(rows.shape, gamma)
-        put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
+        masked_put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
 
     def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
         """What a user's function returned as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
@@ -203,7 +198,7 @@ class Hindsight:
         return found
 
 
-def put(target: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
+def masked_put(target: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> None:
     """target[rows] = values where they are known, all (K,)."""
     target.index_copy_(0, rows, torch.where(known, values, target.index_select(0, rows)))
 

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from gpu_replay.schedule import LinearSchedule
-
-
-def _number(owner: str, name: str, value: object, low: float = 0.0, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner} {name} must be a number; found {value!r}.")
-    if not math.isfinite(value) or value < low or (open_low and value == low):
-        bound = "greater than" if open_low else "at least"
-        raise ValueError(f"{owner} {name} must be finite and {bound} {low:g}; found {value!r}.")
+from gpu_replay.validation import choice, number, whole
 
 
 def _flag(owner: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
-
-
-def _count(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner} {name} must be an int; found {value!r}.")
-    if value < 1:
-        raise ValueError(f"{owner} {name} must be at least 1; found {value}.")
 
 
 @dataclass(frozen=True)
@@ -70,9 +55,9 @@ class Proportional:
 
     def __post_init__(self) -> None:
         _check_prioritized(self)
-        _number("Proportional", "eps", self.eps)
+        number("Proportional eps", self.eps)
         if self.clip is not None:
-            _number("Proportional", "clip", self.clip, open_low=True)
+            number("Proportional clip", self.clip, above=True)
 
 
 @dataclass(frozen=True)
@@ -100,25 +85,24 @@ class RankBased:
 
     def __post_init__(self) -> None:
         _check_prioritized(self)
-        _count("RankBased", "resort_every", self.resort_every)
+        whole("RankBased resort_every", self.resort_every, 1)
 
 
 def _check_prioritized(sampler: Proportional | RankBased) -> None:
     """The settings that both have."""
     owner = type(sampler).__name__
-    _number(owner, "alpha", sampler.alpha)
+    number(f"{owner} alpha", sampler.alpha)
     if isinstance(sampler.beta, LinearSchedule):
-        _number(owner, "beta.start", sampler.beta.start)
-        _number(owner, "beta.end", sampler.beta.end)
+        number(f"{owner} beta.start", sampler.beta.start)
+        number(f"{owner} beta.end", sampler.beta.end)
     else:
-        _number(owner, "beta", sampler.beta)
+        number(f"{owner} beta", sampler.beta)
     if isinstance(sampler.initial, str):
         if sampler.initial not in ("running", "stored"):
             raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")
     else:
-        _number(owner, "initial", sampler.initial)
-    if sampler.normalize not in ("batch", "buffer"):
-        raise ValueError(f"{owner} normalize must be 'batch' or 'buffer'; found {sampler.normalize!r}.")
+        number(f"{owner} initial", sampler.initial)
+    choice(f"{owner} normalize", sampler.normalize, ("batch", "buffer"))
     _flag(owner, "stratified", sampler.stratified)
 
 
@@ -144,9 +128,7 @@ class Combined:
             raise TypeError(
                 f"Combined base must be Uniform(...), Proportional(...) or RankBased(...); found {self.base!r}."
             )
-        _count("Combined", "newest", self.newest)
+        whole("Combined newest", self.newest, 1)
 
 
 Sampler = Uniform | Proportional | RankBased | Latest | Combined
-# those that keep a priority for each transition
-PRIORITIZED = (Proportional, RankBased)

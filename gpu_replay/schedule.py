@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gpu_replay.validation import number, whole
+
 
 @dataclass(frozen=True)
 class LinearSchedule:
@@ -21,16 +23,9 @@ class LinearSchedule:
     steps: int
 
     def __post_init__(self) -> None:
-        for name in ("start", "end"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"LinearSchedule {name} must be a number; found {type(value).__name__}.")
-            if not math.isfinite(value):
-                raise ValueError(f"LinearSchedule {name} must be finite; found {value}.")
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise TypeError(f"LinearSchedule steps must be an int; found {type(self.steps).__name__}.")
-        if self.steps < 1:
-            raise ValueError(f"LinearSchedule steps must be at least 1; found {self.steps}.")
+        number("LinearSchedule start", self.start, -math.inf)
+        number("LinearSchedule end", self.end, -math.inf)
+        whole("LinearSchedule steps", self.steps, 1)
 
     def __call__(self, step: int) -> float:
         """The value after `step` samples."""

@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base_buffer import NO_DTYPE, UNIFORM, Buffer, refuse_names
+from gpu_replay.base_buffer import NO_DTYPE, Buffer, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
+from gpu_replay.engines.host_draws import HostDraws
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-from gpu_replay.engines.storage import Storage
+from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
     REWARD,
     Autoreset,
     Padding,
     TrajectoryStorage,
     check_stream_fields,
-    needs_marks,
     observation_names,
     sequence_outputs,
     stream_outputs,
@@ -35,13 +35,11 @@ from gpu_replay.engines.trajectory_storage import (
     trajectory_estimate,
 )
 from gpu_replay.fields import Field
-from gpu_replay.graphs.custom_ops import drawn_as
+from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
-from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.hindsight import gather_goals
-from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.samplers import Sampler
-from gpu_replay.validation import check_gamma, choice, whole
+from gpu_replay.validation import choice, number, whole
 
 if TYPE_CHECKING:
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -85,6 +83,7 @@ class TrajectoryReplayBuffer(Buffer):
 
     _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
     _units = "eligible starts"
+    _sparse = True
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class TrajectoryReplayBuffer(Buffer):
             capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
         )
         self._num_envs = self._shape.num_envs
-        self._gamma = check_gamma(gamma)
+        self._gamma = number("gamma", gamma, high=1.0)
         self._autoreset = autoreset
         self._padding: Padding = choice("padding", padding, get_args(Padding))
         self._random_shift = whole("random_shift", random_shift, 0)
@@ -120,20 +119,16 @@ class TrajectoryReplayBuffer(Buffer):
             )
         check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
         super().__init__(self._shape.slots, checked, sampler, device, seed)
-        self._marks: MassTree | None = None
-        if needs_marks(self._sampler):
-            self._marks = MassTree(self._capacity, self._device, self._backend)
-        self._engine = self._make_engine()
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
-        flag = np.dtype(bool) if self._backend == "host" else NO_DTYPE
+        flag = np.dtype(bool) if self._on_host else NO_DTYPE
         self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
-        self._drawn = drawn_as(stream_outputs(self._fields, self._shape.stack))
-        self._drawn_sequences = drawn_as(sequence_outputs(self._fields, self._shape.stack))
+        self._batch_kind = batch_kind(stream_outputs(self._fields, self._shape.stack))
+        self._sequence_kind = batch_kind(sequence_outputs(self._fields, self._shape.stack))
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)
 
-    def _make_storage(self) -> Storage:
+    def _make_storage(self) -> TrajectoryStorage:
         self._streams = TrajectoryStorage(
             self._shape,
             self._fields,
@@ -145,14 +140,12 @@ class TrajectoryReplayBuffer(Buffer):
         return self._streams
 
     def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
-        parts = (self._streams, self._sampler, self._tree, self._marks, self._rule, self._counters, self._seed)
-        if self._backend == "host":
-            return TrajectoryHostEngine(*parts)
+        if self._on_host:
+            return TrajectoryHostEngine(self._streams, HostDraws(self._state, self._streams, self._seed))
+        from gpu_replay.engines.device_draws import DeviceDraws
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
-        # calls on other streams come after what is allocated and filled on this one
-        with self._stream_order.ordered():
-            return TrajectoryDeviceEngine(*parts, self._stream_order)
+        return TrajectoryDeviceEngine(self._streams, DeviceDraws(self._state, self._streams, self._stream_order))
 
     # what it is
 
@@ -180,11 +173,6 @@ class TrajectoryReplayBuffer(Buffer):
     def relabel(self) -> Hindsight | None:
         """How goals of sampled batches are rewritten."""
         return self._relabel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors: fields, what is known about the steps, priorities and counters."""
-        return super().nbytes + (0 if self._marks is None else self._marks.nbytes)
 
     # what it does
 
@@ -216,9 +204,12 @@ class TrajectoryReplayBuffer(Buffer):
         values = {name: self._checked_step(name, fields[name], field) for name, field in wanted.items()}
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         kept = self._checked_finals(finals, terminated, truncated)
-        priorities = None if priority is None else self._checked_priorities("priority", priority, self._num_envs)
+        if priority is not None:
+            priority = validation.as_priorities(
+                "priority", priority, self._num_envs, self._device, as_array=self._on_host
+            )
         with self._lock:
-            return self._engine.follow(values, terminated, truncated, priorities, kept)
+            return self._engine.add_step(values, terminated, truncated, priority, kept)
 
     def _checked_step(self, name: str, given: Any, field: Field) -> Any:
         """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
@@ -293,13 +284,12 @@ class TrajectoryReplayBuffer(Buffer):
         are. A beta schedule advances by one.
         """
         if is_dynamo_compiling():
-            return self._operators.sample(self._drawn, batch_size, beta)
+            return self._operators.sample(self._batch_kind, batch_size, beta)
         batch = validation.batch_size(batch_size)
-        if beta is not None:
-            beta = validation.importance(beta)
+        exponent = None if beta is None else validation.importance(beta)
         with self._lock:
-            self._check_enough(f"sample({batch})", batch)
-            tensors = self._engine.sample(batch, beta)
+            self._check_enough(batch)
+            tensors = self._engine.sample(batch, exponent)
             count = 0 if self._relabel is None else self._relabel.count(batch)
             if self._relabel is None or not count:
                 return Batch(tensors)
@@ -325,11 +315,10 @@ class TrajectoryReplayBuffer(Buffer):
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
         if is_dynamo_compiling():
-            return self._operators.sample(self._drawn_sequences, batch_size, beta, length, burn_in)
+            return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in)
         batch = validation.batch_size(batch_size)
         steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
-        if beta is not None:
-            beta = validation.importance(beta)
+        exponent = None if beta is None else validation.importance(beta)
         if self._relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
@@ -344,11 +333,8 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            self._check_enough(call, batch, (steps - 1) * self._num_envs)
-            return Batch(self._engine.sample_sequences(batch, steps, beta))
-
-    def _count_at_least(self, wanted: int, skipped: int) -> int:
-        return self._engine.count_at_least(wanted, skipped)
+            self._check_enough(batch, (steps - 1) * self._num_envs, call)
+            return Batch(self._engine.sample_sequences(batch, steps, exponent))
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.
@@ -356,14 +342,7 @@ class TrajectoryReplayBuffer(Buffer):
         Starts whose stack would need forgotten frames are not eligible. See `begin_episodes` for streams that are
         broken off as well.
         """
-        with self._alone():
-            super().clear()
-            if self._marks is not None:
-                self._marks.clear()
-            self._counters[Counter.ELIGIBLE] = 0
-
-    def _eligible(self, counts: list[int], size: int) -> int:
-        return counts[Counter.ELIGIBLE]
+        super().clear()
 
     # state
 
@@ -403,30 +382,6 @@ class TrajectoryReplayBuffer(Buffer):
     def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
         own = ("num_envs", "stack", "n_step", "gamma", "autoreset", "padding", "random_shift", "final_capacity")
         return {**super()._arguments(config), **{name: config[name] for name in own}}
-
-    def _state_tensors(self, added: int) -> dict[str, Tensor]:
-        """Views of all memory in use after `added` steps, by name."""
-        views = super()._state_tensors(added)
-        written = min(added, self._capacity)
-        views |= self._streams.state_tensors(written)
-        if self._tree is None and self._marks is not None:
-            views["marks"] = self._marks.masses[:written]
-        return views
-
-    def _rebuild(self, seed: int) -> None:
-        written = min(int(self._counters[Counter.ADDED]), self._capacity)
-        self._streams.forget_from(written)
-        super()._rebuild(seed)
-        leaves = self._tree.masses if self._tree is not None else None
-        if self._marks is not None:
-            self._marks.masses[written:].zero_()
-            if leaves is not None:
-                self._marks.masses.copy_(leaves > 0)
-            self._marks.build()
-            leaves = self._marks.masses
-        if leaves is not None:
-            self._counters[Counter.ELIGIBLE] = int((leaves > 0).sum())
-        self._engine.recall()
 
 
 def stream_sizes(

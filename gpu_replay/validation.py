@@ -7,6 +7,7 @@ values of another stream may forget them at once: their memory stays theirs unti
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
 
     Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
     """
-    # what `sample` and `add` returned needs no more than this look
+    # fast path: what `sample` and `add` returned
     if type(value) is Tensor and value.dtype is torch.int64 and value.device == device and value.dim() == 1:
         return value if value.is_cpu else record_stream(value)
     tensor = as_tensor("keys", value, device)
@@ -171,12 +172,19 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     return tensor
 
 
-def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Tensor:
-    """Priorities as (rows,) of a real dtype, on the CPU or on `device`.
+def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Tensor, Any]:
+    """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does."""
+    found = as_keys(keys, device)
+    return found, as_priorities("priorities", priorities, found.shape[0], device, as_array=as_array)
 
-    Raises TypeError for booleans and non-numbers, ValueError for another shape or a third device.
+
+def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
+    """Priorities as a (rows,) tensor of real numbers, or `as_array` of float64; those of a CPU buffer are all finite.
+
+    Raises TypeError for booleans and non-numbers, ValueError for another shape, a third device or, on the CPU, for
+    priorities that are not finite.
     """
-    # what a learner has computed needs no more than this look
+    # fast path: what a learner has computed
     if (
         type(value) is Tensor
         and value.dtype is torch.float32
@@ -184,18 +192,16 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device) -> Ten
         and value.dim() == 1
         and len(value) == rows
     ):
-        return value.detach() if value.requires_grad else value
-    tensor = as_tensor(name, value, device)
-    if tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
-    if tensor.dim() != 1 or tensor.shape[0] != rows:
-        raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
-    return tensor
-
-
-def finite_numbers(name: str, priorities: Tensor) -> np.ndarray:
-    """Priorities on the CPU as a float64 array; ValueError unless all are finite."""
-    wide = priorities.float() if priorities.dtype == torch.bfloat16 else priorities
+        tensor = value.detach() if value.requires_grad else value
+    else:
+        tensor = as_tensor(name, value, device)
+        if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+            raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
+        if tensor.dim() != 1 or tensor.shape[0] != rows:
+            raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
+    if device.type != "cpu":
+        return tensor
+    wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     numbers = wide.numpy().astype(np.float64, copy=False)
     # counting costs a third of a reduction at these sizes
     if np.count_nonzero(np.isfinite(numbers)) != numbers.size:
@@ -204,43 +210,40 @@ def finite_numbers(name: str, priorities: Tensor) -> np.ndarray:
             f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "
             "loss, or leave these transitions out."
         )
-    return numbers
+    return numbers if as_array else torch.from_numpy(numbers)
 
 
 def batch_size(value: object) -> int:
     """A batch size as an int of at least 1, or TypeError / ValueError."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"sample needs a whole batch size; found {value!r}.")
-    if value < 1:
-        raise ValueError(f"sample({value}): the batch size must be at least 1.")
-    return int(value)
+    return whole("the batch size", value, 1)
 
 
 def importance(beta: object) -> float:
     """An importance exponent as a float, or TypeError / ValueError."""
-    if isinstance(beta, bool) or not isinstance(beta, (int, float, np.integer, np.floating)):
-        raise TypeError(f"sample beta must be a number; found {beta!r}.")
-    if not 0 <= float(beta) < float("inf"):
-        raise ValueError(f"sample beta must be finite and at least 0; found {beta!r}.")
-    return float(beta)
+    return number("sample beta", beta)
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """A whole number of at least `least`, or TypeError / ValueError."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """An int from `least` to `most`, or TypeError / ValueError."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int; found {value!r}.")
-    if value < least:
+    if least is not None and most is not None and not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most:,}; found {value:,}.")
+    if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}; found {value}.")
     return int(value)
 
 
-def check_gamma(gamma: object) -> float:
-    """A discount as a float, or TypeError / ValueError."""
-    if isinstance(gamma, bool) or not isinstance(gamma, (int, float, np.integer, np.floating)):
-        raise TypeError(f"gamma must be a number; found {gamma!r}.")
-    if not 0 <= float(gamma) <= 1:
-        raise ValueError(f"gamma must be from 0 to 1; found {gamma!r}.")
-    return float(gamma)
+def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *, above: bool = False) -> float:
+    """A finite float from `low` to `high`, or TypeError / ValueError; `above`: greater than `low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number; found {value!r}.")
+    found = float(value)
+    if not low <= found <= high or abs(found) == math.inf or (above and found == low):
+        bound = "" if low == -math.inf else f" and {'greater than' if above else 'at least'} {low:g}"
+        wanted = f"finite{bound}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {wanted}; found {value!r}.")
+    return found
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:

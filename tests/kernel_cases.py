@@ -144,7 +144,7 @@ def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels:
     calls: dict[str, list[Launch]] = {}
     with recorded() as launches:
         buffer = ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
-        tree = buffer._tree
+        tree = buffer._state.tree
         if tree is not None and levels:
             # a tree of that height without the memory below it
             tree.levels += tree.levels[-1:] * (levels - len(tree.levels))

@@ -186,8 +186,8 @@ def test_what_learn_must_not_return(returned: Any, error: type[Exception], messa
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((0, powers), ValueError, r"sample\(0\): the batch size must be at least 1"),
-        (("8", powers), TypeError, "needs a whole batch size; found '8'"),
+        ((0, powers), ValueError, "the batch size must be at least 1; found 0"),
+        (("8", powers), TypeError, "the batch size must be an int; found '8'"),
         ((8, None), TypeError, "needs a function that learns from a batch; found NoneType"),
         ((8, powers, {"beta": -1}), ValueError, "beta must be finite and at least 0; found -1"),
         ((8, powers, {"warm_ups": 0}), ValueError, "warm_ups must be at least 1; found 0"),

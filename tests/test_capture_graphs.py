@@ -17,8 +17,9 @@ from test_capture import BUFFERS, add, filled
 from torch import Tensor
 
 from gpu_replay import Batch, Proportional, Uniform
-from gpu_replay.engines.device import DeviceEngine
-from gpu_replay.graphs.learning_step import Capturable, LearningStep
+from gpu_replay.base_buffer import Buffer
+from gpu_replay.engines.device_draws import DeviceDraws
+from gpu_replay.graphs.learning_step import LearningStep
 from gpu_replay.ops.counters import Counter
 from gpu_replay.stream_order import StreamOrder
 
@@ -31,28 +32,34 @@ class Engine:
     def __init__(self) -> None:
         self.rows = 0
 
-    def replayed(self, rows: int) -> None:
+    def on_replay(self, rows: int) -> None:
         self.rows += rows
 
 
-class Pretended(Capturable):
+class Pretended(Buffer):
     """A buffer whose calls are nothing but work on the device."""
 
     device = CUDA
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
-        self._engine: Engine = Engine()
+        self._engine: Any = Engine()
         self._stream_order = StreamOrder(CUDA)
         self._lock = threading.RLock()
         self.empty = False
+
+    def _make_engine(self) -> Any:
+        """Made here, not by `Buffer`."""
+
+    def _sizes(self) -> dict[str, int]:
+        return {}
 
     def _call(self, name: str) -> None:
         with self._lock, self._stream_order.ordered():
             self._cuda.work(name)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        self._check_enough("sample", batch_size)
+        self._check_enough(batch_size)
         self._call("sample")
         return Batch({"key": torch.arange(batch_size)})
 
@@ -64,7 +71,7 @@ class Pretended(Capturable):
         if self._stream_order.capturing() and self._stream_order.recorded is not None:
             self._stream_order.recorded.rows += 5
 
-    def _check_enough(self, call: str, batch: int, skipped: int = 0) -> None:
+    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
         if self.empty:
             raise RuntimeError("the buffer holds nothing")
 
@@ -218,14 +225,14 @@ def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkey
         # launches that are not made count nothing
         buffer._counters[Counter.ELIGIBLE] = 60
         with buffer._recording(3) as found, monkeypatch.context() as patch:
-            patch.setattr(DeviceEngine, "_capturing", lambda self: True)
+            patch.setattr(DeviceDraws, "capturing", lambda self: True)
             add(buffer, 0)
             add(buffer, 0)
         assert found.rows == 6
-        monkeypatch.setattr(DeviceEngine, "span", None)
+        monkeypatch.setattr(DeviceDraws, "span", None)
         for steps in range(12, 30, 2):
             if kind == "transitions":
-                assert engine.size_at_least(1000) == min(50, 3 * steps)
+                assert engine.count_at_least(1000, 0) == min(50, 3 * steps)
             else:
                 # 20 steps fit
                 assert engine.span_of_steps() == (max(0, steps - 20), steps)
@@ -240,15 +247,15 @@ def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatc
     with recorded():
         buffer = filled(kind, Uniform())
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceEngine, "_capturing", lambda self: True)
+            patch.setattr(DeviceDraws, "capturing", lambda self: True)
             add(buffer, 0)
         asked: list[int] = []
-        monkeypatch.setattr(DeviceEngine, "span", lambda self: (asked.append(1), (0, 45))[1])
+        monkeypatch.setattr(DeviceDraws, "span", lambda self: (asked.append(1), (0, 45))[1])
         if kind == "transitions":
             # what is known to be there stays there
-            assert buffer._engine.size_at_least(36) == 36
+            assert buffer._engine.count_at_least(36, 0) == 36
             assert asked == []
-            assert buffer._engine.size_at_least(40) == 45
+            assert buffer._engine.count_at_least(40, 0) == 45
         else:
             assert buffer._engine.span_of_steps() == (0, 15)
         assert asked == [1]
@@ -277,8 +284,8 @@ def test_a_step_launches_what_its_calls_launch(sampler: Any, kind: str) -> None:
 @compiled
 def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded():
-        engine: Any = filled("transitions", Uniform())._engine
+        draws: Any = filled("transitions", Uniform())._draws
         value = torch.ones(3, device="meta")
-        monkeypatch.setattr(DeviceEngine, "_capturing", lambda self: True)
+        monkeypatch.setattr(DeviceDraws, "capturing", lambda self: True)
         with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
-            engine._moved(value)
+            draws.moved(value)

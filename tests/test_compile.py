@@ -367,14 +367,14 @@ def checked(operators: Operators, operator: Any, *arguments: Any) -> None:
 )
 def test_draws_are_operators_that_are_what_they_say(make: Callable[..., Replay], sampler: Any) -> None:
     rewound = Rewound(make(sampler))
-    draw = rewound.buffer._drawn
+    draw = rewound.buffer._batch_kind
     assert list(rewound.buffer.sample(6)) == list(draw.names)
     checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, None)
 
 
 def test_draws_of_sequences_and_with_an_exponent_are_what_they_say() -> None:
     rewound = Rewound(streamed(n_step=1))
-    operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._drawn_sequences
+    operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._sequence_kind
     checked(operators, draw.draw, draw.layout, 5, 4, 2, torch.tensor(0.3, dtype=torch.float64))
 
 
@@ -386,7 +386,7 @@ def test_draws_with_hindsight_are_what_they_say() -> None:
         step = steps(number)
         now = step.pop("obs")
         buffer.add(**step, **{"obs.now": now, "obs.goal": now + 1})
-    rewound, draw = Rewound(buffer), buffer._drawn
+    rewound, draw = Rewound(buffer), buffer._batch_kind
     checked(Operators(rewound, buffer.device), draw.draw, draw.layout, 6, None, 0, None)
 
 

@@ -131,7 +131,7 @@ def test_a_captured_step_may_learn_through_compiled_code() -> None:
 def test_operators_are_what_they_say(name: str) -> None:
     gpu, _ = pair(100, transitions.SAMPLERS[name])
     gpu.add(**numbered(0, 90, "cuda"))
-    rewound, draw = Rewound(gpu), gpu._drawn
+    rewound, draw = Rewound(gpu), gpu._batch_kind
     operators = Operators(rewound, gpu.device)
     more, keys = numbered(90, 5, "cuda"), torch.arange(20, 26, device="cuda")
     checked(operators, draw.draw, draw.layout, 6, None, 0, None)

@@ -130,12 +130,13 @@ def test_goals_are_those_of_the_host(
             shape = host.host._shape
             for batch in (400 if on_gpu else 150, 1, 9):
                 host.live(host.draw.randint(1, 2 * steps + 2), end)
-                marks = host.host._marks
+                marks = host.host._state.eligible_tree
                 assert marks is not None
                 slots = np.flatnonzero(marks.masses[: shape.slots].numpy())
                 if not slots.size:
                     continue
-                keys = torch.from_numpy(host.host._engine._keys(np.resize(slots, batch)))
+                first = host.host.added - shape.slots
+                keys = torch.from_numpy(first + (np.resize(slots, batch) - first) % shape.slots)
                 streams = Streams(shape, torch.device(device))
                 for name in STREAMS:
                     getattr(streams, name).copy_(getattr(host.host._streams.streams, name))

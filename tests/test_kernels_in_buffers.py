@@ -144,10 +144,10 @@ def check_state(host: ReplayBuffer, tested: ReplayBuffer) -> None:
     """Fail unless both buffers hold the same integers."""
     assert tested._counters.tolist() == host._counters.tolist()
     assert torch.equal(tested._storage.times_sampled.cpu(), host._storage.times_sampled)
-    if tested._tree is not None:
-        assert torch.equal(tested._tree.masses.cpu(), host._tree.masses)
-        check_sums(tested._tree)
-        assert (tested._engine._masses.stamps == -1).all()
+    if tested._state.tree is not None:
+        assert torch.equal(tested._state.tree.masses.cpu(), host._state.tree.masses)
+        check_sums(tested._state.tree)
+        assert (tested._engine.draws.masses.stamps == -1).all()
 
 
 def some_priorities(generator: random.Random, count: int, device: str) -> list[float]:
@@ -262,7 +262,7 @@ def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(dev
             # the first looks at all blocks, the second only at the one that has changed since
             for number in (1000, 1001):
                 key = buffer.add(n=torch.tensor([number], device=buffer.device))
-                assert buffer.masses()[number - 1000].item() == buffer._rule.mass(64.0)
+                assert buffer.masses()[number - 1000].item() == buffer._state.rule.mass(64.0)
                 buffer.update_priorities(key, torch.ones(1, device=buffer.device))
         check_state(host, tested)
         # and it is forgotten with its transition
@@ -272,8 +272,8 @@ def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(dev
             buffer.update_priorities(keys, torch.full((702,), 4.0, device=buffer.device))
             buffer.add(n=torch.tensor([1702], device=buffer.device))
         check_state(host, tested)
-        assert tested.masses()[702].item() == tested._rule.mass(4.0)
-        assert tested._tree.high.tolist().count(DIRTY) == 1
+        assert tested.masses()[702].item() == tested._state.rule.mass(4.0)
+        assert tested._state.tree.high.tolist().count(DIRTY) == 1
 
 
 def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: str) -> None:
@@ -285,14 +285,14 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: st
         engine.append({"n": torch.arange(4, device=device)}, 4, given)
         before = tested.masses()[:4].tolist()
         # the initial priority where the given one was not finite
-        assert before == [tested._rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
+        assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
         keys = torch.tensor([0, 2, 2, 0], device=device)
         given = torch.tensor([1.0, 1.0, float("-inf"), float("nan")], dtype=torch.float64, device=device)
-        engine.update(keys, given)
+        engine.draws.update(keys, given)
         assert tested.masses()[:4].tolist() == before
         assert tested.stats().rejected_priorities == 4
-        check_sums(tested._tree)
-        assert (engine._masses.stamps == -1).all()
+        check_sums(tested._state.tree)
+        assert (engine.draws.masses.stamps == -1).all()
 
 
 def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None:

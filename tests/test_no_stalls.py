@@ -19,6 +19,7 @@ MODULES = (
     "trajectory_buffer",
     "base_buffer",
     "engines/device",
+    "engines/device_draws",
     "engines/device_trajectory",
     "graphs/custom_ops",
     "graphs/learning_step",
@@ -51,7 +52,7 @@ ROOTS = (
     "_update",
 )
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
-STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "replayed", "ordered", "close")
+STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "on_replay", "ordered", "close")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
@@ -82,7 +83,7 @@ MASKS = {"isnan", "isinf", "isfinite", "isin", "eq", "ne", "lt", "le", "gt", "ge
 HARMLESS = {
     "int(source)",  # a position among the counters
     "int(value)",  # a batch size
-    "float(beta)",
+    "float(value)",
     "float(exponent)",
     "float(np.float32(beta))",
     "bool(ended[row])",  # flags on the CPU
@@ -100,7 +101,7 @@ PLAIN = ("int(Counter.", "int(Flag.", "validation.")
 TO_HOST = ("'cpu'", "device='cpu'", "torch.device('cpu')")
 OUTPUT_SIZE = "output_size"
 # waits only when a replayed graph may have added what the host has not seen, or when the host does not know of enough
-MAY_WAIT = {"size_at_least", "count_at_least", "span_of_steps"}
+MAY_WAIT = {"count_at_least", "span_of_steps"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -133,7 +134,7 @@ def on_the_device(node: ast.AST) -> Iterator[ast.AST]:
 def _leaves_the_cpu_behind(branch: ast.If) -> bool:
     """Whether what follows is for tensors on the CPU alone."""
     test = ast.unparse(branch.test)
-    elsewhere = test == "not self._on_cpu" or test.endswith(".device.type != 'cpu'")
+    elsewhere = test == "not self._on_cpu" or test.endswith("device.type != 'cpu'")
     return elsewhere and isinstance(branch.body[-1], ast.Return | ast.Raise)
 
 
@@ -242,18 +243,18 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     reached, found = search(package())
     assert found == []
     # the search went where the work is done
-    assert {"append", "_moved", "cast", "as_keys", "_drawn"} <= reached
+    assert {"append", "moved", "cast", "as_keys", "draw"} <= reached
     assert {"launch_write", "launch_admit", "launch_gather", "launch_update", "tile_for"} <= reached
-    assert {"launch_stratified_draw", "weighing_of", "part_of", "launch_uniform_draw", "size_at_least"} <= reached
-    assert {"follow", "_starts", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
+    assert {"launch_stratified_draw", "weighing_of", "part_of", "launch_uniform_draw"} <= reached
+    assert {"add_step", "launch_follow", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
-    assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "_note"} <= reached
+    assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
 
 
 def test_functions_that_wait_say_so() -> None:
     known = functions(package())
-    for name in ("span", "total", "read", "size_at_least", "count_at_least", "span_of_steps"):
+    for name in ("span", "total", "read", "count_at_least", "span_of_steps"):
         assert any(WAITS in (ast.get_docstring(function) or "").lower() for _, function in known[name]), name
 
 

@@ -79,7 +79,7 @@ def check_equal(first: Any, second: Any) -> None:
 
 def trees(buffer: Any) -> list[Any]:
     """The trees of a buffer that are there."""
-    return [tree for tree in (buffer._tree, getattr(buffer, "_marks", None)) if tree is not None]
+    return [tree for tree in (buffer._state.tree, buffer._state.eligible_tree) if tree is not None]
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -142,16 +142,16 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: st
         engine = tested._engine
         given = torch.tensor([4.0, float("nan"), 16.0, float("inf")], dtype=torch.float64, device=device)
         engine.append({"n": torch.arange(4, device=device)}, 4, given)
-        before = tested._tree.masses[:4].tolist()
-        assert before == [tested._rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
+        before = tested._state.tree.masses[:4].tolist()
+        assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
         keys = torch.tensor([0, 2, 2, 0], device=device)
         given = torch.tensor([1.0, 1.0, float("-inf"), float("nan")], dtype=torch.float64, device=device)
-        engine.update(keys, given)
-        assert tested._tree.masses[:4].tolist() == before
+        engine.draws.update(keys, given)
+        assert tested._state.tree.masses[:4].tolist() == before
         assert tested.stats().rejected_priorities == 4
         # one draw for each rank there is
         assert tested.sample(4).key.tolist() != []
-        assert tested._engine._ranks.list.slots[:4].tolist() == [2, 0, 1, 3]
+        assert tested._engine.draws._ranks.list.slots[:4].tolist() == [2, 0, 1, 3]
 
 
 # when the order is made anew
@@ -218,7 +218,7 @@ def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(n
     """So it is after a graph that samples was captured: the sort is always made, and taken only when it is due."""
     with guarded():
         twins = Twins(name, 17, device)
-        twins.tested._engine._ranks._unsure = True
+        twins.tested._engine.draws._ranks._unsure = True
         for _ in range(50):
             kind = twins.random.choice(("add", "given", "sample", "sample", "update", "clear"))
             getattr(twins, kind)()
@@ -234,8 +234,8 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     buffer = of_backend("triton", device, 20, NUMBER, RankBased(resort_every=3))
     buffer.add(n=torch.arange(30, device=device))
     buffer.sample(4)
-    ranks: Any = buffer._engine._ranks
-    getattr(ranks, call)(*((buffer._tree, 5) if call == "exact" else ()), capturing=True)
+    ranks: Any = buffer._engine.draws._ranks
+    getattr(ranks, call)(*((buffer._state.tree, 5) if call == "exact" else ()), capturing=True)
     lengths.clear()
     made = ranks.list.slots.tolist()
     buffer.update_priorities(torch.arange(12, 15, device=device), torch.ones(3, device=device) * 9)

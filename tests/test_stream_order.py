@@ -266,7 +266,7 @@ def tensors_of(value: Any, met: set[int] | None = None) -> Iterator[Tensor]:
 def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
     """Within it the watch stands in for the order of the buffer, and all that is done to its memory is seen."""
     watch = Watch(buffer)
-    buffer._stream_order.ordered = buffer._engine._ordered = watch.turn
+    buffer._stream_order.ordered = buffer._draws.ordered = watch.turn
     from triton.runtime.jit import JITFunction
 
     launch = JITFunction.run
@@ -279,7 +279,7 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
         patch.setattr(JITFunction, "run", launched)
         # launches that are not made count nothing
         patch.setattr(TrajectoryDeviceEngine, "count_at_least", lambda self, wanted, skipped: wanted)
-        patch.setattr(DeviceEngine, "size_at_least", lambda self, wanted: wanted)
+        patch.setattr(DeviceEngine, "count_at_least", lambda self, wanted, skipped: wanted)
         # nor do they fill anything
         patch.setattr(torch, "empty", torch.zeros)
         yield watch
@@ -372,7 +372,7 @@ def test_a_call_out_of_turn_is_seen() -> None:
         with watched(buffer, launches) as watch:
             buffer._counters.tolist()
             buffer._storage.times_sampled.zero_()
-            buffer._engine._write(given(buffer), None)
+            buffer._draws.write(given(buffer), None)
             torch.ones(3).zero_()
             buffer._storage.times_sampled[:3]
         assert watch.astray == ["tolist", "aten.zero_.default", "write_kernel"]

@@ -110,7 +110,7 @@ def test_the_best_network_is_kept_as_it_was() -> None:
         ([[20.0, 27.0] * 4] * 3, True),
     ],
 )
-def test_solved_needs_a_confirmation_that_is_significant(confirmations: list[list[float]], solved: bool) -> None:
+def test_solved_needs_a_second_look_that_is_no_luck(confirmations: list[list[float]], solved: bool) -> None:
     # what is paid per step is divided by the number of steps, so that these are returns
     lengths = torch.arange(1.0, 9.0)
     payments = [(torch.tensor(each) / lengths).tolist() for each in ([10.0] * 8, *confirmations)]
@@ -122,7 +122,7 @@ def test_solved_needs_a_confirmation_that_is_significant(confirmations: list[lis
     assert judge.best.solved is solved
 
 
-def test_below_the_threshold_nothing_is_confirmed() -> None:
+def test_below_the_threshold_there_is_no_second_look() -> None:
     environment = Scripted([[1.0]], threshold=2.0)
     assert evaluator(environment).evaluate(network(), 10)[1] is False
     assert len(environment.seeds) == 1

@@ -166,18 +166,27 @@ def test_everything_promised_is_there(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()} - {"tensorboard"}
     files = {"progress.csv", "curve.png", "network.safetensors", "settings.json", "summary.json"}
     assert names == files | {"checkpoint"}
+
+
+def test_progress_can_be_read_and_advances(finished: Path) -> None:
     rows = read_rows(finished)
-    assert [row["step"] for row in rows] == [512, 1_024, 1_504, 2_016, 2_528, 3_008]
+    assert len(rows) == 6
     assert set(rows[0]) >= PROMISED_COLUMNS
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     for row in rows[3:]:
         assert all(math.isfinite(row[name]) for name in PROMISED_COLUMNS)
         assert row["updates_per_second"] > 0
     assert rows[0]["epsilon"] > rows[-1]["epsilon"]
     assert sum(math.isfinite(row["eval_return_mean"]) for row in rows) == 2
+
+
+def test_summary_has_every_key_and_plausible_values(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) >= PROMISED_SUMMARY
     assert (summary["env"], summary["seed"], summary["device"]) == ("catch", 3, "cpu")
-    assert (summary["steps"], summary["stopped_by"], summary["eval_episodes"]) == (3_008, "steps", 32)
+    assert summary["steps"] == 3_008
+    assert summary["stopped_by"] == "steps"
+    assert summary["eval_episodes"] == 32
     assert -1 <= summary["eval_return_mean"] <= 1
     assert 0 < summary["replay_share"] < 1
     assert sum(summary["time_split"].values()) == pytest.approx(summary["loop_seconds"])

@@ -102,12 +102,12 @@ def test_the_lower_bound_is_never_above_the_number(seed: int, stack: int, device
         eligible = buffer.stats().eligible
         assert engine._at_least() <= eligible
         seen += engine._at_least() > 0
-        first, added = engine.span()
+        first, added = engine.draws.span()
         assert engine.span_of_steps() == (first // 3, added // 3)
         if draw.random() < 0.3:
             assert engine.count_at_least(10**9, 0) == eligible
             skipped = 3 * draw.randint(0, 9)
-            masses = buffer._marks.masses.tolist()
+            masses = buffer._state.eligible_tree.masses.tolist()
             within = [key for key in range(first, added - skipped) if masses[key % 30]]
             assert engine.count_at_least(10**9, skipped) == len(within)
     assert seen > 3
@@ -119,7 +119,7 @@ def test_captured_adds_may_have_done_anything(reads: list[int], device: str, mon
     engine = buffer._engine
     add(buffer)
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine), "_capturing", lambda self: True)
+        patch.setattr(type(engine.draws), "capturing", lambda self: True)
         add(buffer)
         assert engine.count_at_least(1000, 0) == 1000
         assert engine.span_of_steps() == (0, 32)

@@ -111,7 +111,7 @@ class Streams:
             # nothing is said of what comes after the end of the list of ranks
             said = host._counters[Counter.RANKED] if name == "ranked" else len(tensor)
             assert torch.equal(tensor[:said].cpu(), other[name][:said]), name
-        for tree in (gpu._tree, gpu._marks):
+        for tree in (gpu._state.tree, gpu._state.eligible_tree):
             if tree is not None:
                 check_sums(tree)
 
@@ -309,7 +309,7 @@ def test_a_graph_replayed_after_clear_harms_nothing(name: str) -> None:
     streams.add(60)
     assert streams.gpu.stats().eligible == streams.host.stats().eligible
     assert bool((streams.gpu.sample(33).discount >= 0).all())
-    for tree in (streams.gpu._tree, streams.gpu._marks):
+    for tree in (streams.gpu._state.tree, streams.gpu._state.eligible_tree):
         if tree is not None:
             check_sums(tree)
 
@@ -389,7 +389,7 @@ def test_priorities_that_are_not_finite_count_as_none() -> None:
         streams.gpu.add(**step | {"priority": bad})
     found = streams.gpu[torch.arange(10, device="cuda")]
     assert found.key.tolist() == list(range(10))
-    mass = streams.gpu._rule.mass
+    mass = streams.gpu._state.rule.mass
     initial = [mass(priority) for priority in (1.0, 1.0, 4.0, 1.0, 2.0)] * 2
     assert streams.gpu.masses()[:10].tolist() == initial
     assert streams.gpu.stats().rejected_priorities == 4 * 6

@@ -128,12 +128,15 @@ class Twins:
             assert torch.equal(mine.cpu(), other), name
         for name, pool in tested._streams.finals.items():
             assert torch.equal(pool.cpu(), host._streams.finals[name])
-        for mine, other in ((tested._tree, host._tree), (tested._marks, host._marks)):
+        for mine, other in (
+            (tested._state.tree, host._state.tree),
+            (tested._state.eligible_tree, host._state.eligible_tree),
+        ):
             if mine is not None:
                 assert torch.equal(mine.masses.cpu(), other.masses)
                 check_sums(mine)
-        if tested._engine._masses is not None:
-            assert (tested._engine._masses.stamps == -1).all()
+        if tested._engine.draws.masses is not None:
+            assert (tested._engine.draws.masses.stamps == -1).all()
 
     def check_batch(self, batch: int) -> None:
         """Fail unless both draw the same starts, if there are enough."""
@@ -246,12 +249,12 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
     """On the device nobody can raise; what comes with a dead step is not even looked at."""
     with guarded():
         twins = Twins(device, 20, 4, SAMPLERS["running"], 0)
-        engine, mass = twins.tested._engine, twins.tested._rule.mass
+        engine, mass = twins.tested._engine, twins.tested._state.rule.mass
         numbers = [4.0, float("nan"), float("inf"), 16.0]
         ends = [[False, False, False, True], [False] * 4]
         for terminated, given in zip(ends, (numbers, [1.0, 1.0, 1.0, float("nan")]), strict=True):
             values = {"obs": torch.zeros(4, 3), "action": torch.zeros(4, dtype=torch.int64), "reward": torch.zeros(4)}
-            engine.follow(
+            engine.add_step(
                 {name: value.to(device) for name, value in values.items()},
                 torch.tensor(terminated, device=device),
                 torch.zeros(4, dtype=torch.bool, device=device),
@@ -261,7 +264,7 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
         # the fourth ended at once, so its priority was the largest given before the others came to count
         assert twins.tested.masses()[:8].tolist() == [mass(p) for p in (4.0, 16.0, 16.0, 16.0)] + [0] * 4
         assert twins.tested.stats().rejected_priorities == 2
-        check_sums(twins.tested._tree)
+        check_sums(twins.tested._state.tree)
 
 
 def test_an_update_never_wakes_a_start(device: str) -> None:

@@ -18,13 +18,13 @@ from tolerances import close
 from trees import random_masses
 
 from gpu_replay import Combined, Field, Latest, Proportional, Uniform
-from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-from gpu_replay.engines.storage import base_sampler
-from gpu_replay.engines.trajectory_storage import TrajectoryStorage, needs_marks
-from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for, new_counters
+from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
-from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.weights import weighing_of
@@ -63,53 +63,54 @@ class Drawers:
 
     def __init__(self, ring: Ring, sampler: Sampler, device: str, *, largest: int = 2**40, seed: int = -9) -> None:
         shape = StreamShape(ring.num_envs, ring.steps, 1, 1, True, 0)
-        rule = MassRule.for_slots(ring.slots, 1.0, 0.0, None)
-        base = base_sampler(sampler)
-        weighed = isinstance(base, Proportional)
+        plan = plan_of(sampler)
         masses = random_masses(ring.slots, ring.added, largest)
         # nothing stands in slots that were never written
         masses[ring.added * ring.num_envs :] = 0
         self.eligible = int((masses > 0).sum())
-        self.slots, self.sampler, self.base = ring.slots, sampler, base
-        low = weighed and base.normalize == "buffer"
-        kinds = [masses if weighed else None, masses > 0 if needs_marks(sampler) else None]
-        trees = [None if each is None else host_tree(each.astype(np.int64), low) for each in kinds]
-        self.tree, self.marks = (None if each is None else device_tree(each, device) for each in trees)
-        counters = new_counters(CPU, seed)
+        self.slots, self.plan = ring.slots, plan
+        state = DrawState(plan, ring.slots, CPU, "host", seed, sparse=True)
+        for tree, leaves in ((state.tree, masses), (state.eligible_tree, masses > 0)):
+            if tree is not None:
+                tree.masses.copy_(torch.from_numpy(leaves.astype(np.int64)))
+        state.rebuild(ring.slots)
+        trees = state.tree, state.eligible_tree
+        self.tree, self.eligible_tree = (None if each is None else device_tree(each, device) for each in trees)
+        counters = state.counters
         counters[Counter.ADDED], counters[Counter.RANDOM] = ring.added * ring.num_envs, 5
-        counters[Counter.ELIGIBLE] = self.eligible
         self.counters = counters.clone().to(device)
         storage = TrajectoryStorage(shape, dict(FIELDS), CPU, gamma=0.9, padding="reset", random_shift=0)
-        self.host = TrajectoryHostEngine(storage, sampler, trees[0], trees[1], rule, counters, seed)
+        self.host = HostDraws(state, storage, seed)
         self.host_counters = counters
         self.times_sampled = torch.zeros(ring.slots, dtype=torch.int32, device=device)
 
     def check(self, batch: int, skipped: int, *, shifted: bool) -> None:
         """Draw once on either side and compare; if `shifted`, `batch` random words are taken after the draw."""
-        slots, probability, weight = self.host._drawn(batch, 0.5, skipped)
+        host = self.host.draw(batch, 0.5, skipped)
+        slots, probability, weight = host
         words = int(self.host_counters[Counter.RANDOM])
         shifts = batch if shifted else 0
-        self.host._blocks(shifts)
-        newest = batch if isinstance(self.base, Latest) else getattr(self.sampler, "newest", 0)
+        self.host._take_blocks(shifts)
+        newest = self.plan.newest_of(batch)
         drawn = batch - newest
         before = self.times_sampled.tolist()
         found = launch_eligible_draw(
             self.tree,
-            self.marks,
+            self.eligible_tree,
             self.counters,
             self.times_sampled,
             drawn,
             batch,
             skipped=skipped,
             shifted=shifted,
-            stratified=getattr(self.base, "stratified", False),
-            lowest_of_all=getattr(self.base, "normalize", "") == "buffer",
-            replacement=getattr(self.base, "replacement", False),
+            stratified=self.plan.stratified,
+            lowest_of_all=self.plan.lowest_of_all,
+            replacement=self.plan.replacement,
         )
         given = found.weight
         assert (given is None) == (found.masses is not None) == (self.tree is not None and drawn > 0)
         if found.masses is not None:
-            leaves = self.host._tree.arrays[0]
+            leaves = self.host.state.masses.arrays[0]
             assert found.masses.tolist() == [*leaves[slots[:drawn]].tolist(), *[0] * newest]
             assert int(self.counters[Counter.RANDOM]) == int(self.host_counters[Counter.RANDOM]) - blocks_for(
                 drawn
@@ -121,20 +122,12 @@ class Drawers:
         if found.words is not None:
             assert found.words.tolist() == [words]
         assert found.slots.tolist() == slots.tolist()
-        assert found.keys.tolist() == self.host._keys(slots).tolist()
+        assert found.keys.tolist() == self.host.named(host)["key"].tolist()
         assert close(found.probability, torch.from_numpy(probability), "probability")
         assert close(given, torch.from_numpy(weight), "weight")
         now = np.array(before) + np.bincount(slots, minlength=self.slots)
         assert self.times_sampled.tolist() == now.tolist()
-        self.host_counters[Counter.STEP] += 1
         assert self.counters.tolist() == self.host_counters.tolist()
-
-
-def host_tree(leaves: np.ndarray, low: bool) -> MassTree:
-    tree = MassTree(leaves.size, CPU, "host", low=low)
-    tree.masses.copy_(torch.from_numpy(leaves))
-    tree.build()
-    return tree
 
 
 def device_tree(source: MassTree, device: str) -> MassTree:
@@ -204,19 +197,19 @@ def test_newest_rows_alone_of_a_sampler_by_mass(device: str, guards: Guards) -> 
 def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int, device: str, guards: Guards) -> None:
     """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
     drawers = Drawers(RINGS["gone round"], SAMPLERS[sampler], device)
-    for tree in (drawers.tree, drawers.marks):
+    for tree in (drawers.tree, drawers.eligible_tree):
         if tree is not None:
             tree.clear()
-    newest = 40 if sampler == "latest" else getattr(drawers.sampler, "newest", 0)
+    newest = drawers.plan.newest_of(40)
     found = launch_eligible_draw(
         drawers.tree,
-        drawers.marks,
+        drawers.eligible_tree,
         drawers.counters,
         drawers.times_sampled,
         40 - newest,
         40,
         skipped=skipped,
-        replacement=getattr(drawers.base, "replacement", False),
+        replacement=drawers.plan.replacement,
     )
     assert int(found.slots.min()) >= 0
     assert int(found.slots.max()) < drawers.slots

@@ -114,7 +114,7 @@ class Streams:
 
     def eligible(self, length: int = 1) -> np.ndarray:
         """Every slot that can be drawn, for windows of so many steps, thrice in random order."""
-        slots = np.flatnonzero(self.host._marks.arrays[0][: self.shape.slots])
+        slots = np.flatnonzero(self.host.draws.state.eligible.arrays[0][: self.shape.slots])
         oldest_first = (slots - self.buffer.added) % self.shape.slots
         slots = slots[oldest_first < self.shape.slots - (length - 1) * self.shape.num_envs]
         assert slots.size

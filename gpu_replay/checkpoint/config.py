@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpu_replay.fields import Field
@@ -44,7 +45,7 @@ def describe_sampler(setting: Any) -> Any:
     """A sampler, a schedule or a plain value as JSON values."""
     kind = type(setting).__name__
     if kind not in _KINDS:
-        return setting
+        return setting.item() if isinstance(setting, np.generic) else setting
     values = {each.name: describe_sampler(getattr(setting, each.name)) for each in dataclass_fields(setting)}
     return {"kind": kind, **values}
 

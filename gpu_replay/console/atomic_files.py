@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader finds the old file or the new one."""
+"""Files that appear whole: written beside their place and moved there."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["replace", "write_text"]
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text file atomically; returns `path`."""
+    """A text file, whole or not at all."""
     return replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))

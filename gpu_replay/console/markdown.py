@@ -1,4 +1,4 @@
-"""Markdown tables and the numbers in them."""
+"""Tables as documentation shows them."""
 
 from __future__ import annotations
 

@@ -16,25 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
-from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.ops.rank_draw import ranks_bytes
-from gpu_replay.ops.rank_draw_host import host_ranks_bytes
-from gpu_replay.samplers import Combined, Proportional, RankBased, Sampler, Uniform
+from gpu_replay.samplers import Sampler, Uniform
+from gpu_replay.validation import whole
 
+UNIFORM = Uniform()
 MAX_CAPACITY = 2**31 - 1
 # bytes of a field's row up to which it shares a record: a larger one is a trip to memory of its own anyway
 _SMALL_ROW = 256
 
 
-def base_sampler(sampler: Sampler) -> Sampler:
-    """The sampler that holds priorities, if any does: what `Combined` is built on, or the sampler itself."""
-    return sampler.base if isinstance(sampler, Combined) else sampler
-
-
 def estimate(
-    capacity: int, fields: Mapping[str, Field], sampler: Sampler | None = None, backend: Backend = "host"
+    capacity: int, fields: Mapping[str, Field], sampler: Sampler = UNIFORM, backend: Backend = "host"
 ) -> dict[str, int]:
     """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
     sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
@@ -43,23 +38,11 @@ def estimate(
         if padding:
             sizes["alignment"] = capacity * padding
     sizes["times_sampled"] = capacity * torch.int32.itemsize
-    base = base_sampler(sampler if sampler is not None else Uniform())
-    if isinstance(base, Proportional):
-        low, high = base.normalize == "buffer", base.initial == "stored"
-        sizes["priorities"] = tree_bytes(capacity, backend, low=low, high=high)
-        if backend == "triton":
-            sizes["priorities"] += capacity * torch.int32.itemsize
-    if isinstance(base, RankBased):
-        sizes["priorities"] = tree_bytes(capacity, backend, high=base.initial == "stored", summed=False)
-        sizes["ranks"] = host_ranks_bytes(capacity, base.resort_every)
-        if backend == "triton":
-            sizes["priorities"] += capacity * torch.int32.itemsize
-            sizes["ranks"] = ranks_bytes(capacity)
-    return sizes
+    return sizes | plan_of(sampler).priority_bytes(capacity, backend)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on the device, or None where nobody says."""
+    """Bytes that can still be allocated on the device, or None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
@@ -109,11 +92,7 @@ def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
 
 def check_capacity(capacity: object) -> int:
     """The capacity as an int, or TypeError / ValueError."""
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)):
-        raise TypeError(f"capacity must be an int; found {capacity!r}.")
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ValueError(f"capacity must be from 1 to {MAX_CAPACITY:,} transitions; found {capacity:,}.")
-    return int(capacity)
+    return whole("capacity", capacity, 1, MAX_CAPACITY)
 
 
 def check_device(device: torch.device | str | None) -> torch.device:
@@ -164,7 +143,7 @@ def record_layout(fields: Mapping[str, Field]) -> RecordLayout:
     return RecordLayout(offsets, size, size - end)
 
 
-def room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor; on the host NumPy allocates it, which asks for huge pages: fewer misses of the TLB."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -189,10 +168,10 @@ class Storage:
         self.records: np.ndarray | None = None
         self._padding = capacity * layout.padding
         self.tensors: dict[str, Tensor] = {}
-        raw = room((capacity * layout.size,), torch.uint8, device)
+        raw = allocate((capacity * layout.size,), torch.uint8, device)
         for name, field in fields.items():
             if name not in layout.offsets:
-                self.tensors[name] = room((capacity, *field.shape), field.dtype, device)
+                self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
                 continue
             width = field.dtype.itemsize
             inner = torch.empty(field.shape, device="meta").stride()
@@ -208,6 +187,14 @@ class Storage:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
 
+    def stream_tensors(self, written: int) -> dict[str, Tensor]:
+        """Views of what is kept beside the fields while so many slots are written, by name: of transitions nothing."""
+        return {}
+
+    def reset_from(self, written: int) -> None:
+        """Make the slots from this one on as if they had never been written."""
+        self.times_sampled[written:].zero_()
+
 
 def _record_dtype(fields: Mapping[str, Field], layout: RecordLayout) -> np.dtype[Any]:
     """A record as NumPy sees it; bfloat16, which it lacks, as int16."""
@@ -218,3 +205,14 @@ def _record_dtype(fields: Mapping[str, Field], layout: RecordLayout) -> np.dtype
     ]
     names, offsets = list(layout.offsets), list(layout.offsets.values())
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.size})
+
+
+def not_readable(key: int, first: int, added: int) -> KeyError:
+    """What to raise for a key without a transition to read, where the keys from `first` to `added` are live."""
+    if not first <= key < added:
+        held = f"the keys from {first} to {added - 1}" if added > first else "nothing"
+        return KeyError(f"key {key} is not live; the buffer holds {held}.")
+    return KeyError(
+        f"key {key} is stored but not eligible: a part of its stack or window is missing, or its step only carries a "
+        "final observation."
+    )

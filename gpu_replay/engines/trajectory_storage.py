@@ -8,13 +8,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.storage import Storage, base_sampler, check_capacity, estimate
+from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.graphs.custom_ops import STEPS, Output
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
-from gpu_replay.samplers import PRIORITIZED, Combined, Sampler
+from gpu_replay.samplers import Sampler
 from gpu_replay.validation import choice, whole
 
 REWARD = Field((), torch.float32)
@@ -80,11 +81,6 @@ def check_stream_fields(fields: object) -> dict[str, Field]:
     return checked
 
 
-def needs_marks(sampler: Sampler) -> bool:
-    """Whether eligible starts must be counted in the order of their slots, beside any masses."""
-    return isinstance(sampler, Combined) or not isinstance(base_sampler(sampler), PRIORITIZED)
-
-
 def trajectory_estimate(
     shape: StreamShape, fields: Mapping[str, Field], sampler: Sampler, backend: Backend
 ) -> dict[str, int]:
@@ -93,7 +89,7 @@ def trajectory_estimate(
     sizes["streams"] = stream_bytes(shape, backend)
     if shape.finals:
         sizes["final_obs"] = shape.finals * sum(fields[name].row_bytes for name in observation_names(fields))
-    if needs_marks(sampler):
+    if plan_of(sampler).counts_starts:
         sizes["marks"] = tree_bytes(shape.slots, backend)
     return sizes
 
@@ -162,7 +158,7 @@ class TrajectoryStorage(Storage):
                 field = fields[name]
                 self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
 
-    def state_tensors(self, written: int) -> dict[str, Tensor]:
+    def stream_tensors(self, written: int) -> dict[str, Tensor]:
         """Views of what is kept beside the fields while so many slots are written, by name."""
         streams = self.streams
         views = {
@@ -178,8 +174,9 @@ class TrajectoryStorage(Storage):
             views["streams.owner"] = streams.owner
         return views | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
-    def forget_from(self, written: int) -> None:
+    def reset_from(self, written: int) -> None:
         """Make the slots from this one on as if they had never been written."""
+        super().reset_from(written)
         self.streams.flags[written:].zero_()
         self.streams.depth[written:].zero_()
         self.streams.spans[written:].fill_(-1)

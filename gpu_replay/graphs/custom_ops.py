@@ -50,7 +50,7 @@ _draws: dict[int, Any] = {}
 _defining = threading.Lock()
 
 
-class Drawn(NamedTuple):
+class BatchKind(NamedTuple):
     """One kind of batch that a buffer gives.
 
     names:  of its tensors.
@@ -63,14 +63,14 @@ class Drawn(NamedTuple):
     draw: Any
 
 
-def drawn_as(outputs: Mapping[str, Output]) -> Drawn:
+def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
     """The kind of batch that holds these tensors, and what every draw gives."""
     every = {**outputs, **_ALWAYS}
     entries = (
         f"{name} {str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}"
         for name, (dtype, shape) in every.items()
     )
-    return Drawn(tuple(every), ";".join(entries), _draw_of(len(every)))
+    return BatchKind(tuple(every), ";".join(entries), _draw_of(len(every)))
 
 
 @lru_cache
@@ -103,13 +103,13 @@ class Operators:
         return keys
 
     def sample(
-        self, drawn: Drawn, batch: int, beta: float | None, length: int | None = None, burn_in: int = 0
+        self, kind: BatchKind, batch: int, beta: float | None, length: int | None = None, burn_in: int = 0
     ) -> Batch:
         """The buffer's `sample`, or `sample_sequences` where a length is given."""
         # as a number it would be a constant, and another one would be compiled anew
         exponent = None if beta is None else torch.ones((), dtype=torch.float64, device="cpu") * beta
-        tensors = drawn.draw(self.token, self.name, drawn.layout, batch, length, burn_in, exponent)
-        return Batch(dict(zip(drawn.names, tensors, strict=True)))
+        tensors = kind.draw(self.token, self.name, kind.layout, batch, length, burn_in, exponent)
+        return Batch(dict(zip(kind.names, tensors, strict=True)))
 
     def update(self, keys: Any, priorities: Any) -> None:
         """The buffer's `update_priorities`, of tensors or arrays."""

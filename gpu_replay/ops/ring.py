@@ -26,15 +26,24 @@ def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def write_rows(store: np.ndarray, rows: np.ndarray, start: int) -> None:
-    """Host: put consecutive rows into the slots from `start` on, in two slices where the ring wraps."""
-    stop = start + len(rows)
-    if stop <= len(store):
-        store[start:stop] = rows
-        return
-    head = len(store) - start
-    store[start:] = rows[:head]
-    store[: stop - len(store)] = rows[head:]
+def write_rows(
+    stores: Mapping[str, np.ndarray], values: Mapping[str, Tensor | np.ndarray], start: int, skipped: int = 0
+) -> None:
+    """Host: put the rows of every field into the slots from `start` on, in two slices where the ring wraps.
+
+    skipped: rows at the beginning that are left out.
+    """
+    for name, value in values.items():
+        store, rows = stores[name], as_numpy(value)
+        if skipped:
+            rows = rows[skipped:]
+        stop = start + len(rows)
+        if stop <= len(store):
+            store[start:stop] = rows
+            continue
+        head = len(store) - start
+        store[start:] = rows[:head]
+        store[: stop - len(store)] = rows[head:]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:

@@ -1,0 +1,249 @@
+"""Draws and priority updates on CUDA tensors, through Triton kernels; also on CPU tensors under Triton's interpreter.
+
+Nothing here waits for the device except where the docstring says so. Whatever a replayed graph must move on lives in
+the counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.storage import Storage
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.eligible_draw import launch_eligible_draw
+from gpu_replay.ops.priorities import DeviceMasses, launch_update
+from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
+from gpu_replay.ops.ring import launch_write
+from gpu_replay.ops.stratified_draw import launch_stratified_draw
+from gpu_replay.ops.uniform_draw import launch_uniform_draw
+from gpu_replay.ops.weights import PendingWeights, weighing_of
+from gpu_replay.schedule import LinearSchedule
+from gpu_replay.stream_order import StreamOrder
+
+
+class DeviceDraw(NamedTuple):
+    """What a gather needs of the draw before it.
+
+    slots:   (B,) int64.
+    named:   key, probability and weight; the weights are empty until the gather makes them where it is to.
+    pending: how it makes them, or None where they are made.
+    words:   (1,) int64, where in the random stream the words begin that move pictures; None where none are moved.
+    """
+
+    slots: Tensor
+    named: dict[str, Tensor]
+    pending: PendingWeights | None
+    words: Tensor | None
+
+
+class DeviceDraws:
+    """Trees, ranks, random stream and counters of one buffer on its device: draws from them, and updates of priorities.
+
+    The buffer has checked all arguments and holds the lock.
+    """
+
+    def __init__(self, state: DrawState, storage: Storage, stream_order: StreamOrder) -> None:
+        self.state = state
+        self.counters = state.counters
+        self.stream_order = stream_order
+        self.ordered = stream_order.ordered
+        self.device = state.counters.device
+        # whether adds were captured that others replay, so that the host cannot count on
+        self.uncounted = False
+        self.masses: DeviceMasses | None = None
+        plan = self._plan = state.plan
+        self._storage = storage
+        self._schedule: Tensor | None = None
+        self._ranks: DeviceRanks | None = None
+        if plan.kind == "rank":
+            self._ranks = DeviceRanks(state.slots, plan.alpha, plan.resort_every, self.counters)
+        if state.tree is not None:
+            initial = 1.0 if isinstance(plan.initial, str) else float(plan.initial)
+            self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
+        # where the initial mass of new transitions is found, if it is among the counters
+        self.source = {"running": Counter.MAX_MASS, "stored": Counter.EDGE_HIGH}.get(str(plan.initial))
+        if isinstance(plan.beta, LinearSchedule):
+            parts = [plan.beta.start, plan.beta.end - plan.beta.start, float(plan.beta.steps)]
+            self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside those of the state."""
+        return sum(part.nbytes for part in (self.masses, self._ranks) if part is not None)
+
+    @property
+    def ranked(self) -> Tensor | None:
+        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
+        return self._ranks.list.slots if self._ranks is not None and self._ranks.every > 1 else None
+
+    def rebuild(self) -> None:
+        """Take over a restored state; the counters hold the seed. Waits for the device."""
+        if self._ranks is not None:
+            self._ranks.recall()
+
+    def on_clear(self) -> None:
+        """Follow a `clear`."""
+        if self._ranks is not None:
+            self._ranks.forget(self.capturing())
+
+    def span(self) -> tuple[int, int]:
+        """The smallest live key and the next key; waits for the device."""
+        with self.ordered():
+            counts = self.counters.tolist()
+        added = counts[Counter.ADDED]
+        return max(counts[Counter.FIRST], added - self.state.slots), added
+
+    def capturing(self) -> bool:
+        """Whether the calls of this moment go into a graph instead of to the device."""
+        return self.stream_order.capturing()
+
+    def runs_now(self, rows: int) -> bool:
+        """Whether an `add` of so many rows runs now; one that is captured is noted for its replays."""
+        if not self.capturing():
+            return True
+        if self.stream_order.recorded is not None:
+            self.stream_order.recorded.rows += rows
+        else:
+            self.uncounted = True
+        return False
+
+    def moved(self, value: Tensor) -> Tensor:
+        """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
+        if value.device != self.device:
+            if self.capturing():
+                raise ValueError(
+                    f"a call that is captured in a CUDA graph needs its tensors on {self.device}; found one on "
+                    f"{value.device}, which a replay could not read anew. Keep one on the device and copy into it."
+                )
+            value = value.to(self.device, non_blocking=not value.is_pinned())
+        return value.contiguous()
+
+    def write(self, values: Mapping[str, Tensor], priorities: Tensor | None) -> Tensor | None:
+        """Store the values after the newest; returns the priorities on the device if they come to count. 1 launch."""
+        storage, highest = self._storage, self.source == Counter.EDGE_HIGH
+        moved = {name: self.moved(value) for name, value in values.items()}
+        own = None if priorities is None or self.masses is None else self.moved(priorities)
+        launch_write(storage.tensors, storage.fields, moved, self.counters, self.state.tree, highest=highest)
+        self._changed()
+        return own
+
+    def _changed(self) -> None:
+        """Something was added or updated."""
+        if self._ranks is not None:
+            self._ranks.changed(self.capturing())
+
+    def draw(
+        self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False, exact: bool = False
+    ) -> DeviceDraw:
+        """Draw `batch` slots, none of them among the newest `skipped`; 1 launch.
+
+        By rank 2 and a sort come first where the order is made anew.
+
+        shifted: words that move pictures are taken as well.
+        exact:   ranks are those of this moment in any case, as they must be where slots are skipped.
+        """
+        plan, state, times_sampled = self._plan, self.state, self._storage.times_sampled
+        drawn = batch - plan.newest_of(batch)
+        if self._ranks is not None and drawn > 0:
+            return self._draw_by_rank(self._ranks, drawn, batch, beta, skipped, shifted=shifted, exact=exact)
+        if self._ranks is not None:
+            self._ranks.passed(self.capturing())
+        if state.sparse:
+            found = launch_eligible_draw(
+                state.tree,
+                state.eligible_tree,
+                self.counters,
+                times_sampled,
+                drawn,
+                batch,
+                skipped=skipped,
+                shifted=shifted,
+                stratified=plan.stratified,
+                lowest_of_all=plan.lowest_of_all,
+                replacement=plan.replacement,
+            )
+            slots, keys, masses, probability, weight, words = found
+        elif state.tree is not None and drawn > 0:
+            slots, keys, masses, probability = launch_stratified_draw(
+                state.tree,
+                self.counters,
+                times_sampled,
+                drawn,
+                batch,
+                stratified=plan.stratified,
+                lowest_of_all=plan.lowest_of_all,
+            )
+            weight = words = None
+        else:
+            slots, keys, probability, weight = launch_uniform_draw(
+                self.counters, times_sampled, drawn, batch, state.slots, replacement=plan.replacement
+            )
+            masses = words = None
+        if weight is not None:
+            return DeviceDraw(slots, {"key": keys, "probability": probability, "weight": weight}, None, words)
+        if masses is None:
+            raise RuntimeError("a draw left neither weights nor masses to make them of.")
+        return self._weighed(slots, keys, masses, probability, words, beta, drawn, batch if shifted else 0)
+
+    def _draw_by_rank(
+        self,
+        ranks: DeviceRanks,
+        drawn: int,
+        batch: int,
+        beta: float | None,
+        skipped: int,
+        *,
+        shifted: bool,
+        exact: bool,
+    ) -> DeviceDraw:
+        state, plan, capturing = self.state, self._plan, self.capturing()
+        # an order without the newest slots serves this call alone
+        alone = skipped > 0 or (exact and ranks.every > 1)
+        ranked = ranks.exact(state.masses, skipped, capturing) if alone else ranks.current(state.masses, capturing)
+        found = launch_rank_draw(
+            ranks.sums,
+            ranked,
+            state.masses,
+            state.eligible_tree,
+            self.counters,
+            self._storage.times_sampled,
+            drawn,
+            batch,
+            skipped=skipped,
+            shifted=shifted,
+            outdated=state.sparse and ranks.every > 1 and not alone,
+            stratified=plan.stratified,
+            lowest_of_all=plan.lowest_of_all,
+        )
+        return self._weighed(*found, beta, drawn, batch if shifted else 0)
+
+    def _weighed(
+        self,
+        slots: Tensor,
+        keys: Tensor,
+        masses: Tensor,
+        probability: Tensor,
+        words: Tensor | None,
+        beta: float | None,
+        drawn: int,
+        shifts: int,
+    ) -> DeviceDraw:
+        """The draw, whose weights the gather makes of the masses; that moves on past the words of `shifts`, too."""
+        schedule, settled = (self._schedule, self._plan.beta) if beta is None else (None, beta)
+        exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
+        pending = weighing_of(masses, self.counters, schedule, exponent, drawn, shifts)
+        named = {"key": keys, "probability": probability, "weight": pending.weight}
+        return DeviceDraw(slots, named, pending, words)
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None:
+        """Give live keys their new masses; 1 launch, 2 for thousands of keys."""
+        if keys.numel():
+            with self.ordered():
+                moved, numbers = self.moved(keys), self.moved(priorities)
+                self._changed()
+                launch_update(self.masses, self.counters, self.state.slots, moved, numbers, sparse=self.state.sparse)

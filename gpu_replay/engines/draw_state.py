@@ -1,0 +1,75 @@
+"""What the draws and updates of one buffer work on, in the memory of its device: trees and counters."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.ops._backend import Backend
+from gpu_replay.ops.counters import Counter, new_counters
+from gpu_replay.ops.mass_tree import MassTree
+
+
+class DrawState:
+    """The priorities of all slots, which of them can be drawn, and the counters.
+
+    sparse:        whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
+                   mass 0. So it is in trajectory buffers.
+    rule:          how priorities become masses, or order codes for draws by rank.
+    tree:          of these; None for samplers without priorities.
+    eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
+    """
+
+    def __init__(self, plan: DrawPlan, slots: int, device: torch.device, backend: Backend, seed: int, *, sparse: bool):
+        self.plan = plan
+        self.slots = slots
+        self.sparse = sparse
+        self.rule = plan.rule(slots)
+        self.tree = plan.tree(slots, device, backend)
+        self.eligible_tree = MassTree(slots, device, backend) if sparse and plan.counts_starts else None
+        self.counters = new_counters(device, seed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self.counters.nbytes + sum(tree.nbytes for tree in self.trees)
+
+    @property
+    def trees(self) -> list[MassTree]:
+        """Those that there are."""
+        return [tree for tree in (self.tree, self.eligible_tree) if tree is not None]
+
+    @property
+    def masses(self) -> MassTree:
+        """The tree of masses or codes, for plans with priorities."""
+        return self._required(self.tree, "priorities")
+
+    @property
+    def eligible(self) -> MassTree:
+        """A tree of a trajectory buffer that holds 0 where a start is not eligible: that of ones if there is one."""
+        return self._required(self.eligible_tree or self.tree, "eligible starts")
+
+    def _required(self, tree: MassTree | None, what: str) -> MassTree:
+        if tree is None:
+            raise RuntimeError(f"a buffer that draws by {self.plan.kind!r} keeps no tree of {what}.")
+        return tree
+
+    def clear(self) -> None:
+        """Make nothing eligible; keys and statistics go on."""
+        self.counters[Counter.FIRST] = self.counters[Counter.ADDED]
+        self.counters[Counter.RANKED] = self.counters[Counter.ELIGIBLE] = 0
+        for tree in self.trees:
+            tree.clear()
+
+    def rebuild(self, written: int) -> None:
+        """Make all that follows from the restored leaves of the first `written` slots."""
+        for tree in self.trees:
+            tree.masses[written:].zero_()
+        if self.tree is not None:
+            self.tree.build()
+        if self.eligible_tree is not None:
+            if self.tree is not None:
+                self.eligible_tree.masses.copy_(self.tree.masses > 0)
+            self.eligible_tree.build()
+        if self.sparse:
+            self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())

@@ -1,0 +1,223 @@
+"""Draws and priority updates on CPU tensors: NumPy over whole batches, on views of the tensors' own memory.
+
+At these sizes the count of array operations is the cost, so one call makes as few as it can and none per transition.
+`device_draws.py` does the same with kernels; both leave the same integers behind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.storage import Storage
+from gpu_replay.ops import _backend
+from gpu_replay.ops.counters import Counter, HostWords, blocks_for
+from gpu_replay.ops.eligible_draw import DrawRange, reach
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.rank_draw_host import HostRanks
+from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
+from gpu_replay.schedule import LinearSchedule
+
+
+class HostDraw(NamedTuple):
+    """(B,) int64 slots, float32 probabilities and float32 importance weights."""
+
+    slots: np.ndarray
+    probability: np.ndarray
+    weight: np.ndarray
+
+
+class HostDraws:
+    """Trees, ranks, random words and counters of one buffer on the host: draws from them, and updates of priorities.
+
+    The buffer has checked all arguments and holds the lock.
+    """
+
+    def __init__(self, state: DrawState, storage: Storage, seed: int) -> None:
+        self.state = state
+        self.counters = state.counters.numpy()
+        self.times_sampled = storage.times_sampled.numpy()
+        self._plan, self._tree = state.plan, state.tree
+        self._capacity = state.slots
+        self._loops: Any = _backend.inner_loops()
+        self._ranks: HostRanks | None = None
+        if self._plan.kind == "rank":
+            self._ranks = HostRanks(state.masses, self.counters, self._plan.alpha, self._plan.resort_every)
+        # the mass of new transitions where the plan names one, or before any priority was given
+        self._initial = self._plan.initial
+        self._first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
+        self._random = HostWords(seed)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside those of the state."""
+        return 0 if self._ranks is None else self._ranks.nbytes
+
+    @property
+    def ranked(self) -> Tensor | None:
+        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
+        return None if self._ranks is None else self._ranks.list
+
+    def reseed(self, seed: int) -> None:
+        """Draw from the stream of this seed, from the counter's position on."""
+        self._random = HostWords(seed)
+
+    def span(self) -> tuple[int, int]:
+        """The smallest live key and the next key."""
+        added = self.counters.item(Counter.ADDED)
+        return max(self.counters.item(Counter.FIRST), added - self._capacity), added
+
+    def count(self, skipped: int = 0) -> int:
+        """What can be drawn without the newest `skipped` slots, of which there are none in a buffer of transitions.
+
+        Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
+        """
+        if not self.state.sparse:
+            first, added = self.span()
+            return added - first
+        if not skipped:
+            return self.counters.item(Counter.ELIGIBLE)
+        if self._ranks is not None:
+            # order codes have no sums
+            newest = self.state.masses.arrays[0].take(self._ranks.newest(skipped))
+            return self.counters.item(Counter.ELIGIBLE) - np.count_nonzero(newest)
+        found = self._within(self.state.eligible, skipped).mass
+        return found if self.state.eligible_tree is not None else min(found, 1)
+
+    # masses of new transitions
+
+    def initial_mass(self) -> int:
+        """The mass of new transitions without a priority of their own; 0 where none has any."""
+        if self._tree is None:
+            return 0
+        if self._initial == "running":
+            return self.counters.item(Counter.MAX_MASS) or self._first_mass
+        if self._initial == "stored":
+            return self._tree.highest() or self._first_mass
+        return self._first_mass
+
+    def count_given(self, largest: int, saturated: int) -> None:
+        """Count masses that were given: the largest, and how many were cut to the limit."""
+        counters = self.counters
+        if largest > counters.item(Counter.MAX_MASS):
+            counters[Counter.MAX_MASS] = largest
+        if saturated:
+            counters[Counter.SATURATED] += saturated
+
+    # random words
+
+    def words(self, count: int) -> np.ndarray:
+        """The next (count,) uint64 words of the stream."""
+        return self._random.words(self._take_blocks(count), count)
+
+    def doubles(self, count: int) -> np.ndarray:
+        """The next (count,) float64 in [0, 1)."""
+        return self._random.doubles(self._take_blocks(count), count)
+
+    def _take_blocks(self, words: int) -> int:
+        block = self.counters.item(Counter.RANDOM)
+        self.counters[Counter.RANDOM] = block + blocks_for(words)
+        return block
+
+    # draws
+
+    def draw(self, batch: int, beta: float | None, skipped: int = 0, *, exact: bool = False) -> HostDraw:
+        """Draw `batch` slots, none of them among the newest `skipped`.
+
+        exact: ranks are those of this moment in any case.
+        """
+        newest = self._plan.newest_of(batch)
+        if not newest:
+            return self._draw_by_chance(batch, beta, skipped, exact)
+        slots = self._newest(newest, skipped)
+        sure = np.ones(newest, dtype=np.float32)
+        if newest == batch:
+            return HostDraw(slots, sure, sure.copy())
+        drawn = self._draw_by_chance(batch - newest, beta, skipped, exact)
+        return HostDraw(
+            np.concatenate((drawn.slots, slots)),
+            np.concatenate((drawn.probability, sure)),
+            np.concatenate((drawn.weight, sure)),
+        )
+
+    def named(self, draw: HostDraw) -> dict[str, Tensor]:
+        """Count the draw; returns its keys, probabilities and weights."""
+        slots, counters = draw.slots, self.counters
+        counters[Counter.STEP] += 1
+        keys = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
+        return {
+            "key": torch.from_numpy(keys),
+            "probability": torch.from_numpy(draw.probability),
+            "weight": torch.from_numpy(draw.weight),
+        }
+
+    def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int, exact: bool) -> HostDraw:
+        """Draw what is not drawn for being the newest."""
+        plan = self._plan
+        if not plan.prioritized:
+            return self._draw_uniformly(drawn, skipped)
+        doubles = self.doubles(drawn)
+        if beta is None:
+            beta = plan.beta(self.counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
+        if self._ranks is not None:
+            rows = self._ranks.draw(doubles, stratified=plan.stratified, skipped=skipped, exact=exact)
+            slots, masses, total, lowest = rows
+        elif not skipped:
+            return HostDraw(
+                *draw_by_mass(
+                    self.state.masses, doubles, beta, stratified=plan.stratified, lowest_of_all=plan.lowest_of_all
+                )
+            )
+        else:
+            tree = self.state.masses
+            found = self._within(tree, skipped)
+            total = found.mass
+            slots = found.slots((stratified_targets if plan.stratified else independent_ranks)(total, doubles))
+            masses, lowest = tree.arrays[0].take(slots), tree.lowest() if plan.lowest_of_all else 0
+        weight = importance_weights(masses, lowest if plan.lowest_of_all else smallest(masses), beta)
+        return HostDraw(slots, (masses / total).astype(np.float32), weight)
+
+    def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
+        found = self._within(self.state.eligible, skipped) if self.state.sparse else None
+        first, added = self.span()
+        count = added - first if found is None else found.mass
+        if self._plan.replacement:
+            ranks = independent_ranks(count, self.doubles(drawn))
+        else:
+            ranks = permuted_ranks(count, drawn, self.words(PERMUTATION_WORDS))
+        slots = slots_of(ranks, first, self._capacity) if found is None else found.slots(ranks)
+        return HostDraw(slots, np.full(drawn, 1 / count, np.float32), np.ones(drawn, np.float32))
+
+    def _newest(self, count: int, skipped: int) -> np.ndarray:
+        """The slots of so many newest keys that can be drawn."""
+        if not self.state.sparse:
+            added = self.counters.item(Counter.ADDED)
+            return np.arange(added - count, added) % self._capacity
+        found = self._within(self.state.eligible, skipped, by_key=True)
+        return found.slots(np.arange(found.mass - count, found.mass))
+
+    def _within(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
+        return reach(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
+
+    # update
+
+    def update(self, keys: Tensor, priorities: np.ndarray) -> None:
+        """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
+        array = keys.numpy()
+        if not array.size:
+            return
+        first, added = self.span()
+        if self._tree is None:
+            stale = int(np.count_nonzero((array < first) | (array >= added)))
+        else:
+            largest, stale, cut = self._tree.update(
+                array, priorities, self.state.rule, first, added, sparse=self.state.sparse
+            )
+            self.count_given(largest, cut)
+        if stale:
+            self.counters[Counter.STALE] += stale
