@@ -22,6 +22,8 @@ capacity in transitions, `B` batch size, `E` parallel environments, `n` n-step l
 # `name: text`, or `one, other: text`, continued by lines that are indented more
 ENTRY = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*):\s+(.*)")
 SPOKEN_OF = ("__getitem__", "__call__")
+# what buffers ask of a Hindsight
+INTERNAL = ("describe", "count", "check", "rewrite")
 MOST_COLUMNS = 100
 
 
@@ -78,7 +80,8 @@ def methods(members: dict[str, griffe.Object | griffe.Alias]) -> list[str]:
     return [
         name
         for name, member in members.items()
-        if member.is_function and member.has_docstring and (not name.startswith("_") or name in SPOKEN_OF)
+        if member.is_function and member.has_docstring and name not in INTERNAL
+        if not name.startswith("_") or name in SPOKEN_OF
     ]
 
 
