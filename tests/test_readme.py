@@ -102,9 +102,21 @@ def test_links_and_named_files_exist(page: str) -> None:
     folder = (ROOT / page).parent
     links = {link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link}
     assert [link for link in links if not (folder / link).exists()] == []
-    # a file of the sources in code, relative to the page or to the top
+    # files of the sources in code, relative to the page, to the top or to the tests
     files = set(re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|sh))`", text))
-    assert [file for file in files if not (folder / file).exists() and not (ROOT / file).exists()] == []
+    assert [
+        file for file in files if not any((place / file).exists() for place in (folder, ROOT, ROOT / "tests"))
+    ] == []
+
+
+def test_what_the_page_for_developers_names_is_in_the_sources() -> None:
+    text = (ROOT / "gpu_replay" / "README.md").read_text()
+    folders = set(re.findall(r"`((?:[\w.]+/)+)`", text))
+    assert [name for name in folders if not (ROOT / "gpu_replay" / name).is_dir()] == []
+    sources = "\n".join(path.read_text() for path in (ROOT / "gpu_replay").rglob("*.py"))
+    spoken = [words for words in re.findall(r"`([A-Za-z_.]+)`", text) if not words.endswith((".py", ".sh"))]
+    names = {name for words in spoken for name in words.split(".")}
+    assert {name for name in names if not re.search(rf"\b{name}\b", sources)} == set()
 
 
 def test_the_pages_are_short() -> None:
