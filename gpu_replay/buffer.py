@@ -14,7 +14,7 @@ from gpu_replay import validation
 from gpu_replay.base_buffer import Buffer, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.engines.host import HostEngine
-from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.graphs.custom_ops import batch_kind
@@ -60,11 +60,11 @@ class ReplayBuffer(Buffer):
 
     def _make_engine(self) -> HostEngine | DeviceEngine:
         if self._on_host:
-            return HostEngine(self._storage, HostDraws(self._state, self._storage, self._seed))
+            return HostEngine(self._storage, HostSampler(self._state, self._storage, self._seed))
         from gpu_replay.engines.device import DeviceEngine
-        from gpu_replay.engines.device_draws import DeviceDraws
+        from gpu_replay.engines.device_sampler import DeviceSampler
 
-        return DeviceEngine(self._storage, DeviceDraws(self._state, self._storage, self._stream_order))
+        return DeviceEngine(self._storage, DeviceSampler(self._state, self._storage, self._stream_order))
 
     @classmethod
     def from_spaces(

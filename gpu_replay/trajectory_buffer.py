@@ -19,7 +19,7 @@ from gpu_replay import validation
 from gpu_replay.base_buffer import NO_DTYPE, Buffer, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
@@ -141,11 +141,11 @@ class TrajectoryReplayBuffer(Buffer):
 
     def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
         if self._on_host:
-            return TrajectoryHostEngine(self._streams, HostDraws(self._state, self._streams, self._seed))
-        from gpu_replay.engines.device_draws import DeviceDraws
+            return TrajectoryHostEngine(self._streams, HostSampler(self._state, self._streams, self._seed))
+        from gpu_replay.engines.device_sampler import DeviceSampler
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
-        return TrajectoryDeviceEngine(self._streams, DeviceDraws(self._state, self._streams, self._stream_order))
+        return TrajectoryDeviceEngine(self._streams, DeviceSampler(self._state, self._streams, self._stream_order))
 
     # what it is
 

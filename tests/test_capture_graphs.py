@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpu_replay import Batch, Proportional, Uniform
 from gpu_replay.base_buffer import Buffer
-from gpu_replay.engines.device_draws import DeviceDraws
+from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.graphs.learning_step import LearningStep
 from gpu_replay.ops.counters import Counter
 from gpu_replay.stream_order import StreamOrder
@@ -225,11 +225,11 @@ def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkey
         # launches that are not made count nothing
         buffer._counters[Counter.ELIGIBLE] = 60
         with buffer._recording(3) as found, monkeypatch.context() as patch:
-            patch.setattr(DeviceDraws, "capturing", lambda self: True)
+            patch.setattr(DeviceSampler, "capturing", lambda self: True)
             add(buffer, 0)
             add(buffer, 0)
         assert found.rows == 6
-        monkeypatch.setattr(DeviceDraws, "span", None)
+        monkeypatch.setattr(DeviceSampler, "span", None)
         for steps in range(12, 30, 2):
             if kind == "transitions":
                 assert engine.count_at_least(1000, 0) == min(50, 3 * steps)
@@ -247,10 +247,10 @@ def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatc
     with recorded():
         buffer = filled(kind, Uniform())
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceDraws, "capturing", lambda self: True)
+            patch.setattr(DeviceSampler, "capturing", lambda self: True)
             add(buffer, 0)
         asked: list[int] = []
-        monkeypatch.setattr(DeviceDraws, "span", lambda self: (asked.append(1), (0, 45))[1])
+        monkeypatch.setattr(DeviceSampler, "span", lambda self: (asked.append(1), (0, 45))[1])
         if kind == "transitions":
             # what is known to be there stays there
             assert buffer._engine.count_at_least(36, 0) == 36
@@ -286,6 +286,6 @@ def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) 
     with recorded():
         draws: Any = filled("transitions", Uniform())._draws
         value = torch.ones(3, device="meta")
-        monkeypatch.setattr(DeviceDraws, "capturing", lambda self: True)
+        monkeypatch.setattr(DeviceSampler, "capturing", lambda self: True)
         with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
             draws.moved(value)

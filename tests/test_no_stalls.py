@@ -19,7 +19,7 @@ MODULES = (
     "trajectory_buffer",
     "base_buffer",
     "engines/device",
-    "engines/device_draws",
+    "engines/device_sampler",
     "engines/device_trajectory",
     "graphs/custom_ops",
     "graphs/learning_step",

@@ -20,7 +20,7 @@ from trees import random_masses
 from gpu_replay import Combined, Field, Latest, Proportional, Uniform
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
-from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.eligibility import StreamShape
@@ -80,7 +80,7 @@ class Drawers:
         counters[Counter.ADDED], counters[Counter.RANDOM] = ring.added * ring.num_envs, 5
         self.counters = counters.clone().to(device)
         storage = TrajectoryStorage(shape, dict(FIELDS), CPU, gamma=0.9, padding="reset", random_shift=0)
-        self.host = HostDraws(state, storage, seed)
+        self.host = HostSampler(state, storage, seed)
         self.host_counters = counters
         self.times_sampled = torch.zeros(ring.slots, dtype=torch.int32, device=device)
 

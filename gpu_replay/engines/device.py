@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gpu_replay.engines.device_draws import DeviceDraws
+from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.priorities import launch_admit
 from gpu_replay.ops.ring import launch_gather
@@ -22,7 +22,7 @@ class DeviceEngine:
 
     scratch_bytes = 0
 
-    def __init__(self, storage: Storage, draws: DeviceDraws) -> None:
+    def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
         # transitions known to be stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.device_draws import DeviceDraws
+from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
@@ -28,7 +28,7 @@ class TrajectoryDeviceEngine:
 
     scratch_bytes = 0
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceDraws) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
         self._shape = storage.streams.shape

@@ -1,4 +1,4 @@
-"""The ring of transitions on CPU tensors: rows in, rows out; what is drawn is up to `HostDraws`."""
+"""The ring of transitions on CPU tensors: rows in, rows out; what is drawn is up to `HostSampler`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import as_numpy, as_sampled, gather_rows, write_rows
@@ -21,7 +21,7 @@ class HostEngine:
 
     scratch_bytes = 0
 
-    def __init__(self, storage: Storage, draws: HostDraws) -> None:
+    def __init__(self, storage: Storage, draws: HostSampler) -> None:
         self.draws = draws
         self._capacity = storage.capacity
         self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}

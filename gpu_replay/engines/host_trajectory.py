@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_draws import HostDraws
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import _backend
@@ -32,7 +32,7 @@ class TrajectoryHostEngine:
     The buffer has checked all arguments and holds the lock.
     """
 
-    def __init__(self, storage: TrajectoryStorage, draws: HostDraws) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: HostSampler) -> None:
         self.draws = draws
         state, self._streams = draws.state, storage.streams
         self._shape = shape = storage.streams.shape
@@ -63,7 +63,7 @@ class TrajectoryHostEngine:
         return self._lengths.nbytes + self._sums.nbytes
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
-        """Eligible starts without the newest `skipped` slots; see `HostDraws.count`."""
+        """Eligible starts without the newest `skipped` slots; see `HostSampler.count`."""
         return self.draws.count(skipped)
 
     def on_clear(self) -> None:

@@ -26,7 +26,7 @@ from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stream_order import StreamOrder
 
 
-class DeviceDraw(NamedTuple):
+class WeighedDraw(NamedTuple):
     """What a gather needs of the draw before it.
 
     slots:   (B,) int64.
@@ -41,7 +41,7 @@ class DeviceDraw(NamedTuple):
     words: Tensor | None
 
 
-class DeviceDraws:
+class DeviceSampler:
     """Trees, ranks, random stream and counters of one buffer on its device: draws from them, and updates of priorities.
 
     The buffer has checked all arguments and holds the lock.
@@ -139,7 +139,7 @@ class DeviceDraws:
 
     def draw(
         self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False, exact: bool = False
-    ) -> DeviceDraw:
+    ) -> WeighedDraw:
         """Draw `batch` slots, none of them among the newest `skipped`; 1 launch.
 
         By rank 2 and a sort come first where the order is made anew.
@@ -185,7 +185,7 @@ class DeviceDraws:
             )
             masses = words = None
         if weight is not None:
-            return DeviceDraw(slots, {"key": keys, "probability": probability, "weight": weight}, None, words)
+            return WeighedDraw(slots, {"key": keys, "probability": probability, "weight": weight}, None, words)
         if masses is None:
             raise RuntimeError("a draw left neither weights nor masses to make them of.")
         return self._weighed(slots, keys, masses, probability, words, beta, drawn, batch if shifted else 0)
@@ -200,7 +200,7 @@ class DeviceDraws:
         *,
         shifted: bool,
         exact: bool,
-    ) -> DeviceDraw:
+    ) -> WeighedDraw:
         state, plan, capturing = self.state, self._plan, self.capturing()
         # an order without the newest slots serves this call alone
         alone = skipped > 0 or (exact and ranks.every > 1)
@@ -232,13 +232,13 @@ class DeviceDraws:
         beta: float | None,
         drawn: int,
         shifts: int,
-    ) -> DeviceDraw:
+    ) -> WeighedDraw:
         """The draw, whose weights the gather makes of the masses; that moves on past the words of `shifts`, too."""
         schedule, settled = (self._schedule, self._plan.beta) if beta is None else (None, beta)
         exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
         pending = weighing_of(masses, self.counters, schedule, exponent, drawn, shifts)
         named = {"key": keys, "probability": probability, "weight": pending.weight}
-        return DeviceDraw(slots, named, pending, words)
+        return WeighedDraw(slots, named, pending, words)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; 1 launch, 2 for thousands of keys."""

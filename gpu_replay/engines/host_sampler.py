@@ -1,7 +1,7 @@
 """Draws and priority updates on CPU tensors: NumPy over whole batches, on views of the tensors' own memory.
 
 At these sizes the count of array operations is the cost, so one call makes as few as it can and none per transition.
-`device_draws.py` does the same with kernels; both leave the same integers behind.
+`device_sampler.py` does the same with kernels; both leave the same integers behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostDraw(NamedTuple):
     weight: np.ndarray
 
 
-class HostDraws:
+class HostSampler:
     """Trees, ranks, random words and counters of one buffer on the host: draws from them, and updates of priorities.
 
     The buffer has checked all arguments and holds the lock.
