@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_replay import __version__
-from gpu_replay.console.versions import device_name
+from gpu_replay.console.versions import cpu_cores, device_name
 
 from .record import Environment
 
@@ -24,7 +24,7 @@ def current_environment(device: torch.device) -> Environment:
     return Environment(
         device=device_name(device) if cuda else "cpu",
         cpu=device_name(torch.device("cpu")),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cpu_cores(),
         threads=torch.get_num_threads(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
         versions={

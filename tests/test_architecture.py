@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "gpu_replay"
 MOST_LINES = 450
+# folders and modules of the top level, and imports between two of them
+MOST_NODES, MOST_ARROWS = 25, 91
 
 # From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.
 LAYERS = (
@@ -102,6 +105,45 @@ def violations(root: Path) -> list[str]:
             elif {layer, target} == set(PROGRAMS):
                 found.append(f"{module} imports {source}; the programs do not know of one another")
     return found
+
+
+def arrows(root: Path) -> set[tuple[str, str]]:
+    """Who imports whom, among the folders and modules of the top level."""
+    modules = sources(root)
+    pairs = {
+        (module.split(".")[0], source.split(".")[0])
+        for module, path in modules.items()
+        for source in imports(module, path, modules)
+        if not source.startswith("foreign ")
+    }
+    return {(importer, imported) for importer, imported in pairs if importer != imported}
+
+
+def check_acyclic(edges: set[tuple[str, str]]) -> None:
+    graph: TopologicalSorter[str] = TopologicalSorter()
+    for importer, imported in edges:
+        graph.add(importer, imported)
+    graph.prepare()
+
+
+def test_the_import_graph_is_small_and_has_no_cycle() -> None:
+    edges = arrows(ROOT)
+    check_acyclic(edges)
+    assert len({module.split(".")[0] for module in sources(ROOT)}) <= MOST_NODES
+    assert len(edges) <= MOST_ARROWS
+
+
+def test_a_cycle_is_seen(tmp_path: Path) -> None:
+    # of one layer, so that no import points upwards
+    for name, line in (
+        ("graphs", "from gpu_replay.checkpoint.b import c"),
+        ("checkpoint", "import gpu_replay.graphs.b"),
+    ):
+        (tmp_path / "gpu_replay" / name).mkdir(parents=True)
+        (tmp_path / "gpu_replay" / name / "b.py").write_text(line)
+    assert violations(tmp_path) == []
+    with pytest.raises(CycleError):
+        check_acyclic(arrows(tmp_path))
 
 
 def test_imports_point_one_way() -> None:

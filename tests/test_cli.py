@@ -107,6 +107,8 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(
         (["train", "catch", "--device", "abacus"], "--device: device 'abacus' is not one that torch knows"),
         (["train", "catch", "--device", "mps"], "--device: device 'mps' is not supported"),
         (["train", "catch", "--network", "nature"], "--network nature needs images"),
+        (["play", "run", "--epsilon", "2"], "argument --epsilon: must be from 0 to 1; found 2"),
+        (["play", "run", "--episodes", "0"], "argument --episodes: must be at least 1; found 0"),
         (["estimate"], "required: --capacity"),
         (["estimate", "--capacity", "10"], "one of the arguments --field --env is required"),
         (["estimate", "--capacity", "0", "--field", "a=int64"], "capacity must be from 1 to"),

@@ -60,13 +60,10 @@ def batch(**changes: Tensor) -> Batch:
     return Batch(plain | changes)
 
 
-def test_double_learning_values_the_online_choice_with_the_target_network() -> None:
-    # online prefers action 0 in the next state, which the target values 10: 1 + 0.5 * 10 - 1, and -1 + 0 - 2
-    assert learn(table_agent(double=True), batch()).tolist() == [5.0, 3.0]
-
-
-def test_plain_learning_takes_the_largest_target_value() -> None:
-    assert learn(table_agent(double=False), batch()).tolist() == [10.0, 3.0]
+# double: the online network prefers action 0 in the next state, which the target values 10
+@pytest.mark.parametrize(("double", "td_errors"), [(True, [1 + 0.5 * 10 - 1, 3.0]), (False, [1 + 0.5 * 20 - 1, 3.0])])
+def test_the_target_network_values_the_online_or_the_best_action(double: bool, td_errors: list[float]) -> None:
+    assert learn(table_agent(double=double), batch()).tolist() == td_errors
 
 
 def test_loss_is_huber_weighted_by_importance() -> None:
@@ -118,21 +115,23 @@ def test_dueling_head_is_value_plus_centred_advantage() -> None:
     torch.testing.assert_close(network(obs).mean(1), raw[:, 0])
 
 
+def image_network(channels: int, **changes: object) -> QNetwork:
+    image = Field((channels, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    return QNetwork(image, 3, Settings(network="compact", hidden=(8,), **changes))  # type: ignore[arg-type]
+
+
 def test_stored_bytes_and_sampled_floats_have_the_same_values() -> None:
-    image = Field((4, 42, 42), torch.uint8, torch.float32, 1 / 255)
-    network = QNetwork(image, 3, Settings(network="small", hidden=(8,)))
+    network = image_network(4)
     frames = torch.randint(0, 256, (2, 4, 42, 42), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(network(frames), network(frames.float() / 255))
 
 
 @pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
 def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.dtype) -> None:
-    image = Field((4, 42, 42), torch.uint8, torch.float32, 1 / 255)
-    network = QNetwork(image, 3, Settings(network="compact", hidden=(8,), whiten=True))
+    network = image_network(4, whiten=True)
     generator = torch.Generator().manual_seed(0)
     still = torch.randint(0, 200, (42, 42), generator=generator)
-    moving = torch.randint(0, 20, (64, 4, 42, 42), generator=generator)
-    frames = (still + moving).to(torch.uint8)
+    frames = (still + torch.randint(0, 20, (64, 4, 42, 42), generator=generator)).to(torch.uint8)
     obs = frames if as_sampled == torch.uint8 else frames.float() / 255
     network.whiten(obs)
     seen: list[torch.Tensor] = []
@@ -143,18 +142,10 @@ def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.d
 
 
 def test_whitening_a_picture_that_never_changes_stays_finite() -> None:
-    image = Field((1, 42, 42), torch.uint8, torch.float32, 1 / 255)
-    network = QNetwork(image, 3, Settings(network="compact", hidden=(8,), whiten=True))
+    network = image_network(1, whiten=True)
     obs = torch.full((4, 1, 42, 42), 87, dtype=torch.uint8)
     network.whiten(obs)
     assert bool(network(obs).isfinite().all())
-
-
-def test_epsilon_falls_on_after_its_first_end() -> None:
-    settings = Settings(epsilon_end=0.05, epsilon_steps=100, epsilon_late=0.2, epsilon_late_steps=300)
-    found = [settings.epsilon(step) for step in (0, 50, 100, 200, 300, 1000)]
-    assert found == pytest.approx([1, 0.525, 0.05, 0.03, 0.01, 0.01])
-    assert Settings(epsilon_end=0.05, epsilon_steps=100).epsilon(10**7) == pytest.approx(0.05)
 
 
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
@@ -243,10 +234,11 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], mes
 
 
 def test_schedules_go_from_start_to_end_and_stay() -> None:
-    settings = Settings(
-        steps=1_000, epsilon_start=1.0, epsilon_end=0.1, epsilon_steps=90, learning_rate=1.0, learning_rate_end=0.0
-    )
-    assert [settings.epsilon(step) for step in (0, 45, 90, 900)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    settings = Settings(epsilon_end=0.05, epsilon_steps=100, epsilon_late=0.2, epsilon_late_steps=300)
+    found = [settings.epsilon(step) for step in (0, 50, 100, 200, 300, 1000)]
+    assert found == pytest.approx([1, 0.525, 0.05, 0.03, 0.01, 0.01])
+    settings = Settings(steps=1_000, epsilon_end=0.05, epsilon_steps=100, learning_rate=1.0, learning_rate_end=0.0)
+    assert settings.epsilon(10**7) == pytest.approx(0.05)
     assert [settings.learning_rate_at(step) for step in (0, 500, 1_000, 2_000)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 

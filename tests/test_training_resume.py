@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from gpu_replay.training.trainer import Listener, Trainer
 
 CATCH = ["train", "catch", "--device", "cpu", "--steps", "3000", "--eval-every", "800", "--eval-episodes", "16"]
 CATCH += ["--log-every", "300", "--seed", "5", "--warmup", "500"]
-SHORT = ["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200"]
+SHORT = ["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200", "--log-every", "320"]
 
 
 class After(StopRequest):
@@ -38,7 +39,7 @@ class After(StopRequest):
                 raise Stopped("SIGINT")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("gpu_replay.training.session.StopRequest", After)
     yield
@@ -93,7 +94,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # in the warm-up, while learning, within the second evaluation, one step before the end
-@pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("looks", [[3], [40], [66], [103], [20, 50, 1]])
 def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(tmp_path: Path, whole: Path, looks: list[int]) -> None:
     folder = tmp_path / "run"
@@ -111,7 +111,6 @@ def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(tmp_path: Path, wh
         assert mine[name] == other[name]
 
 
-@pytest.mark.usefixtures("interrupted")
 def test_events_of_rows_that_were_dropped_count_no_more(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"
@@ -191,7 +190,6 @@ def test_no_window_joins_what_was_before_with_what_comes_after(
     assert bool(eligible[seam : seam + 16].all())
 
 
-@pytest.mark.usefixtures("interrupted")
 def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, [*CATCH, "--no-checkpoint-replay"], 60) == 130
@@ -251,9 +249,9 @@ def test_a_finished_run_says_so(done: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["train", "catch", "--seed", "0", "--steps", "640", "--resume", "--output", str(done)]) == 0
 
 
-def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, done: Path) -> None:
     folder = tmp_path / "run"
-    assert main([*SHORT, "--log-every", "320", "--output", str(folder)]) == 0
+    shutil.copytree(done, folder)
     assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 0
     assert json.loads((folder / "settings.json").read_text())["steps"] == 1_280
     assert json.loads((folder / "summary.json").read_text())["steps"] == 1_280
@@ -271,11 +269,10 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_cannot_be_resumed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
+    tmp_path: Path, done: Path, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
 ) -> None:
     folder = tmp_path / "run"
-    assert main([*SHORT, "--output", str(folder)]) == 0
-    capsys.readouterr()
+    shutil.copytree(done, folder)
     spoil(folder)
     assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

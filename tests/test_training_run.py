@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import CPU, advanced, read_rows, start, train, wait_for
+from training_runs import CPU, Events, advanced, read_rows, start, train, wait_for
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
@@ -21,6 +21,7 @@ from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.trainer import Trainer
 
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
@@ -71,17 +72,22 @@ def test_a_solved_environment_ends_the_run_and_can_be_told_not_to(monkeypatch: p
         assert trainer.evaluator.best.solved
 
 
-def test_the_same_seed_gives_the_same_network() -> None:
-    weights = []
-    for seed in (1, 1, 2):
-        trainer, _, _ = train(seed, steps=2_500)
-        weights.append(torch.cat([weight.flatten() for weight in trainer.agent.online.parameters()]))
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
-def test_rates_and_counts_of_a_row_agree() -> None:
+@pytest.fixture(scope="module")
+def short() -> tuple[Trainer, Events]:
+    """A short run of Catch in this process."""
     trainer, events, _ = train(steps=3_000)
+    return trainer, events
+
+
+def test_the_seed_decides_the_network(short: tuple[Trainer, Events]) -> None:
+    trainers = [short[0], *(train(seed, steps=3_000)[0] for seed in (0, 1))]
+    first, same, other = (torch.cat([weight.flatten() for weight in t.agent.online.parameters()]) for t in trainers)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_rates_and_counts_of_a_row_agree(short: tuple[Trainer, Events]) -> None:
+    trainer, events = short
     last = events.rows[-1]
     assert last["step"] == trainer.step == 3_008
     # warm-up of 1,000 ends after 32 steps of all 32, and three more wait for their windows
@@ -121,10 +127,9 @@ def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(int(part.max() - part.min()) > trainer.buffer.added // 2 for part in three)
 
 
-def test_td_errors_become_priorities() -> None:
-    trainer, _, _ = train(steps=2_500)
-    masses = trainer.buffer.masses()
-    assert len(masses.unique()) > 500
+def test_td_errors_become_priorities(short: tuple[Trainer, Events]) -> None:
+    trainer, _ = short
+    assert len(trainer.buffer.masses().unique()) > 500
     # what was just learned is no longer at the priority of the new
     stats = trainer.buffer.stats()
     assert stats.min_priority < 0.5 * stats.max_priority
@@ -166,27 +171,18 @@ def test_everything_promised_is_there(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()} - {"tensorboard"}
     files = {"progress.csv", "curve.png", "network.safetensors", "settings.json", "summary.json"}
     assert names == files | {"checkpoint"}
-
-
-def test_progress_can_be_read_and_advances(finished: Path) -> None:
     rows = read_rows(finished)
-    assert len(rows) == 6
+    assert [row["step"] for row in rows] == [512, 1_024, 1_504, 2_016, 2_528, 3_008]
     assert set(rows[0]) >= PROMISED_COLUMNS
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     for row in rows[3:]:
         assert all(math.isfinite(row[name]) for name in PROMISED_COLUMNS)
         assert row["updates_per_second"] > 0
     assert rows[0]["epsilon"] > rows[-1]["epsilon"]
     assert sum(math.isfinite(row["eval_return_mean"]) for row in rows) == 2
-
-
-def test_summary_has_every_key_and_plausible_values(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) >= PROMISED_SUMMARY
     assert (summary["env"], summary["seed"], summary["device"]) == ("catch", 3, "cpu")
-    assert summary["steps"] == 3_008
-    assert summary["stopped_by"] == "steps"
-    assert summary["eval_episodes"] == 32
+    assert (summary["steps"], summary["stopped_by"], summary["eval_episodes"]) == (3_008, "steps", 32)
     assert -1 <= summary["eval_return_mean"] <= 1
     assert 0 < summary["replay_share"] < 1
     assert sum(summary["time_split"].values()) == pytest.approx(summary["loop_seconds"])
@@ -221,13 +217,11 @@ def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None
     assert final.return_mean == pytest.approx(summary["eval_return_mean"])
 
 
-def test_the_curve_is_a_picture(finished: Path) -> None:
+def test_the_curve_has_lines_of_two_colours(finished: Path) -> None:
     from matplotlib.image import imread
 
     picture = imread(finished / "curve.png")
-    assert picture.shape[0] >= 400
-    assert picture.shape[1] >= 600
-    # lines of two colours, so that more than axes was drawn
+    assert picture.shape[:2] >= (400, 600)
     colours = {tuple(pixel) for pixel in (picture[..., :3].reshape(-1, 3) * 255).astype(int).tolist()}
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 

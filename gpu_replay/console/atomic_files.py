@@ -1,4 +1,4 @@
-"""Files that appear whole: written beside their place and moved there."""
+"""Atomic file writes: a reader finds the old file or the new one."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["replace", "write_text"]
 
 
 def write_text(path: Path, text: str) -> Path:
-    """A text file, whole or not at all."""
+    """Write a text file atomically; returns `path`."""
     return replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))

@@ -15,7 +15,7 @@ DESCRIPTION = "Print versions, devices, and for each device which code runs ther
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """No flags."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Tables as documentation shows them."""
+"""Markdown tables and the numbers in them."""
 
 from __future__ import annotations
 

@@ -14,14 +14,13 @@ from gpu_replay.console.errors import UserError
 from gpu_replay.engines.storage import check_capacity, check_device, estimate, free_bytes, size_table
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import choose
-from gpu_replay.samplers import Sampler
 from gpu_replay.spaces import classic_fields
 from gpu_replay.training.registry import identify, make_environment
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.vector_envs import spaces
 from gpu_replay.trajectory_buffer import stream_sizes
 
-SAMPLERS: dict[str, Sampler] = {
+SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
     "uniform": Uniform(),
     "proportional": Proportional(),
     "rank": RankBased(),
