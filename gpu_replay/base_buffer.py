@@ -113,7 +113,7 @@ class Buffer(ABC):
 
     @property
     def capacity(self) -> int:
-        """Transitions that fit."""
+        """Transitions that fit, `N`."""
         return self._capacity
 
     @property
@@ -123,12 +123,12 @@ class Buffer(ABC):
 
     @property
     def fields(self) -> dict[str, Field]:
-        """Name to Field, a copy."""
+        """The fields by name, as a copy."""
         return dict(self._fields)
 
     @property
     def sampler(self) -> Sampler:
-        """The settings it draws with."""
+        """The sampler's settings."""
         return self._sampler
 
     @property
@@ -144,7 +144,7 @@ class Buffer(ABC):
 
     @property
     def added(self) -> int:
-        """Transitions ever added; the next one's key."""
+        """Transitions added so far, which is also the key of the next one."""
         with self._lock:
             return self._draws.span()[1]
 
@@ -204,8 +204,9 @@ class Buffer(ABC):
     def __getitem__(self, keys: Any) -> Batch:
         """The stored transitions of these live keys, in their order: `buffer[keys]`.
 
-        keys: (m,) int64, a list of ints, or one int for a batch of one. Raises KeyError naming the first key that is
-        not live, TypeError for keys that are not integers.
+        keys: (m,) int64, a list of ints, or one int for a batch of one.
+
+        Raises KeyError naming the first key that is not live, TypeError for keys that are not integers.
         """
         with self._alone():
             found = validation.as_keys(keys, self._device).to(self._device)
@@ -283,16 +284,16 @@ class Buffer(ABC):
         batch_size, beta: as for `sample`.
         learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave them as
                   they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
-        warm_ups: calls of the step, 1 or more, that run as they are before the graph is captured. They are steps like
-                  all others: nothing is learned, drawn or counted that was not asked for.
+        warm_ups: calls of the step, at least 1, that run eagerly before the graph is captured. They are ordinary steps,
+                  not extra ones.
 
-        Each call draws anew, moves the schedule of beta on and, where `learn` adds, the ring, whether it is replayed or
-        not. On a CPU every call runs as it is, so that one program serves both. To be captured `learn` runs once on the
-        host without running on the device, and then never again: what else it does on the host is not repeated, and
-        what it works on must stay where it is (optimisers made with `capturable=True`). All other calls, `clear` and
-        `load_state_dict` too, may come between steps, from other threads and streams as well.
+        Each call, replayed or not, draws anew and advances the beta schedule and, where `learn` adds, the ring. On a
+        CPU every call runs eagerly, so that one program serves both. During the capture `learn` runs once on the host,
+        and then never again: its other effects on the host are not repeated, and the tensors it uses must keep their
+        memory (optimisers need `capturable=True`). Between steps you may make any other call, also `clear` and
+        `load_state_dict`, from any thread and stream.
 
-        Raises TypeError or ValueError for arguments that make no sense.
+        Raises TypeError or ValueError for invalid arguments.
         """
         batch = validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)

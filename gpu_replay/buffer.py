@@ -36,7 +36,7 @@ class ReplayBuffer(Buffer):
     seed:     of the draws; the same seed and the same masses draw the same keys on every device.
 
     One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
-    is allocated, when the device does not have the bytes; TypeError, ValueError for settings that make no sense.
+    is allocated, when the device does not have the bytes; TypeError, ValueError for invalid settings.
     """
 
     _engine: HostEngine | DeviceEngine

@@ -20,7 +20,7 @@ _REWARD = torch.float32
 
 @dataclass(frozen=True)
 class Hindsight:
-    """Rewrites the goals and rewards of a share of every batch, as if the agent had wanted what it then achieved.
+    """Relabels a share of every batch with goals that the same episode achieved, and with the rewards of these goals.
 
     achieved, desired: names of the observation fields "obs.NAME" that hold the goal achieved so far and the goal that
                    the agent is given; of one shape and dtype.
@@ -75,7 +75,7 @@ class Hindsight:
         batch = buffer.sample(256)
         batch.obs.observation, batch.obs.desired_goal, batch.next_obs.desired_goal, batch.reward
 
-    Raises TypeError or ValueError for settings that make no sense.
+    Raises TypeError or ValueError for invalid settings.
 
     Andrychowicz et al. 2017, "Hindsight Experience Replay".
     """

@@ -68,9 +68,8 @@ class RankBased:
     beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
     initial, normalize: as in Proportional.
     stratified:   one draw from each of `B` parts of equal probability; False draws independently.
-    resort_every: 1 ranks exactly at every `sample`; k makes the order anew at every k-th one only. In between,
-                  transitions keep their ranks, one that took the slot of another has the other's, and what came beyond
-                  is not drawn.
+    resort_every: 1 ranks exactly at every `sample`; k sorts again only at every k-th one. In between, transitions keep
+                  their ranks, one that overwrote another takes over its rank, and additional ones are not drawn.
 
     Outliers among the priorities do not matter here, only their order. Schaul et al. 2016, "Prioritized Experience
     Replay", section 3.3.

@@ -76,7 +76,7 @@ class TrajectoryReplayBuffer(Buffer):
     A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
     terminated inside, the observation after it are stored. One thread may `add` while another samples and updates.
     Raises MemoryError with a per-field table, before anything is allocated, when the device does not have the bytes;
-    KeyError, TypeError, ValueError for settings that make no sense.
+    KeyError, TypeError, ValueError for invalid settings.
 
     Mnih et al. 2015 (frames stored once); Sutton 1988 (n-step returns).
     """
@@ -151,17 +151,17 @@ class TrajectoryReplayBuffer(Buffer):
 
     @property
     def num_envs(self) -> int:
-        """Environments whose steps come together."""
+        """Environments stepped together, `E`."""
         return self._num_envs
 
     @property
     def stack(self) -> int:
-        """Frames of an observation."""
+        """Frames of an observation, `S`."""
         return self._shape.stack
 
     @property
     def n_step(self) -> int:
-        """Steps until bootstrapping."""
+        """Steps until bootstrapping, `n`."""
         return self._shape.n_step
 
     @property
@@ -171,7 +171,7 @@ class TrajectoryReplayBuffer(Buffer):
 
     @property
     def relabel(self) -> Hindsight | None:
-        """How goals of sampled batches are rewritten."""
+        """How sampled batches are relabelled, or None."""
         return self._relabel
 
     # what it does
@@ -248,13 +248,12 @@ class TrajectoryReplayBuffer(Buffer):
         }
 
     def begin_episodes(self, envs: Any = None) -> None:
-        """Say that the next step of all environments, or of those in `envs`, is the first of a new episode.
+        """Mark the next step of all environments, or of those in `envs`, as the first of a new episode.
 
         envs: (E,) bool, or None for all.
 
-        For streams that were broken from outside: environments reset by hand, or started anew beside a loaded
-        checkpoint. Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or
-        dtype.
+        Call it when a stream was interrupted: environments were reset by hand, or restarted beside a loaded checkpoint.
+        Windows that are still open are never drawn. Raises ValueError or TypeError for another shape or dtype.
         """
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
@@ -269,16 +268,18 @@ class TrajectoryReplayBuffer(Buffer):
         batch_size: B >= 1.
         beta:       exponent of the importance weights for this call, instead of the sampler's.
 
-        With `m <= n_step` the steps until the window is full or the episode ends, and `S = stack`:
-        `obs`        (B, S, *shape), no stack axis when S is 1; and each further field at the start.
-        `next_obs`   the same, m steps later; frames without meaning where `discount` is 0.
-        `reward`     (B,) float32, the sum of gamma ** k * reward[k] for k < m.
-        `discount`   (B,) float32, gamma ** m, or 0 where the episode terminated: the target is
+        A batch holds, where `m <= n_step` steps fill the window or end the episode:
+
+        obs:         (B, S, *shape), without the stack axis when S is 1.
+        next_obs:    the same m steps later; meaningless where `discount` is 0.
+        reward:      (B,) float32, the sum of gamma ** k * reward[k] for k < m.
+        discount:    (B,) float32, gamma ** m, or 0 where the episode terminated: the target is
                      `reward + discount * value(next_obs)`.
-        `terminated`, `truncated` (B,) bool, whether the window ended that way.
-        `key` (B,) int64, `probability` and `weight` (B,) float32 as in ReplayBuffer.
-        With `relabel` goals and rewards of a share of the rows are those of hindsight, and `next_obs` of a step that
-        terminated is the final observation where it is there.
+        terminated, truncated: (B,) bool, whether the window ended that way.
+        key, probability, weight: (B,), as in ReplayBuffer.
+
+        Every other field is that of the start. With `relabel`, a share of the rows has other goals and rewards, and
+        `next_obs` of a step that terminated is the final observation if it was given.
 
         Raises RuntimeError when nothing is eligible, ValueError when more distinct starts are asked for than there
         are. A beta schedule advances by one.
@@ -304,10 +305,12 @@ class TrajectoryReplayBuffer(Buffer):
     def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, *, beta: float | None = None) -> Batch:
         """Draw `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
 
-        Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says.
-        `obs` and all fields (B, L, ...), with the stack axis after L when there is one; `reward`, `terminated`,
-        `truncated` (B, L) of the single steps; `mask` (B, L) bool, true for the steps of the episode in which the
-        window begins; `key` (B,) int64 of the first step, `probability` and `weight` (B,) float32.
+        Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says. A batch holds:
+
+        obs:  (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
+        reward, terminated, truncated: (B, L), of the single steps.
+        mask: (B, L) bool, true for the steps of the episode in which the window begins.
+        key, probability, weight: (B,), of the first step.
 
         Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
         are. A beta schedule advances by one.

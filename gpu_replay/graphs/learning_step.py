@@ -60,9 +60,9 @@ class LearningStep:
     def __call__(self) -> Any:
         """Sample, learn, update; returns what `learn` returned beside the priorities, or None.
 
-        Once captured it returns the same tensors every time, and the next call writes into them: clone what is to be
-        kept. Raises as `sample` and `update_priorities` do; CaptureError, a RuntimeError, where `learn`
-        cannot be captured.
+        Once captured it returns the same tensors every time, and the next call overwrites them: clone what you keep.
+        Raises as `sample` and `update_priorities` do, and CaptureError, a RuntimeError, where `learn` cannot be
+        captured.
         """
         graphed = self._graphed
         if not graphed.warm:
