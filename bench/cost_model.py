@@ -7,8 +7,8 @@ cost comes from a data sheet or is assumed, as marked. Records of a GPU appear b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -49,12 +49,7 @@ class Work:
     dependent: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.must + other.must,
-            self.touched + other.touched,
-            self.launches + other.launches,
-            self.dependent + other.dependent,
-        )
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def microseconds(self) -> tuple[float, float]:
@@ -156,64 +151,52 @@ def _bytes_of(name: str) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-Reading = Callable[[Sequence[Record]], str | None]
-
-
 @dataclass(frozen=True)
 class Target:
     """One target.
 
     work:      what this package does.
     predicted: what follows for the ratio that the target is about.
-    read:      the measured value from records of a GPU, None where there are none.
+    measured:  that ratio in records of a GPU, None where there are none.
     """
 
     name: str
     target: str
     work: Work
     predicted: str
-    read: Reading
+    measured: str | None
 
 
-def _median(records: Sequence[Record], case: str, implementation: str) -> Record | None:
-    found = [r for r in records if (r.suite, r.case, r.implementation) == ("kernels", case, implementation)]
-    # replayed graphs come before single launches
-    return max(found, key=lambda record: (record.clock == "graph", record.environment.date), default=None)
+class _Medians:
+    """Medians of kernel records of a GPU."""
 
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = [record for record in records if record.environment.device != "cpu"]
 
-def _ratio(over: tuple[str, str], under: tuple[str, str]) -> Reading:
-    """Median of one case and implementation over that of another, and this package's own, which is one of them."""
+    def find(self, case: str, implementation: str) -> Record | None:
+        wanted = ("kernels", case, implementation)
+        found = [record for record in self._records if (record.suite, record.case, record.implementation) == wanted]
+        # replayed graphs come before single launches
+        return max(found, key=lambda record: (record.clock == "graph", record.environment.date), default=None)
 
-    def read(records: Sequence[Record]) -> str | None:
-        found = _median(records, *over), _median(records, *under)
-        if None in found:
-            return None
-        above, below = (record.median for record in found if record is not None)
-        return f"{above / below:.2f}x ({(above if over[1] == OURS else below):.1f} µs)"
+    def ratio(self, over: str, under: str, *, ours: int = 0, by: tuple[str, str] = (OURS, OURS)) -> str | None:
+        """Median of one case over that of another, by these implementations; `ours` says which one is shown as well."""
+        found = self.find(over, by[0]), self.find(under, by[1])
+        medians = [record.median for record in found if record is not None]
+        return f"{medians[0] / medians[1]:.2f}x ({medians[ours]:.1f} µs)" if len(medians) == 2 else None
 
-    return read
-
-
-def _share(case: str) -> Reading:
-    def read(records: Sequence[Record]) -> str | None:
-        mine = _median(records, case, OURS)
+    def share(self, case: str) -> str | None:
+        mine = self.find(case, OURS)
         return None if mine is None or mine.copy_share is None else f"{mine.copy_share:.1%} ({mine.median:.1f} µs)"
 
-    return read
-
-
-def _whole_step(added: int, batch: int) -> Reading:
-    def read(records: Sequence[Record]) -> str | None:
+    def step(self, added: int, batch: int) -> str | None:
+        wanted = ("frame-cycle", added, batch, OURS, "graph")
         found = [
-            record
-            for record in records
-            if (record.operation, record.added, record.batch) == ("frame-cycle", added, batch)
-            and record.implementation == OURS
-            and record.clock == "graph"
+            record.median
+            for record in self._records
+            if (record.operation, record.added, record.batch, record.implementation, record.clock) == wanted
         ]
-        return f"{found[-1].median:.1f} µs" if found else None
-
-    return read
+        return f"{found[-1]:.1f} µs" if found else None
 
 
 def _span(values: tuple[float, float], unit: str = "", digits: int = 1) -> str:
@@ -231,66 +214,47 @@ def _of_bandwidth(work: Work) -> str:
     return f"{shares[0]:.0%} to {shares[1]:.0%} of the data sheet"
 
 
-def targets() -> list[Target]:
+def targets(records: Sequence[Record] = ()) -> list[Target]:
     """Every target, in the order of the table."""
-    found = []
-    for slots, asked in ((10**6, 3), (10**7, 10), (10**8, 50)):
-        case, mine = f"draw-update/N={short(slots)}/B=256", draw_and_update(slots, 256)
-        found.append(
-            Target(
-                case,
-                f"≥ {asked}x torch",
-                mine,
-                _between(mine, by_torch(slots, 256)),
-                _ratio((case, BASELINE), (case, OURS)),
-            )
-        )
-    frames = gather_frames(4096, 2)
-    case = "frame-gather-bf16/N=1M/B=4096"
-    found.append(Target(case, "≥ 85% of copy bandwidth", frames, _of_bandwidth(frames), _share(case)))
+    found, medians = [], _Medians(records)
+    index = {slots: draw_and_update(slots, 256) for slots in (10**4, 10**6, 10**7, 10**8)}
+    cases = {slots: f"draw-update/N={short(slots)}/B=256" for slots in index}
+    for slots, least in ((10**6, 3), (10**7, 10), (10**8, 50)):
+        case, predicted = cases[slots], _between(index[slots], by_torch(slots, 256))
+        ratio = medians.ratio(case, case, ours=1, by=(BASELINE, OURS))
+        found.append(Target(case, f"≥ {least}x torch", index[slots], predicted, ratio))
+    for case, least, work in (
+        ("frame-gather-bf16/N=1M/B=4096", 85, gather_frames(4096, 2)),
+        ("tree-build/N=100M", 70, build(10**8)),
+    ):
+        found.append(Target(case, f"≥ {least}% of copy bandwidth", work, _of_bandwidth(work), medians.share(case)))
     for batch in (4096, 65_536):
-        case, mine, packed = f"row-gather/N=1M/B={batch}", gather_rows(batch), gather_packed(batch)
-        read = _ratio((case, OURS), (case, "index_select of packed rows alone"))
-        found.append(Target(case, "≤ 1.3x index_select", mine, _between(packed, mine), read))
-    case, mine = "draw-update/N=1M/B=256", draw_and_update(10**6, 256)
-    empty = Work(launches=1)
-    found.append(Target(case, "≤ 4x empty kernel", mine, _between(empty, mine), _ratio((case, OURS), ("empty", OURS))))
-    few, many = draw_and_update(10**4, 256), draw_and_update(10**8, 256)
-    read = _ratio(("draw-update/N=100M/B=256", OURS), ("draw-update/N=10k/B=256", OURS))
-    found.append(Target("draw-update, N=10k to 100M", "< 3x", many, _between(few, many), read))
-    built = build(10**8)
-    found.append(
-        Target("tree-build/N=100M", "≥ 70% of copy bandwidth", built, _of_bandwidth(built), _share("tree-build/N=100M"))
-    )
-    case, mine = "update/N=1M/B=4096", update(10**6, 4096)
-    allowed = f"if its trees take {_span((10 * mine.microseconds[0], 10 * mine.microseconds[1]), ' µs', 0)} or more"
-    found.append(Target(case, "≥ 10x TorchRL", mine, allowed, _ratio((case, "torchrl"), (case, OURS))))
-    step = atari_step(10**6, 128, 512)
-    found.append(
-        Target("Atari step, E=128, B=512", "< 100 µs", step, _span(step.microseconds, " µs"), _whole_step(128, 512))
-    )
+        case, work = f"row-gather/N=1M/B={batch}", gather_rows(batch)
+        ratio = medians.ratio(case, case, by=(OURS, "index_select of packed rows alone"))
+        found.append(Target(case, "≤ 1.3x index_select", work, _between(gather_packed(batch), work), ratio))
+    work, ratio = index[10**6], medians.ratio(cases[10**6], "empty")
+    found.append(Target(cases[10**6], "≤ 4x empty kernel", work, _between(Work(launches=1), work), ratio))
+    work, ratio = index[10**8], medians.ratio(cases[10**8], cases[10**4])
+    found.append(Target("draw-update, N=10k to 100M", "< 3x", work, _between(index[10**4], work), ratio))
+    case, work = "update/N=1M/B=4096", update(10**6, 4096)
+    low, high = work.microseconds
+    predicted = f"if its trees take {_span((10 * low, 10 * high), ' µs', 0)} or more"
+    ratio = medians.ratio(case, case, ours=1, by=("torchrl", OURS))
+    found.append(Target(case, "≥ 10x TorchRL", work, predicted, ratio))
+    work = atari_step(10**6, 128, 512)
+    predicted = _span(work.microseconds, " µs")
+    found.append(Target("Atari step, E=128, B=512", "< 100 µs", work, predicted, medians.step(128, 512)))
     return found
 
 
 def targets_table(records: Sequence[Record]) -> str:
     """Targets down; what is predicted, and what records of a GPU say."""
-    measured = [record for record in records if record.environment.device != "cpu"]
     rows = []
-    for each in targets():
-        rows.append(
-            [
-                each.name,
-                each.target,
-                f"{each.work.launches}",
-                f"{each.work.must / 1000:,.0f}",
-                f"{each.work.touched / 1000:,.0f}",
-                f"{each.work.touched / DATA_SHEET * 1e6:,.1f}",
-                f"{each.work.dependent}",
-                _span(each.work.microseconds),
-                each.predicted,
-                each.read(measured) or NOT_MEASURED,
-            ]
-        )
+    for each in targets(records):
+        work = each.work
+        counts = [f"{work.launches}", f"{work.must / 1000:,.0f}", f"{work.touched / 1000:,.0f}"]
+        times = [f"{work.touched / DATA_SHEET * 1e6:,.1f}", f"{work.dependent}", _span(work.microseconds)]
+        rows.append([each.name, each.target, *counts, *times, each.predicted, each.measured or NOT_MEASURED])
     header = ["case", "target", "launches", "minimum KB", "KB of sectors", "at full bandwidth, µs", "dependent loads"]
     return table([*header, "predicted, µs", "predicted ratio", "measured"], rows)
 

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import datetime
 import os
-import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from gpu_replay import __version__
-from gpu_replay.console.versions import cpu_cores, device_name
+from gpu_replay.console.versions import cpu_cores, device_name, versions
 
 from .record import Environment
+
+_VERSIONS = ("python", "numpy", "torch", "triton", "numba", "gpu_replay", "cuda", "rocm")
 
 
 def current_environment(device: torch.device) -> Environment:
     """This machine, this process and this checkout."""
-    cuda = device.type == "cuda"
+    found = versions()
     return Environment(
-        device=device_name(device) if cuda else "cpu",
+        device=device_name(device) if device.type == "cuda" else "cpu",
         cpu=device_name(torch.device("cpu")),
         cores=cpu_cores(),
         threads=torch.get_num_threads(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
-        versions={
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-            "triton": installed_version("triton"),
-            "numba": None if cuda else installed_version("numba"),
-            "gpu_replay": __version__,
-            "cuda": torch.version.cuda if cuda else None,
-        },
+        versions={name: found.get(name) for name in _VERSIONS},
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

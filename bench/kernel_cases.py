@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from . import baselines, ours
 from .cases import DRAW, FRAMES, KEY, MASS, OURS, UPDATE, Case, Operation
 from .kernel_checks import Work
 from .kernel_inputs import Inputs
-from .rows import ROW_BYTES
+from .rows import ROW_BYTES, described
 from .stacks import FIELDS, FRAME_BYTES, STACK
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
@@ -32,21 +33,22 @@ Maker = Callable[[Inputs], Work]
 class Kernel(Operation):
     """An operation below the buffers.
 
-    over:      the sizes it depends on: "N", "B", "NB", or "" for none.
-    memory:    bytes for each slot and for each drawn transition that all implementations take together, generously.
+    memory:    bytes for each slot and for each drawn transition that all implementations take together, generously; 0
+               where the operation does not depend on that size.
     baselines: name to who makes it.
     float32:   baselines that are right up to `FLOAT32_SLOTS` slots.
     cold:      whether caches are flushed before each call, for memory-bound operations.
     dtype:     of gathered frames, None where there are none.
+    fields:    of the stored rows that are gathered; the ring is then one of `ROWS` or `FRAME_SLOTS`.
     """
 
-    over: str
     ours: Maker
     memory: tuple[int, int]
     baselines: Mapping[str, Maker]
     float32: Mapping[str, Maker] = field(default_factory=dict)
     cold: bool = False
     dtype: torch.dtype | None = None
+    fields: Mapping[str, list[Any]] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ def _frames_kernel(dtype: torch.dtype) -> Kernel:
     select = baselines.index_select_frames
     return Kernel(
         f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {str(dtype).removeprefix('torch.')}",
-        "B",
         ours.frame_gather,
         (FRAME_BYTES + 64, 4 * moved),
         {f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
@@ -102,36 +103,29 @@ def _float32(make: Callable[..., Work]) -> Maker:
 KERNELS: dict[str, Kernel] = {
     "empty": Kernel(
         "nothing: an empty kernel, on a CPU one NumPy call on one number",
-        "",
         ours.empty,
         (0, 0),
         {"zero_ of one number": baselines.smallest},
-        fields={},
     ),
     "prefix-sum": Kernel(
         "inclusive prefix sums of N int64",
-        "N",
         ours.prefix_sum,
         (64, 0),
         {"cumsum": baselines.cumsum_of_integers},
         slot=2 * MASS,
         cold=True,
-        fields={},
     ),
     "tree-build": Kernel(
         "the sums that draws need, from N masses",
-        "N",
         ours.tree_build,
         (80, 0),
         {"cumsum": baselines.cumsum},
         # the masses once; what is written is internal to a structure
         slot=MASS,
         cold=True,
-        fields={},
     ),
     "draw": Kernel(
         "B slots by mass, stratified, after any change",
-        "NB",
         ours.draw,
         (120, 200),
         {"cumsum + searchsorted": baselines.cumsum_searchsorted, "searchsorted alone": baselines.searchsorted},
@@ -140,40 +134,32 @@ KERNELS: dict[str, Kernel] = {
             "multinomial": baselines.multinomial,
         },
         drawn=DRAW,
-        fields={},
     ),
     "update": Kernel(
         "new masses at B slots, ready to draw from",
-        "NB",
         ours.update,
         (120, 600),
         {"scatter + cumsum": baselines.scatter_cumsum, "scatter alone": baselines.scatter},
         {"scatter + cumsum, float32": _float32(baselines.scatter_cumsum)},
         drawn=UPDATE,
-        fields={},
     ),
     "draw-update": Kernel(
         "B slots by mass, then new masses for them",
-        "NB",
         ours.draw_update,
         (120, 600),
         {"cumsum + searchsorted + scatter": baselines.draw_update},
         {"cumsum + searchsorted + scatter, float32": _float32(baselines.draw_update)},
         drawn=DRAW + UPDATE,
-        fields={},
     ),
     "rank-draw": Kernel(
         "B slots by rank, stratified, after B priorities have changed",
-        "NB",
         ours.rank_draw,
         (200, 1500),
         {"sort + searchsorted": baselines.sort_searchsorted},
         drawn=DRAW,
-        fields={},
     ),
     "row-gather": Kernel(
         f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
-        "B",
         ours.row_gather,
         (5 * ROW_BYTES, 8 * ROW_BYTES),
         {
@@ -182,6 +168,7 @@ KERNELS: dict[str, Kernel] = {
         },
         drawn=KEY + 2 * ROW_BYTES,
         cold=True,
+        fields=described(),
     ),
     "frame-gather": _frames_kernel(torch.uint8),
     "frame-gather-bf16": _frames_kernel(torch.bfloat16),
@@ -206,10 +193,9 @@ def kernel_cases(
     """
     cases = []
     for name, kernel in KERNELS.items():
-        rings = capacities if "N" in kernel.over else (0,)
-        if kernel.over == "B":
+        rings = capacities if kernel.memory[0] else (0,)
+        if kernel.fields:
             rings = (rows if kernel.dtype is None else frames or FRAME_SLOTS[device_type],)
         for ring in rings:
-            for batch in batches if "B" in kernel.over else (0,):
-                cases.append(KernelCase(name, ring, batch))
+            cases += [KernelCase(name, ring, batch) for batch in (batches if kernel.memory[1] else (0,))]
     return [case for case in cases if case.batch <= case.capacity <= (most or case.capacity)]

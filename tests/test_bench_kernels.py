@@ -77,9 +77,9 @@ def test_baselines_end_where_they_stop_being_right() -> None:
 
 
 def right_answers(operation: str, device: torch.device, slots: int, batch: int) -> None:
-    over = KERNELS[operation].over
-    slots = 2000 if KERNELS[operation].dtype is not None else slots
-    case = KernelCase(operation, slots if over else 0, batch if "B" in over else 0)
+    kind = KERNELS[operation]
+    slots = 2000 if kind.dtype is not None else slots
+    case = KernelCase(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
     inputs = case.inputs(device)
     wrong = {}
     for name, make in case.makers().items():
