@@ -14,17 +14,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from .kernel_checks import (
-    Work,
-    wrong_draws,
-    wrong_frames,
-    wrong_ranks,
-    wrong_rows,
-    wrong_scan,
-    wrong_shares,
-    wrong_totals,
-    wrong_update,
-)
+from . import kernel_checks as checks
+from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
 from .subjects import ALPHA, EPS
 
@@ -64,22 +55,22 @@ class CumulativeSums:
         self.powers.index_copy_(0, slots, errors.add(EPS).pow_(ALPHA).to(self.powers.dtype))
 
 
-def cumsum_of_integers(inputs: Inputs) -> Work:
+def cumsum_of_integers(inputs: Inputs) -> Implementation:
     """Running sums of int64."""
     out = torch.empty_like(inputs.masses)
-    return Work(
+    return Implementation(
         lambda: torch.cumsum(inputs.masses, 0, out=out),
-        lambda: wrong_scan(inputs.masses, torch.cumsum(inputs.masses, 0, out=out)),
+        lambda: checks.wrong_scan(inputs.masses, torch.cumsum(inputs.masses, 0, out=out)),
     )
 
 
-def cumsum(inputs: Inputs) -> Work:
+def cumsum(inputs: Inputs) -> Implementation:
     """Everything that `searchsorted` needs, made from the powers."""
     sums = CumulativeSums(inputs, torch.float64)
-    return Work(sums.build, lambda: wrong_totals(sums.powers, sums.sums[-1], SLACK[torch.float64]))
+    return Implementation(sums.build, lambda: checks.wrong_totals(sums.powers, sums.sums[-1], SLACK[torch.float64]))
 
 
-def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
     """A draw after a change of any power."""
     sums = CumulativeSums(inputs, dtype)
 
@@ -87,69 +78,69 @@ def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> W
         sums.build()
         return sums.draw()
 
-    return Work(draw, lambda: wrong_draws(sums.powers, draw(), SLACK[dtype]))
+    return Implementation(draw, lambda: checks.wrong_draws(sums.powers, draw(), SLACK[dtype]))
 
 
-def searchsorted(inputs: Inputs) -> Work:
+def searchsorted(inputs: Inputs) -> Implementation:
     """A draw from sums that are current."""
     sums = CumulativeSums(inputs, torch.float64)
-    return Work(sums.draw, lambda: wrong_draws(sums.powers, sums.draw(), SLACK[torch.float64]))
+    return Implementation(sums.draw, lambda: checks.wrong_draws(sums.powers, sums.draw(), SLACK[torch.float64]))
 
 
-def multinomial(inputs: Inputs) -> Work:
+def multinomial(inputs: Inputs) -> Implementation:
     """A draw by torch.multinomial, not stratified."""
     powers = inputs.priorities.add(EPS).pow_(ALPHA)
 
     def draw() -> Tensor:
         return torch.multinomial(powers, inputs.batch, replacement=True)
 
-    return Work(draw, lambda: wrong_shares(powers, draw()))
+    return Implementation(draw, lambda: checks.wrong_shares(powers, draw()))
 
 
-def scatter(inputs: Inputs) -> Work:
+def scatter(inputs: Inputs) -> Implementation:
     """New powers, from which nothing can be drawn yet."""
     sums = CumulativeSums(inputs, torch.float64)
-    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    return Work(
-        lambda: sums.update(*next(turn)),
-        lambda: wrong_update(sums.update, lambda: sums.powers, sums.powers.sum, inputs),
+    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Implementation(
+        lambda: sums.update(*next(pool)),
+        lambda: checks.wrong_update(sums.update, lambda: sums.powers, sums.powers.sum, inputs),
     )
 
 
-def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
     """New powers and the sums of them."""
     sums = CumulativeSums(inputs, dtype)
-    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
 
     def update(slots: Tensor, errors: Tensor) -> None:
         sums.update(slots, errors)
         sums.build()
 
-    return Work(
-        lambda: update(*next(turn)),
-        lambda: wrong_update(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype]),
+    return Implementation(
+        lambda: update(*next(pool)),
+        lambda: checks.wrong_update(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype]),
     )
 
 
-def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Work:
+def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
     """Draw, and give what was drawn new powers: `cumsum`, `searchsorted`, `index_copy_`."""
     sums = CumulativeSums(inputs, dtype)
-    turn = cycle(inputs.errors)
+    pool = cycle(inputs.errors)
 
     def step() -> Tensor:
         sums.build()
         slots = sums.draw()
-        sums.update(slots, next(turn))
+        sums.update(slots, next(pool))
         return slots
 
     def wrong() -> list[str]:
         before = sums.powers.clone()
-        return wrong_draws(before, step(), SLACK[dtype])
+        return checks.wrong_draws(before, step(), SLACK[dtype])
 
-    return Work(step, wrong)
+    return Implementation(step, wrong)
 
 
-def sort_searchsorted(inputs: Inputs) -> Work:
+def sort_searchsorted(inputs: Inputs) -> Implementation:
     """Sort all priorities and draw ranks from their running sums, which are made once."""
     masses, batch = inputs.rank_masses, inputs.batch
     sorted_out = torch.empty_like(inputs.priorities)
@@ -164,43 +155,43 @@ def sort_searchsorted(inputs: Inputs) -> Work:
         ranks = torch.searchsorted(masses, targets, right=True).clamp_(max=inputs.capacity - 1)
         return order[ranks]
 
-    return Work(draw, lambda: wrong_ranks(inputs.priorities, masses, draw(), SLACK[torch.float64]))
+    return Implementation(draw, lambda: checks.wrong_ranks(inputs.priorities, masses, draw(), SLACK[torch.float64]))
 
 
-def index_select_fields(inputs: Inputs) -> Work:
+def index_select_fields(inputs: Inputs) -> Implementation:
     """One `index_select` for each field."""
-    turn = cycle(inputs.slots)
+    pool = cycle(inputs.slots)
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         return {name: values.index_select(0, slots) for name, values in inputs.rows.items()}
 
-    return Work(lambda: gather(next(turn)), lambda: wrong_rows(gather, inputs))
+    return Implementation(lambda: gather(next(pool)), lambda: checks.wrong_rows(gather, inputs))
 
 
-def index_select_packed(inputs: Inputs) -> Work:
+def index_select_packed(inputs: Inputs) -> Implementation:
     """One `index_select` of as many bytes, not yet split into fields."""
     size = sum(values[0].nbytes for values in inputs.rows.values())
     packed = torch.cat(
         [values.view(torch.uint8).reshape(inputs.capacity, -1) for values in inputs.rows.values()], dim=1
     )
-    turn = cycle(inputs.slots)
+    pool = cycle(inputs.slots)
 
     def wrong() -> list[str]:
         found = packed.index_select(0, inputs.slots[0])
         right = found.shape == (inputs.batch, size) and torch.equal(found[-1], packed[inputs.slots[0][-1]])
         return [] if right else ["packed rows are not those of their slots"]
 
-    return Work(lambda: packed.index_select(0, next(turn)), wrong)
+    return Implementation(lambda: packed.index_select(0, next(pool)), wrong)
 
 
-def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Work:
+def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Implementation:
     """Stacks of obs and next_obs, from slots computed beforehand; a cast where one is wanted.
 
     dtype: as which the bytes of a frame are viewed while they are copied.
     """
     frames = inputs.frames
     words = frames.reshape(inputs.capacity, -1).view(dtype)
-    turn = cycle(inputs.stacked)
+    pool = cycle(inputs.stacked)
 
     def gather(slots: Tensor) -> Tensor:
         found = words.index_select(0, slots).view(torch.uint8)
@@ -208,12 +199,12 @@ def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Wor
 
     def wrong() -> list[str]:
         before, after = gather(inputs.stacked[0]).reshape(2, inputs.batch, -1, *frames.shape[1:])
-        return wrong_frames(before, after, inputs)
+        return checks.wrong_frames(before, after, inputs)
 
-    return Work(lambda: gather(next(turn)), wrong)
+    return Implementation(lambda: gather(next(pool)), wrong)
 
 
-def smallest(inputs: Inputs) -> Work:
+def smallest(inputs: Inputs) -> Implementation:
     """The smallest operation of torch: one number becomes zero."""
     number = torch.ones(1, device=inputs.device)
 
@@ -221,4 +212,4 @@ def smallest(inputs: Inputs) -> Work:
         number.zero_()
         return [] if number.item() == 0 else ["the number is not zero"]
 
-    return Work(number.zero_, wrong)
+    return Implementation(number.zero_, wrong)

@@ -34,7 +34,7 @@ NOT_MEASURED = "not measured yet"
 
 
 @dataclass(frozen=True)
-class Work:
+class Cost:
     """The cost of a call.
 
     must:      bytes that any implementation has to move: inputs, outputs and stored state.
@@ -48,8 +48,8 @@ class Work:
     launches: int = 0
     dependent: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def microseconds(self) -> tuple[float, float]:
@@ -69,7 +69,7 @@ def sectors(nbytes: int) -> int:
     return -(-nbytes // SECTOR) * SECTOR
 
 
-def draw(slots: int, batch: int, *, gathered: bool = False) -> Work:
+def draw(slots: int, batch: int, *, gathered: bool = False) -> Cost:
     """Slots by mass, and their weights: each draw reads one block of every level, distinct ones once.
 
     gathered: whether rows are gathered as well, by the launch that makes the weights.
@@ -81,66 +81,66 @@ def draw(slots: int, batch: int, *, gathered: bool = False) -> Work:
     # the root and the counters are asked for together, then one level after the other; weights wait for the lowest, but
     # no longer than a gather for its slots
     apart = 0 if gathered else 1
-    return Work(must, blocks + batch * per_draw, launches=1 + apart, dependent=len(levels(slots)) + apart)
+    return Cost(must, blocks + batch * per_draw, launches=1 + apart, dependent=len(levels(slots)) + apart)
 
 
-def update(slots: int, batch: int) -> Work:
+def update(slots: int, batch: int) -> Cost:
     """New masses: the last position of each key is left on its slot, then leaves and ancestors change."""
     above = sum(min(batch * SECTOR, size * MASS) for size in levels(slots)[1:])
     per_key = 2 * KEY + PRIORITY + 4 * SECTOR + 2 * SECTOR
     must = batch * UPDATE
     together = keys_together(batch, False) > 0
     # key, stamp and leaf; the key of many is asked for once more before
-    return Work(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=3 if together else 4)
+    return Cost(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=3 if together else 4)
 
 
-def build(slots: int) -> Work:
+def build(slots: int) -> Cost:
     """All sums from the leaves: a kernel a level, whose sums are copied behind zeros."""
     sizes = levels(slots)
     read = sum(below for below, _ in pairwise(sizes)) * MASS
     written = sum(3 * above + above for above in sizes[1:]) * MASS
-    return Work(slots * MASS, read + written, launches=3 * (len(sizes) - 1), dependent=len(sizes) - 1)
+    return Cost(slots * MASS, read + written, launches=3 * (len(sizes) - 1), dependent=len(sizes) - 1)
 
 
-def gather_rows(batch: int) -> Work:
+def gather_rows(batch: int) -> Cost:
     """Five small fields, each in a tensor of its own."""
     stored = sum(sectors(_bytes_of(name)) for name in DTYPES)
-    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
+    return Cost(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
 
 
-def gather_packed(batch: int) -> Work:
+def gather_packed(batch: int) -> Cost:
     """One `index_select` of rows that hold the same bytes; a row begins anywhere in a sector."""
     stored = -(-(ROW_BYTES + SECTOR - 1) // SECTOR) * SECTOR
-    return Work(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
+    return Cost(batch * (KEY + 2 * ROW_BYTES), batch * (KEY + stored + ROW_BYTES), launches=1, dependent=2)
 
 
-def gather_frames(batch: int, itemsize: int, *, distinct: int = 2 * STACK) -> Work:
+def gather_frames(batch: int, itemsize: int, *, distinct: int = 2 * STACK) -> Cost:
     """Stacks before and after as numbers of `itemsize` bytes; distinct: frames among them that differ."""
     written = 2 * STACK * FRAME_BYTES * itemsize
     must = batch * (KEY + distinct * FRAME_BYTES + written)
-    return Work(must, must + batch * 4 * SECTOR, launches=1, dependent=4)
+    return Cost(must, must + batch * 4 * SECTOR, launches=1, dependent=4)
 
 
-def draw_and_update(slots: int, batch: int) -> Work:
+def draw_and_update(slots: int, batch: int) -> Cost:
     """Sample and update of the index alone."""
     return draw(slots, batch) + update(slots, batch)
 
 
-def by_torch(slots: int, batch: int) -> Work:
+def by_torch(slots: int, batch: int) -> Cost:
     """The same by `cumsum`, `searchsorted` and `index_copy_` on float64: every call sums up everything."""
     touched = 2 * slots * 8 + batch * 12 * 8
-    return Work(batch * (DRAW + UPDATE), touched, TORCH_LAUNCHES, slots.bit_length())
+    return Cost(batch * (DRAW + UPDATE), touched, TORCH_LAUNCHES, slots.bit_length())
 
 
 # operations of torch in one draw and update of `baselines.CumulativeSums`; a test counts them
 TORCH_LAUNCHES = 11
 
 
-def atari_step(slots: int, added: int, batch: int) -> Work:
+def atari_step(slots: int, added: int, batch: int) -> Cost:
     """Add a step of `added` environments, sample `batch` stacks as bfloat16, one step on, and update."""
     # frames, reward, flags and endings in and out; then flags, depth, masses and the nodes above change
     per_env = 2 * (FRAME_BYTES + 8 + 4 + 2) + 6 * SECTOR + 2 * SECTOR * len(levels(slots))
-    add = Work(2 * added * FRAME_BYTES, added * per_env, launches=2, dependent=4)
+    add = Cost(2 * added * FRAME_BYTES, added * per_env, launches=2, dependent=4)
     # consecutive stacks share all frames but one
     gathered = gather_frames(batch, 2, distinct=STACK + 1)
     return add + draw(slots, batch, gathered=True) + gathered + update(slots, batch)
@@ -155,14 +155,14 @@ def _bytes_of(name: str) -> int:
 class Target:
     """One target.
 
-    work:      what this package does.
+    cost:      of this package's call.
     predicted: what follows for the ratio that the target is about.
     measured:  that ratio in records of a GPU, None where there are none.
     """
 
     name: str
     target: str
-    work: Work
+    work: Cost
     predicted: str
     measured: str | None
 
@@ -203,13 +203,13 @@ def _span(values: tuple[float, float], unit: str = "", digits: int = 1) -> str:
     return f"{values[0]:.{digits}f} to {values[1]:.{digits}f}{unit}"
 
 
-def _between(mine: Work, theirs: Work) -> str:
+def _between(mine: Cost, theirs: Cost) -> str:
     """Their time over ours, launches costing the same on both sides."""
     ratios = sorted(b / a for a, b in zip(mine.microseconds, theirs.microseconds, strict=True))
     return _span((ratios[0], ratios[1]), "x")
 
 
-def _of_bandwidth(work: Work) -> str:
+def _of_bandwidth(work: Cost) -> str:
     shares = sorted(work.must / (each / 1e6) / DATA_SHEET for each in work.microseconds)
     return f"{shares[0]:.0%} to {shares[1]:.0%} of the data sheet"
 
@@ -233,7 +233,7 @@ def targets(records: Sequence[Record] = ()) -> list[Target]:
         ratio = medians.ratio(case, case, by=(OURS, "index_select of packed rows alone"))
         found.append(Target(case, "≤ 1.3x index_select", work, _between(gather_packed(batch), work), ratio))
     work, ratio = index[10**6], medians.ratio(cases[10**6], "empty")
-    found.append(Target(cases[10**6], "≤ 4x empty kernel", work, _between(Work(launches=1), work), ratio))
+    found.append(Target(cases[10**6], "≤ 4x empty kernel", work, _between(Cost(launches=1), work), ratio))
     work, ratio = index[10**8], medians.ratio(cases[10**8], cases[10**4])
     found.append(Target("draw-update, N=10k to 100M", "< 3x", work, _between(index[10**4], work), ratio))
     case, work = "update/N=1M/B=4096", update(10**6, 4096)

@@ -22,7 +22,7 @@ _COMPARED = 64
 
 
 @dataclass(frozen=True)
-class Work:
+class Implementation:
     """One implementation of one case.
 
     call:    what is measured; it does the whole work each time.

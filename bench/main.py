@@ -15,16 +15,15 @@ import torch
 from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.progress import Progress
 
-from . import frames, gpu_page, kernel_runner, memory, peers_suite, plots, report, storage
+from . import frames, gpu_page, kernels, memory, peers_suite, plots, report, storage
 from .cases import BATCHES, CAPACITIES, OURS, Case, chosen, index_cases, step_cases
 from .environment import current_environment
-from .kernel_cases import kernel_cases
 from .record import Record
 from .results import QUICK as TRIAL
 from .results import default_file, device_slug, read, recorded_files, write
 from .runner import Maker, Refused, Run
 from .subjects import PEERS, IndexSubject, MissingPeer, ReplaySubject, peer_version
-from .test_gate import TestsFailed, require_passing_tests
+from .test_gate import CannotTest, failed_tests
 from .timing import How, Plan, copy_bandwidth
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         # str() of a KeyError is the repr of its message
         print(f"gpu-replay bench: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 2
-    except (OSError, RuntimeError, MemoryError, MissingPeer, TestsFailed, Refused) as error:
+    except (OSError, RuntimeError, MemoryError, MissingPeer, CannotTest, Refused) as error:
         print(f"gpu-replay bench: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
@@ -125,9 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 def _cpu(options: argparse.Namespace) -> None:
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else (CAPACITIES, BATCHES)
     index = index_cases(*sizes) if options.quick else index_cases()
-    parts = _kept(
-        options, ({OURS: partial(ReplaySubject, device=CPU)}, step_cases(*sizes)), ({OURS: IndexSubject}, index)
-    )
+    vectors: dict[str, Maker] = {OURS: partial(ReplaySubject, device=CPU)}
+    parts = _kept(options, (vectors, step_cases(*sizes)), ({OURS: IndexSubject}, index))
     with_memory = options.only is None
     run = _prepared(options, CPU, parts, ["memory"] * with_memory)
 
@@ -146,17 +144,19 @@ def _gpu(options: argparse.Namespace) -> None:
     device = _device("gpu", "cuda")
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ((*CAPACITIES, 10_000_000), (*BATCHES, 65_536))
     capacity = ATARI_ENVS * (100 if options.quick else ATARI_STEPS)
-    atari = [
-        *frames.gather_cases(capacity, (ATARI_BATCH,)),
-        *frames.stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS),
-    ]
-    frame_subject = partial(frames.FrameSubject, device=device, envs=ATARI_ENVS)
-    parts = _kept(
-        options, ({OURS: partial(ReplaySubject, device=device)}, step_cases(*sizes)), ({OURS: frame_subject}, atari)
-    )
+    atari = frames.gather_cases(capacity, (ATARI_BATCH,)) + frames.stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS)
+    vectors: dict[str, Maker] = {OURS: partial(ReplaySubject, device=device)}
+    stacks: dict[str, Maker] = {OURS: partial(frames.FrameSubject, device=device, envs=ATARI_ENVS)}
+    parts = _kept(options, (vectors, step_cases(*sizes)), (stacks, atari))
+    run = _prepared(options, device, parts)
+    # all single calls before any capture, after which they would wait for the device
     ways: tuple[How, ...] = (options.timing,) if options.timing else ("events", "graph")
-    run = replace(_prepared(options, device, parts), ways=ways)
-    _session(options, _count(parts), partial(_records, run, parts))
+
+    def measured(progress: Progress) -> Iterator[Record]:
+        for way in ways:
+            yield from _records(replace(run, way=way), parts, progress)
+
+    _session(options, len(ways) * _count(parts), measured)
 
 
 def _kernels(options: argparse.Namespace) -> None:
@@ -165,18 +165,17 @@ def _kernels(options: argparse.Namespace) -> None:
         raise ValueError(f"--timing {options.timing} needs a GPU; on a CPU only the host's clock is available.")
     if options.plot:
         plots.require()
-    sizes: dict[str, Any] = {"rows": 10_000, "frames": 2_000} if options.quick else {}
-    if options.quick:
-        sizes |= {"capacities": QUICK_CAPACITIES, "batches": QUICK_BATCHES}
-    kept = chosen(kernel_cases(device.type, most=options.n_max, **sizes), options.only)
+    sizes: dict[str, Any] = {"capacities": QUICK_CAPACITIES, "batches": QUICK_BATCHES, "rows": 10_000, "frames": 2_000}
+    cases = kernels.kernel_cases(device.type, most=options.n_max, **(sizes if options.quick else {}))
+    kept = chosen(cases, options.only)
     name = f"kernels-{device_slug(device)}"
     options.output = options.output or default_file(name + TRIAL if options.quick else name)
-    ways: tuple[How, ...] = ("host",) if device.type == "cpu" else (options.timing or "graph",)
     run = _prepared(options, device, [({}, kept)])
     # other work may share a CPU, while a GPU is the benchmark's own
     rounds = 1 if options.quick or device.type == "cuda" else 3
-    run = replace(run, ways=ways, plan=run.plan if options.quick else KERNELS, rounds=rounds)
-    _session(options, len(kept), partial(kernel_runner.records, run, kept))
+    way: How = "host" if device.type == "cpu" else (options.timing or "graph")
+    run = replace(run, way=way, plan=run.plan if options.quick else KERNELS, rounds=rounds)
+    _session(options, len(kept), partial(kernels.records, run, kept))
     if options.plot and options.output.is_file():
         _draw(options.output)
 
@@ -205,10 +204,10 @@ def _peers(options: argparse.Namespace) -> None:
 
 
 def _storage(options: argparse.Namespace) -> None:
-    work = storage.QUICK if options.quick else storage.Work()
+    sizes = storage.QUICK if options.quick else storage.Sizes()
     layouts = storage.chosen(options.only)
     run = _prepared(options, CPU, [], ["storage-one", "storage-blocks", "storage-batches"])
-    _session(options, 3 * len(layouts), lambda progress: storage.records(run, work, layouts, progress))
+    _session(options, 3 * len(layouts), lambda progress: storage.records(run, sizes, layouts, progress))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -268,22 +267,25 @@ def _records(run: Run, parts: Parts, progress: Progress) -> Iterator[Record]:
 
 
 def _prepared(options: argparse.Namespace, device: torch.device, parts: Parts, more: Sequence[str] = ()) -> Run:
-    """What all records of the run share.
+    """What all records of the run share; runs the tests of the operations first, except for a trial.
 
-    Raises TestsFailed while tests of the operations fail; a trial runs no tests.
+    Raises CannotTest where pytest is missing or finds no tests; failing tests are named in the records instead.
     """
     quick = options.quick
-    operations = dict.fromkeys([*(case.operation for _, cases in parts for case in cases), *more])
+    operations = list(dict.fromkeys([*(case.operation for _, cases in parts for case in cases), *more]))
+    failed = None if quick else failed_tests(operations, device)
+    if failed:
+        print(f"tests fail, which the records will say: {', '.join(failed)}", file=sys.stderr)
     return Run(
         options.suite,
         device,
         QUICK if quick else Plan(),
-        tests=None if quick else require_passing_tests(list(operations), device),
-        environment=current_environment(device),
-        copy_bandwidth=copy_bandwidth(device, nbytes=2**25, repetitions=3) if quick else copy_bandwidth(device),
-        quick=quick,
+        current_environment(device),
+        copy_bandwidth(device, nbytes=2**25, repetitions=3) if quick else copy_bandwidth(device),
+        quick,
         versions={},
-        ways=("host",) if device.type == "cpu" else ("events",),
+        way="host" if device.type == "cpu" else "events",
+        failed_tests=failed,
     )
 
 

@@ -28,16 +28,8 @@ from gpu_replay.ops.stratified_draw import launch_stratified_draw
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.ops.windows import powers_of
 
-from .kernel_checks import (
-    Work,
-    wrong_draws,
-    wrong_frames,
-    wrong_ranks,
-    wrong_rows,
-    wrong_scan,
-    wrong_totals,
-    wrong_update,
-)
+from . import kernel_checks as checks
+from .kernel_checks import Implementation
 from .kernel_inputs import N_STEP, Inputs
 from .subjects import ALPHA, BETA, EPS, IndexSubject
 
@@ -100,63 +92,67 @@ def index_for(inputs: Inputs) -> HostIndex | DeviceIndex:
     return HostIndex(inputs) if choose(inputs.device) == "host" else DeviceIndex(inputs)
 
 
-def prefix_sum(inputs: Inputs) -> Work:
+def prefix_sum(inputs: Inputs) -> Implementation:
     """Inclusive prefix sums of all masses."""
     values = inputs.masses
-    return Work(lambda: inclusive_prefix_sum(values), lambda: wrong_scan(values, inclusive_prefix_sum(values)))
+    return Implementation(
+        lambda: inclusive_prefix_sum(values), lambda: checks.wrong_scan(values, inclusive_prefix_sum(values))
+    )
 
 
-def tree_build(inputs: Inputs) -> Work:
+def tree_build(inputs: Inputs) -> Implementation:
     """All sums of a tree, from its leaves."""
     tree = index_for(inputs).tree
 
     def wrong() -> list[str]:
         tree.levels[-1].zero_()
         tree.build()
-        return [error for level in tree.levels[1:] for error in wrong_totals(tree.masses, level.sum())]
+        return [error for level in tree.levels[1:] for error in checks.wrong_totals(tree.masses, level.sum())]
 
-    return Work(tree.build, wrong)
+    return Implementation(tree.build, wrong)
 
 
-def draw(inputs: Inputs) -> Work:
+def draw(inputs: Inputs) -> Implementation:
     """Slots by mass, one for each stratum."""
     index = index_for(inputs)
-    return Work(lambda: index.draw(inputs.batch), lambda: wrong_draws(index.tree.masses, index.draw(inputs.batch)))
-
-
-def update(inputs: Inputs) -> Work:
-    """New masses for given slots, and the sums above them."""
-    index = index_for(inputs)
-    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    return Work(
-        lambda: index.update(*next(turn)),
-        lambda: wrong_update(index.update, lambda: index.tree.masses, index.tree.total, inputs, unit=UNIT),
+    return Implementation(
+        lambda: index.draw(inputs.batch), lambda: checks.wrong_draws(index.tree.masses, index.draw(inputs.batch))
     )
 
 
-def draw_update(inputs: Inputs) -> Work:
+def update(inputs: Inputs) -> Implementation:
+    """New masses for given slots, and the sums above them."""
+    index = index_for(inputs)
+    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Implementation(
+        lambda: index.update(*next(pool)),
+        lambda: checks.wrong_update(index.update, lambda: index.tree.masses, index.tree.total, inputs, unit=UNIT),
+    )
+
+
+def draw_update(inputs: Inputs) -> Implementation:
     """Draw, and give what was drawn new masses."""
     index = index_for(inputs)
-    turn = cycle(inputs.errors)
+    pool = cycle(inputs.errors)
 
     def step() -> Tensor:
         slots = index.draw(inputs.batch)
-        index.update(slots, next(turn))
+        index.update(slots, next(pool))
         return slots
 
     def wrong() -> list[str]:
         before = index.tree.masses.clone()
-        return wrong_draws(before, step()) + wrong_totals(index.tree.masses, index.tree.total())
+        return checks.wrong_draws(before, step()) + checks.wrong_totals(index.tree.masses, index.tree.total())
 
-    return Work(step, wrong)
+    return Implementation(step, wrong)
 
 
-def rank_draw(inputs: Inputs) -> Work:
+def rank_draw(inputs: Inputs) -> Implementation:
     """Slots by rank when as many priorities as are drawn have changed since the last draw."""
     return _host_rank_draw(inputs) if choose(inputs.device) == "host" else _device_rank_draw(inputs)
 
 
-def _host_rank_draw(inputs: Inputs) -> Work:
+def _host_rank_draw(inputs: Inputs) -> Implementation:
     slots, batch = inputs.capacity, inputs.batch
     rule = OrderRule()
     tree = MassTree(slots, inputs.device, "host", summed=False)
@@ -165,10 +161,10 @@ def _host_rank_draw(inputs: Inputs) -> Work:
     counters = full_counters(slots, inputs.device).numpy()
     ranks = HostRanks(tree, counters, ALPHA, 1)
     words, position = HostWords(seed=0), cycle(range(0, 2**40, -(-batch // 4)))
-    turn = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
 
     def change() -> None:
-        changed, errors = next(turn)
+        changed, errors = next(pool)
         current[changed] = errors
         tree.update(changed.numpy(), errors.numpy().astype(np.float64), rule, 0, slots)
 
@@ -178,12 +174,12 @@ def _host_rank_draw(inputs: Inputs) -> Work:
 
     def wrong() -> list[str]:
         change()
-        return wrong_ranks(current, inputs.rank_masses, drawn())
+        return checks.wrong_ranks(current, inputs.rank_masses, drawn())
 
-    return Work(drawn, wrong, prepare=change)
+    return Implementation(drawn, wrong, prepare=change)
 
 
-def _device_rank_draw(inputs: Inputs) -> Work:
+def _device_rank_draw(inputs: Inputs) -> Implementation:
     slots, batch, device = inputs.capacity, inputs.batch, inputs.device
     tree = MassTree(slots, device, "triton", summed=False)
     # the bits of a float64 that is not negative ascend with it; a code of 0 stands for nothing
@@ -195,27 +191,20 @@ def _device_rank_draw(inputs: Inputs) -> Work:
     def drawn() -> Tensor:
         ranked = ranks.exact(tree, 0, True)
         found = launch_rank_draw(
-            ranks.sums,
-            ranked,
-            tree,
-            None,
-            counters,
-            times_sampled,
-            batch,
-            batch,
+            *(ranks.sums, ranked, tree, None, counters, times_sampled, batch, batch),
             stratified=True,
             lowest_of_all=False,
         )
         launch_gather({}, {}, found.slots, weighing_of(found.masses, counters, None, BETA, batch))
         return found.slots
 
-    return Work(drawn, lambda: wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
+    return Implementation(drawn, lambda: checks.wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
 
 
-def row_gather(inputs: Inputs) -> Work:
+def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
-    turn = cycle(inputs.slots)
+    pool = cycle(inputs.slots)
     storage, engine = buffer._storage, buffer._engine
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
@@ -224,13 +213,13 @@ def row_gather(inputs: Inputs) -> Work:
             return engine.read(slots)
         return launch_gather(storage.tensors, storage.fields, slots)
 
-    return Work(lambda: gather(next(turn)), lambda: wrong_rows(gather, inputs))
+    return Implementation(lambda: gather(next(pool)), lambda: checks.wrong_rows(gather, inputs))
 
 
-def frame_gather(inputs: Inputs) -> Work:
+def frame_gather(inputs: Inputs) -> Implementation:
     """Stacks of four frames before and after, at given slots."""
     buffer = inputs.frame_buffer
-    turn = cycle(inputs.starts)
+    pool = cycle(inputs.starts)
     storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
 
@@ -241,21 +230,21 @@ def frame_gather(inputs: Inputs) -> Work:
 
     def wrong() -> list[str]:
         found = gather(inputs.starts[0])
-        return wrong_frames(found["obs"], found["next_obs"], inputs)
+        return checks.wrong_frames(found["obs"], found["next_obs"], inputs)
 
-    return Work(lambda: gather(next(turn)), wrong)
+    return Implementation(lambda: gather(next(pool)), wrong)
 
 
-def empty(inputs: Inputs) -> Work:
+def empty(inputs: Inputs) -> Implementation:
     """Nothing: an empty kernel on a GPU, the negative of one number in NumPy on a CPU."""
     number = torch.ones(1, device=inputs.device)
     if choose(inputs.device) == "host":
         array = number.numpy()
-        return Work(lambda: np.negative(array, array), list)
+        return Implementation(lambda: np.negative(array, array), list)
     import triton
 
     @triton.jit
     def empty_kernel(pointer):  # type: ignore[no-untyped-def]
         return
 
-    return Work(lambda: empty_kernel[(1,)](number), list)
+    return Implementation(lambda: empty_kernel[(1,)](number), list)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import OURS, short
-from .kernel_cases import KERNELS
+from .kernels import KERNELS
 from .record import Record
 
 _INK, _FAINT = "0.15", "0.85"

@@ -7,7 +7,7 @@ measurement or to question it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 SCHEMA = 1
@@ -53,7 +53,8 @@ class Record:
                     caches as the previous calls left them.
     timing:         "host" for the host's clock, "events" for CUDA events around each call, "graph" for events around a
                     replayed CUDA graph of calls; None in lines older than this field.
-    tests:          "passed" when the tests of the operation passed before the run; None when they were not run.
+    tests:          whether the tests of the operations passed before the run; None when they were not run.
+    failed_tests:   their names.
     """
 
     suite: str
@@ -77,7 +78,8 @@ class Record:
     seconds: float | None = None
     flush: int = 0
     timing: Literal["host", "events", "graph"] | None = None
-    tests: Literal["passed"] | None = None
+    tests: Literal["passed", "failed"] | None = None
+    failed_tests: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
     @property

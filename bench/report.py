@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from . import cost_model, runs, tables
 from .cases import OPERATIONS
-from .kernel_cases import KERNELS
+from .kernels import KERNELS
 from .record import Environment, Record
 from .storage import storage_table
 from .tables import Records
@@ -33,6 +33,9 @@ def conditions(records: Records) -> str:
     parts.append(f"plain copy {bandwidth / 1e9:.1f} GB/s read and written")
     if any(record.quick for record in records):
         parts.append("QUICK RUN, not to be quoted")
+    failed = dict.fromkeys(name for record in records for name in record.failed_tests)
+    if failed:
+        parts.append(f"TESTS FAILED: {', '.join(failed)}")
     return ", ".join(parts) + "."
 
 

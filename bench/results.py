@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -49,16 +50,24 @@ def recorded_files() -> list[Path]:
     return found
 
 
-def read(path: Path) -> list[Record]:
-    """All records of a file, oldest first; ValueError names the line that is none."""
-    records = []
+Line = TypeVar("Line")
+
+
+def read_lines(path: Path, parse: Callable[[str], Line]) -> list[Line]:
+    """All lines of a file; ValueError names the one that `parse` refuses with a ValueError."""
+    found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
-                records.append(Record.parse(line))
+                found.append(parse(line))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    return records
+    return found
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a file, oldest first; ValueError names the line that is none."""
+    return read_lines(path, Record.parse)
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

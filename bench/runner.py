@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from .cases import Bound, Case, bind
 from .record import Environment, Record
 from .rows import make_priorities
 from .subjects import MissingPeer, Subject
-from .timing import Call, How, NotCaptured, Plan, Timing, calls_per_graph, captured, measure
+from .timing import CALLS_PER_GRAPH, Call, How, NotCaptured, Plan, Timing, captured, measure, queue_ahead
 
 Maker = Callable[[int], Subject]
 
@@ -36,8 +36,8 @@ class Run:
     copy_bandwidth: bytes a second, as timing.copy_bandwidth measures it.
     versions:       of the implementations measured, by name, beside those of the environment.
     rounds:         parts into which the plan's time is split; each measures all subjects.
-    ways:           how calls are timed, one after the other; "graph" where they can be captured.
-    tests:          "passed" when the tests of all operations did.
+    way:            how calls are timed; "graph" where they can be captured.
+    failed_tests:   of all operations; None where they were not run.
     """
 
     suite: str
@@ -48,8 +48,8 @@ class Run:
     quick: bool
     versions: Mapping[str, str | None]
     rounds: int = 1
-    ways: tuple[How, ...] = ("host",)
-    tests: Literal["passed"] | None = None
+    way: How = "host"
+    failed_tests: Sequence[str] | None = None
 
     def records(self, cases: Sequence[Case], makers: Mapping[str, Maker], progress: Progress) -> Iterator[Record]:
         """Measure the cases on all implementations; yields each record as soon as it is known.
@@ -61,9 +61,8 @@ class Run:
             subjects = self._subjects(capacity, makers, progress)
             for case in group:
                 progress.show(case.name)
-                for way in self.ways:
-                    bound = {name: bind(case, subject, self.device) for name, subject in subjects.items()}
-                    yield from self.timed(case, bound, way, progress)
+                bound = {name: bind(case, subject, self.device) for name, subject in subjects.items()}
+                yield from self.timed(case, bound, progress)
                 progress.advance()
 
     def _subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
@@ -82,9 +81,7 @@ class Run:
                 subjects[name] = subject
         return subjects
 
-    def timed(
-        self, case: Case, bound: Mapping[str, Bound], way: How, progress: Progress, flush: int = 0
-    ) -> Iterator[Record]:
+    def timed(self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0) -> Iterator[Record]:
         """Time each implementation's call, interleaved with the others; one record each.
 
         bound: name to the call and what prepares it. Where calls are captured, they are prepared once, before the
@@ -94,12 +91,12 @@ class Run:
         plan = replace(self.plan, flush=flush)
         ready: dict[str, tuple[Call, Call, int, How]] = {}
         for name, (call, prepare) in bound.items():
-            ready[name] = (call, prepare, 1, way)
-            if way == "graph":
+            ready[name] = (call, prepare, 1, self.way)
+            if self.way == "graph":
                 prepare()
-                calls = calls_per_graph(call, self.device, cold=flush > 0)
+                calls = 1 if flush else CALLS_PER_GRAPH
                 try:
-                    ready[name] = (captured(call, self.device, calls), lambda: None, calls, "graph")
+                    ready[name] = (captured(call, self.device, calls), queue_ahead, calls, "graph")
                 except NotCaptured as reason:
                     progress.say(f"{name} is timed by events, since it cannot be captured: {reason}")
                     ready[name] = (call, prepare, 1, "events")
@@ -137,7 +134,8 @@ class Run:
             copy_share=round(case.bytes / (quantiles["p50"] / 1e6) / self.copy_bandwidth, 5),
             quick=self.quick,
             environment=replace(self.environment, versions=versions),
-            tests=self.tests,
+            tests=None if self.failed_tests is None else "failed" if self.failed_tests else "passed",
+            failed_tests=list(self.failed_tests or ()),
         )
         return replace(record, **more)
 

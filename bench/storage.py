@@ -28,7 +28,7 @@ BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Work:
+class Sizes:
     """How much each layout does.
 
     chunk: rows made beforehand and timed together, a multiple of the block; batches timed together are a hundredth.
@@ -41,7 +41,7 @@ class Work:
     batch: int = 50
 
 
-QUICK = Work(capacity=20_000, insertions=64_000, chunk=6_400, batches=200)
+QUICK = Sizes(capacity=20_000, insertions=64_000, chunk=6_400, batches=200)
 
 
 def check(name: str, make: Callable[[int], Layout]) -> None:
@@ -71,20 +71,20 @@ def chosen(pattern: str | None) -> list[str]:
     return kept
 
 
-def records(run: Run, work: Work, layouts: list[str], progress: Progress) -> Iterator[Record]:
+def records(run: Run, sizes: Sizes, layouts: list[str], progress: Progress) -> Iterator[Record]:
     """Three records for each layout: one at a time, in blocks, and batches."""
-    parts: tuple[tuple[Case, Callable[[Layout, Work], Iterator[tuple[int, int]]]], ...] = (
-        (Case("storage-one", work.capacity, 1, 1), _one_at_a_time),
-        (Case("storage-blocks", work.capacity, BLOCK, BLOCK), _in_blocks),
-        (Case("storage-batches", work.capacity, work.batch), _batches),
+    parts: tuple[tuple[Case, Callable[[Layout, Sizes], Iterator[tuple[int, int]]]], ...] = (
+        (Case("storage-one", sizes.capacity, 1, 1), _one_at_a_time),
+        (Case("storage-blocks", sizes.capacity, BLOCK, BLOCK), _in_blocks),
+        (Case("storage-batches", sizes.capacity, sizes.batch), _batches),
     )
     for name in layouts:
         check(name, LAYOUTS[name])
-        layout = LAYOUTS[name](work.capacity)
+        layout = LAYOUTS[name](sizes.capacity)
         for case, timed in parts:
             progress.show(f"{name}, {case.operation}")
             # nanoseconds and calls of each chunk: quantiles are over chunks, seconds are of all calls
-            found = np.array(list(timed(layout, work)), dtype=np.float64)
+            found = np.array(list(timed(layout, sizes)), dtype=np.float64)
             spread, seconds = quantiles(found[:, 0] / found[:, 1] / 1000), round(found[:, 0].sum() / 1e9, 6)
             yield run.record(case, name, spread, int(found[:, 1].sum()), seconds=seconds, timing="host")
             progress.advance()
@@ -92,22 +92,22 @@ def records(run: Run, work: Work, layouts: list[str], progress: Progress) -> Ite
         gc.collect()
 
 
-def _one_at_a_time(layout: Layout, work: Work) -> Iterator[tuple[int, int]]:
-    for rows in _chunks(work):
+def _one_at_a_time(layout: Layout, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    for rows in _chunks(sizes):
         singles = [layout.single(rows, row) for row in range(len(rows["obs"]))]
         yield _timed(layout.append, singles), len(singles)
 
 
-def _in_blocks(layout: Layout, work: Work) -> Iterator[tuple[int, int]]:
-    for rows in _chunks(work):
+def _in_blocks(layout: Layout, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    for rows in _chunks(sizes):
         blocks = _blocks(layout, rows)
         yield _timed(layout.extend, blocks), len(blocks)
 
 
-def _batches(layout: Layout, work: Work) -> Iterator[tuple[int, int]]:
-    sizes = [work.batch] * -(-work.batches // 100)
-    for _ in range(work.batches // len(sizes)):
-        yield _timed(layout.batch, sizes), len(sizes)
+def _batches(layout: Layout, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    batches = [sizes.batch] * -(-sizes.batches // 100)
+    for _ in range(sizes.batches // len(batches)):
+        yield _timed(layout.batch, batches), len(batches)
 
 
 def _timed(call: Callable[[object], object] | Callable[[int], object], inputs: Sequence[object]) -> int:
@@ -122,9 +122,9 @@ def _blocks(layout: Layout, rows: Rows) -> list[object]:
     return [layout.block({name: values[at : at + BLOCK] for name, values in rows.items()}) for at in begins]
 
 
-def _chunks(work: Work) -> Iterator[Rows]:
-    for begin in range(0, work.insertions, work.chunk):
-        yield make_rows(min(work.chunk, work.insertions - begin), np.random.default_rng(begin))
+def _chunks(sizes: Sizes) -> Iterator[Rows]:
+    for begin in range(0, sizes.insertions, sizes.chunk):
+        yield make_rows(min(sizes.chunk, sizes.insertions - begin), np.random.default_rng(begin))
 
 
 def storage_table(found: Sequence[Record]) -> str:

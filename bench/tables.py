@@ -8,7 +8,7 @@ from gpu_replay.console.markdown import number, table
 
 from .baselines import ALONE
 from .cases import OURS, short
-from .kernel_cases import KERNELS
+from .kernels import KERNELS
 from .record import Record
 from .subjects import PEERS
 

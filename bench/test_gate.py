@@ -1,24 +1,29 @@
-"""Nothing is recorded while the tests of what is measured are red: which tests hold which operation, and running them.
+"""Tests before measurements: which tests belong to which operation, and whether they pass.
 
-A figure of code that gives wrong answers is worth nothing, however fast. So before a run the tests of its operations
-are run, each once for a state of the sources: that it passed is remembered by a hash of all that it depends on.
+A fast operation that gives wrong answers is worth nothing. Before a run the tests of its operations are run, each once
+for a state of the sources: the outcome is cached by a hash of all that it depends on. Failing tests are named in every
+record of the run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
+from gpu_replay.console.atomic_files import write_text
+
 from .environment import checkout, installed_version
+from .results import device_slug
 
 _RING = ("tests/test_buffer_ring.py", "tests/test_buffer_add_inputs.py")
 _DRAW = ("tests/test_proportional.py",)
@@ -28,7 +33,7 @@ _FRAMES = ("tests/test_trajectory_oracle.py",)
 _STORAGE = ("tests/test_bench_storage.py",)
 _ANSWERS = ("tests/test_bench_kernels.py::test_every_implementation_gives_right_answers",)
 
-# operation: the tests that hold it, as pytest takes them; those marked gpu run where there is one
+# operation: its tests, as pytest takes them; those marked gpu run where there is one
 TESTS: dict[str, tuple[str, ...]] = {
     "add": _RING,
     "sample": _DRAW,
@@ -53,24 +58,22 @@ TESTS: dict[str, tuple[str, ...]] = {
     "frame-gather-bf16": _FRAMES,
     "frame-gather-f16": _FRAMES,
 }
-# operation: tests that hold it on a GPU, beside those marked gpu in the files above
+# operation: more tests on a GPU, beside those marked gpu in the files above
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "empty": (f"{_ANSWERS[0]}_on_a_gpu",),
     **dict.fromkeys(("add", "sample", "update", "cycle", "draw", "draw-update"), ("tests/test_gpu.py",)),
     **dict.fromkeys(("frames", "frame-add", "frame-cycle"), ("tests/test_trajectory_gpu.py",)),
     "rank-draw": ("tests/test_rank_gpu.py",),
 }
-# what is measured is the host's code on a CPU and the kernels on a GPU; the interpreter is neither, and takes long
+# on a CPU host code is measured, on a GPU kernels; the interpreter is neither and takes long
 _WITHOUT = ("-k", "not interpreted")
 _MARKS = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
+# outcomes that are cached, and names of failing tests that a record holds
+_KEPT, _NAMED = 200, 20
 
 
-# states that are remembered beside new ones
-_KEPT = 200
-
-
-class TestsFailed(Exception):
-    """Tests of what is to be measured fail; the message names the first."""
+class CannotTest(Exception):
+    """The tests of what is to be measured cannot be run."""
 
 
 def selection(operations: Iterable[str], device: torch.device) -> list[str]:
@@ -88,43 +91,41 @@ def selection(operations: Iterable[str], device: torch.device) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def require_passing_tests(operations: Iterable[str], device: torch.device) -> Literal["passed"] | None:
-    """Run the tests of these operations, unless they passed before; None outside of a checkout, which has no tests.
+def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] | None:
+    """Names of the tests of these operations that fail, at most 20; None outside of a checkout, which has no tests.
 
-    Raises TestsFailed when they fail or cannot be run.
+    Runs those whose outcome is not cached. Raises CannotTest where pytest is missing or finds no tests.
     """
     root = checkout()
     tests = selection(operations, device)
     if root is None or not (root / "tests").is_dir():
         return None
     states = states_of(root, tests, device)
-    known = _remembered()
+    known = _cached()
     new = [test for test in tests if states[test] not in known]
     if new:
-        print(f"running the tests in {', '.join(new)} before anything is recorded", file=sys.stderr, flush=True)
-        run(root, new, _MARKS[device.type])
-        _remember([states[test] for test in new])
-    return "passed"
+        print(f"running the tests in {', '.join(new)} before measuring", file=sys.stderr, flush=True)
+        failed = run(root, new, _MARKS[device.type])
+        known |= {states[test]: [name for name in failed if name.startswith(test.split("::")[0])] for test in new}
+        _store(known)
+    return list(dict.fromkeys(name for test in tests for name in known[states[test]]))[:_NAMED]
 
 
-def run(root: Path, tests: Sequence[str], marks: str) -> None:
-    """Run tests with such marks in a process of their own; raises TestsFailed when one fails or none is found."""
-    options = ("-q", "-x", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", *_WITHOUT, "-m", marks)
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+def run(root: Path, tests: Sequence[str], marks: str) -> list[str]:
+    """Run tests with such marks in a process of their own; names of those that fail or cannot be collected."""
+    options = ("-q", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    command = [sys.executable, "-m", "pytest", *options, *_WITHOUT, "-m", marks, *tests]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode == 0 or failed:
+        return failed
     if any("No module named pytest" in line for line in lines):
-        raise TestsFailed(
+        raise CannotTest(
             "pytest is missing, so nothing can be recorded: pip install 'gpu-replay[tests]', or try --quick."
         )
-    failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), None)
-    if failed is None:
-        failed = f"pytest ended with {done.returncode}: {lines[-1] if lines else 'no output'}"
-        raise TestsFailed(f"the tests could not be run, so nothing is recorded; {failed}")
-    name = failed.split(" - ")[0].split(" ", 1)[1]
-    raise TestsFailed(f"{name} fails, so nothing is recorded. Mend it, or use --quick for a trial.")
+    last = lines[-1] if lines else "no output"
+    raise CannotTest(f"the tests could not be run, so nothing is recorded; pytest ended with {done.returncode}: {last}")
 
 
 def states_of(root: Path, tests: Sequence[str], device: torch.device) -> dict[str, str]:
@@ -134,9 +135,8 @@ def states_of(root: Path, tests: Sequence[str], device: torch.device) -> dict[st
     common = hashlib.sha256()
     for file in sorted({*shared, *sources, root / "pyproject.toml"}):
         common.update(str(file.relative_to(root)).encode() + b"\0" + _hash(file))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    versions = (platform.python_version(), torch.__version__, installed_version("triton"), np.__version__, name)
-    common.update(repr(versions).encode())
+    versions = (platform.python_version(), torch.__version__, installed_version("triton"), np.__version__)
+    common.update(repr((*versions, device_slug(device))).encode())
     states = {}
     for test in tests:
         own = common.copy()
@@ -149,31 +149,22 @@ def _hash(file: Path) -> bytes:
     return hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest()
 
 
-def _cache() -> Path | None:
-    """The file that remembers; None where there is no place for it."""
+def _cache() -> Path:
+    """The file of outcomes: state to the names of failing tests. RuntimeError where there is no home folder."""
     given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "gpu-replay" / "test-outcomes.json"
+
+
+def _cached() -> dict[str, list[str]]:
     try:
-        return (Path(given) if given else Path.home() / ".cache") / "gpu-replay" / "tests-passed.txt"
-    except RuntimeError:
-        return None
+        found: dict[str, list[str]] = json.loads(_cache().read_text())
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return found
 
 
-def _remembered() -> set[str]:
-    file = _cache()
-    try:
-        return set() if file is None else set(file.read_text().split())
-    except (OSError, UnicodeDecodeError):
-        return set()
-
-
-def _remember(states: list[str]) -> None:
-    """Add the states; without a place to write, the next run tests again."""
-    file = _cache()
-    if file is None:
-        return
-    try:
-        known = file.read_text().split() if file.is_file() else []
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("\n".join([*known[-_KEPT:], *states]) + "\n")
-    except (OSError, UnicodeDecodeError):
-        return
+def _store(known: dict[str, list[str]]) -> None:
+    """Write the newest outcomes; where nothing can be written, the next run tests again."""
+    with suppress(OSError, RuntimeError):
+        _cache().parent.mkdir(parents=True, exist_ok=True)
+        write_text(_cache(), json.dumps(dict(list(known.items())[-_KEPT:])))

@@ -23,8 +23,11 @@ Call = Callable[[], object]
 How = Literal["host", "events", "graph"]
 # calls before a capture: they compile, autotune and allocate what is allocated once
 WARM_UPS = 3
-# a graph holds as many calls as take about this many nanoseconds, but no more than that many calls
-_GRAPH_NANOSECONDS, _GRAPH_CALLS = 500_000, 32
+# calls that one graph holds: the same for all, so that what a replay costs is the same share of each figure; one where
+# caches must be flushed before each call
+CALLS_PER_GRAPH = 16
+# device cycles slept before the first event of a replay, so that the replay is queued when the event is reached
+_SLEEP = 100_000
 # bytes of the last cache where the system does not tell
 _ASSUMED_CACHE = 2**25
 
@@ -175,12 +178,9 @@ def captured(call: Call, device: torch.device, calls: int) -> Call:
     return replay
 
 
-def calls_per_graph(call: Call, device: torch.device, *, cold: bool) -> int:
-    """Calls that one graph holds: enough to be timed well; one where caches must be empty before each."""
-    if cold:
-        return 1
-    fastest = int(clock_for(device)(call, lambda: None, WARM_UPS).min())
-    return max(1, min(_GRAPH_CALLS, _GRAPH_NANOSECONDS // max(1, fastest)))
+def queue_ahead() -> None:
+    """Keep the device busy for about 50 µs, while the host submits what is to be timed."""
+    torch.cuda._sleep(_SLEEP)
 
 
 def flush_bytes(device: torch.device) -> int:

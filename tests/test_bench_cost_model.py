@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 from gpu_replay.bench import baselines, cost_model, ours, report
-from gpu_replay.bench.cost_model import Work
-from gpu_replay.bench.kernel_cases import KernelCase
+from gpu_replay.bench.cost_model import Cost
 from gpu_replay.bench.kernel_inputs import Inputs
+from gpu_replay.bench.kernels import KernelCase
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
 from gpu_replay.ops.counters import Counter
@@ -125,15 +125,15 @@ def test_the_bytes_of_one_block_by_hand() -> None:
         ("frame-gather-bf16", cost_model.gather_frames(256, 2)),
     ],
 )
-def test_what_must_move_is_what_the_records_count(operation: str, work: Work) -> None:
+def test_what_must_move_is_what_the_records_count(operation: str, work: Cost) -> None:
     assert work.must == KernelCase(operation, 10**6, 256).bytes
     assert work.touched >= work.must
 
 
 def test_times_are_bytes_launches_and_dependent_loads() -> None:
-    work = Work(must=1, touched=int(cost_model.DATA_SHEET), launches=2, dependent=3)
+    work = Cost(must=1, touched=int(cost_model.DATA_SHEET), launches=2, dependent=3)
     assert work.microseconds == pytest.approx((1e6 + 4, 1e6 + 6 + 2.4))
-    assert work + Work(launches=1) == replace(work, launches=3)
+    assert work + Cost(launches=1) == replace(work, launches=3)
 
 
 def made(case: str, median: float, implementation: str = "gpu_replay") -> Record:

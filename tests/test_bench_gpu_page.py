@@ -13,9 +13,11 @@ from gpu_replay.bench import cost_model, gpu_page, main
 from gpu_replay.bench.results import write
 
 STEP = {"gpu": "NVIDIA Test 9000", "torch": "2.11.0", "triton": "3.6.0", "commit": "0123456789ab", "date": "2026-01-02"}
-JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="7" failures="1" errors="0" skipped="2" time="12.5">
-<testcase classname="tests.test_gpu" name="test_good"/>
-<testcase classname="tests.test_gpu" name="test_bad"><failure message="no"/></testcase></testsuite></testsuites>"""
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
+<testcase classname="tests.test_gpu" name="test_good" time="12.25"/>
+<testcase classname="tests.test_gpu" name="test_skipped" time="0.25"><skipped message="no"/></testcase>
+<testcase classname="tests.test_gpu" name="test_bad" time="0"><failure message="no"/></testcase>
+<testcase classname="" name="tests.test_other" time="0"><error message="no"/></testcase></testsuite></testsuites>"""
 
 
 @pytest.fixture
@@ -62,9 +64,8 @@ def test_a_page_of_everything(folder: Path) -> None:
     assert re.search(r"\| tests +\| +tests \| +done \|", text)
     assert re.search(r"pong \| +\*\*out of time\*\* \|", text)
     assert re.search(r"bench-gpu \| +not run: `bench/on_gpu.sh kernels-and-bench`", text)
-    # of seven tests one failed and two were skipped
-    assert re.search(r"\| tests +\| +4 \| +1 \| +2 \| +12 \|", text)
-    assert "- `tests.test_gpu.test_bad`" in text
+    assert re.search(r"\| tests +\| +1 \| +2 \| +1 \| +12 \|", text)
+    assert "- `tests.test_gpu.test_bad`\n- `.tests.test_other`" in text
     assert "test_good" not in text
     assert "| draw-update" in text
     assert "Not measured yet: `gpu-replay bench peers`" in text

@@ -10,12 +10,12 @@ import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, cells, quicker, record
 
-from gpu_replay.bench import kernel_checks, kernel_runner, plots, report, results
+from gpu_replay.bench import kernel_checks, kernels, plots, report, results
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.cases import OURS, chosen
-from gpu_replay.bench.kernel_cases import KERNELS, KernelCase, kernel_cases
-from gpu_replay.bench.kernel_checks import Work
+from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
+from gpu_replay.bench.kernels import KERNELS, KernelCase, kernel_cases
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.runner import Refused, Run
 from gpu_replay.bench.subjects import EPS
@@ -165,26 +165,26 @@ def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> No
 
 def run() -> Run:
     plan = Plan(warmup=0, seconds=0, fewest=2, most=3)
-    return Run("kernels", CPU, plan, ENVIRONMENT, 1e9, False, versions={}, tests="passed")
+    return Run("kernels", CPU, plan, ENVIRONMENT, 1e9, False, versions={}, failed_tests=[])
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setitem(KERNELS, "prefix-sum", replace(KERNELS["prefix-sum"], **changes))
 
 
-def wrong_work(inputs: Inputs) -> Work:
-    return Work(lambda: None, lambda: ["it is all wrong"])
+def wrong_work(inputs: Inputs) -> Implementation:
+    return Implementation(lambda: None, lambda: ["it is all wrong"])
 
 
 def measured(case: KernelCase) -> list[Record]:
     with Progress(1, "test") as progress:
-        return list(kernel_runner.records(run(), [case], progress))
+        return list(kernels.records(run(), [case], progress))
 
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     quicker(monkeypatch)
-    monkeypatch.setattr(kernel_runner, "flush_bytes", lambda device: 4096)
+    monkeypatch.setattr(kernels, "flush_bytes", lambda device: 4096)
 
 
 def test_a_record_says_how_it_was_made() -> None:
@@ -210,10 +210,10 @@ def test_wrong_answers_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_what_does_not_fit_is_skipped_with_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_runner, "free_bytes", lambda device: 4_000_000_000)
+    monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
     assert measured(KernelCase("rank-draw", 10**8, 32)) == []
     assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
-    assert kernel_runner.too_large(KernelCase("draw", 10**6, 32), CPU) is None
+    assert kernels.too_large(KernelCase("draw", 10**6, 32), CPU) is None
 
 
 # the command
@@ -223,7 +223,7 @@ def test_bench_kernels_measures_records_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(commands, "require_passing_tests", lambda *_: pytest.fail("a trial needs no tests"))
+    monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
     file = tmp_path / "kernels.jsonl"
     arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--plot", "--output", str(file)]
     assert commands.main(arguments) == 0

@@ -56,7 +56,7 @@ def test_a_block_that_wraps_lands_at_both_ends(name: str) -> None:
 def test_the_command_records_every_part_of_every_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "QUICK", storage.Work(capacity=100, insertions=256, chunk=128, batches=4, batch=5))
+    monkeypatch.setattr(storage, "QUICK", storage.Sizes(capacity=100, insertions=256, chunk=128, batches=4, batch=5))
     quicker(monkeypatch)
     output = tmp_path / "storage.jsonl"
     assert commands.main(["storage", "--quick", "--output", str(output)]) == 0

@@ -1,4 +1,4 @@
-"""Nothing is recorded while tests fail: which tests belong to which operation, and what happens when they fail."""
+"""Tests before measurements: which belong to which operation, when they run, and what records say of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench_records import quicker
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import test_gate
 from gpu_replay.bench.cases import OPERATIONS
-from gpu_replay.bench.kernel_cases import KERNELS
+from gpu_replay.bench.kernels import KERNELS
+from gpu_replay.bench.results import read
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -58,67 +60,83 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_red_tests_refuse(checkout: Path) -> None:
-    (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\n")
-    with pytest.raises(
-        test_gate.TestsFailed, match=r"tests/test_it\.py::test_it fails, so nothing is recorded\. Mend it"
-    ):
-        test_gate.require_passing_tests(["draw"], CPU)
-    assert not (checkout / "cache").exists()
+def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\ndef test_good():\n    pass\n")
+    # a file that cannot be collected does not stop the others
+    (checkout / "tests" / "test_broken.py").write_text("import no_such_module\n")
+    monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_broken.py",))
+    expected = ["tests/test_it.py::test_it", "tests/test_broken.py"]
+    assert test_gate.failed_tests(["draw", "update"], CPU) == expected
+    monkeypatch.setattr(test_gate, "run", lambda *_: pytest.fail("these tests have been run"))
+    assert test_gate.failed_tests(["draw", "update"], CPU) == expected
+    assert test_gate.failed_tests(["update"], CPU) == expected[1:]
+
+
+def test_tests_that_cannot_be_run_refuse(checkout: Path) -> None:
     (checkout / "tests" / "test_it.py").write_text("def helper():\n    pass\n")
-    with pytest.raises(test_gate.TestsFailed, match="could not be run, so nothing is recorded; pytest ended with 5"):
-        test_gate.require_passing_tests(["draw"], CPU)
+    with pytest.raises(test_gate.CannotTest, match="could not be run, so nothing is recorded; pytest ended with 5"):
+        test_gate.failed_tests(["draw"], CPU)
+    assert not (checkout / "cache").exists()
 
 
-def test_green_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(test_gate, "run", lambda root, tests, marks: ran.append(tests))
+    monkeypatch.setattr(test_gate, "run", lambda root, tests, marks: ran.append(tests) or [])
     for changed in (None, "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
         if changed:
             (checkout / changed).write_text("x = 2\n")
-        assert test_gate.require_passing_tests(["draw"], CPU) == "passed"
-        assert test_gate.require_passing_tests(["draw"], CPU) == "passed"
+        assert [test_gate.failed_tests(["draw"], CPU) for _ in range(2)] == [[], []]
     assert ran == [["tests/test_it.py"]] * 5
     # of several tests only those are run that are new
     (checkout / "tests" / "test_more.py").write_text("")
     monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_it.py", "tests/test_more.py"))
-    assert test_gate.require_passing_tests(["draw", "update"], CPU) == "passed"
+    assert test_gate.failed_tests(["draw", "update"], CPU) == []
     assert ran.pop() == ["tests/test_more.py"]
     monkeypatch.setattr(test_gate, "installed_version", lambda name: "99")
-    assert test_gate.require_passing_tests(["draw"], CPU) == "passed"
+    assert test_gate.failed_tests(["draw"], CPU) == []
     assert len(ran) == 6
     # a cache that cannot be written is done without
     monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "pyproject.toml"))
     (checkout / "pyproject.toml").write_text("")
-    assert [test_gate.require_passing_tests(["draw"], CPU) for _ in range(2)] == ["passed", "passed"]
+    assert [test_gate.failed_tests(["draw"], CPU) for _ in range(2)] == [[], []]
     assert len(ran) == 8
-
-
-def test_green_tests_pass_in_a_process_of_their_own(checkout: Path) -> None:
-    assert test_gate.require_passing_tests(["draw"], CPU) == "passed"
-    assert (checkout / "cache" / "gpu-replay" / "tests-passed.txt").read_text().strip()
 
 
 def test_without_tests_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for root in (None, tmp_path):
         monkeypatch.setattr(test_gate, "checkout", lambda root=root: root)
-        assert test_gate.require_passing_tests(["draw"], CPU) is None
+        assert test_gate.failed_tests(["draw"], CPU) is None
 
 
 @pytest.mark.parametrize("suite", ["cpu", "frames", "peers", "storage", "kernels"])
-def test_no_suite_records_while_tests_are_red(
+def test_every_suite_asks_for_its_tests(
     suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
 
-    def red(operations: list[str], device: torch.device) -> None:
+    def refuses(operations: list[str], device: torch.device) -> None:
         asked.extend(operations)
-        raise test_gate.TestsFailed("tests/test_it.py::test_it fails, so nothing is recorded.")
+        raise test_gate.CannotTest("pytest is missing, so nothing can be recorded.")
 
-    monkeypatch.setattr(commands, "require_passing_tests", red)
+    monkeypatch.setattr(commands, "failed_tests", refuses)
     file = tmp_path / "records.jsonl"
     assert commands.main([suite, "--output", str(file)]) == 1
-    assert capsys.readouterr().err == "gpu-replay bench: tests/test_it.py::test_it fails, so nothing is recorded.\n"
+    assert capsys.readouterr().err == "gpu-replay bench: pytest is missing, so nothing can be recorded.\n"
     assert not file.exists()
     assert asked
     assert set(asked) <= set(test_gate.TESTS)
+
+
+def test_records_name_the_tests_that_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quicker(monkeypatch)
+    monkeypatch.setattr(commands, "Plan", lambda: commands.QUICK)
+    monkeypatch.setattr(commands, "copy_bandwidth", lambda device: 1e9)
+    file = tmp_path / "records.jsonl"
+    for names, outcome in ((["tests/test_it.py::test_it"], "failed"), ([], "passed"), (None, None)):
+        monkeypatch.setattr(commands, "failed_tests", lambda *_, names=names: names)
+        assert commands.main(["cpu", "--only", "add/N=10k/B=8", "--output", str(file)]) == 0
+        (found,) = read(file)
+        assert (found.tests, found.failed_tests) == (outcome, names or [])
+        assert ("TESTS FAILED: tests/test_it.py::test_it" in capsys.readouterr().out) is bool(names)

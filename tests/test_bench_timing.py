@@ -18,7 +18,7 @@ from gpu_replay.bench import runner, timing
 from gpu_replay.bench.cases import Case
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.runner import Run
-from gpu_replay.bench.timing import NotCaptured, Plan, Timing, calls_per_graph, captured, flush_bytes, measure
+from gpu_replay.bench.timing import CALLS_PER_GRAPH, NotCaptured, Plan, Timing, captured, flush_bytes, measure
 from gpu_replay.console.progress import Progress
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,12 +63,16 @@ class Driver:
     def device(self, device: torch.device) -> Any:
         return nullcontext()
 
+    def _sleep(self, cycles: int) -> None:
+        assert not self.inside
+        self.log.append("sleep")
+
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Driver]:
     def install(refuses: bool) -> Driver:
         made = Driver(refuses)
-        for name in ("CUDAGraph", "graph", "Stream", "current_stream", "stream", "device"):
+        for name in ("CUDAGraph", "graph", "Stream", "current_stream", "stream", "device", "_sleep"):
             monkeypatch.setattr(torch.cuda, name, getattr(made, name))
         return made
 
@@ -103,16 +107,6 @@ def fixed_clock(monkeypatch: pytest.MonkeyPatch, nanoseconds: int) -> None:
     monkeypatch.setattr(timing, "clock_for", lambda device: clock)
 
 
-@pytest.mark.parametrize(
-    ("nanoseconds", "cold", "calls"), [(1_000, False, 32), (1_000, True, 1), (100_000, False, 5), (10**9, False, 1)]
-)
-def test_a_graph_holds_what_can_be_timed_well(
-    nanoseconds: int, cold: bool, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fixed_clock(monkeypatch, nanoseconds)
-    assert calls_per_graph(lambda: None, CUDA, cold=cold) == calls
-
-
 def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_clock(monkeypatch, 8_000)
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
@@ -127,12 +121,13 @@ def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
     assert 2 <= found.repetitions <= 20
 
 
-def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1) -> dict[str, Record]:
+def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1, flush: int = 0) -> dict[str, Record]:
     """The records of one case timed in one way."""
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
-    run = Run("gpu", CUDA, plan, GPU, 1e9, False, versions={}, rounds=rounds)
+    run = Run("gpu", CUDA, plan, GPU, 1e9, False, versions={}, rounds=rounds, way=way)
     with Progress(1, "test") as progress:
-        return {each.implementation: each for each in run.timed(Case("sample", 1000, 32), bound, way, progress)}
+        records = run.timed(Case("sample", 1000, 32), bound, progress, flush)
+        return {each.implementation: each for each in records}
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -150,8 +145,8 @@ def test_a_call_is_replayed_or_else_timed_by_events(
         cuda.log.append("prepare")
 
     found = timed({"ours": (call, prepare)}, "graph")["ours"]
-    begins = cuda.log[: 2 + timing.WARM_UPS]
-    assert begins == ["prepare", *["call"] * timing.WARM_UPS, "side stream"]
+    assert cuda.log[:2] == ["prepare", "side stream"]
+    assert cuda.log.count("call") >= CALLS_PER_GRAPH
     assert found.repetitions == 3
     if refuses:
         # a call that is no graph does its work once, and is prepared each time
@@ -159,10 +154,23 @@ def test_a_call_is_replayed_or_else_timed_by_events(
         assert cuda.log[-2:] == ["prepare", "call"]
         assert "ours is timed by events, since it cannot be captured: operation not" in capsys.readouterr().err
     else:
-        # two calls in a graph; nothing is prepared any more, since a graph works on what stays
-        assert (found.timing, found.median) == ("graph", 125.0)
+        # nothing is prepared any more, since a graph works on what stays; each replay is queued behind a sleep
+        assert (found.timing, found.median) == ("graph", 250.0 / CALLS_PER_GRAPH)
         assert cuda.log.count("prepare") == 1
-        assert cuda.log[-1] == "replay"
+        assert cuda.log[-4:] == ["sleep", "replay"] * 2
+
+
+def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(
+    driver: Callable[[bool], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = driver(False)
+    monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
+    for flush, calls in ((0, CALLS_PER_GRAPH), (4096, 1)):
+        for nanoseconds in (1_000, 10**9):
+            fixed_clock(monkeypatch, nanoseconds)
+            cuda.log.clear()
+            timed({"ours": ((lambda: cuda.log.append("call")), int)}, "graph", flush=flush)
+            assert cuda.log[cuda.log.index("capture") :].count("call") == calls
 
 
 def test_several_implementations_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The registry of kernel microbenchmarks: operations, sizes, the bytes that must move, and who does it.
+"""Kernel microbenchmarks: operations, sizes, the bytes that must move, who does it, and measuring them.
 
 Every operation is done by this package and by the torch operations that a user would write (`baselines.py`), from the
 same inputs. Adding one is one entry of `KERNELS`, and one of `test_gate.TESTS` that names its tests.
@@ -6,19 +6,26 @@ same inputs. Adding one is one entry of `KERNELS`, and one of `test_gate.TESTS` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from gpu_replay.console.progress import Progress
+from gpu_replay.engines.storage import free_bytes
+
 from . import baselines, ours
 from .cases import DRAW, FRAMES, KEY, MASS, OURS, UPDATE, Case, Operation
-from .kernel_checks import Work
+from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
+from .record import Record
 from .rows import ROW_BYTES, described
+from .runner import Refused, Run
 from .stacks import FIELDS, FRAME_BYTES, STACK
+from .timing import flush_bytes
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
 BATCHES = (32, 256, 4096, 65_536)
@@ -26,7 +33,10 @@ ROWS = 10**6
 # rings of frames: on a GPU as many as Atari agents keep, elsewhere what fits a small machine
 FRAME_SLOTS = {"cuda": 10**6, "cpu": 10**5}
 
-Maker = Callable[[Inputs], Work]
+# share of free memory that a case may take
+_SHARE = 0.9
+
+Maker = Callable[[Inputs], Implementation]
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def _frames_kernel(dtype: torch.dtype) -> Kernel:
     )
 
 
-def _float32(make: Callable[..., Work]) -> Maker:
+def _float32(make: Callable[..., Implementation]) -> Maker:
     return partial(make, dtype=torch.float32)
 
 
@@ -199,3 +209,50 @@ def kernel_cases(
         for ring in rings:
             cases += [KernelCase(name, ring, batch) for batch in (batches if kernel.memory[1] else (0,))]
     return [case for case in cases if case.batch <= case.capacity <= (most or case.capacity)]
+
+
+def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[Record]:
+    """Measure the cases; yields each record as soon as it is known.
+
+    A case that does not fit into free memory is skipped with a line that says so, and so is a baseline with wrong
+    answers. Raises Refused when this package's own are wrong.
+    """
+    flush = flush_bytes(run.device)
+    for case in cases:
+        progress.show(case.name)
+        reason = too_large(case, run.device)
+        if reason:
+            progress.say(reason)
+        else:
+            yield from _measured(run, case, flush if case.kind.cold else 0, progress)
+            gc.collect()
+        progress.advance()
+
+
+def too_large(case: KernelCase, device: torch.device) -> str | None:
+    """Why the case does not fit into the memory that is free on the device; None when it does."""
+    if device.type == "cuda":
+        # what torch has cached is free
+        torch.cuda.empty_cache()
+    free = free_bytes(device)
+    if free is None or case.memory <= _SHARE * free:
+        return None
+    return f"{case.name} is skipped: it takes {case.memory / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+
+
+def _measured(run: Run, case: KernelCase, flush: int, progress: Progress) -> Iterator[Record]:
+    inputs = case.inputs(run.device)
+    bound = {}
+    for name, make in case.makers().items():
+        work = make(inputs)
+        wrong = work.wrong()
+        if not wrong:
+            bound[name] = (work.call, work.prepare)
+            continue
+        reason = f"{name} is not measured in {case.name}: {'; '.join(wrong)}."
+        if name == OURS:
+            raise Refused(reason)
+        progress.say(reason)
+    if case.left_out():
+        progress.say(f"{case.name}: no {' or '.join(case.left_out())}, which end at {baselines.FLOAT32_SLOTS:,} slots.")
+    yield from run.timed(case, bound, progress, flush)
