@@ -82,9 +82,7 @@ class Buffer(ABC):
         check_memory(self._sizes(), self._device)
 
         self._storage = self._make_storage()
-        self._state = DrawState(
-            self._plan, self._capacity, self._device, self._backend, self._seed, sparse=self._sparse
-        )
+        self._state = DrawState(self._plan, capacity, self._device, self._backend, self._seed, sparse=self._sparse)
         self._counters = self._state.counters
         # calls on other streams come after what is allocated and filled on this one
         with self._stream_order.ordered():
@@ -385,11 +383,9 @@ class Buffer(ABC):
     @classmethod
     def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
         """What to make a buffer with, given its `_config`."""
-        return {
-            "capacity": config["capacity"],
-            "fields": {name: field_from(described) for name, described in config["fields"].items()},
-            "sampler": sampler_from(config["sampler"]),
-        }
+        own = {name: value for name, value in config.items() if name not in ("kind", "relabel")}
+        fields = {name: field_from(described) for name, described in config["fields"].items()}
+        return {**own, "fields": fields, "sampler": sampler_from(config["sampler"])}
 
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""

@@ -1,4 +1,4 @@
-"""`Field`: the noun with which users describe what one transition holds."""
+"""`Field`: what one transition holds, as users describe it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-STORABLE = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
+# bfloat16 is the one that NumPy lacks
+TORCH_OF: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(name): getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+STORABLE = (*TORCH_OF.values(), torch.bfloat16)
 RESERVED = frozenset({"key", "weight", "probability", "priority"})
 
 

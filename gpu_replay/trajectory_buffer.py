@@ -381,11 +381,6 @@ class TrajectoryReplayBuffer(Buffer):
         check_relabel_again(path, saved.config.get("relabel"), relabel)
         return cls._load(saved, device, relabel=relabel)
 
-    @classmethod
-    def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
-        own = ("num_envs", "stack", "n_step", "gamma", "autoreset", "padding", "random_shift", "final_capacity")
-        return {**super()._arguments(config), **{name: config[name] for name in own}}
-
 
 def stream_sizes(
     capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend

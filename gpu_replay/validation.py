@@ -14,22 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import Field
+from gpu_replay.fields import TORCH_OF, Field
 from gpu_replay.stream_order import record_stream
 
-_NUMPY_OF = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_TORCH_OF = {np.dtype(numpy_type): torch_type for torch_type, numpy_type in _NUMPY_OF.items()}
 
 
 def same_device(found: torch.device, wanted: torch.device) -> bool:
@@ -54,7 +42,7 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
             record_stream(value)
         return value.detach() if value.requires_grad else value
     array = value if isinstance(value, np.ndarray) else _array_from(name, value)
-    if array.dtype not in _TORCH_OF:
+    if array.dtype not in TORCH_OF:
         return torch.from_numpy(_storable(name, array))
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
@@ -71,7 +59,7 @@ def _array_from(name: str, value: Any) -> np.ndarray:
 def _storable(name: str, array: np.ndarray) -> np.ndarray:
     """Unsigned and byte-swapped numbers as ones that torch has; TypeError for anything else."""
     native = array.astype(array.dtype.newbyteorder("="))
-    if native.dtype in _TORCH_OF:
+    if native.dtype in TORCH_OF:
         return native
     if native.dtype.kind == "u" and (not native.size or native.max() <= np.iinfo(np.int64).max):
         return native.astype(np.int64)

@@ -15,30 +15,17 @@ from gpu_replay.schedule import LinearSchedule
 _KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, RankBased, Latest, Combined, LinearSchedule)}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def describe_field(field: Field) -> dict[str, Any]:
-    """The field as JSON values."""
-    return {
-        "shape": list(field.shape),
-        "dtype": dtype_name(field.dtype),
-        "sample_dtype": None if field.sample_dtype is None else dtype_name(field.sample_dtype),
-        "scale": field.scale,
-    }
+    """The field as JSON values; dtypes by their names."""
+    values = {each.name: getattr(field, each.name) for each in dataclass_fields(field)}
+    named = {key: str(value).removeprefix("torch.") for key, value in values.items() if isinstance(value, torch.dtype)}
+    return {**values, "shape": list(field.shape), **named}
 
 
 def field_from(described: dict[str, Any]) -> Field:
     """The field that `describe_field` described."""
-    sample_dtype = described["sample_dtype"]
-    return Field(
-        tuple(described["shape"]),
-        getattr(torch, described["dtype"]),
-        None if sample_dtype is None else getattr(torch, sample_dtype),
-        described["scale"],
-    )
+    dtypes = {key: getattr(torch, described[key]) for key in ("dtype", "sample_dtype") if described[key] is not None}
+    return Field(**{**described, **dtypes, "shape": tuple(described["shape"])})
 
 
 def describe_sampler(setting: Any) -> Any:

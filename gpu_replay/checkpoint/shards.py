@@ -34,20 +34,11 @@ CHUNK_BYTES = 32 << 20
 SHARED_SHARD_BYTES = 16 << 20
 """Small tensors share shards up to this size; a larger one has its own, which is hashed in the pass that reads it."""
 
-DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
+# as safetensors has them: "U8" for uint8, and so on
+DTYPE_NAMES = {torch.bool: "BOOL", torch.bfloat16: "BF16"} | {
+    getattr(torch, f"{kind}{bits}"): f"{kind[0].upper()}{bits}"
+    for kind, widths in (("uint", (8, 16, 32, 64)), ("int", (8, 16, 32, 64)), ("float", (16, 32, 64)))
+    for bits in widths
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

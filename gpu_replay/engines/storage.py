@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.ops.ring import as_numpy
 from gpu_replay.samplers import Sampler, Uniform
 from gpu_replay.validation import whole
 
@@ -34,7 +35,7 @@ def estimate(
     """Bytes that a buffer will take: one entry per field, "times_sampled", and "priorities" and "ranks" if any."""
     sizes = {name: capacity * field.row_bytes for name, field in fields.items()}
     if backend == "host":
-        padding = record_layout(fields).padding
+        padding = padding_of(record_dtype(fields), fields)
         if padding:
             sizes["alignment"] = capacity * padding
     sizes["times_sampled"] = capacity * torch.int32.itemsize
@@ -117,30 +118,19 @@ def check_device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-class RecordLayout(NamedTuple):
-    """How small fields lie in a record.
-
-    offsets: name to byte offset, of the fields that are in it; empty where each field has memory of its own.
-    size:    bytes of a record, `padding` of them for alignment.
-    """
-
-    offsets: dict[str, int]
-    size: int
-    padding: int
-
-
-def record_layout(fields: Mapping[str, Field]) -> RecordLayout:
-    """Widest types first, so that all are aligned; a single small field needs no record."""
-    small = {name: field for name, field in fields.items() if field.row_bytes <= _SMALL_ROW}
+def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
+    """Small fields side by side, widest types first; None where there are not two of them."""
+    small = [(name, field) for name, field in fields.items() if field.row_bytes <= _SMALL_ROW]
     if len(small) < 2:
-        return RecordLayout({}, 0, 0)
-    offsets, end = {}, 0
-    for name in sorted(small, key=lambda name: -small[name].dtype.itemsize):
-        offsets[name] = end
-        end += small[name].row_bytes
-    widest = max(field.dtype.itemsize for field in small.values())
-    size = -(-end // widest) * widest
-    return RecordLayout(offsets, size, size - end)
+        return None
+    small.sort(key=lambda item: -item[1].dtype.itemsize)
+    parts = [(name, as_numpy(torch.empty(0, dtype=field.dtype)).dtype, field.shape) for name, field in small]
+    return np.dtype(parts, align=True)
+
+
+def padding_of(record: np.dtype[Any] | None, fields: Mapping[str, Field]) -> int:
+    """Bytes of a record that hold nothing."""
+    return 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in record.names or ())
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -164,22 +154,18 @@ class Storage:
         self.capacity = capacity
         self.fields = fields
         self.device = device
-        layout = record_layout(fields) if packed else RecordLayout({}, 0, 0)
+        record = record_dtype(fields) if packed else None
+        self._padding = capacity * padding_of(record, fields)
         self.records: np.ndarray | None = None
-        self._padding = capacity * layout.padding
+        if record is not None:
+            self.records = allocate((capacity * record.itemsize,), torch.uint8, device).numpy().view(record)
         self.tensors: dict[str, Tensor] = {}
-        raw = allocate((capacity * layout.size,), torch.uint8, device)
         for name, field in fields.items():
-            if name not in layout.offsets:
+            if self.records is None or name not in (self.records.dtype.names or ()):
                 self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
-                continue
-            width = field.dtype.itemsize
-            inner = torch.empty(field.shape, device="meta").stride()
-            self.tensors[name] = raw.view(field.dtype).as_strided(
-                (capacity, *field.shape), (layout.size // width, *inner), layout.offsets[name] // width
-            )
-        if layout.offsets:
-            self.records = raw.numpy().view(_record_dtype(fields, layout))
+            else:
+                # of the same width, but for bfloat16, which NumPy lacks, of the same dtype
+                self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     @property
@@ -194,17 +180,6 @@ class Storage:
     def reset_from(self, written: int) -> None:
         """Make the slots from this one on as if they had never been written."""
         self.times_sampled[written:].zero_()
-
-
-def _record_dtype(fields: Mapping[str, Field], layout: RecordLayout) -> np.dtype[Any]:
-    """A record as NumPy sees it; bfloat16, which it lacks, as int16."""
-    carriers = {name: np.int16 if fields[name].dtype == torch.bfloat16 else None for name in layout.offsets}
-    formats = [
-        (carriers[name] or torch.empty(0, dtype=fields[name].dtype).numpy().dtype, fields[name].shape)
-        for name in layout.offsets
-    ]
-    names, offsets = list(layout.offsets), list(layout.offsets.values())
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": layout.size})
 
 
 def not_readable(key: int, first: int, added: int) -> KeyError:
