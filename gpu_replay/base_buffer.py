@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     Engine = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
-# the dtype of no array that anybody passes in
+# a dtype that no input has
 NO_DTYPE = np.dtype([("nothing", "V1")])
 Own = TypeVar("Own", bound="Buffer")
 
@@ -55,7 +55,7 @@ class Buffer(ABC):
     _engine: Engine
     # what `sample` gives, for compiled code
     _batch_kind: BatchKind
-    # what it is that can be drawn, in words, and whether some of what is stored cannot be
+    # what is drawn, for messages, and whether some of what is stored may not be drawn
     _units: ClassVar[str]
     _sparse: ClassVar[bool]
 
@@ -77,7 +77,7 @@ class Buffer(ABC):
         self._on_host = self._backend == "host"
         self._lock = threading.RLock()
         self._stream_order = StreamOrder(self._device)
-        # nothing of it is left to do when the process ends
+        # unnecessary when the process ends
         weakref.finalize(self, self._stream_order.close).atexit = False
         check_memory(self._sizes(), self._device)
 
@@ -107,7 +107,7 @@ class Buffer(ABC):
         """The ring, allocated."""
         return Storage(self._capacity, self._fields, self._device, packed=self._on_host)
 
-    # what it is
+    # attributes
 
     @property
     def capacity(self) -> int:
@@ -158,7 +158,7 @@ class Buffer(ABC):
             f"{self.nbytes / 1e6:,.1f} MB on {self._device})"
         )
 
-    # what it does
+    # calls
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
         """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots."""

@@ -1,4 +1,4 @@
-"""`Hindsight`: the noun with which users say how goals of a sampled batch are replaced by goals that were achieved."""
+"""`Hindsight`: relabels a share of every sampled batch with goals achieved later."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Hindsight:
             )
         if n_step != 1:
             raise ValueError(
-                f"relabel needs n_step=1; found n_step={n_step}. Only the reward of a single step can be made anew."
+                f"relabel needs n_step=1; found n_step={n_step}. Only the reward of a single step can be recomputed."
             )
         if random_shift and len(achieved.shape) >= 2:
             raise ValueError(

@@ -111,6 +111,6 @@ def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
             mean += float((held / count).sum())
             low, high = min(low, float(held.min())), max(high, float(held.max()))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
-    # these masses stand for ranks, not for priorities
+    # masses of ranks, not of priorities
     spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))
     return Distribution(low, min(mean, high), high, spread.entropy, spread.effective_sample_size)

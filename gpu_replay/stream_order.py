@@ -34,7 +34,7 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = device.type == "cuda"
-        # where captured calls are written down whose replays the buffer will be told of
+        # counts what captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
         # nested `ordered` blocks
         self._depth = 0
@@ -81,9 +81,9 @@ class StreamOrder:
             return torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
-        """The buffer's memory is about to be free for others, on the stream of the first turn; that waits for the rest.
+        """Before the memory is freed, on the stream of the first call: let that stream wait for all later calls.
 
-        Without it the memory could have a new owner while another stream still works on it.
+        Otherwise the allocator could reuse the memory while another stream still works on it.
         """
         if self._home is None or self._end is None or self._last == self._home:
             return

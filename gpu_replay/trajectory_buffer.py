@@ -147,7 +147,7 @@ class TrajectoryReplayBuffer(Buffer):
 
         return TrajectoryDeviceEngine(self._streams, DeviceSampler(self._state, self._streams, self._stream_order))
 
-    # what it is
+    # attributes
 
     @property
     def num_envs(self) -> int:
@@ -174,7 +174,7 @@ class TrajectoryReplayBuffer(Buffer):
         """How sampled batches are relabelled, or None."""
         return self._relabel
 
-    # what it does
+    # calls
 
     def add(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store one step of all `E` environments and return its keys, (E,) int64 on the buffer's device.

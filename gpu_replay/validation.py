@@ -1,8 +1,8 @@
 """What users pass in, checked and brought into the dtype and onto the device of the buffer.
 
 Nothing here stores anything: a call that raises leaves the buffer as it was. Values already on a CUDA device are never
-looked at, since that would stall it; there only casts that cannot lose anything by range are made. Whoever hands over
-values of another stream may forget them at once: their memory stays theirs until the current stream has read it.
+looked at, since that would stall it; there only casts that cannot overflow are made. References to inputs
+may be dropped immediately: memory of another CUDA stream is not reused before the current stream has read it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | Non
         return tensor
     if ended is None or not tensor.is_cpu:
         return cast(name, tensor, field.dtype)
-    # what lies in the other rows may not even be castable
+    # the other rows may hold values that cannot be cast
     result = torch.zeros(tensor.shape, dtype=field.dtype)
     result[ended] = cast(name, tensor[ended], field.dtype)
     return result

@@ -50,7 +50,7 @@ def _build(described: Any) -> Any:
 
 
 def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """The first setting in which two descriptions differ, in words; None when they agree."""
+    """The first setting in which two descriptions differ as a sentence; None when they agree."""
     # of another kind everything else differs too
     for name in ("kind", *sorted({*wanted, *found})):
         if wanted.get(name) != found.get(name):

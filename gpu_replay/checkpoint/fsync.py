@@ -36,7 +36,7 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Windows does that by itself and cannot open a folder."""
+    """Wait until the names in a folder are on the disk. Windows needs no call for that and cannot open a folder."""
     if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

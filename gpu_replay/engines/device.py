@@ -1,6 +1,6 @@
 """The ring of transitions on CUDA tensors, through Triton kernels; also on CPU tensors, interpreted.
 
-Nothing here waits for the device except where the docstring says so. The host keeps only a lower bound of the size, to
+Nothing here waits for the device unless its docstring states it. The host keeps only a lower bound of the size, to
 refuse a sample from too few transitions without asking.
 """
 
@@ -35,12 +35,12 @@ class DeviceEngine:
         self.draws.rebuild()
 
     def on_clear(self) -> None:
-        """Follow a `clear`."""
+        """Reset host state after `clear`."""
         self._known = 0
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
-        """Follow a replay that added so many rows, or an `add` that runs now."""
+        """Count a replay that added so many rows, or an `add` that runs now."""
         self._known = min(self._storage.capacity, self._known + rows)
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
@@ -66,7 +66,7 @@ class DeviceEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight; 2 launches.
 
-        By rank 2 and a sort come first where the order is made anew.
+        By rank 2 and a sort come first where the order is rebuilt.
         """
         with self.draws.ordered():
             drawn = self.draws.draw(batch, beta)

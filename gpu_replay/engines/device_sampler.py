@@ -1,7 +1,7 @@
 """Draws and priority updates on CUDA tensors, through Triton kernels; also on CPU tensors under Triton's interpreter.
 
-Nothing here waits for the device except where the docstring says so. Whatever a replayed graph must move on lives in
-the counters.
+Nothing here waits for the device unless its docstring states it. Whatever a replayed graph must advance is in the
+counters.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DeviceSampler:
             self._ranks.recall()
 
     def on_clear(self) -> None:
-        """Follow a `clear`."""
+        """Reset host state after `clear`."""
         if self._ranks is not None:
             self._ranks.forget(self.capturing())
 
@@ -118,7 +118,7 @@ class DeviceSampler:
             if self.capturing():
                 raise ValueError(
                     f"a call that is captured in a CUDA graph needs its tensors on {self.device}; found one on "
-                    f"{value.device}, which a replay could not read anew. Keep one on the device and copy into it."
+                    f"{value.device}, which a replay could not read again. Keep one on the device and copy into it."
                 )
             value = value.to(self.device, non_blocking=not value.is_pinned())
         return value.contiguous()
@@ -142,7 +142,7 @@ class DeviceSampler:
     ) -> WeighedDraw:
         """Draw `batch` slots, none of them among the newest `skipped`; 1 launch.
 
-        By rank 2 and a sort come first where the order is made anew.
+        By rank 2 and a sort come first where the order is rebuilt.
 
         shifted: words that move pictures are taken as well.
         exact:   ranks are those of this moment in any case, as they must be where slots are skipped.

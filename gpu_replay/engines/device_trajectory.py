@@ -1,6 +1,6 @@
-"""The trajectory buffer's work on CUDA tensors, through Triton kernels; also on CPU tensors, interpreted.
+"""The ring of steps on CUDA tensors, through Triton kernels; also on CPU tensors, interpreted.
 
-As in `device.py` nothing waits for the device except where the docstring says so. How many starts are eligible only the
+As in `device.py` nothing waits for the device unless its docstring states it. How many starts are eligible only the
 device knows; the host keeps a lower bound of it, and reads the number again when the bound does not do.
 """
 
@@ -46,13 +46,13 @@ class TrajectoryDeviceEngine:
         self.draws.rebuild()
 
     def on_clear(self) -> None:
-        """Follow a `clear`."""
+        """Reset host state after `clear`."""
         self._first_step = self._next_step
         self._known = self._overwritten = 0
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
-        """Follow a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
+        """Count a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
         steps = rows // self._shape.num_envs
         self._next_step += steps
         self._overwritten += min(steps, max(0, self._next_step - self._shape.steps))
@@ -154,7 +154,7 @@ class TrajectoryDeviceEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
 
-        By rank 2 and a sort come first where the order is made anew.
+        By rank 2 and a sort come first where the order is rebuilt.
         """
         draws, storage = self.draws, self._storage
         with draws.ordered():

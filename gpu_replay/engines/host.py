@@ -27,7 +27,7 @@ class HostEngine:
         self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._records = storage.records
         together = () if storage.records is None else storage.records.dtype.names or ()
-        # in the order of the fields: those that lie in records are taken from them
+        # in the order of the fields: those in records are taken from them
         self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
@@ -35,10 +35,10 @@ class HostEngine:
         return self.draws.count(skipped)
 
     def on_clear(self) -> None:
-        """Follow a `clear`, which leaves nothing on the host to change."""
+        """Reset host state after `clear`: there is none."""
 
     def on_replay(self, rows: int) -> None:
-        """Follow the replay of a graph; there are none on a CPU."""
+        """Count what a replayed graph added; there are none on a CPU."""
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state and draw from this seed."""

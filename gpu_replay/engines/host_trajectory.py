@@ -67,10 +67,10 @@ class TrajectoryHostEngine:
         return self.draws.count(skipped)
 
     def on_clear(self) -> None:
-        """Follow a `clear`, which leaves nothing on the host to change."""
+        """Reset host state after `clear`: there is none."""
 
     def on_replay(self, rows: int) -> None:
-        """Follow the replay of a graph; there are none on a CPU."""
+        """Count what a replayed graph added; there are none on a CPU."""
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state: measure the windows of all eligible starts, and draw from this seed."""
@@ -146,7 +146,7 @@ class TrajectoryHostEngine:
         """(batch, 4) random shifts of pictures, or None without augmentation."""
         return shifts_from(self.draws.words(batch), self._shift) if self._shift else None
 
-    # what stands in the batch
+    # contents of a batch
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""

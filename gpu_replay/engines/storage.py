@@ -145,7 +145,7 @@ class Storage:
     """One preallocated tensor `[capacity, *shape]` per field, and how often each slot was sampled.
 
     records: (capacity,) structured, the small fields of each transition; None where none lie side by side. The tensors
-             of those fields are views of it. Only for the host, and where `packed` says so.
+             of those fields are views of it. Only on the host, with `packed`.
 
     Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
     """

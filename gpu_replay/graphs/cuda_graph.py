@@ -1,4 +1,4 @@
-"""A call as a CUDA graph: some hundred kernels for the price of one launch.
+"""A call as a CUDA graph: some hundred kernels at the cost of one launch.
 
 Nothing in the call may look at the device or depend on numbers of the host that change; what must move on between
 replays (random draws, the schedule of beta, priorities, the optimiser's state) is in device memory.
@@ -109,12 +109,12 @@ class CudaGraphCall(Generic[Result]):
         return self._side_stream
 
     def _eagerly(self) -> Result:
-        aside, current = self._stream(), torch.cuda.current_stream(self._device)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        side, current = self._stream(), torch.cuda.current_stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             result = self._call()
-        current.wait_stream(aside)
-        # made aside, used here
+        current.wait_stream(side)
+        # allocated on the side stream, used on the current one
         map_tensors(result, lambda tensor: record_stream(tensor, current))
         return result
 

@@ -7,7 +7,7 @@ included.
 What a buffer stores is not an argument of its operators. Where a compiler cannot see that it need not, it copies an
 argument that is written and puts the copy back afterwards: gigabytes of storage, and without what another thread added
 meanwhile. All that compiled code must know is that a call depends on those before it and cannot be left out, moved or
-made twice. A token says so: an empty tensor of the buffer that every operator declares as written. It costs nothing to
+made twice. A token tells it: an empty tensor of the buffer that every operator declares as written. It costs nothing to
 copy and nothing is ever in it. The buffer is found by a name that no other buffer of the process has.
 
 Shapes and dtypes of what is drawn are spelled out in an argument, so that they follow from arguments alone: compiled
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gpu_replay.batch import Batch
 
-# stands in a shape for the steps of a sequence
+# placeholder in a shape for the steps of a sequence
 STEPS = "L"
 # dtype, and shape without the batch dimension
 Output = tuple[torch.dtype, tuple[int | str, ...]]
@@ -42,7 +42,7 @@ _ALWAYS: dict[str, Output] = {
 }
 # not `custom_op`: what it adds to every call takes as long as the call
 _library = torch.library.Library("gpu_replay", "FRAGMENT")
-# graphs that a compiler captures by itself know nothing of what the host keeps count of; those of `buffer.capture` do
+# graphs captured by a compiler would miss what the host counts; those of `buffer.capture` do not
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _buffers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -106,7 +106,7 @@ class Operators:
         self, kind: BatchKind, batch: int, beta: float | None, length: int | None = None, burn_in: int = 0
     ) -> Batch:
         """The buffer's `sample`, or `sample_sequences` where a length is given."""
-        # as a number it would be a constant, and another one would be compiled anew
+        # a Python number would be a constant, and each new value would be compiled again
         exponent = None if beta is None else torch.ones((), dtype=torch.float64, device="cpu") * beta
         tensors = kind.draw(self.token, self.name, kind.layout, batch, length, burn_in, exponent)
         return Batch(dict(zip(kind.names, tensors, strict=True)))
@@ -126,7 +126,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     return value.detach()
 
 
-# the operators: what runs, and what compilers are told of it
+# the operators: what runs, and the shapes that compilers see
 
 
 def _define(name: str, schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> Any:
