@@ -1,4 +1,4 @@
-"""Made-up studies: an episodes.csv in which it is known what goes with what."""
+"""Made-up studies: an episodes.csv in which it is known what correlates with what."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from gpu_replay.study.records import COLUMNS
+from gpu_replay.study.results import COLUMNS
+from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, described
 
-HEADER = list(COLUMNS)
-METHODS = ("none", "uniform", "proportional", "rank", "combined", "hindsight")
-ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
-# what one run is made of: final return, correlated pairs, TD error
+# final return, correlated pairs and TD error of one run
 Level = Callable[[str, str, int], tuple[float, float, float]]
 
 
 def by_pairs(environment: str, method: str, seed: int) -> tuple[float, float, float]:
-    """Returns fall with the pairs, TD errors are noise, nobody learns MountainCar."""
-    random = np.random.default_rng([METHODS.index(method), seed, len(environment)])
-    pairs = 900.0 - 120 * METHODS.index(method) + random.normal(0, 10)
+    """Returns fall with the pairs, TD errors are noise, no method learns MountainCar."""
+    place = list(METHODS).index(method)
+    random = np.random.default_rng([place, seed, len(environment)])
+    pairs = 900.0 - 120 * place + random.normal(0, 10)
     error = float(np.exp(random.normal(0, 0.5)))
     if environment == "MountainCar-v0":
         return -200.0, 2016.0, error
@@ -31,9 +30,8 @@ def by_pairs(environment: str, method: str, seed: int) -> tuple[float, float, fl
 
 def by_errors(environment: str, method: str, seed: int) -> tuple[float, float, float]:
     """Returns rise with the TD errors, pairs are noise."""
-    final, pairs, error = by_pairs(environment, method, seed)
-    noise = 500.0 + 100 * error
-    return (final, pairs, error) if final == -200.0 else (final, noise, final / 1000)
+    final, _, error = by_pairs(environment, method, seed)
+    return final, 500.0 + 100 * error, error if final == -200.0 else final / 1000
 
 
 def write_study(
@@ -41,37 +39,26 @@ def write_study(
     level: Level = by_pairs,
     *,
     environments: Sequence[str] = ENVIRONMENTS,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
     seeds: int = 3,
     episodes: int = 12,
-    short: dict[tuple[str, str, int], int] | None = None,
     **settings: Any,
 ) -> Path:
-    """Write episodes.csv and settings.json of such a study and return the folder.
-
-    short: episodes of the runs that are not whole.
-    """
+    """Write episodes.csv and settings.json of such a study and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for environment in sorted(environments):
-        for method in sorted(methods):
-            for seed in range(seeds):
-                final, pairs, error = level(environment, method, seed)
-                for episode in range(1, 1 + (short or {}).get((environment, method, seed), episodes)):
-                    rows.append(_row(environment, method, seed, episode, final, pairs, error))
+    agents = {name: AgentSettings(episodes=episodes) for name in environments}
+    found = described(agents, methods, seeds, tuned=False, quick=False)
+    found |= {"versions": {"torch": "9.9"}, "cpu": "a processor", "jobs": 2, "wall_seconds": 90.0, **settings}
+    (folder / "settings.json").write_text(json.dumps(found))
+    rows: list[list[object]] = [list(COLUMNS)]
+    for run in ((e, m, s) for e in sorted(environments) for m in sorted(methods) for s in range(seeds)):
+        final, pairs, error = level(*run)
+        for episode in range(1, episodes + 1):
+            # there is no update in the first episode
+            updates = 10 * (episode > 1)
+            measured: list[object] = [error, error / 2, error * 4, error / 3, pairs, 1.0, 2.0, error**2]
+            learned = measured if updates else [""] * len(measured)
+            rows.append([*run, episode, 10 * episode, 10, final, *learned, 0.05, updates, 0.1 * episode])
     with (folder / "episodes.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEADER, *rows])
-    described = {"tuned": False, "episodes": episodes, "seeds": list(range(seeds)), **settings}
-    (folder / "settings.json").write_text(json.dumps(described))
+        csv.writer(file).writerows(rows)
     return folder
-
-
-def _row(
-    environment: str, method: str, seed: int, episode: int, final: float, pairs: float, error: float
-) -> list[object]:
-    measured: list[object] = [error, error / 2, error * 4, error / 3, pairs, 1.0, 2.0, error**2]
-    if episode == 1:
-        # no update yet
-        measured = [""] * len(measured)
-    updates = 0 if episode == 1 else 10
-    return [environment, method, seed, episode, 10 * episode, 10, final, *measured, 0.05, updates, 0.1 * episode]

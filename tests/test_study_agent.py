@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from gpu_replay.study.agent import Agent, smooth_l1
 from gpu_replay.study.exploration import Explorer
-from gpu_replay.study.methods import Drawn
+from gpu_replay.study.methods import Minibatch
 from gpu_replay.study.network import Adam, Backward, Forward, Parameters
 from gpu_replay.study.settings import AgentSettings
 
-# hidden layers whose products are NumPy's, torch's, and both
+# hidden layers whose products are computed by NumPy, by torch, and by both
 HIDDEN = [(5,), (128,), (64, 48), (300, 300)]
 
 
@@ -25,8 +25,8 @@ def as_torch(parameters: Parameters) -> nn.Sequential:
     """The same network in torch's own layers."""
     layers: list[nn.Module] = []
     for weight, bias in zip(parameters.weights, parameters.biases, strict=True):
-        layer = nn.Linear(*weight.array.shape)
-        layer.weight.data = weight.tensor.t().clone()
+        layer = nn.Linear(*weight.shape)
+        layer.weight.data = weight.t().clone()
         layer.bias.data = torch.from_numpy(bias.copy())
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers[:-1])
@@ -44,11 +44,11 @@ def flat(network: nn.Sequential, pick: Callable[[Tensor], Tensor | None]) -> np.
     return torch.cat(parts).numpy()
 
 
-def drawn(rows: int, inputs: int, actions: int, seed: int) -> Drawn:
+def minibatch(rows: int, inputs: int, actions: int, seed: int) -> Minibatch:
     """A batch in which errors are small and large, and some steps end episodes."""
     rng = np.random.default_rng(seed)
     obs = rng.standard_normal((rows, inputs)).astype(np.float32)
-    return Drawn(
+    return Minibatch(
         inputs=obs,
         next_inputs=rng.standard_normal((rows, inputs)).astype(np.float32),
         states=obs,
@@ -82,9 +82,9 @@ def test_initial_values_are_spread_as_those_of_torch() -> None:
     parameters = Parameters((4, 500, 2))
     parameters.draw(np.random.default_rng(3))
     for weight, bias, bound in zip(parameters.weights, parameters.biases, (4**-0.5, 500**-0.5), strict=True):
-        for values in (weight.array, bias):
+        for values in (weight.numpy(), bias):
             assert np.abs(values).max() <= bound
-        assert weight.array.std() == pytest.approx(bound / 3**0.5, rel=0.05)
+        assert weight.numpy().std() == pytest.approx(bound / 3**0.5, rel=0.05)
     again = Parameters((4, 500, 2))
     again.draw(np.random.default_rng(3))
     assert again.array.tolist() == parameters.array.tolist()
@@ -113,7 +113,7 @@ def test_an_update_is_the_one_that_torch_makes(double: bool) -> None:
     online, target = as_torch(agent.online), as_torch(agent.online)
     optimizer = torch.optim.Adam(online.parameters(), lr=0.01)
     for step in range(6):
-        batch = drawn(20, 4, 3, step)
+        batch = minibatch(20, 4, 3, step)
         obs, after = (torch.from_numpy(each) * torch.tensor(scale) for each in (batch.inputs, batch.next_inputs))
         values = online(obs)
         chosen = values.gather(1, torch.from_numpy(batch.action)[:, None]).squeeze(1)
@@ -126,8 +126,8 @@ def test_an_update_is_the_one_that_torch_makes(double: bool) -> None:
         (torch.from_numpy(batch.weight) * losses).mean().backward()
         optimizer.step()
 
-        learned = agent.learn(batch)
-        np.testing.assert_allclose(learned.values, values.detach().numpy(), rtol=1e-4, atol=1e-5)
+        learned = agent.update(batch)
+        np.testing.assert_allclose(learned.best_values, values.detach().amax(1).numpy(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(learned.td_error, (chosen - aim).detach().numpy(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(smooth_l1(learned.td_error), losses.detach().numpy(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(agent.online.array, flat(online, lambda p: p), rtol=1e-4, atol=1e-5)
@@ -143,7 +143,7 @@ def test_the_best_action_is_taken(scale: tuple[float, ...] | None) -> None:
     agent = Agent(AgentSettings(hidden=(16,), scale=scale), 4, 3, seed=0)
     reference = as_torch(agent.online)
     observations = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
-    # the fourth number is a goal, which is seen as it is
+    # the fourth component is a goal, which is not scaled
     factors = torch.tensor([*(scale or (1.0, 1.0, 1.0)), 1.0])
     expected = reference(torch.from_numpy(observations) * factors).argmax(1).tolist()
     assert [agent.act(each) for each in observations] == expected
@@ -155,13 +155,12 @@ def test_random_actions_are_a_share_epsilon_and_last(persistence: float) -> None
     explorer = Explorer(3, persistence, seed=0)
     found = [explorer.choose(0.3) for _ in range(60_000)]
     random = [action for action in found if action is not None]
-    # of 60,000 steps in stretches of up to ten
     assert len(random) / len(found) == pytest.approx(0.3, abs=0.02)
     for action in range(3):
         assert random.count(action) / len(random) == pytest.approx(1 / 3, abs=0.03)
     pairs = [(a, b) for a, b in pairwise(found) if a is not None]
     same = sum(a == b for a, b in pairs) / len(pairs)
-    # it goes on, or ends and begins again with the same one of three
+    # it is repeated, or ends and the same one of three begins
     begin = 0.3 * (1 - persistence) / (1 - 0.3 * persistence)
     assert same == pytest.approx(persistence + (1 - persistence) * begin / 3, abs=0.02)
     assert [Explorer(3, persistence, seed=1).choose(1.0) for _ in range(5)] != [None] * 5

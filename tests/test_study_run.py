@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study.methods import METHODS, Drawn
-from gpu_replay.study.run import Episode, RunId, episodes
-from gpu_replay.study.settings import ENVIRONMENTS, TUNED, AgentSettings, StudySettings, poor_settings
+from gpu_replay.study.methods import Minibatch, make_memory
+from gpu_replay.study.run import MEASURED, Episode, RunId, make_run
+from gpu_replay.study.settings import ENVIRONMENTS, METHODS, TUNED, AgentSettings, agents, described
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -26,9 +26,9 @@ def without_time(found: list[Episode]) -> list[Episode]:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_run_again_is_the_same(method: str) -> None:
     run = RunId("CartPole-v1", method, 3)
-    first, second = list(episodes(run, SHORT)), list(episodes(run, SHORT))
+    first, second = make_run(run, SHORT), make_run(run, SHORT)
     assert without_time(first) == without_time(second)
-    other = list(episodes(dataclasses.replace(run, seed=4), SHORT))
+    other = make_run(dataclasses.replace(run, seed=4), SHORT)
     assert [each.duration for each in other] != [each.duration for each in first]
     assert [(each.environment, each.method, each.seed) for each in first] == [("CartPole-v1", method, 3)] * 6
     assert [each.episode for each in first] == [1, 2, 3, 4, 5, 6]
@@ -37,7 +37,7 @@ def test_the_same_run_again_is_the_same(method: str) -> None:
 @pytest.mark.parametrize("environment, reward", [("CartPole-v1", 1.0), ("Acrobot-v1", -1.0), ("MountainCar-v0", -1.0)])
 def test_a_line_says_what_happened(environment: str, reward: float) -> None:
     settings = dataclasses.replace(SHORT, episodes=2 if environment == "Acrobot-v1" else 3, train_every=5, updates=2)
-    found = list(episodes(RunId(environment, "uniform", 0), settings))
+    found = make_run(RunId(environment, "uniform", 0), settings)
     steps = 0
     for episode in found:
         before, steps = steps, steps + episode.duration
@@ -51,29 +51,28 @@ def test_a_line_says_what_happened(environment: str, reward: float) -> None:
 
 def test_an_episode_without_updates_has_nothing_to_say_of_them() -> None:
     settings = dataclasses.replace(SHORT, episodes=1, first_update=1_000)
-    (episode,) = episodes(RunId("CartPole-v1", "uniform", 0), settings)
+    (episode,) = make_run(RunId("CartPole-v1", "uniform", 0), settings)
     assert episode.updates == 0
-    names = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
-    assert [getattr(episode, name) for name in names] == [None] * 8
+    assert [getattr(episode, name) for name in MEASURED] == [None] * 8
 
 
 def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_replay.study import agent
 
     errors, values, states, weights = [], [], [], []
-    learn = agent.Agent.learn
+    update = agent.Agent.update
 
-    def spied(self: agent.Agent, drawn: Drawn) -> agent.Learned:
-        learned = learn(self, drawn)
+    def spied(self: agent.Agent, drawn: Minibatch) -> agent.UpdateResult:
+        learned = update(self, drawn)
         errors.append(np.abs(learned.td_error).astype(np.float64))
-        values.append(learned.values.max(axis=1))
+        values.append(learned.best_values)
         states.append(drawn.states.astype(np.float64))
         weights.append(drawn.weight)
         return learned
 
-    monkeypatch.setattr(agent.Agent, "learn", spied)
+    monkeypatch.setattr(agent.Agent, "update", spied)
     settings = dataclasses.replace(SHORT, episodes=1)
-    (episode,) = episodes(RunId("MountainCar-v0", "proportional", 0), settings)
+    (episode,) = make_run(RunId("MountainCar-v0", "proportional", 0), settings)
     assert episode.updates == len(errors) == 200 - 15
     loss = [w * np.where(e < 1, e * e / 2, e - 0.5) for w, e in zip(weights, errors, strict=True)]
     pairs = [sum(len(set(a)) > 1 < len(set(b)) for i, a in enumerate(s) for b in s[:i]) for s in states]
@@ -93,7 +92,7 @@ def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch
 
 def filled(method: str, settings: AgentSettings, steps: int) -> Any:
     """A memory after some steps of CartPole, numbered in the first component, of which each tenth ends an episode."""
-    memory = METHODS[method].make(settings, "CartPole-v1", 4, 0)
+    memory = make_memory(method, settings, "CartPole-v1", 4, 0)
     for step in range(steps):
         obs, after = (np.array([at, 0, 0.01 * at, 0], dtype=np.float32) for at in (step, step + 0.5))
         ends = step % 10 == 9
@@ -105,9 +104,7 @@ def filled(method: str, settings: AgentSettings, steps: int) -> Any:
 def test_a_memory_gives_back_what_happened(method: str) -> None:
     settings = dataclasses.replace(SHORT, memory=100, gamma=0.5)
     memory = filled(method, settings, 60)
-    assert memory.can_draw(16)
-    assert not memory.can_draw(61)
-    drawn = memory.draw(32, 0.5)
+    drawn = memory.sample(32, 0.5)
     at = drawn.states[:, 0].astype(int)
     assert drawn.inputs.shape == drawn.next_inputs.shape == (32, memory.width)
     assert drawn.inputs[:, :4].tolist() == drawn.states.tolist()
@@ -137,16 +134,16 @@ def test_a_memory_gives_back_what_happened(method: str) -> None:
 def test_the_network_of_hindsight_sees_the_goal() -> None:
     obs = np.array([1, 2, 3, 4], dtype=np.float32)
     for method, seen in (("uniform", [1, 2, 3, 4]), ("hindsight", [1, 2, 3, 4, 0, 0])):
-        memory = METHODS[method].make(SHORT, "CartPole-v1", 4, 0)
-        assert memory.see(obs).tolist() == seen
+        memory = make_memory(method, SHORT, "CartPole-v1", 4, 0)
+        assert memory.network_input(obs).tolist() == seen
         assert memory.width == len(seen)
 
 
 def test_importance_weights_grow_stronger_over_the_run() -> None:
     def weights(method: str, progress: float) -> np.ndarray:
         memory = filled(method, SHORT, 60)
-        memory.update(torch.arange(60), np.linspace(0.01, 3, 60, dtype=np.float32))
-        return memory.draw(32, progress).weight
+        memory.update_priorities(torch.arange(60), np.linspace(0.01, 3, 60, dtype=np.float32))
+        return memory.sample(32, progress).weight
 
     for method in ("none", "uniform", "combined", "hindsight"):
         assert weights(method, 0.5).tolist() == [1.0] * 32
@@ -159,8 +156,8 @@ def test_importance_weights_grow_stronger_over_the_run() -> None:
 
 
 def test_default_settings_are_those_of_the_tutorial() -> None:
-    study = StudySettings.of(ENVIRONMENTS, tuple(METHODS), 5)
-    assert study.seeds == (0, 1, 2, 3, 4)
+    found = described(agents(ENVIRONMENTS, tuned=False), list(METHODS), 5, tuned=False, quick=False)
+    assert found["seeds"] == [0, 1, 2, 3, 4]
     expected = {
         "episodes": 300,
         "hidden": (128,),
@@ -179,17 +176,11 @@ def test_default_settings_are_those_of_the_tutorial() -> None:
         "target_every": None,
         "double": False,
     }
-    assert {name: dataclasses.asdict(agent) for name, agent in study.agents.items()} == dict.fromkeys(
-        ENVIRONMENTS, expected
-    )
+    assert found["environments"] == dict.fromkeys(ENVIRONMENTS, expected)
+    assert "Discount 0.8" in found["notes"][0]
 
 
-def test_poor_settings_are_named_and_tuned_ones_are_not() -> None:
-    for name in ENVIRONMENTS:
-        assert any("discount 0.8 looks about 5 steps ahead" in note for note in poor_settings(name, AgentSettings()))
-        assert poor_settings(name, TUNED[name]) == []
-    assert any("epsilon falls within 1,000 steps" in note for note in poor_settings("MountainCar-v0", AgentSettings()))
-    notes = StudySettings.of(["MountainCar-v0"], ["uniform"], 1, quick=True).notes()
-    assert "smoke run" in notes[0]
-    assert any("two components" in note for note in notes)
-    assert not any("hindsight" in note for note in notes)
+def test_tuned_settings_are_those_named_and_may_be_shortened() -> None:
+    assert agents(ENVIRONMENTS, tuned=True) == TUNED
+    assert [each.episodes for each in agents(ENVIRONMENTS, tuned=True, episodes=7).values()] == [7, 7, 7]
+    assert described(TUNED, ["none"], 1, tuned=True, quick=False)["notes"] == []

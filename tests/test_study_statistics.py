@@ -11,19 +11,19 @@ from gpu_replay.study.statistics import correlated_pairs, td_statistics
 def test_td_statistics_by_hand() -> None:
     # absolute values 1, 2, 3, 6: mean 3, median 2.5, deviation sqrt((4 + 1 + 0 + 9) / 4)
     found = td_statistics(np.array([[-2.0, 1.0, 6.0, -3.0]]))
-    assert found.mean.tolist() == [3.0]
-    assert found.median.tolist() == [2.5]
-    assert found.maximum.tolist() == [6.0]
-    assert found.deviation.tolist() == [pytest.approx(3.5**0.5, rel=1e-15)]
+    assert found["td_mean"].tolist() == [3.0]
+    assert found["td_median"].tolist() == [2.5]
+    assert found["td_max"].tolist() == [6.0]
+    assert found["td_std"].tolist() == [pytest.approx(3.5**0.5, rel=1e-15)]
 
 
 def test_td_statistics_of_an_odd_batch_and_of_each_update_apart() -> None:
     found = td_statistics(np.array([[-5.0, 1.0, 3.0], [0.0, 0.0, 0.0]], dtype=np.float32))
-    assert found.mean.tolist() == [3.0, 0.0]
-    assert found.median.tolist() == [3.0, 0.0]
-    assert found.maximum.tolist() == [5.0, 0.0]
+    assert found["td_mean"].tolist() == [3.0, 0.0]
+    assert found["td_median"].tolist() == [3.0, 0.0]
+    assert found["td_max"].tolist() == [5.0, 0.0]
     # deviations of 5, 1, 3 from 3 are 2, 2, 0
-    assert found.deviation.tolist() == [pytest.approx((8 / 3) ** 0.5, rel=1e-15), 0.0]
+    assert found["td_std"].tolist() == [pytest.approx((8 / 3) ** 0.5, rel=1e-15), 0.0]
 
 
 # with a: (1, 2, 3): b rises with it (r = 1), c falls (r = -1), d is flat and has no correlation,

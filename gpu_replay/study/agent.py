@@ -1,4 +1,4 @@
-"""Deep Q-learning on batches of NumPy arrays: how a drawn batch becomes a step of the network."""
+"""Deep Q-learning on batches of NumPy arrays: one update of the network from a sampled batch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_replay.study.methods import Drawn
+from gpu_replay.study.methods import Minibatch
 from gpu_replay.study.network import Adam, Backward, Floats, Forward, Parameters
 from gpu_replay.study.settings import AgentSettings
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What an update was like; overwritten by the next one.
+class UpdateResult:
+    """What an update was like.
 
-    td_error: (B,) value of the chosen action minus its target.
-    values:   (B, A) values of all actions in the drawn states, before the update.
+    td_error:    (B,) value of the chosen action minus its target.
+    best_values: (B,) max over actions of Q in the sampled states, before the update.
     """
 
     td_error: Floats
-    values: Floats
+    best_values: Floats
 
 
 class Agent:
     """The online network, its target copy and their optimiser.
 
-    inputs, actions: how many numbers the network sees, and how many actions it values.
+    inputs, actions: numbers of the network's inputs and outputs.
     """
 
     def __init__(self, settings: AgentSettings, inputs: int, actions: int, seed: int) -> None:
         sizes = (inputs, *settings.hidden, actions)
         rows = settings.batch_size
-        # goals that stand behind the observation are not scaled
+        # goals, which follow the observation, are not scaled
         self._scale = np.ones(inputs, dtype=np.float32)
         if settings.scale is not None:
             self._scale[: len(settings.scale)] = settings.scale
@@ -48,40 +48,40 @@ class Agent:
         self._next_online = Forward(self.online, rows) if self._double else None
         self._backward = Backward(self._now)
         self._adam = Adam(self.online, settings.learning_rate)
-        # the place of each row's first action in the flat values
+        # index of each row's first action in the flattened values
         self._rows: NDArray[np.int64] = np.arange(rows) * actions
 
-    def act(self, seen: Floats) -> int:
+    def act(self, inputs: Floats) -> int:
         """The action of the largest value, the first among equals."""
-        np.multiply(seen, self._scale, out=self._one.inputs[0])
+        np.multiply(inputs, self._scale, out=self._one.inputs[0])
         return int(self._one.run().argmax())
 
     def copy_to_target(self) -> None:
-        """Make the target network the online one as it is now."""
-        self._target.copy_from(self.online)
+        """Copy the online network's parameters to the target network."""
+        np.copyto(self._target.array, self.online.array)
 
-    def learn(self, drawn: Drawn) -> Learned:
+    def update(self, batch: Minibatch) -> UpdateResult:
         """One step of Adam on the importance-weighted smooth L1 loss."""
-        targets = self._next_values(drawn.next_inputs)
-        targets *= drawn.discount
-        targets += drawn.reward
-        np.multiply(drawn.inputs, self._scale, out=self._now.inputs)
+        targets = self._next_values(batch.next_inputs)
+        targets *= batch.discount
+        targets += batch.reward
+        np.multiply(batch.inputs, self._scale, out=self._now.inputs)
         values = self._now.run()
-        chosen = self._rows + drawn.action
+        chosen = self._rows + batch.action
         td_error = values.take(chosen)
         td_error -= targets
-        # the derivative of smooth L1 is its error, cut off at one
+        # the derivative of smooth L1 is the error, clipped at one
         slope = np.minimum(np.maximum(td_error, -1), 1)
-        slope *= drawn.weight
+        slope *= batch.weight
         slope *= 1 / len(slope)
         outputs = self._backward.outputs
         outputs.fill(0)
         outputs.put(chosen, slope)
         self._adam.step(self._backward.run())
-        return Learned(td_error, values)
+        return UpdateResult(td_error, values.max(axis=1))
 
     def _next_values(self, next_inputs: Floats) -> Floats:
-        """(B,) what the target network says of the best next action."""
+        """(B,) the target network's value of the best next action."""
         np.multiply(next_inputs, self._scale, out=self._next.inputs)
         values = self._next.run()
         if self._next_online is None:
@@ -91,6 +91,6 @@ class Agent:
 
 
 def smooth_l1(errors: Floats) -> Floats:
-    """Half the square up to an error of one, linear beyond: the loss whose mean `Agent.learn` lowers."""
+    """Half the square up to an error of one, linear beyond: the loss whose mean `Agent.update` lowers."""
     size = np.abs(errors)
     return np.where(size < 1, 0.5 * np.square(size), size - 0.5).astype(np.float32)

@@ -1,7 +1,7 @@
-"""The three environments as tasks with goals, for hindsight: what was achieved, what is wanted, what it pays.
+"""The three environments as tasks with goals, for hindsight: the achieved goal, the desired goal, the reward.
 
-With the true goal a step pays what the environment pays and ends where the environment ends (of MountainCar and
-Acrobot; a fallen pole stays fallen whatever the goal), so that only the goal is new.
+With the true goal, rewards and terminations are the environment's own (CartPole terminates whatever the goal), so that
+only the goal is new.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float32]
-# beyond these, CartPole ends: the cart's position in metres, the pole's angle of 12 degrees in radians
+# bounds beyond which CartPole terminates: the cart's position in metres, the pole's angle of 12 degrees in radians
 _BOUNDS = (2.4, 12 * 2 * np.pi / 360)
 
 
 @dataclass(frozen=True)
 class GoalTask:
-    """What hindsight must know of an environment.
+    """What hindsight needs to know of an environment.
 
-    achieved:      (D,) observation to the (G,) goal that it stands for.
+    achieved:      (D,) observation -> (G,) goal that it achieves.
     goal:          the true one.
-    reward_fn:     (K, G) achieved after the step, (K, G) wanted -> (K,) what the step pays.
+    reward_fn:     (K, G) achieved after the step, (K, G) desired -> (K,) reward.
     terminated_fn: the same -> (K,) whether the episode ends there; None where that does not depend on the goal.
     """
 
@@ -35,29 +35,17 @@ class GoalTask:
     terminated_fn: Callable[[Tensor, Tensor], Tensor] | None
 
 
-def _cart_and_angle(obs: Floats) -> Floats:
-    return obs[[0, 2]]
-
-
 def _near(achieved: Tensor, desired: Tensor) -> Tensor:
     return ((achieved - desired).abs() <= torch.tensor(_BOUNDS)).all(1)
 
 
 def _balanced(achieved: Tensor, desired: Tensor) -> Tensor:
-    """1 within the bounds of the goal, else 0; the step that leaves the environment's own bounds is paid as there."""
+    """1 within the bounds of the goal, else 0; the step that leaves the environment's bounds is rewarded as there."""
     return (_near(achieved, desired) | ~_near(achieved, torch.zeros_like(desired))).float()
 
 
-def _position(obs: Floats) -> Floats:
-    return obs[:1]
-
-
-def _at_flag(achieved: Tensor, desired: Tensor) -> Tensor:
-    return (achieved >= desired).squeeze(1)
-
-
 def _each_step_costs(achieved: Tensor, desired: Tensor) -> Tensor:
-    """-1 for every step, the last one too: MountainCar pays nothing for arriving but the end of the costs."""
+    """-1 for every step, the last one too, as MountainCar does."""
     return torch.full((len(achieved),), -1.0)
 
 
@@ -76,7 +64,9 @@ def _steps_below_cost(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 TASKS = {
-    "CartPole-v1": GoalTask(_cart_and_angle, (0.0, 0.0), _balanced, None),
+    "CartPole-v1": GoalTask(lambda obs: obs[[0, 2]], (0.0, 0.0), _balanced, None),
     "Acrobot-v1": GoalTask(_height, (1.0,), _steps_below_cost, _above),
-    "MountainCar-v0": GoalTask(_position, (0.5,), _each_step_costs, _at_flag),
+    "MountainCar-v0": GoalTask(
+        lambda obs: obs[:1], (0.5,), _each_step_costs, lambda achieved, desired: (achieved >= desired).squeeze(1)
+    ),
 }

@@ -1,46 +1,32 @@
-"""The methods that are compared: how each remembers transitions and draws a batch of them.
+"""How each method stores transitions and samples a batch of them.
 
-A memory takes what happened and gives batches back as NumPy arrays of one form, so that the agent does not know which
-method it learns with. Networks of `hindsight` see the goal beside the observation.
+A memory returns batches as NumPy arrays of one form, so that the agent does not know which method it learns with.
+Networks of `hindsight` see the goal beside the observation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Latest,
-    Proportional,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
-from gpu_replay.hindsight import Hindsight
-from gpu_replay.samplers import RankBased, Sampler
+from gpu_replay import Batch, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.study.goals import TASKS, GoalTask
-from gpu_replay.study.settings import AgentSettings
+from gpu_replay.study.settings import METHODS, AgentSettings, Method
 
 Floats = NDArray[np.float32]
-ALPHA = 0.6
-BETA_START, BETA_END = 0.4, 1.0
-RELABELLED = 0.8
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A batch: what the network sees before and after, (B, I), and what happened in between, (B,).
+class Minibatch:
+    """What the network sees before and after a step, (B, I), and what happened in between, (B,).
 
     states:   (B, D) the environment's observations, without goals.
     discount: gamma, or 0 where the episode terminated.
-    keys:     for `Memory.update`.
+    keys:     for `update_priorities`.
     """
 
     inputs: Floats
@@ -53,132 +39,91 @@ class Drawn:
     keys: torch.Tensor
 
 
-class Memory(Protocol):
-    """What the agent asks of a method."""
-
-    @property
-    def width(self) -> int:
-        """Numbers that the network sees."""
-
-    def see(self, obs: Floats) -> Floats:
-        """(I,) what the network sees of an observation (D,)."""
-
-    def add(
-        self, obs: Floats, action: int, reward: float, next_obs: Floats, *, terminated: bool, truncated: bool
-    ) -> None:
-        """Remember one step."""
-
-    def can_draw(self, least: int) -> bool:
-        """Whether `least` transitions can be drawn."""
-
-    def draw(self, batch_size: int, progress: float) -> Drawn:
-        """A batch; `progress` is how much of the run is over, from 0 to 1."""
-
-    def update(self, keys: torch.Tensor, td_errors: Floats) -> None:
-        """Tell what the TD errors of a batch were."""
-
-
 class TransitionMemory:
     """Single transitions in a `ReplayBuffer`.
 
-    beta: (start, end) of the importance weights over the run, or None for what the sampler says.
+    width: components of what the network sees.
+    lag:   stored steps that cannot be sampled yet.
     """
 
-    def __init__(
-        self, agent: AgentSettings, sampler: Sampler, size: int, seed: int, beta: tuple[float, float] | None
-    ) -> None:
+    lag = 0
+
+    def __init__(self, method: Method, agent: AgentSettings, size: int, seed: int) -> None:
         self.width = size
         self._gamma = agent.gamma
-        self._beta = beta
-        self._prioritized = isinstance(sampler, (Proportional, RankBased))
-        self._stored = 0
-        fields = {
-            "obs": Field((size,), torch.float32),
-            "action": Field((), torch.int64),
-            "reward": Field((), torch.float32),
-            "next_obs": Field((size,), torch.float32),
-            "discount": Field((), torch.float32),
-        }
-        self._buffer = ReplayBuffer(agent.memory, fields, sampler=sampler, device="cpu", seed=seed)
+        self._beta = method.beta
+        self._prioritized = isinstance(method.sampler, (Proportional, RankBased))
+        obs, scalar = Field((size,), torch.float32), Field((), torch.float32)
+        fields = {"obs": obs, "action": Field((), torch.int64), "reward": scalar, "next_obs": obs, "discount": scalar}
+        self._buffer = ReplayBuffer(agent.memory, fields, sampler=method.sampler, device="cpu", seed=seed)
 
-    def see(self, obs: Floats) -> Floats:
+    def network_input(self, obs: Floats) -> Floats:
+        """(I,) what the network sees of an observation (D,)."""
         return obs
 
     def add(
         self, obs: Floats, action: int, reward: float, next_obs: Floats, *, terminated: bool, truncated: bool
     ) -> None:
+        """Store one step."""
         self._buffer.add(
             obs=obs[None],
             action=np.array([action]),
             reward=np.array([reward], dtype=np.float32),
             next_obs=next_obs[None],
-            # what follows a truncation is real, and bootstrapped from
+            # the observation after a truncation is a real one, and bootstrapped from
             discount=np.array([0.0 if terminated else self._gamma], dtype=np.float32),
         )
-        self._stored += 1
 
-    def can_draw(self, least: int) -> bool:
-        return self._stored >= least
-
-    def draw(self, batch_size: int, progress: float) -> Drawn:
-        beta = None
-        if self._beta is not None:
-            start, end = self._beta
-            beta = start + (end - start) * progress
+    def sample(self, batch_size: int, progress: float) -> Minibatch:
+        """A batch; `progress` is the share of the run that is over, from 0 to 1."""
+        beta = None if self._beta is None else self._beta[0] + (self._beta[1] - self._beta[0]) * progress
         batch = self._buffer.sample(batch_size, beta=beta)
-        inputs = batch["obs"].numpy()
-        return Drawn(
-            inputs=inputs,
-            next_inputs=batch["next_obs"].numpy(),
-            states=inputs,
-            action=batch["action"].numpy(),
-            reward=batch["reward"].numpy(),
-            discount=batch["discount"].numpy(),
-            weight=batch["weight"].numpy(),
-            keys=batch["key"],
-        )
+        obs = batch["obs"].numpy()
+        return _minibatch(batch, obs, batch["next_obs"].numpy(), obs)
 
-    def update(self, keys: torch.Tensor, td_errors: Floats) -> None:
+    def update_priorities(self, keys: torch.Tensor, td_errors: Floats) -> None:
+        """Report the TD errors of a batch; samplers without priorities ignore them."""
         if self._prioritized:
             self._buffer.update_priorities(keys, td_errors)
 
 
 class GoalMemory:
-    """Episodes in a `TrajectoryReplayBuffer`, which relabels most of a batch with goals that were achieved."""
+    """Episodes in a `TrajectoryReplayBuffer`, which relabels most of a batch with goals that were achieved later.
 
-    def __init__(self, agent: AgentSettings, task: GoalTask, size: int, seed: int) -> None:
+    The interface is that of `TransitionMemory`.
+    """
+
+    # the newest step waits for the observation after it
+    lag = 1
+
+    def __init__(self, method: Method, agent: AgentSettings, task: GoalTask, size: int, seed: int) -> None:
         self._task = task
         self._goal = np.array(task.goal, dtype=np.float32)
         self.width = size + len(task.goal)
-        self._stored = 0
-        goal = Field(self._goal.shape, torch.float32)
+        obs, goal = Field((size,), torch.float32), Field(self._goal.shape, torch.float32)
+        fields = {"obs.observation": obs, "obs.achieved_goal": goal, "obs.desired_goal": goal}
         self._buffer = TrajectoryReplayBuffer(
             agent.memory,
             1,
-            {
-                "obs.observation": Field((size,), torch.float32),
-                "obs.achieved_goal": goal,
-                "obs.desired_goal": goal,
-                "action": Field((), torch.int64),
-            },
+            {**fields, "action": Field((), torch.int64)},
             gamma=agent.gamma,
-            # single environments are reset when an episode is over, and the last observation comes with its last step
+            # single environments are reset when an episode ends, and the last observation comes with its last step
             autoreset="same_step",
-            sampler=Uniform(),
+            sampler=method.sampler,
             device="cpu",
             seed=seed,
-            relabel=Hindsight(ratio=RELABELLED, reward_fn=task.reward_fn, terminated_fn=task.terminated_fn),
+            relabel=Hindsight(ratio=method.relabeled, reward_fn=task.reward_fn, terminated_fn=task.terminated_fn),
         )
 
-    def see(self, obs: Floats) -> Floats:
+    def network_input(self, obs: Floats) -> Floats:
         return np.concatenate((obs, self._goal))
 
     def add(
         self, obs: Floats, action: int, reward: float, next_obs: Floats, *, terminated: bool, truncated: bool
     ) -> None:
-        given: dict[str, Any] = {f"obs.{name}": value[None] for name, value in self._named(obs).items()}
+        given = self._goal_observation("obs", obs)
         if terminated or truncated:
-            given |= {f"final_obs.{name}": value[None] for name, value in self._named(next_obs).items()}
+            given |= self._goal_observation("final_obs", next_obs)
         self._buffer.add(
             **given,
             action=np.array([action]),
@@ -186,75 +131,31 @@ class GoalMemory:
             terminated=np.array([terminated]),
             truncated=np.array([truncated]),
         )
-        self._stored += 1
 
-    def _named(self, obs: Floats) -> dict[str, Floats]:
-        return {"observation": obs, "achieved_goal": self._task.achieved(obs), "desired_goal": self._goal}
+    def _goal_observation(self, prefix: str, obs: Floats) -> dict[str, Any]:
+        parts = {"observation": obs, "achieved_goal": self._task.achieved(obs), "desired_goal": self._goal}
+        return {f"{prefix}.{name}": value[None] for name, value in parts.items()}
 
-    def can_draw(self, least: int) -> bool:
-        # the newest step waits for the observation after it
-        return self._stored > least
-
-    def draw(self, batch_size: int, progress: float) -> Drawn:
+    def sample(self, batch_size: int, progress: float) -> Minibatch:
         batch = self._buffer.sample(batch_size)
-        states = batch["obs.observation"].numpy()
-        goals = batch["obs.desired_goal"].numpy()
-        return Drawn(
-            inputs=np.concatenate((states, goals), axis=1),
-            next_inputs=np.concatenate((batch["next_obs.observation"].numpy(), goals), axis=1),
-            states=states,
-            action=batch["action"].numpy(),
-            reward=batch["reward"].numpy(),
-            discount=batch["discount"].numpy(),
-            weight=batch["weight"].numpy(),
-            keys=batch["key"],
-        )
+        obs, goals = batch["obs.observation"].numpy(), batch["obs.desired_goal"].numpy()
+        next_inputs = np.concatenate((batch["next_obs.observation"].numpy(), goals), axis=1)
+        return _minibatch(batch, np.concatenate((obs, goals), axis=1), next_inputs, obs)
 
-    def update(self, keys: torch.Tensor, td_errors: Floats) -> None:
-        """Uniform draws have no priorities."""
+    def update_priorities(self, keys: torch.Tensor, td_errors: Floats) -> None:
+        """Uniform sampling has no priorities."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """One of the compared methods.
-
-    label:  for people.
-    make:   (agent, environment, observation size, seed) -> the memory.
-    detail: its settings as JSON values.
-    """
-
-    label: str
-    make: Callable[[AgentSettings, str, int, int], Memory]
-    detail: dict[str, Any]
-
-    def described(self) -> dict[str, Any]:
-        """The method as JSON values."""
-        return {"label": self.label, **self.detail}
+def make_memory(
+    method: str, agent: AgentSettings, environment: str, size: int, seed: int
+) -> TransitionMemory | GoalMemory:
+    """The memory of a method for observations of `size` components."""
+    found = METHODS[method]
+    if found.relabeled:
+        return GoalMemory(found, agent, TASKS[environment], size, seed)
+    return TransitionMemory(found, agent, size, seed)
 
 
-def _transitions(label: str, sampler: Sampler, beta: tuple[float, float] | None = None) -> Method:
-    def make(agent: AgentSettings, environment: str, size: int, seed: int) -> Memory:
-        return TransitionMemory(agent, sampler, size, seed, beta)
-
-    detail: dict[str, Any] = {"buffer": "ReplayBuffer", "sampler": repr(sampler)}
-    if beta is not None:
-        detail["beta_over_the_run"] = list(beta)
-    return Method(label, make, detail)
-
-
-def _goals(label: str) -> Method:
-    def make(agent: AgentSettings, environment: str, size: int, seed: int) -> Memory:
-        return GoalMemory(agent, TASKS[environment], size, seed)
-
-    detail = {"buffer": "TrajectoryReplayBuffer", "sampler": repr(Uniform()), "relabelled": RELABELLED}
-    return Method(label, make, {**detail, "strategy": "future"})
-
-
-METHODS = {
-    "none": _transitions("no memory: the newest transitions", Latest()),
-    "uniform": _transitions("uniform", Uniform()),
-    "proportional": _transitions("proportional", Proportional(alpha=ALPHA, beta=BETA_START), (BETA_START, BETA_END)),
-    "rank": _transitions("rank-based", RankBased(alpha=0.7, beta=0.5)),
-    "combined": _transitions("combined: uniform and the newest", Combined(Uniform())),
-    "hindsight": _goals("hindsight"),
-}
+def _minibatch(batch: Batch, inputs: Floats, next_inputs: Floats, states: Floats) -> Minibatch:
+    columns = {name: batch[name].numpy() for name in ("action", "reward", "discount", "weight")}
+    return Minibatch(inputs, next_inputs, states, **columns, keys=batch["key"])

@@ -1,9 +1,9 @@
-"""A fully connected network with its gradient and Adam written out, for updates that cost 0.1 instead of 0.7 ms.
+"""A fully connected network with its gradient and Adam written out, for updates that take 0.1 instead of 0.7 ms.
 
-At a batch of 64 and 128 hidden units the arithmetic takes microseconds; what autograd and an optimiser of four tensors
-cost is bookkeeping. Here all parameters are one vector, memory is taken once, and NumPy does what is small, as its
-calls are cheaper; large products are torch's, as the threads of NumPy's cannot be set. Tests hold gradient and Adam
-against `torch.autograd` and `torch.optim.Adam`.
+At a batch of 64 and 128 hidden units the arithmetic takes microseconds; autograd and an optimizer over four tensors
+spend the rest on bookkeeping. Here all parameters are one vector, memory is allocated once, and small products are
+NumPy's, whose calls cost less; large ones are torch's, because NumPy's thread count cannot be set. Tests compare
+gradient and Adam with `torch.autograd` and `torch.optim.Adam`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Floats = NDArray[np.float32]
-# multiplications in a product that NumPy makes: a quarter of what lets its libraries start threads
+# most multiplications of a product left to NumPy: a quarter of what makes its BLAS start threads
 _SMALL = 2**16
 
 
-class Matrix:
-    """Memory of float32 that torch and NumPy both see; `t` is its transpose."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.array = tensor, tensor.numpy()
-
-    @property
-    def t(self) -> Matrix:
-        """The same memory, rows and columns exchanged."""
-        return Matrix(self.tensor.t())
-
-
 class Product:
-    """`left @ right` put into `out`, three matrices that stay where they are while their numbers change."""
+    """`left @ right` written to `out`; the three matrices keep their memory from call to call."""
 
-    def __init__(self, left: Matrix, right: Matrix, out: Matrix) -> None:
-        self._left, self._right, self._out = left, right, out
-        rows, inner = left.array.shape
-        self._small = rows * inner * right.array.shape[1] <= _SMALL
+    def __init__(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        self._tensors = left, right, out
+        self._arrays = left.numpy(), right.numpy(), out.numpy()
+        self._small = left.numel() * right.shape[1] <= _SMALL
 
     def __call__(self) -> None:
-        """Make it."""
+        """Compute it."""
         if self._small:
-            np.matmul(self._left.array, self._right.array, out=self._out.array)
+            left, right, out = self._arrays
+            np.matmul(left, right, out=out)
         else:
-            torch.mm(self._left.tensor, self._right.tensor, out=self._out.tensor)
+            first, second, result = self._tensors
+            torch.mm(first, second, out=result)
 
 
 class Parameters:
-    """One vector of float32, seen as the weights (in, out) and biases (out,) of the layers.
+    """One float32 vector, viewed as the weights (in, out) and biases (out,) of the layers.
 
     sizes: numbers of inputs, of each hidden layer's units and of outputs.
     """
@@ -59,14 +49,14 @@ class Parameters:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         pairs = list(pairwise(sizes))
-        # memory of torch begins at whole cache lines: products may round by where their numbers lie
+        # torch aligns memory to cache lines; the rounding of a product can depend on alignment
         vector = torch.zeros(sum((wide + 1) * high for wide, high in pairs))
         self.array: Floats = vector.numpy()
-        self.weights: list[Matrix] = []
+        self.weights: list[Tensor] = []
         self.biases: list[Floats] = []
         at = 0
         for wide, high in pairs:
-            self.weights.append(Matrix(vector[at : at + wide * high].view(wide, high)))
+            self.weights.append(vector[at : at + wide * high].view(wide, high))
             at += wide * high
             self.biases.append(self.array[at : at + high])
             at += high
@@ -74,35 +64,30 @@ class Parameters:
     def draw(self, generator: np.random.Generator) -> None:
         """The initial values of `torch.nn.Linear`: uniform within 1 / sqrt(inputs), weights and biases."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
-            bound = 1 / math.sqrt(weight.array.shape[0])
-            for values in (weight.array, bias):
+            bound = 1 / math.sqrt(len(weight))
+            for values in (weight.numpy(), bias):
                 values[...] = generator.uniform(-bound, bound, values.shape)
-
-    def copy_from(self, other: Parameters) -> None:
-        """Take the values of a network of the same sizes."""
-        np.copyto(self.array, other.array)
 
 
 class Forward:
-    """The network at work on batches of `rows`; each call overwrites what the last one returned.
+    """The forward pass for batches of `rows`; each call overwrites what the last one returned.
 
-    `inputs` is the memory in which a batch is put before `run`.
+    `inputs` is the memory into which a batch is written before `run`.
     """
 
     def __init__(self, parameters: Parameters, rows: int) -> None:
         self.parameters = parameters
-        self.layers = [Matrix(torch.zeros(rows, size)) for size in parameters.sizes]
-        self.inputs: Floats = self.layers[0].array
-        self.outputs: Floats = self.layers[-1].array
+        self.layers = [torch.zeros(rows, size) for size in parameters.sizes]
+        self.inputs: Floats = self.layers[0].numpy()
         *self._hidden, self._last = [
-            (Product(before, weight, after), bias, after.array)
+            (Product(before, weight, after), bias, after.numpy())
             for (before, after), weight, bias in zip(
                 pairwise(self.layers), parameters.weights, parameters.biases, strict=True
             )
         ]
 
     def run(self) -> Floats:
-        """(rows, outputs) of what stands in `inputs`."""
+        """(rows, outputs) for the batch in `inputs`."""
         for product, bias, values in self._hidden:
             product()
             np.add(values, bias, out=values)
@@ -113,25 +98,26 @@ class Forward:
 
 
 class Backward:
-    """The gradient of what a `Forward` has just computed.
+    """The backward pass of what a `Forward` has just computed.
 
-    `outputs` is the memory in which the derivatives of the loss by the outputs, (rows, outputs), are put before `run`.
+    `outputs` is the memory into which the derivatives of the loss by the outputs, (rows, outputs), are written before
+    `run`.
     """
 
     def __init__(self, forward: Forward) -> None:
         layers, weights = forward.layers, forward.parameters.weights
         self._gradient = Parameters(forward.parameters.sizes)
-        errors = [Matrix(torch.zeros_like(layer.tensor)) for layer in layers]
-        self.outputs: Floats = errors[-1].array
+        errors = [torch.zeros_like(layer) for layer in layers]
+        self.outputs: Floats = errors[-1].numpy()
         # from the last layer to the first: the gradient of its weights and biases, and the errors of the layer before
         self._steps = [
             (
-                Product(layers[index].t, errors[index + 1], self._gradient.weights[index]),
-                errors[index + 1].array,
+                Product(layers[index].t(), errors[index + 1], self._gradient.weights[index]),
+                errors[index + 1].numpy(),
                 self._gradient.biases[index],
-                Product(errors[index + 1], weights[index].t, errors[index]),
-                errors[index].array,
-                layers[index].array,
+                Product(errors[index + 1], weights[index].t(), errors[index]),
+                errors[index].numpy(),
+                layers[index].numpy(),
             )
             for index in range(len(weights) - 1, -1, -1)
         ]
@@ -143,7 +129,7 @@ class Backward:
             by_weights()
             np.add.reduce(later, axis=0, out=by_bias)
             by_layer()
-            # where a unit is cut off nothing passes
+            # the derivative of ReLU
             np.multiply(earlier, values > 0, out=earlier)
         first()
         np.add.reduce(errors, axis=0, out=bias)
@@ -162,7 +148,7 @@ class Adam:
         self._steps = 0
 
     def step(self, gradient: Floats) -> None:
-        """Move the parameters once."""
+        """Update the parameters once."""
         self._steps += 1
         first, second, work = self._first, self._second, self._work
         np.subtract(gradient, first, out=work)

@@ -1,284 +1,218 @@
-"""The report of a study: pictures, tables, and the answer in words, all from `episodes.csv` and `settings.json`."""
+"""The report of a study: pictures, tables and fixed sentences, all from `episodes.csv` and `settings.json`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu_replay.console.atomic_files import replace, write_text
-from gpu_replay.console.errors import require
+from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.markdown import table
-from gpu_replay.study.analysis import (
-    LAST,
-    LEVEL,
-    PREDICTORS,
-    RESAMPLES,
-    SEED,
-    TWO_COMPONENTS,
-    Connection,
-    Point,
-    connections,
-    mean_over_seeds,
-    points,
-)
-from gpu_replay.study.findings import NOTHING, answer, chance, interval, number, place_sentence
-from gpu_replay.study.plots import (
-    band_words,
-    draw_durations,
-    draw_durations_by_method,
-    draw_pairs,
-    draw_q_values,
-    draw_td_errors,
-)
-from gpu_replay.study.results import Run, Study, label, read_study
-from gpu_replay.study.scatter import draw_explained, draw_final_returns
+from gpu_replay.study import analysis
+from gpu_replay.study.analysis import PAIRS, PREDICTORS, Correlation, Estimate, Point
+from gpu_replay.study.plots import CURVES, draw_all
+from gpu_replay.study.results import Study, read_study
+from gpu_replay.study.settings import METHODS
 
 REPORT = "report.md"
+NOTHING = "–"
 TD_COLUMNS = {"td_mean": "mean", "td_median": "median", "td_max": "max", "td_std": "std", "q_mean": "mean Q"}
+SMOKE_RUN = "**A smoke run** (`--quick`): it shows that everything works, and nothing about the methods."
+QUESTION = (
+    "Does the i.i.d. property of the batch (few correlated pairs of states) or the size of the TD errors explain the "
+    "differences between the replay methods? The first predicts a negative ρ between correlated pairs and final "
+    "returns, the second a positive ρ between TD errors and final returns."
+)
+READING = (
+    "Spearman's ρ over the runs of all environments in which it is defined, ranked within each, with 95% bootstrap "
+    "intervals. *Fits* and *contradicts* need an interval that excludes 0, with and without the runs of hindsight, "
+    "whose TD errors belong to another task. *Closer*: |ρ| of correlated pairs minus |ρ| of this quantity, same runs."
+)
+METHODS_DIFFER = (
+    "Whether the methods differ at all: mean returns of the best and the worst method, the share of the variance of "
+    "the ranks of the final returns that lies between the methods, and its p-value by permutation."
+)
+BATCHES = "Correlated pairs of states (|r| > 0.8) per batch: mean over all updates of a run, then over seeds."
+CORRELATIONS = (
+    "Spearman's ρ between the final return and the mean of each quantity over all batches of the run, with 95% "
+    f"percentile bootstrap intervals ({analysis.RESAMPLES:,} resamples, seed {analysis.SEED}). *Over runs* resamples "
+    "the runs of an environment; *over method means* has one point per method and resamples the seeds of each; *p* is "
+    "exact, over all orders of the methods. The pool leaves out environments where ρ is undefined."
+)
+LIMITS = (
+    "A state of MountainCar-v0 has two components. The Pearson correlation of two such vectors is 1, -1 or undefined, "
+    "so counting correlated pairs says nothing about batches and stays out of the pool.",
+    "With hindsight the network also sees a goal, and four of five transitions of a batch are relabeled. TD errors and "
+    "Q values are those of another task, so correlations are given without it as well.",
+    "A method that learns sees other states and larger or smaller errors: a correlation can come from performance to "
+    "the batch as well as the other way, or from a third cause.",
+    "About 1 in 20 intervals misses 0 by chance alone, and bootstrap intervals from a few seeds are too narrow.",
+)
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Read a study's folder, write its pictures and `report.md` there, and return what was written.
+    """Read a finished study's folder, write its pictures and `report.md` there, and return what was written.
 
-    Only whole runs count; a folder without any gets a report that says so. Raises UserError for files that are missing
-    or damaged, and without matplotlib.
+    Raises UserError for files that are missing or damaged.
     """
-    require("matplotlib", purpose="the pictures of the study")
     study = read_study(folder)
-    if not study.runs:
-        return [write_text(folder / REPORT, "\n\n".join([TITLE, *_warnings(study), "No run is whole yet.", ""]))]
-    found = points(study)
-    related = connections(found)
-    pictures = _draw(folder, study, found, related)
-    text = "\n\n".join(
-        [
-            TITLE,
-            *_warnings(study),
-            "## The answer",
-            QUESTION,
-            _bullets(answer(found, related)),
-            *_performance(study, found),
-            *_batches(study, found),
-            *_connections(found, related),
-            "## Limits",
-            _bullets(_limits(study, found)),
-            *_settings(study),
-            "## Pictures",
-            f"Curves: {band_words(study)}.",
-            *[f"![{path.stem}]({path.name})" for path in pictures],
-            "",
-        ]
-    )
-    return [*pictures, write_text(folder / REPORT, text)]
-
-
-TITLE = "# Replay methods compared"
-QUESTION = (
-    "Does the i.i.d. property of the batch (few correlated pairs of states) or the size of the TD errors explain the "
-    "differences between the replay methods?"
-)
-
-
-def _draw(folder: Path, study: Study, found: Sequence[Point], related: Sequence[Connection]) -> list[Path]:
-    over_episodes: dict[str, Callable[[Study, Path], Path]] = {
-        "durations": draw_durations,
-        "durations-by-method": draw_durations_by_method,
-        "td-errors": draw_td_errors,
-        "correlated-pairs": draw_pairs,
-        "q-values": draw_q_values,
-    }
-    drawn = [
-        replace(folder / "final-returns.png", lambda path: draw_final_returns(found, path)),
-        replace(folder / "explained.png", lambda path: draw_explained(found, related, path)),
-    ]
-    for name, draw in over_episodes.items():
-        drawn.append(replace(folder / f"{name}.png", lambda path, draw=draw: draw(study, path)))  # type: ignore[misc]
-    return drawn
-
-
-def _warnings(study: Study) -> list[str]:
-    found = []
-    if study.settings.get("quick"):
-        found.append(
-            "**A smoke run** (`--quick`): so few seeds and episodes show that everything works, and nothing about the "
-            "methods."
-        )
-    if study.unfinished:
-        names = ", ".join(f"{_name(run)} ({run.episodes} episodes)" for run in study.unfinished)
-        found.append(f"**Unfinished runs are left out everywhere below**: {names}.")
-    return found
-
-
-def _name(run: Run) -> str:
-    return f"{run.environment} {run.method} seed {run.seed}"
-
-
-def _performance(study: Study, found: Sequence[Point]) -> list[str]:
-    def cell(group: Sequence[Point]) -> str:
-        return interval(mean_over_seeds([point.final for point in group]))
-
-    shortest = min(run.episodes for run in study.runs)
-    last = f"last {LAST}" if shortest >= LAST else f"last {LAST} (all {shortest}, where there are fewer)"
-    words = (
-        f"Mean return of the {last} episodes of a run, mean over seeds with its {LEVEL:.0%} bootstrap interval. With "
-        "few seeds such intervals are too narrow."
-    )
-    return ["## Final performance", words, _by_method(study, found, cell)]
-
-
-def _batches(study: Study, found: Sequence[Point]) -> list[str]:
-    def pairs(group: Sequence[Point]) -> str:
-        return interval(mean_over_seeds([point.means["correlated_pairs"] for point in group]))
-
-    rows = []
-    for environment in study.environments:
-        for method in study.methods:
-            group = [p for p in found if (p.environment, p.method) == (environment, method)]
-            if group:
-                means = [number(float(np.mean([p.means[name] for p in group]))) for name in TD_COLUMNS]
-                rows.append([environment, label(method), *means])
-    return [
+    points = [analysis.summarize(run, columns) for run, columns in study.runs.items()]
+    found = analysis.correlations(points)
+    pictures = draw_all(folder, study, points, found)
+    parts = [
+        "# Replay methods compared",
+        SMOKE_RUN if study.settings["quick"] else "",
+        _header(study),
+        "## The answer",
+        QUESTION,
+        READING,
+        _answer(points, found),
+        METHODS_DIFFER,
+        _differences(study, points),
+        "## Final performance",
+        f"Mean return of the last {analysis.LAST} episodes of a run, mean over seeds with its 95% interval.",
+        _by_method(study, points, lambda point: point.final),
         "## The batches",
-        "Correlated pairs of states (|Pearson correlation| > 0.8) per batch: mean over all updates of a run, then over "
-        "seeds, with its bootstrap interval.",
-        _by_method(study, found, pairs),
-        "Statistics of |TD error| within a batch and the mean Q value, averaged over all updates of a run, then over "
-        "seeds.",
-        table(["environment", "method", *TD_COLUMNS.values()], rows),
-    ]
-
-
-def _by_method(study: Study, found: Sequence[Point], cell: Callable[[Sequence[Point]], str]) -> str:
-    rows = []
-    for method in study.methods:
-        row = [label(method)]
-        for environment in study.environments:
-            group = [p for p in found if (p.environment, p.method) == (environment, method)]
-            row.append(cell(group) if group else NOTHING)
-        rows.append(row)
-    return str(table(["method", *study.environments], rows))
-
-
-def _connections(found: Sequence[Point], related: Sequence[Connection]) -> list[str]:
-    rows = []
-    for each in related:
-        place = each.place or "all, by ranks within each"
-        if each.why_not:
-            rows.append([place, PREDICTORS[each.predictor], "undefined", NOTHING, NOTHING, NOTHING])
-            continue
-        plain = interval(each.plain_goal, 2) if each.plain_goal is not None else NOTHING
-        exact = NOTHING if np.isnan(each.between_p) else chance(each.between_p)
-        cells = [interval(each.overall, 2), plain, interval(each.between, 2), exact]
-        rows.append([place, PREDICTORS[each.predictor], *cells])
-    header = ["environment", "final return with", "over runs", "without hindsight", "over method means", "exact"]
-    words = (
-        "Spearman's ρ between the final return and the mean of each quantity over all batches of the run, with "
-        f"{LEVEL:.0%} percentile bootstrap intervals ({RESAMPLES:,} resamples, seed {SEED}). *Over runs* resamples the "
-        "runs of an environment; *over method means* has one point per method, few indeed, and resamples the seeds of "
-        "each; *exact* is the share of all orders of the methods with as large a |ρ|. The pool ranks runs within each "
-        "environment and leaves out those where nothing can be correlated."
-    )
-    return [
+        BATCHES,
+        _by_method(study, points, lambda point: point.means[PAIRS]),
+        "|TD error| within a batch and the mean Q value: means over all updates of a run, then over seeds.",
+        _td_errors(study, points),
         "## What goes with performance",
-        words,
-        table(header, rows),
-        "In words:",
-        _bullets([place_sentence(place, related) for place in dict.fromkeys(point.environment for point in found)]),
+        CORRELATIONS,
+        _correlations(found),
+        _bullets(f"{each.place}, {PREDICTORS[each.predictor]}: {each.why_not}." for each in found if each.why_not),
+        "## Limits",
+        _bullets(LIMITS),
+        "## Settings",
+        *_settings(study.settings),
+        "## Pictures",
+        f"Curves: {CURVES}.",
+        *[f"![{path.stem}]({path.name})" for path in pictures],
     ]
+    return [*pictures, write_text(folder / REPORT, "\n\n".join(filter(None, parts)) + "\n")]
 
 
-def _limits(study: Study, found: Sequence[Point]) -> list[str]:
-    lines = []
-    for environment in study.environments:
-        finals = [point.final for point in found if point.environment == environment]
-        if np.ptp(finals) == 0:
-            lines.append(
-                f"On {environment} every run ends with a return of {number(finals[0])}. Equal values have no ranks, so "
-                "correlations with them are undefined."
-            )
-        if environment in TWO_COMPONENTS:
-            lines.append(
-                f"A state of {environment} has two components. The Pearson correlation of two such vectors is 1 or -1 "
-                "(or undefined), so counting correlated pairs says nothing about batches and stays out of the pool."
-            )
-    if "hindsight" in study.methods:
-        lines.append(
-            "TD errors, Q values and states of hindsight belong to another task, reaching goals that were reached "
-            "anyway; they are not comparable in size with the others. So correlations stand without it as well."
-        )
-    lines += [
-        "TD errors and Q values grow with the returns that are possible and with what has been learned: a method that "
-        "learns sees other states and other errors. A correlation here can come from performance to the batch as well "
-        "as the other way, or from a third thing. It is no cause.",
-        f"{len(PREDICTORS)} quantities in {len(study.environments)} environments are looked at: about 1 in 20 of such "
-        "intervals misses 0 by chance alone.",
-        _seeds(study),
-    ]
-    return lines
+def number(value: float) -> str:
+    """Three significant digits, a dash for NaN."""
+    if np.isnan(value):
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def _seeds(study: Study) -> str:
-    counts = {len(study.of(e, m)) for e in study.environments for m in study.methods if study.of(e, m)}
-    told = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    if max(counts) == 1:
-        return "One seed for each method: no bands, no intervals over seeds, and nothing about chance."
-    return f"{told} seeds for each method and environment: bootstrap intervals from so few points are too narrow."
+def interval(found: Estimate | None, digits: int | None = None) -> str:
+    """A value with its interval, "n/a" where it has none."""
+    if found is None or np.isnan(found.value):
+        return NOTHING
+    value, low, high = (
+        number(v) if digits is None else f"{v:+.{digits}f}" for v in (found.value, found.low, found.high)
+    )
+    return f"{value} [{low}, {high}]" if found.bounded else f"{value} [n/a]"
 
 
-def _settings(study: Study) -> list[str]:
+def p_value(p: float) -> str:
+    """A p-value with two digits."""
+    return NOTHING if np.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.2g}"
+
+
+def verdict(found: Correlation) -> str:
+    """Whether a correlation has the sign that its explanation predicts, by its intervals with and without hindsight."""
+    if not found.overall.bounded:
+        return "undefined"
+    sign, plain = found.overall.sign, found.without_hindsight
+    if plain is not None and plain.bounded and plain.sign != sign:
+        return "depends on hindsight"
+    if sign == 0:
+        return "no evidence"
+    return "fits" if sign == (-1 if found.predictor == PAIRS else 1) else "contradicts"
+
+
+def _header(study: Study) -> str:
     found = study.settings
-    kind = "tuned for each environment (`--tuned`)" if found.get("tuned") else "those of the tutorial, the default"
-    facts = [f"Settings: {kind}."]
-    seeds = found.get("seeds")
-    if seeds:
-        facts.append(f"Seeds: {', '.join(map(str, seeds)) if isinstance(seeds, list) else seeds}.")
-    if isinstance(found.get("versions"), dict):
-        facts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()) + ".")
-    if found.get("cpu"):
-        facts.append(f"Processor: {found['cpu']}, {found.get('jobs', 'unknown')} processes.")
-    if isinstance(found.get("wall_seconds"), (int, float)):
-        facts.append(f"It took {found['wall_seconds'] / 60:.1f} minutes.")
-    parts = ["## Settings", _bullets(facts)]
-    environments = found.get("environments")
-    if isinstance(environments, dict) and environments and all(isinstance(v, dict) for v in environments.values()):
-        names = list(dict.fromkeys(name for values in environments.values() for name in values if name != "notes"))
-        rows = [[name, *[_value(values.get(name)) for values in environments.values()]] for name in names]
-        parts.append(table(["setting", *environments], rows))
-    if isinstance(found.get("methods"), dict):
-        lines = [f"{label(name)}: {_described(described)}" for name, described in found["methods"].items()]
-        parts += ["The methods:", _bullets(lines)]
-    notes = _notes(found)
-    if notes:
-        parts += ["Where these settings are known to be poor, and what else to know:", _bullets(notes)]
-    return parts
+    kind = "tuned for each environment (`--tuned`)" if found["tuned"] else "those of the tutorial, the default"
+    return (
+        f"{len(study.methods)} methods, {len(study.environments)} environments, {len(found['seeds'])} seeds, "
+        f"{len(study.runs)} runs. Settings: {kind}. It took {found['wall_seconds'] / 60:.0f} minutes, "
+        f"{found['jobs']} at a time, on {found['cpu']}."
+    )
 
 
-def _described(value: Any) -> str:
-    """A method's settings in one line."""
-    if not isinstance(value, dict):
-        return _value(value)
-    return "; ".join(f"{name} {_value(each)}" for name, each in value.items() if name != "label")
+def _answer(points: Sequence[Point], found: Sequence[Correlation]) -> str:
+    rows = []
+    # with one environment there is no pool
+    for each in [each for each in found if each.place is None] or found:
+        predicted, closer = "negative", NOTHING
+        if each.predictor != PAIRS:
+            predicted, closer = "positive", interval(analysis.difference(points, PAIRS, each.predictor), 2)
+        rho, plain = interval(each.overall, 2), interval(each.without_hindsight, 2)
+        rows.append([PREDICTORS[each.predictor], predicted, rho, str(each.runs), plain, verdict(each), closer])
+    header = ["final return with", "predicted ρ", "ρ", "runs", "without hindsight", "verdict", "closer"]
+    return table(header, rows)
 
 
-def _notes(settings: dict[str, Any]) -> list[str]:
-    notes = settings.get("notes")
-    found = [str(note) for note in notes] if isinstance(notes, list) else []
-    environments = settings.get("environments")
-    for name, values in environments.items() if isinstance(environments, dict) else ():
-        own = values.get("notes") if isinstance(values, dict) else None
-        if isinstance(own, list):
-            found += [f"{name}: {note}" for note in own]
-    return found
+def _differences(study: Study, points: Sequence[Point]) -> str:
+    rows = []
+    for environment in study.environments:
+        share, p = analysis.method_share([point for point in points if point.environment == environment])
+        finals = {METHODS[name].name: _group(points, environment, name) for name in study.methods}
+        means = {name: float(np.mean([point.final for point in group])) for name, group in finals.items()}
+        order = sorted(means, key=lambda name: -means[name])
+        best, worst = (f"{number(means[name])} ({name})" for name in (order[0], order[-1]))
+        rows.append([environment, best, worst, NOTHING if np.isnan(share) else f"{share:.0%}", p_value(p)])
+    return table(["environment", "best", "worst", "share", "p"], rows)
+
+
+def _by_method(study: Study, points: Sequence[Point], value: Callable[[Point], float]) -> str:
+    """Mean over seeds with its interval: a row for each method, a column for each environment."""
+
+    def cell(environment: str, method: str) -> str:
+        return interval(analysis.mean_over_seeds([value(point) for point in _group(points, environment, method)]))
+
+    rows = [[METHODS[name].name, *[cell(place, name) for place in study.environments]] for name in study.methods]
+    return table(["method", *study.environments], rows)
+
+
+def _group(points: Sequence[Point], environment: str, method: str) -> list[Point]:
+    return [point for point in points if (point.environment, point.method) == (environment, method)]
+
+
+def _td_errors(study: Study, points: Sequence[Point]) -> str:
+    rows = []
+    for environment, method in ((place, name) for place in study.environments for name in study.methods):
+        group = _group(points, environment, method)
+        means = [number(float(np.mean([point.means[name] for point in group]))) for name in TD_COLUMNS]
+        rows.append([environment, METHODS[method].name, *means])
+    return table(["environment", "method", *TD_COLUMNS.values()], rows)
+
+
+def _correlations(found: Sequence[Correlation]) -> str:
+    rows = []
+    for each in found:
+        estimates = [interval(value, 2) for value in (each.overall, each.without_hindsight, each.between)]
+        place = each.place or "all, by ranks within each"
+        rows.append([place, PREDICTORS[each.predictor], *estimates, p_value(each.between_p)])
+    return table(["environment", "final return with", "over runs", "without hindsight", "over method means", "p"], rows)
+
+
+def _settings(found: dict[str, Any]) -> list[str]:
+    environments, versions = found["environments"], found["versions"].items()
+    names = list(next(iter(environments.values())))
+    rows = [[name, *[_value(agent[name]) for agent in environments.values()]] for name in names]
+    methods = [
+        "; ".join(f"{key} {_value(value)}" for key, value in method.items()) for method in found["methods"].values()
+    ]
+    return [
+        f"Versions: {', '.join(f'{name} {version}' for name, version in versions)}.",
+        table(["setting", *environments], rows),
+        _bullets([*methods, *found["notes"]]),
+    ]
 
 
 def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else NOTHING if value is None else json.dumps(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return value if isinstance(value, str) else NOTHING if value is None else json.dumps(value)
 
 
-def _bullets(lines: Sequence[str]) -> str:
+def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gpu_replay.console.seeds import stream_seed
-from gpu_replay.study.agent import Agent, Learned, smooth_l1
+from gpu_replay.study.agent import Agent, UpdateResult, smooth_l1
 from gpu_replay.study.exploration import Explorer
-from gpu_replay.study.methods import METHODS, Drawn
+from gpu_replay.study.methods import Minibatch, make_memory
 from gpu_replay.study.settings import CORRELATED, AgentSettings
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
+
+# columns of episodes.csv that are means over the updates of an episode
+MEASURED = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,7 @@ class RunId:
     method: str
     seed: int
 
-    @property
-    def name(self) -> str:
-        """Of its file."""
+    def __str__(self) -> str:
         return f"{self.environment}-{self.method}-seed{self.seed}"
 
 
@@ -67,47 +67,25 @@ class Episode:
     seconds: float
 
 
-class _Updates:
-    """What the updates of an episode leave behind, measured when it is over."""
-
-    def __init__(self) -> None:
-        self._errors: list[Any] = []
-        self._weights: list[Any] = []
-        self._states: list[Any] = []
-        self._values: list[Any] = []
-
-    def note(self, drawn: Drawn, learned: Learned) -> None:
-        """Keep an update."""
-        self._errors.append(learned.td_error)
-        self._weights.append(drawn.weight)
-        self._states.append(drawn.states)
-        # the network overwrites its values at the next update
-        self._values.append(learned.values.max(axis=1))
-
-    def measured(self) -> dict[str, Any]:
-        """The columns of an episode that are about its updates."""
-        if not self._errors:
-            names = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
-            return {**dict.fromkeys(names), "updates": 0}
-        errors, values = np.stack(self._errors), np.stack(self._values)
-        spread = td_statistics(errors)
-        loss = np.stack(self._weights) * smooth_l1(errors)
-        found = {
-            "td_mean": spread.mean,
-            "td_median": spread.median,
-            "td_max": spread.maximum,
-            "td_std": spread.deviation,
-            "correlated_pairs": correlated_pairs(np.stack(self._states), CORRELATED),
-            "q_mean": values,
-            "q_max": values.max(axis=1),
-            "loss": loss,
-        }
-        means = {name: float(np.mean(each, dtype=np.float64)) for name, each in found.items()}
-        return {**means, "updates": len(errors)}
+def measured(updates: list[tuple[Minibatch, UpdateResult]]) -> dict[str, Any]:
+    """The columns of an episode that describe its updates."""
+    if not updates:
+        return {**dict.fromkeys(MEASURED), "updates": 0}
+    errors = np.stack([result.td_error for _, result in updates])
+    best = np.stack([result.best_values for _, result in updates])
+    columns = {
+        **td_statistics(errors),
+        "correlated_pairs": correlated_pairs(np.stack([batch.states for batch, _ in updates]), CORRELATED),
+        "q_mean": best,
+        "q_max": best.max(axis=1),
+        "loss": np.stack([batch.weight for batch, _ in updates]) * smooth_l1(errors),
+    }
+    means = {name: float(np.mean(values, dtype=np.float64)) for name, values in columns.items()}
+    return {**means, "updates": len(updates)}
 
 
-def episodes(run: RunId, settings: AgentSettings) -> Iterator[Episode]:
-    """Train, and give each episode as it ends.
+def make_run(run: RunId, settings: AgentSettings) -> list[Episode]:
+    """Train for the settings' number of episodes.
 
     Everything random follows from the seed of the run: the environment's starts, the network's first values, random
     actions and draws. Methods with the same seed share the first three.
@@ -117,49 +95,43 @@ def episodes(run: RunId, settings: AgentSettings) -> Iterator[Episode]:
     began = time.perf_counter()
     environment: Any = gymnasium.make(run.environment, disable_env_checker=True)
     size, actions = int(environment.observation_space.shape[0]), int(environment.action_space.n)
-    memory = METHODS[run.method].make(settings, run.environment, size, stream_seed(run.seed, "replay"))
+    memory = make_memory(run.method, settings, run.environment, size, stream_seed(run.seed, "replay"))
     agent = Agent(settings, memory.width, actions, stream_seed(run.seed, "network"))
     explorer = Explorer(actions, settings.persistence, stream_seed(run.seed, "actions"))
-    # gymnasium takes seeds of 32 bits from some environments' point of view
+    # some environments take seeds of 32 bits only
     first = stream_seed(run.seed, "training") % 2**31
-    least = max(settings.first_update, settings.batch_size)
-    steps = 0
+    first_update = max(settings.first_update, settings.batch_size) + memory.lag
+    steps, episodes = 0, []
     try:
         for episode in range(1, settings.episodes + 1):
             progress = (episode - 1) / max(settings.episodes - 1, 1)
             obs, _ = environment.reset(seed=first if episode == 1 else None)
-            updates, total, duration, over = _Updates(), 0.0, 0, False
+            updates: list[tuple[Minibatch, UpdateResult]] = []
+            total, duration, over = 0.0, 0, False
             while not over:
                 action = explorer.choose(settings.epsilon(steps))
                 if action is None:
-                    action = agent.act(memory.see(obs))
+                    action = agent.act(memory.network_input(obs))
                 next_obs, reward, terminated, truncated, _ = environment.step(action)
                 memory.add(obs, action, float(reward), next_obs, terminated=terminated, truncated=truncated)
                 obs, over = next_obs, terminated or truncated
                 total += float(reward)
                 duration += 1
                 steps += 1
-                if steps % settings.train_every == 0 and memory.can_draw(least):
+                if steps % settings.train_every == 0 and steps >= first_update:
                     for _ in range(settings.updates):
-                        drawn = memory.draw(settings.batch_size, progress)
-                        learned = agent.learn(drawn)
-                        memory.update(drawn.keys, learned.td_error)
-                        updates.note(drawn, learned)
+                        batch = memory.sample(settings.batch_size, progress)
+                        result = agent.update(batch)
+                        memory.update_priorities(batch.keys, result.td_error)
+                        updates.append((batch, result))
                 if settings.target_every is not None and steps % settings.target_every == 0:
                     agent.copy_to_target()
             if settings.target_every is None:
                 agent.copy_to_target()
-            yield Episode(
-                environment=run.environment,
-                method=run.method,
-                seed=run.seed,
-                episode=episode,
-                steps=steps,
-                duration=duration,
-                total=total,
-                **updates.measured(),
-                epsilon=settings.epsilon(steps),
-                seconds=time.perf_counter() - began,
-            )
+            seconds = time.perf_counter() - began
+            facts = {**measured(updates), "epsilon": settings.epsilon(steps), "seconds": seconds}
+            key = (run.environment, run.method, run.seed, episode)
+            episodes.append(Episode(*key, steps, duration, total, **facts))
     finally:
         environment.close()
+    return episodes

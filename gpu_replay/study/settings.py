@@ -2,21 +2,64 @@
 
 The default agent is that of the tutorial from which the project descends (one hidden layer of 128, discount 0.8,
 epsilon down to 0.05 within 1,000 steps, target network copied at each episode's end), so that its comparison can be
-repeated.
-`poor_settings` says in words where those are known to be poor. `TUNED` starts from the settings of DQN in RL Baselines3
-Zoo; what it reaches was measured with uniform replay in one run for each seed that is named.
+repeated; `TUTORIAL_NOTES` lists where those settings are known to be poor. `TUNED` starts from the settings of DQN in
+RL Baselines3 Zoo; what it reaches was measured with uniform replay in one run for each seed that is named.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_replay import Combined, Latest, Proportional, RankBased, Uniform
+from gpu_replay.samplers import Sampler
+
 ENVIRONMENTS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")
-# above this, two states of a batch count as a correlated pair
+# two states of a batch are a correlated pair when the absolute value of their Pearson correlation exceeds this
 CORRELATED = 0.8
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of the compared methods.
+
+    label:     what it is; the part before a colon is its name in tables and pictures.
+    beta:      exponent of the importance weights at the start and the end of a run; None for the sampler's own.
+    relabeled: share of a batch that hindsight relabels, in a TrajectoryReplayBuffer; 0 for a ReplayBuffer.
+    """
+
+    label: str
+    sampler: Sampler
+    beta: tuple[float, float] | None = None
+    relabeled: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For tables and pictures."""
+        return self.label.partition(":")[0]
+
+    def described(self) -> dict[str, Any]:
+        """The method as JSON values; an interrupted study continues only where these are equal."""
+        buffer = "TrajectoryReplayBuffer" if self.relabeled else "ReplayBuffer"
+        found: dict[str, Any] = {"label": self.label, "buffer": buffer, "sampler": repr(self.sampler)}
+        if self.beta is not None:
+            found["beta_over_the_run"] = list(self.beta)
+        if self.relabeled:
+            found |= {"relabelled": self.relabeled, "strategy": "future"}
+        return found
+
+
+METHODS = {
+    "none": Method("no memory: the newest transitions", Latest()),
+    "uniform": Method("uniform", Uniform()),
+    "proportional": Method("proportional", Proportional(alpha=0.6, beta=0.4), beta=(0.4, 1.0)),
+    "rank": Method("rank-based", RankBased(alpha=0.7, beta=0.5)),
+    "combined": Method("combined: uniform and the newest", Combined(Uniform())),
+    "hindsight": Method("hindsight", Uniform(), relabeled=0.8),
+}
 
 
 @dataclass(frozen=True)
@@ -28,11 +71,11 @@ class AgentSettings:
     scale:          what each component of an observation is multiplied by before the network sees it; None for as is.
     gamma:          discount of one step.
     learning_rate:  Adam's step size.
-    memory:         transitions kept.
+    memory:         capacity of the buffer in transitions.
     batch_size:     transitions of one update.
     first_update:   transitions stored before the first update, at least `batch_size`.
-    epsilon_start, epsilon_end, epsilon_steps: share of random actions, falling linearly over so many steps.
-    persistence:    probability that a random action goes on with the next step.
+    epsilon_start, epsilon_end, epsilon_steps: share of random actions, decreasing linearly over so many steps.
+    persistence:    probability that a random action is repeated in the next step.
     train_every:    environment steps between updates.
     updates:        updates at each of those steps.
     target_every:   environment steps between copies to the target network; None copies at each episode's end.
@@ -62,16 +105,16 @@ class AgentSettings:
         return self.epsilon_start + (self.epsilon_end - self.epsilon_start) * fraction
 
 
-TUNED: dict[str, AgentSettings] = {
+_tuned = functools.partial(AgentSettings, hidden=(128, 128), batch_size=128, first_update=1_000, epsilon_end=0.02)
+TUNED = {
     # uniform replay, mean return of the last 100 episodes: 446 and 433 with seeds 0 and 1; 400 was aimed at. The best
     # of four tries with two layers of 128 had 367 after 400 episodes
-    "CartPole-v1": AgentSettings(
+    "CartPole-v1": _tuned(
         episodes=500,
         hidden=(256, 256),
+        batch_size=64,
         gamma=0.99,
         memory=100_000,
-        first_update=1_000,
-        epsilon_end=0.02,
         epsilon_steps=8_000,
         train_every=256,
         updates=128,
@@ -79,15 +122,11 @@ TUNED: dict[str, AgentSettings] = {
     ),
     # uniform replay, mean return of the last 100 episodes: -100.4 and -88.9 with seeds 0 and 1, so that -100 is reached
     # by one of them and by their mean
-    "Acrobot-v1": AgentSettings(
+    "Acrobot-v1": _tuned(
         episodes=400,
-        hidden=(128, 128),
         gamma=0.99,
         learning_rate=6.3e-4,
         memory=50_000,
-        batch_size=128,
-        first_update=1_000,
-        epsilon_end=0.02,
         epsilon_steps=10_000,
         persistence=0.8,
         train_every=4,
@@ -95,15 +134,11 @@ TUNED: dict[str, AgentSettings] = {
         double=True,
     ),
     # uniform replay, mean return of the last 100 episodes: -116 with seed 1, -119 with seed 0 after 700 episodes; -120
-    # was aimed at. Random actions that last find the flag sooner
-    "MountainCar-v0": AgentSettings(
+    # was aimed at. Repeated random actions find the flag sooner
+    "MountainCar-v0": _tuned(
         episodes=800,
-        hidden=(128, 128),
         gamma=0.98,
         learning_rate=4e-3,
-        batch_size=128,
-        first_update=1_000,
-        epsilon_end=0.02,
         epsilon_steps=24_000,
         persistence=0.9,
         train_every=16,
@@ -111,109 +146,34 @@ TUNED: dict[str, AgentSettings] = {
         target_every=600,
     ),
 }
+TUTORIAL_NOTES = (
+    "Discount 0.8 looks about 5 steps ahead: a pole that falls later costs nothing yet, and the goals of Acrobot and "
+    "MountainCar, 80 and 100 steps away at best, are hidden from most states.",
+    "Epsilon decreases within 1,000 steps, 5 episodes of MountainCar: single random actions hardly ever reach the flag "
+    "in that time, and without it every return is -200.",
+    "The target network is copied at each episode's end: on CartPole every 10 to 500 updates, on Acrobot and "
+    "MountainCar every 500 and 200 updates while the goal is not reached.",
+    "A memory of 10,000 holds 20 long episodes of CartPole; once the pole is balanced, failures are overwritten.",
+)
 
 
-@dataclass(frozen=True)
-class StudySettings:
-    """All that decides what a study finds; two studies with equal settings on one machine find the same.
-
-    agents:  environment to its settings, in the order of the tables.
-    methods: ids of `gpu_replay.study.methods.METHODS`, in the order of the tables.
-    seeds:   one run for each, with every method on every environment.
-    """
-
-    agents: Mapping[str, AgentSettings]
-    methods: Sequence[str]
-    seeds: Sequence[int]
-    tuned: bool = False
-    quick: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        environments: Sequence[str],
-        methods: Sequence[str],
-        seeds: int,
-        *,
-        episodes: int | None = None,
-        tuned: bool = False,
-        quick: bool = False,
-    ) -> StudySettings:
-        """The settings of a command.
-
-        seeds:    how many, counted from 0.
-        episodes: of each run, instead of the settings' own.
-        """
-        agents = {name: TUNED[name] if tuned else AgentSettings() for name in environments}
-        if episodes is not None:
-            agents = {name: dataclasses.replace(agent, episodes=episodes) for name, agent in agents.items()}
-        return cls(agents, tuple(methods), tuple(range(seeds)), tuned, quick)
-
-    def described(self) -> dict[str, Any]:
-        """The settings as JSON values, with notes for the reader of a report."""
-        from gpu_replay.study.methods import METHODS
-
-        return {
-            "tuned": self.tuned,
-            "quick": self.quick,
-            "episodes": max(agent.episodes for agent in self.agents.values()),
-            "seeds": list(self.seeds),
-            "environments": {name: dataclasses.asdict(agent) for name, agent in self.agents.items()},
-            "methods": {name: METHODS[name].described() for name in self.methods},
-            "correlated_above": CORRELATED,
-            "notes": self.notes(),
-        }
-
-    def notes(self) -> list[str]:
-        """What a reader should know before believing the figures, in sentences."""
-        found = []
-        if self.quick:
-            found.append(
-                "This is a smoke run (--quick): a few short runs, which show that everything works and nothing else."
-            )
-        for name, agent in self.agents.items():
-            found += [f"{name}: {note}" for note in poor_settings(name, agent)]
-        if "MountainCar-v0" in self.agents:
-            found.append(
-                "MountainCar-v0: a state has two components, and the Pearson correlation of two such vectors is 1, -1 "
-                "or undefined. Correlated pairs count nearly all pairs there and tell nothing."
-            )
-        if "hindsight" in self.methods:
-            found.append(
-                "hindsight: the network also sees a goal, and four of five transitions of a batch are relabelled, so "
-                "its TD errors and Q values are those of another task. Correlations are of the states without goals."
-            )
-        return found
+def agents(environments: Sequence[str], *, tuned: bool, episodes: int | None = None) -> dict[str, AgentSettings]:
+    """The settings of each environment; `episodes` of each run instead of the settings' own."""
+    found = TUNED if tuned else dict.fromkeys(ENVIRONMENTS, AgentSettings())
+    return {name: dataclasses.replace(found[name], episodes=episodes or found[name].episodes) for name in environments}
 
 
-def poor_settings(environment: str, agent: AgentSettings) -> list[str]:
-    """Where these settings are known to be poor for this environment, in sentences."""
-    found = []
-    horizon = 1 / (1 - agent.gamma)
-    if horizon < 20:
-        reach = f"discount {agent.gamma:g} looks about {horizon:.0f} steps ahead"
-        hidden = {
-            "CartPole-v1": "a pole that falls later than that costs nothing yet, so returns of 500 are luck",
-            "Acrobot-v1": "the goal, some 80 steps away at best, is hidden from most states",
-            "MountainCar-v0": "the flag, some 100 steps away at best, is hidden from nearly all states",
-        }
-        found.append(f"{reach}; {hidden.get(environment, 'what comes later is hidden')}.")
-    if environment == "MountainCar-v0" and agent.epsilon_steps < 10_000:
-        found.append(
-            f"epsilon falls within {agent.epsilon_steps:,} steps, {agent.epsilon_steps // 200} episodes; undirected "
-            "random actions hardly ever reach the flag in that time, and without it every return is -200."
-        )
-    if agent.target_every is None:
-        found.append(
-            "the target network is copied at the end of each episode, so how often depends on how long episodes are: "
-            + (
-                "rarely once the pole stands, up to 500 updates apart, and every ten updates or so at the start."
-                if environment == "CartPole-v1"
-                else f"every {500 if environment == 'Acrobot-v1' else 200} updates while the goal is not reached."
-            )
-        )
-    if environment == "CartPole-v1" and agent.memory < 20_000 and agent.target_every is None:
-        found.append(
-            f"a memory of {agent.memory:,} holds only twenty long episodes: once the pole stands, falls are forgotten."
-        )
-    return found
+def described(
+    agents: Mapping[str, AgentSettings], methods: Sequence[str], seeds: int, *, tuned: bool, quick: bool
+) -> dict[str, Any]:
+    """All that decides what a study finds, as JSON values, with notes for the reader of a report."""
+    return {
+        "tuned": tuned,
+        "quick": quick,
+        "episodes": max(agent.episodes for agent in agents.values()),
+        "seeds": list(range(seeds)),
+        "environments": {name: dataclasses.asdict(agent) for name, agent in agents.items()},
+        "methods": {name: METHODS[name].described() for name in methods},
+        "correlated_above": CORRELATED,
+        "notes": [] if tuned else list(TUTORIAL_NOTES),
+    }

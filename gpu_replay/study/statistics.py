@@ -1,38 +1,33 @@
-"""What is measured of a sampled batch: its TD errors and how many of its states resemble one another.
+"""What is measured of a sampled batch: its TD errors and how many of its states are correlated.
 
-All functions take the batches of many updates at once, since a call for each would cost more than what it computes.
+All functions take the batches of many updates at once: a call for each would cost more than its arithmetic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
-# updates whose products fit a cache together
+# updates per matrix product, few enough to stay in the cache
 _BLOCK = 32
 
 
-@dataclass(frozen=True)
-class TdStatistics:
-    """Of the absolute TD errors of each batch, (U,) each."""
-
-    mean: Floats
-    median: Floats
-    maximum: Floats
-    deviation: Floats
-
-
-def td_statistics(td_errors: Floats) -> TdStatistics:
-    """Mean, median, maximum and population standard deviation of the absolute TD errors.
+def td_statistics(td_errors: Floats) -> dict[str, Floats]:
+    """Mean, median, maximum and population standard deviation of the absolute TD errors of each batch.
 
     td_errors: (U, B), of either sign; one row for each update.
+    returns:   (U,) each, under the names of their columns in episodes.csv.
     """
     sizes = np.abs(td_errors).astype(np.float64)
-    return TdStatistics(sizes.mean(axis=1), np.median(sizes, axis=1), sizes.max(axis=1), sizes.std(axis=1))
+    return {
+        "td_mean": sizes.mean(axis=1),
+        "td_median": np.median(sizes, axis=1),
+        "td_max": sizes.max(axis=1),
+        "td_std": sizes.std(axis=1),
+    }
 
 
 def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
@@ -43,11 +38,8 @@ def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
     A vector whose components are all equal has no correlation with any other and is not counted. With D = 2 every
     other pair has |r| = 1.
     """
-    updates = states.shape[0]
-    counts = np.empty(updates, dtype=np.int64)
-    for first in range(0, updates, _BLOCK):
-        counts[first : first + _BLOCK] = _correlated(states[first : first + _BLOCK], above)
-    return counts
+    parts = np.split(states, range(_BLOCK, len(states), _BLOCK))
+    return np.concatenate([_correlated(part, above) for part in parts])
 
 
 def _correlated(states: Floats, above: float) -> NDArray[np.int64]:
