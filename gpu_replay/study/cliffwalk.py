@@ -18,9 +18,9 @@ from gpu_replay.console.arguments import positive
 from gpu_replay.console.atomic_files import replace, write_text
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.markdown import table
-from gpu_replay.console.versions import cpu_model, versions
+from gpu_replay.console.versions import cpu_cores, cpu_model, versions
 from gpu_replay.study.blind_cliffwalk import LEARNERS, PRIORITIZED, Outcome, solve
-from gpu_replay.study.workers import WorkerFailed, cores, run_all
+from gpu_replay.study.workers import WorkerFailed, run_all
 
 DESCRIPTION = (
     "The Blind Cliffwalk of Schaul et al. 2016 (Figure 1 and section 3): updates that tabular Q-learning needs until "
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if not FEWEST_STATES <= options.states_max <= MOST_STATES:
         raise UserError(f"--states-max must be {FEWEST_STATES} to {MOST_STATES}; found {options.states_max}.")
     folder: Path = options.output
-    jobs = options.jobs or cores()
+    jobs = options.jobs or cpu_cores()
     start = time.perf_counter()
     runs = itertools.product(LEARNERS, range(FEWEST_STATES, options.states_max + 1), range(options.seeds))
     tasks = {f"{agent}-{n}-seed{seed}": (agent, n, seed, options.max_updates) for agent, n, seed in runs}

@@ -13,7 +13,7 @@ from gpu_replay.console.arguments import positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, StopRequest
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, agents, described
-from gpu_replay.study.workers import WorkerFailed, cores, run_all
+from gpu_replay.study.workers import WorkerFailed, run_all
 
 SEEDS = 5
 QUICK_SEEDS, QUICK_EPISODES = 2, 20
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Make the study as the flags say; returns the exit code. Raises UserError for what cannot be done."""
     require("gymnasium", "matplotlib", "scipy", "tqdm", purpose="gpu-replay study")
-    from gpu_replay.console.versions import cpu_model, versions
+    from gpu_replay.console.versions import cpu_cores, cpu_model, versions
     from gpu_replay.study.report import write_report
     from gpu_replay.study.results import StudyFolder
     from gpu_replay.study.run import RunId, make_run
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         episodes=options.episodes or (QUICK_EPISODES if options.quick else None),
     )
     seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
-    jobs = options.jobs or cores()
+    jobs = options.jobs or cpu_cores()
     settings = described(chosen, methods, seeds, tuned=options.tuned, quick=options.quick)
     settings |= {"versions": versions(), "cpu": cpu_model(), "jobs": jobs}
     folder = StudyFolder(options.output)

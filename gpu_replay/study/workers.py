@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpu_replay.console.progress import progress_bar
+
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 Result = TypeVar("Result")
 # seconds between two looks at `stop`
@@ -23,11 +24,6 @@ _POLL = 0.5
 
 class WorkerFailed(RuntimeError):
     """A run could not be made; the message names it and the reason."""
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_all(
@@ -46,20 +42,13 @@ def run_all(
 
     Raises WorkerFailed when a task raises or its process dies.
     """
-    from tqdm import tqdm
-
     names = sorted(tasks, key=lambda name: cost(tasks[name]), reverse=True)
     others = set(multiprocessing.active_children())
     # fresh interpreters: forked ones would inherit threads and locks in an undefined state
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max(1, min(jobs, len(tasks))), context, _initialize)
-    bar = tqdm(
-        total=sum(map(cost, tasks.values())),
-        bar_format="{percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left{postfix}",
-        # a log file needs a line now and then only
-        mininterval=0.2 if sys.stderr.isatty() else 30.0,
-        dynamic_ncols=True,
-    )
+    form = "{percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left{postfix}"
+    bar = progress_bar(sum(map(cost, tasks.values())), bar_format=form)
     waiting = {}
     try:
         with _sigint_ignored():
