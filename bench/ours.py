@@ -69,11 +69,11 @@ class DeviceIndex:
 
     def draw(self, batch: int) -> Tensor:
         """As HostIndex; two launches."""
-        slots, _, masses, _ = launch_stratified_draw(
+        found = launch_stratified_draw(
             self.tree, self._counters, self._times_sampled, batch, batch, stratified=True, lowest_of_all=False
         )
-        launch_gather({}, {}, slots, weighing_of(masses, self._counters, None, BETA, batch))
-        return slots
+        launch_gather({}, {}, found.slots, weighing_of(found.value, self._counters, None, BETA, batch))
+        return found.slots
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
         """As HostIndex; one launch, two for thousands of slots. In a ring in its first lap, slots are keys."""
@@ -195,7 +195,7 @@ def _device_rank_draw(inputs: Inputs) -> Implementation:
             stratified=True,
             lowest_of_all=False,
         )
-        launch_gather({}, {}, found.slots, weighing_of(found.masses, counters, None, BETA, batch))
+        launch_gather({}, {}, found.slots, weighing_of(found.value, counters, None, BETA, batch))
         return found.slots
 
     return Implementation(drawn, lambda: checks.wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))

@@ -1,9 +1,27 @@
-"""Which starts of a trajectory buffer can be drawn, followed step by step, and the final observations kept for them."""
+"""Which starts of a trajectory buffer can be drawn, step by step, and the final observations kept for them."""
 
 import triton
 import triton.language as tl
 
-from .priorities import mass_of
+from .counters import (
+    ADDED,
+    CUT,
+    DEAD,
+    DIRTY,
+    ELIGIBLE,
+    FINAL,
+    FINALS,
+    FIRST,
+    HIGHEST,
+    PENDING_MAX_MASS,
+    REJECTED,
+    SATURATED,
+    TERMINATED,
+    TICKET,
+    TRUNCATED,
+)
+from .priorities import initial_mass, mass_of, raise_max_mass
+from .ring import programs_of, tile_at
 
 
 @triton.jit
@@ -18,21 +36,10 @@ def remainder(number, divisor, reciprocal):
 
 
 @triton.jit
-def assign(
-    levels,
-    edges,
-    marks,
-    slot,
-    new,
-    touched,
-    LEVELS: tl.constexpr,
-    EDGES: tl.constexpr,
-    MARKS: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+def assign(levels, extremes, eligible, slot, new, touched, SHIFT: tl.constexpr):
     """Give the touched slots new masses, 0 where they cannot be drawn, and all nodes above them the differences.
 
-    marks: a second tree, of ones, or nothing. Returns how many more can be drawn.
+    eligible: the levels of a second tree, of ones, or nothing. Returns how many more can be drawn.
     """
     old = tl.load(levels[0] + slot, mask=touched, other=0)
     changed = touched & (new != old)
@@ -41,39 +48,30 @@ def assign(
     # copies of a thread's slot in other threads have been read before it changes
     tl.debug_barrier()
     tl.store(levels[0] + slot, new, mask=changed)
-    for level in tl.static_range(1, LEVELS):
+    for level in tl.static_range(1, len(levels)):
         tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=changed, sem="relaxed")
-    if MARKS > 0:
-        tl.store(marks[0] + slot, tl.minimum(new, 1), mask=changed)
-        for level in tl.static_range(1, MARKS):
-            tl.atomic_add(marks[level] + (slot >> (SHIFT * level)), more, mask=changed, sem="relaxed")
-    for edge in tl.static_range(EDGES):
-        tl.store(edges[edge] + (slot >> SHIFT), tl.full(slot.shape, -1, tl.int64), mask=changed)
+    if len(eligible) > 0:
+        tl.store(eligible[0] + slot, tl.minimum(new, 1), mask=changed)
+        for level in tl.static_range(1, len(eligible)):
+            tl.atomic_add(eligible[level] + (slot >> (SHIFT * level)), more, mask=changed, sem="relaxed")
+    for each in tl.static_range(len(extremes)):
+        tl.store(extremes[each] + (slot >> SHIFT), tl.full(slot.shape, DIRTY, tl.int64), mask=changed)
     return tl.sum(tl.sum(more, axis=1), axis=0)
 
 
 @triton.jit(
     do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals"]
 )
-def follow_kernel(
+def add_step_kernel(
     levels,
-    edges,
-    marks,
+    extremes,
+    eligible,
+    rule,
+    streams,
+    step,
     counters_ptr,
-    flags_ptr,
-    depth_ptr,
-    pending_ptr,
-    final_ptr,
-    owner_ptr,
-    spans_ptr,
-    parted_ptr,
     times_sampled_ptr,
     keys_ptr,
-    terminated_ptr,
-    truncated_ptr,
-    priority_ptr,
-    numbers_ptr,
-    masses_ptr,
     envs,
     capacity,
     stack,
@@ -82,43 +80,32 @@ def follow_kernel(
     per_capacity,
     per_lines,
     per_finals,
-    LEVELS: tl.constexpr,
-    EDGES: tl.constexpr,
-    MARKS: tl.constexpr,
     SHIFT: tl.constexpr,
     ENVS: tl.constexpr,
     AGES: tl.constexpr,
     FRAMES: tl.constexpr,
-    MASSES: tl.constexpr,
-    GIVEN: tl.constexpr,
     ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
     NEXT_STEP: tl.constexpr,
-    FINALS: tl.constexpr,
+    WITH_FINALS: tl.constexpr,
     HINDSIGHT: tl.constexpr,
-    TERMINATED: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    DEAD: tl.constexpr,
-    FINAL: tl.constexpr,
-    CUT: tl.constexpr,
-    ADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    MAX_MASS: tl.constexpr,
-    PENDING_MAX_MASS: tl.constexpr,
-    REJECTED: tl.constexpr,
-    SATURATED: tl.constexpr,
-    TICKET: tl.constexpr,
-    EDGE_HIGH: tl.constexpr,
-    ELIGIBLE: tl.constexpr,
-    KEPT: tl.constexpr,
 ):
-    """Take in the flags of the step just written, take away the starts that it costs, and give those it completes.
+    """Add the flags of the step just written, take away the starts that it costs, and add those that it completes.
 
     A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at the
-    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. levels: of
-    the masses, or of the marks where there are no masses. numbers: alpha, eps, clip. masses: the initial mass, and the
-    limit. per_...: reciprocals for `remainder`. The last program to finish moves the ring on.
+    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The last
+    program to finish moves the ring on.
+
+    levels:   of the masses, or of the eligible tree where there are no masses; else `eligible` are those of the latter.
+    rule:     see `mass_of`, () without masses.
+    streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
+    step:     terminated and truncated of each environment, and its priority where given.
+    per_...:  reciprocals for `remainder`.
     """
+    flags_ptr, depth_ptr, pending_ptr, final_ptr, owner_ptr, spans_ptr, parted_ptr = streams
+    terminated_ptr, truncated_ptr = step[0], step[1]
+    MASSES: tl.constexpr = len(rule) > 0
+    GIVEN: tl.constexpr = len(step) > 2
     program = tl.program_id(0).to(tl.int64)
     env = program * ENVS + tl.arange(0, ENVS)
     named = env < envs
@@ -147,7 +134,7 @@ def follow_kernel(
     depth = tl.where((over != 0) | (added == 0), 0, depth)
 
     kept = env * 0
-    if FINALS:
+    if WITH_FINALS:
         # rows go by the order of the environments: those that programs before this one want come first
         wants = kept
         for block in range(program):
@@ -163,7 +150,7 @@ def follow_kernel(
             wanted = flags != 0
         rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
         few = wanted & (rank < finals)
-        place = remainder(tl.load(counters_ptr + KEPT), finals, per_finals) + rank
+        place = remainder(tl.load(counters_ptr + FINALS), finals, per_finals) + rank
         place = tl.where(place < finals, place, place - finals)
         # owners are in the order of their keys, so the free rows come first
         owner = tl.load(owner_ptr + place, mask=few, other=0)
@@ -177,16 +164,11 @@ def follow_kernel(
 
     initial = tl.full([], 1, tl.int64)
     if MASSES:
-        initial = tl.load(masses_ptr)
-        if SOURCE >= 0:
-            # the largest mass, 0 before there was any
-            largest = tl.load(counters_ptr + SOURCE)
-            initial = tl.where(largest > 0, largest, initial)
+        initial = initial_mass(rule, counters_ptr, SOURCE)
     own = env * 0
     if GIVEN:
-        priority = tl.load(priority_ptr + env, mask=named, other=0).to(tl.float64)
-        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-        own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+        priority = tl.load(step[2] + env, mask=named, other=0).to(tl.float64)
+        own, saturated = mass_of(priority, rule, ORDERED)
         rejected = named & (own == 0) & ((flags & DEAD) == 0)
         tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
         tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
@@ -219,19 +201,19 @@ def follow_kernel(
     tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
     tl.store(keys_ptr + env, added + env, mask=named)
 
-    eligible = tl.full([], 0, tl.int64)
+    more = tl.full([], 0, tl.int64)
     # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
     if FRAMES > 0:
         if added >= capacity:
             ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
             near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
-            # the ring is passed at most once, here and below
+            # the ring wraps at most once, here and below
             later = head + ahead * envs
             later = tl.where(later < capacity, later, later - capacity) + env[None, :]
             # a deep stack lost its first frame steps ago
             lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
             nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
-            eligible += assign(levels, edges, marks, later, nothing, lost, LEVELS, EDGES, MARKS, SHIFT)
+            more += assign(levels, extremes, eligible, later, nothing, lost, SHIFT)
 
     # the observation of this step ends the full windows, an ending or its final observation all windows
     full = (flags & DEAD) == 0
@@ -252,8 +234,8 @@ def follow_kernel(
     new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
     earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
     touched = chosen | (named[None, :] & (age == 0))
-    eligible += assign(levels, edges, marks, earlier, new, touched, LEVELS, EDGES, MARKS, SHIFT)
-    tl.atomic_add(counters_ptr + ELIGIBLE, eligible, sem="relaxed")
+    more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT)
+    tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
     if MASSES:
         tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
 
@@ -264,14 +246,11 @@ def follow_kernel(
     done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
     if (done & 0xFFFFFFFF) == tl.num_programs(0):
         tl.store(counters_ptr + TICKET, 0)
-        tl.store(counters_ptr + EDGE_HIGH, 0)
+        tl.store(counters_ptr + HIGHEST, 0)
         if MASSES:
-            # an atomic, so that what other programs left is seen; the ticket has put it in order
-            given_top = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
-            tl.atomic_max(counters_ptr + MAX_MASS, given_top, sem="relaxed")
-            tl.store(counters_ptr + PENDING_MAX_MASS, 0)
-        if FINALS:
-            tl.store(counters_ptr + KEPT, tl.load(counters_ptr + KEPT) + (done >> 32))
+            raise_max_mass(counters_ptr)
+        if WITH_FINALS:
+            tl.store(counters_ptr + FINALS, tl.load(counters_ptr + FINALS) + (done >> 32))
         tl.store(counters_ptr + ADDED, added + envs)
 
 
@@ -284,31 +263,24 @@ def keep_finals_kernel(
     counters_ptr,
     envs,
     capacity,
-    FIELDS: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FINAL: tl.constexpr,
-    ADDED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """pools[f][final[slot]] = inputs[f][e] for the environments whose final observation `follow_kernel` kept."""
+    """pools[f][final[slot]] = inputs[f][e] for the environments whose final observation `add_step_kernel` kept."""
     envs = envs.to(tl.int64)
     first = (tl.load(counters_ptr + ADDED) - envs) % capacity
-    # the program's number among those of the field in turn
+    # the program's number among those of the current field
     local = tl.program_id(0).to(tl.int64)
-    for f in tl.static_range(FIELDS):
-        programs = (envs + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
+    for f in tl.static_range(len(LAYOUT.widths)):
+        programs = programs_of(envs, f, LAYOUT)
         if (local >= 0) & (local < programs):
-            env = local // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
-            column = local % CHUNKS[f] * COLUMNS[f] + tl.arange(0, COLUMNS[f])
+            env, column = tile_at(local, f, LAYOUT)
             # environments past the end keep nothing
             flags = tl.load(flags_ptr + first + env, mask=env < envs, other=0).to(tl.int32)
             kept = (flags & FINAL) != 0
             place = tl.load(final_ptr + first + env, mask=kept, other=0).to(tl.int64)
-            live = kept[:, None] & (column < WIDTHS[f])[None, :]
+            live = kept[:, None] & (column < LAYOUT.widths[f])[None, :]
             # rows that are not kept may hold anything, and are not read
-            values = tl.load(inputs[f] + env[:, None] * WIDTHS[f] + column[None, :], mask=live, other=0)
-            target = pools[f] + place[:, None] * WIDTHS[f] + column[None, :]
+            values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
+            target = pools[f] + place[:, None] * LAYOUT.widths[f] + column[None, :]
             tl.store(target, values.to(pools[f].dtype.element_ty), mask=live)
         local -= programs

@@ -7,14 +7,15 @@ program does for its own.
 import triton
 import triton.language as tl
 
+from .counters import FINAL, SEED, TERMINATED, TRUNCATED
 from .philox import words_at
-from .ring import as_sampled, gather_rows
+from .ring import as_sampled, gather_rows, programs_of
 from .weights import weigh
 
 
 @triton.jit
 def later(slot, ages, num_envs, steps):
-    """The slots `ages` steps after some, in a ring of so many steps; no age counts for more than one turn."""
+    """The slots `ages` steps after some, in a ring of so many steps; no age counts for more than one lap."""
     slots = num_envs * steps
     slot += tl.minimum(ages, steps - 1) * num_envs
     return tl.where(slot >= slots, slot - slots, slot)
@@ -22,27 +23,18 @@ def later(slot, ages, num_envs, steps):
 
 @triton.jit
 def earlier(slot, ages, num_envs, steps):
-    """The slots `ages` steps before some; no age counts for more than one turn."""
+    """The slots `ages` steps before some; no age counts for more than one lap."""
     slot -= tl.minimum(ages, steps - 1) * num_envs
     return tl.where(slot < 0, slot + num_envs * steps, slot)
 
 
 @triton.jit
 def window_from(
-    flags_ptr,
-    rewards_ptr,
-    powers_ptr,
-    start,
-    named,
-    num_envs,
-    steps,
-    N: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ENDING: tl.constexpr,
-    REWARDED: tl.constexpr,
+    flags_ptr, rewards, start, named, num_envs, steps, N: tl.constexpr, TOGETHER: tl.constexpr, REWARDED: tl.constexpr
 ):
     """The windows of N steps at most that begin in the slots `start`; TOGETHER steps are loaded at once.
 
+    rewards: pointers to those of all steps and to the powers of gamma.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
     length = start * 0
@@ -58,13 +50,13 @@ def window_from(
             flag = tl.load(flags_ptr + slot, mask=named, other=0)
             open = open & (age < N)
             if REWARDED:
-                power = tl.load(powers_ptr + tl.minimum(age, N))
-                given = tl.load(rewards_ptr + slot, mask=named, other=0).to(tl.float64)
+                power = tl.load(rewards[1] + tl.minimum(age, N))
+                given = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
                 reward += tl.where(open, given, 0.0) * power
             length += open.to(tl.int64)
             last = tl.where(open, slot, last)
             found = tl.where(open, flag, found)
-            open = open & ((flag & ENDING) == 0)
+            open = open & ((flag & (TERMINATED | TRUNCATED)) == 0)
     return length, found, last, reward
 
 
@@ -97,19 +89,13 @@ def gather_windows_kernel(
     pools,
     outputs,
     next_outputs,
-    weighing,
+    pending,
     slots_ptr,
-    flags_ptr,
-    depth_ptr,
-    final_ptr,
-    rewards_ptr,
-    powers_ptr,
-    words_ptr,
+    streams,
+    rewards,
+    words,
     counters_ptr,
-    reward_ptr,
-    discount_ptr,
-    terminated_ptr,
-    truncated_ptr,
+    numbers,
     batch,
     num_envs,
     steps,
@@ -118,81 +104,54 @@ def gather_windows_kernel(
     beta,
     beta_rest,
     STACKED: tl.constexpr,
-    FIELDS: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SCALES: tl.constexpr,
-    WIDE: tl.constexpr,
-    HEIGHTS: tl.constexpr,
-    SIDES: tl.constexpr,
+    LAYOUT: tl.constexpr,
     ITEMS: tl.constexpr,
-    WINDOWS: tl.constexpr,
     STACK: tl.constexpr,
     N: tl.constexpr,
     TOGETHER: tl.constexpr,
     NEXT_STEP: tl.constexpr,
-    POOLED: tl.constexpr,
     ZERO: tl.constexpr,
     SHIFT: tl.constexpr,
-    TERMINATED: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    FINAL: tl.constexpr,
-    SEED: tl.constexpr,
-    DRAWS: tl.constexpr = 0,
-    SCHEDULED: tl.constexpr = False,
-    RANDOM: tl.constexpr = 0,
-    STEP: tl.constexpr = 0,
-    TICKET: tl.constexpr = 0,
-    EDGE_LOW: tl.constexpr = 0,
+    HINDSIGHT: tl.constexpr,
+    DRAWS: tl.constexpr,
 ):
-    """Stacks of the starts in `slots`, the other fields there, and, with WINDOWS, all that their n-step windows give.
+    """Stacks of the starts in `slots`, the other fields there, and, given `rewards`, what their n-step windows come to.
+
+    sources, pools: the ring, and the kept final observations or ().
+    outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.
+    streams:   flags, depths and rows of final observations of all steps.
+    rewards:   those of all steps and the powers of gamma; numbers: outputs for reward, discount, terminated and
+               truncated. Both are () where single steps are gathered.
+    words:     words[0] is the block of the stream by which pictures are moved; () moves none.
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
-    finds them in the cache. HEIGHTS and SIDES are those of the pictures that a random shift moves, 0 where it does not;
-    `span` items in turn are moved alike, by the words from block words[0] of the stream on. FINAL: the flag of endings
-    after which `next_obs` is the final observation in any case, or 0. With DRAWS the first programs make the weights of
-    as many draws each, one for `span` items: see `weigh`.
+    finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
+    does not; `span` successive items are moved alike. With HINDSIGHT `next_obs` is the final observation of every
+    ending for which one is kept. With DRAWS the first programs make the weights of as many draws each, one for `span`
+    items: see `weigh`.
     """
+    flags_ptr, depth_ptr, final_ptr = streams
+    WINDOWS: tl.constexpr = len(rewards) > 0
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
+    KNOWN: tl.constexpr = FINAL if HINDSIGHT else 0
     KINDS: tl.constexpr = 2 if WINDOWS else 1
-    # the program's number among those of the weights, then among those of the field in turn
+    # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        draws = batch // span
-        programs = (draws + (DRAWS - 1)) // DRAWS
-        if local < programs:
-            weigh(
-                weighing,
-                counters_ptr,
-                local,
-                programs,
-                draws,
-                blocks_drawn,
-                beta,
-                beta_rest,
-                DRAWS,
-                SCHEDULED,
-                RANDOM,
-                STEP,
-                TICKET,
-                EDGE_LOW,
-            )
-        local -= programs
+        local = weigh(pending, counters_ptr, local, batch // span, blocks_drawn, beta, beta_rest, DRAWS)
     for f in tl.static_range(STACKED):
-        programs = (batch * STACK + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f] * KINDS
+        programs = programs_of(batch * STACK, f, LAYOUT) * KINDS
         if (local >= 0) & (local < programs):
             kind = local % KINDS
             piece = local // KINDS
-            row = piece // CHUNKS[f] * ROWS[f] + tl.arange(0, ROWS[f])
-            column = (piece % CHUNKS[f]).to(tl.int32) * COLUMNS[f] + tl.arange(0, COLUMNS[f])
+            row = piece // LAYOUT.chunks[f] * LAYOUT.rows[f] + tl.arange(0, LAYOUT.rows[f])
+            column = (piece % LAYOUT.chunks[f]).to(tl.int32) * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
             named = row < batch * STACK
-            live = named[:, None] & (column < WIDTHS[f])[None, :]
+            live = named[:, None] & (column < LAYOUT.widths[f])[None, :]
             item = row // STACK
             age = STACK - 1 - row % STACK
             # rows past the batch look at slot 0 and write nothing
@@ -204,11 +163,11 @@ def gather_windows_kernel(
                 if kind == 1:
                     output = next_outputs[f]
                     length, flag, last, _ = window_from(
-                        flags_ptr, rewards_ptr, powers_ptr, newest, named, num_envs, steps, N, TOGETHER, ENDING, False
+                        flags_ptr, rewards, newest, named, num_envs, steps, N, TOGETHER, False
                     )
-                    stays = ((flag & TERMINATED) != 0) & ((flag & FINAL) == 0)
+                    stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
                     if not NEXT_STEP:
-                        final = ((flag & ENDING) == TRUNCATED) | ((flag & FINAL) != 0)
+                        final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
                         stays = stays | final
                         # the newest frame is a kept final observation, the others are one step closer
                         pooled = final & (age == 0)
@@ -217,50 +176,35 @@ def gather_windows_kernel(
                     depth += length - stays.to(tl.int64)
             slot = earlier(newest, tl.minimum(age, depth), num_envs, steps)
             inside = column[None, :]
-            if SHIFT > 0 and HEIGHTS[f] > 0:
+            if SHIFT > 0 and LAYOUT.heights[f] > 0:
                 seed = tl.load(counters_ptr + SEED)
-                down, right = shifts_of(item, span, tl.load(words_ptr), seed, kind, SHIFT)
-                inside = moved_column(column, down, right, HEIGHTS[f], SIDES[f])
+                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
+                inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
             present = live
             if ZERO:
                 present = live & (age <= depth)[:, None]
-            values = tl.load(sources[f] + (slot[:, None] * WIDTHS[f] + inside), mask=present, other=0)
-            if WINDOWS and POOLED:
+            values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=present, other=0)
+            if WINDOWS and len(pools) > 0:
                 if kind == 1:
                     place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
                     chosen = live & pooled[:, None]
-                    finals = tl.load(pools[f] + (place[:, None] * WIDTHS[f] + inside), mask=chosen, other=0)
+                    finals = tl.load(pools[f] + (place[:, None] * LAYOUT.widths[f] + inside), mask=chosen, other=0)
                     values = tl.where(chosen, finals, values)
-            values = as_sampled(values, output, SCALES[f], WIDE[f])
-            tl.store(output + (row[:, None] * WIDTHS[f] + column[None, :]), values, mask=live)
+            values = as_sampled(values, output, LAYOUT.scales[f], LAYOUT.wide[f])
+            tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=live)
         local -= programs
-    for f in tl.static_range(STACKED, FIELDS):
-        programs = (batch + (ROWS[f] - 1)) // ROWS[f] * CHUNKS[f]
-        if (local >= 0) & (local < programs):
-            gather_rows(
-                sources[f],
-                outputs[f],
-                slots_ptr,
-                batch,
-                local,
-                WIDTHS[f],
-                ROWS[f],
-                COLUMNS[f],
-                CHUNKS[f],
-                SCALES[f],
-                WIDE[f],
-            )
-        local -= programs
+    local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT)
     if WINDOWS:
         if local >= 0:
             item = local * ITEMS + tl.arange(0, ITEMS)
             live = item < batch
             start = tl.load(slots_ptr + item, mask=live, other=0)
             length, flag, last, reward = window_from(
-                flags_ptr, rewards_ptr, powers_ptr, start, live, num_envs, steps, N, TOGETHER, ENDING, True
+                flags_ptr, rewards, start, live, num_envs, steps, N, TOGETHER, True
             )
+            reward_ptr, discount_ptr, terminated_ptr, truncated_ptr = numbers
             terminated = (flag & TERMINATED) != 0
-            discount = tl.load(powers_ptr + length, mask=live & ~terminated, other=0.0)
+            discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
             tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
             tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
             tl.store(terminated_ptr + item, terminated, mask=live)

@@ -3,23 +3,17 @@
 import triton
 import triton.language as tl
 
+from .counters import ADDED, FINAL, FIRST, RANDOM, SEED, is_last
 from .philox import floor_of_product, words_at
-from .uniform_draw import permuted_rank
+from .uniform_draw import ROUNDS_OF_FEW, permuted_rank
 
 
 @triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "moved"])
 def choose_goals_kernel(
     keys_ptr,
-    flags_ptr,
-    depth_ptr,
-    spans_ptr,
-    parted_ptr,
-    final_ptr,
+    streams,
     counters_ptr,
-    rows_ptr,
-    known_ptr,
-    slots_ptr,
-    places_ptr,
+    outputs,
     count,
     batch,
     envs,
@@ -28,32 +22,25 @@ def choose_goals_kernel(
     moved,
     LAST: tl.constexpr,
     EPISODE: tl.constexpr,
-    POOLED: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    ROUNDS_OF_FEW: tl.constexpr,
-    FEW: tl.constexpr,
-    PERMUTATION_BLOCKS: tl.constexpr,
     DRAWS: tl.constexpr,
-    FINAL: tl.constexpr,
-    ADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SEED: tl.constexpr,
-    TICKET: tl.constexpr,
 ):
     """`count` random rows of the batch; of each whether its goal is known, and the slot or the kept row of the new one.
 
     Steps are counted from the row's own one, those before it with a minus. LAST: take the last step of the episode;
     EPISODE: any stored one; else one from the row's own on. The last program moves the stream on by `moved` blocks. A
     replayed graph may have drawn slots that are not live: all of it stays inside.
+
+    streams: flags, depths, spans, spans of parted episodes, rows of final observations. outputs: rows, known, slots,
+    and, where final observations are kept, their rows.
     """
+    flags_ptr, depth_ptr, spans_ptr, parted_ptr, final_ptr = streams
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     live = draw < count
     added = tl.load(counters_ptr + ADDED)
     block = tl.load(counters_ptr + RANDOM)
     seed = tl.load(counters_ptr + SEED)
     capacity = envs.to(tl.int64) * steps
-    row = permuted_rank(draw, live, batch.to(tl.int64), block, seed, ROUNDS, ROUNDS_OF_FEW, FEW)
+    row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
     # rows past the end look at slot 0 and write nothing; slots and steps have 31 bits
     slot = (tl.maximum(tl.load(keys_ptr + row, mask=live, other=0), 0) % capacity).to(tl.int32)
     line = slot // envs
@@ -82,26 +69,22 @@ def choose_goals_kernel(
             oldest = tl.maximum(tl.load(counters_ptr + FIRST), added - capacity)
             stored = (added - oldest).to(tl.int32) // envs
             back = tl.minimum(depth, tl.maximum(stored - 1 - age, 0))
-        word = words_at(draw, block + PERMUTATION_BLOCKS, seed)
+        word = words_at(draw, block + ROUNDS_OF_FEW // 2, seed)
         chosen = floor_of_product(word, (back + ahead + 1).to(tl.int64)).to(tl.int32) - back
-    # in 64 bits, since the line may be up to two turns on
+    # in 64 bits, since the line may be up to two laps on
     line = line.to(tl.int64) + chosen
     line = tl.where(line < 0, line + steps, line)
     line = tl.where(line < steps, line, line - steps)
     after = tl.where(line + 1 < steps, line + 1, 0)
-    if POOLED:
+    if len(outputs) > 3:
         place = line * envs + env
         pooled = (tl.load(flags_ptr + place, mask=live, other=0).to(tl.int32) & FINAL) != 0
         kept = tl.load(final_ptr + place, mask=live & pooled, other=0)
         kept = tl.minimum(tl.maximum(kept, 0), finals - 1)
-        tl.store(places_ptr + draw, tl.where(pooled, kept, -1).to(tl.int64), mask=live)
+        tl.store(outputs[3] + draw, tl.where(pooled, kept, -1).to(tl.int64), mask=live)
         after = tl.where(pooled, line, after)
-    tl.store(rows_ptr + draw, row, mask=live)
-    tl.store(known_ptr + draw, known, mask=live)
-    tl.store(slots_ptr + draw, after * envs + env, mask=live)
-    # every thread has read the counters before the last program changes them
-    tl.debug_barrier()
-    finished = tl.atomic_add(counters_ptr + TICKET, 1)
-    if finished == tl.num_programs(0) - 1:
-        tl.store(counters_ptr + TICKET, 0)
+    tl.store(outputs[0] + draw, row, mask=live)
+    tl.store(outputs[1] + draw, known, mask=live)
+    tl.store(outputs[2] + draw, after * envs + env, mask=live)
+    if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + RANDOM, block + moved)

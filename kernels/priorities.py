@@ -3,20 +3,38 @@
 import triton
 import triton.language as tl
 
+from .counters import (
+    ADDED,
+    DIRTY,
+    FIRST,
+    HIGHEST,
+    MAX_MASS,
+    PENDING_MAX_MASS,
+    REJECTED,
+    SATURATED,
+    STALE,
+    is_last,
+)
+
 
 @triton.jit
-def mass_of(priority, alpha, eps, clip, limit, ORDERED: tl.constexpr):
+def mass_of(priority, rule, ORDERED: tl.constexpr):
     """float64 priorities to int64 masses, 0 where not finite, and whether they were cut to the limit.
+
+    rule: pointers to alpha, eps and clip, float64, and to the initial mass and the limit, int64.
 
     clamp(floor(min(|priority| + eps, clip) ** alpha * 2**20 + 0.5), 1, limit); with ORDERED the order code, which is
     the bits of |priority|, plus 1.
     """
+    numbers_ptr, masses_ptr = rule
     x = tl.abs(priority)
     finite = x <= 1.7976931348623157e308
     if ORDERED:
         mass = x.to(tl.int64, bitcast=True) + 1
         saturated = x < 0
     else:
+        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+        limit = tl.load(masses_ptr + 1)
         x = tl.maximum(tl.minimum(tl.where(finite, x, 1.0) + eps, clip), 1e-300)
         exponent = tl.minimum(tl.log2(x) * alpha, 42.5)
         # a factor of 2**20 is exact, so fusing it with the addition changes nothing
@@ -27,50 +45,66 @@ def mass_of(priority, alpha, eps, clip, limit, ORDERED: tl.constexpr):
 
 
 @triton.jit
-def note_given(
-    mass, saturated, live, counters_ptr, MAX_MASS: tl.constexpr, REJECTED: tl.constexpr, SATURATED: tl.constexpr
-):
-    """Count masses that priorities became, 0 where they were not finite, and keep the largest; `live` ones only."""
-    tl.atomic_max(counters_ptr + MAX_MASS, tl.max(tl.where(live, mass, 0)), sem="relaxed")
+def initial_mass(rule, counters_ptr, SOURCE: tl.constexpr):
+    """The mass of transitions that come without a priority; SOURCE: the counter that holds it, or -1."""
+    mass = tl.load(rule[1])
+    if SOURCE >= 0:
+        # the largest mass, 0 before there was any
+        largest = tl.load(counters_ptr + SOURCE)
+        mass = tl.where(largest > 0, largest, mass)
+    return mass
+
+
+@triton.jit
+def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr):
+    """Count `live` masses that were rejected, 0, or cut to the limit, and keep the largest in counters[LARGEST]."""
+    tl.atomic_max(counters_ptr + LARGEST, tl.max(tl.where(live, mass, 0)), sem="relaxed")
     tl.atomic_add(counters_ptr + REJECTED, tl.sum((live & (mass == 0)).to(tl.int64)), sem="relaxed")
     tl.atomic_add(counters_ptr + SATURATED, tl.sum((live & saturated).to(tl.int64)), sem="relaxed")
 
 
+@triton.jit
+def raise_max_mass(counters_ptr):
+    """Last program: take over the largest mass that this launch has given."""
+    # an atomic, so that what other programs left is seen; the ticket has put it in order
+    largest = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
+    tl.atomic_max(counters_ptr + MAX_MASS, largest, sem="relaxed")
+    tl.store(counters_ptr + PENDING_MAX_MASS, 0)
+
+
+@triton.jit
+def is_live(key, counters_ptr, capacity):
+    """Whether keys are of transitions that are stored."""
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+    return (key >= oldest) & (key < added)
+
+
 @triton.jit(do_not_specialize=["rows", "skipped", "capacity", "segment"])
-def admit_kernel(
+def insert_kernel(
     levels,
-    edges,
+    extremes,
+    rule,
     counters_ptr,
     times_sampled_ptr,
     keys_ptr,
     priority_ptr,
-    numbers_ptr,
-    masses_ptr,
     rows,
     skipped,
     capacity,
     segment,
-    LEVELS: tl.constexpr,
-    EDGES: tl.constexpr,
     FANOUT: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
     ORDERED: tl.constexpr,
     SOURCE: tl.constexpr,
-    ADDED: tl.constexpr,
-    MAX_MASS: tl.constexpr,
-    PENDING_MAX_MASS: tl.constexpr,
-    REJECTED: tl.constexpr,
-    SATURATED: tl.constexpr,
-    TICKET: tl.constexpr,
-    EDGE_HIGH: tl.constexpr,
 ):
     """Give the transitions just written their keys and masses, and count them.
 
     The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
-    of FANOUT slots. numbers: alpha, eps, clip. masses: the initial mass, and the limit. The last program to finish
-    moves the ring on.
+    of FANOUT slots. levels, extremes, rule: of the tree and for `mass_of`, empty without priorities. The last program
+    to finish moves the ring on.
     """
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
@@ -89,19 +123,13 @@ def admit_kernel(
         row = slot + (skipped - start + tl.where(wrapped, capacity, 0))
         tl.store(times_sampled_ptr + slot, tl.full([BLOCKS, FANOUT], 0, tl.int32), mask=live)
         tl.store(keys_ptr + row, added + row, mask=live)
-        if LEVELS > 0:
-            mass = tl.load(masses_ptr)
-            if SOURCE >= 0:
-                # the largest mass, 0 before there was any
-                largest = tl.load(counters_ptr + SOURCE)
-                mass = tl.where(largest > 0, largest, mass)
-            new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + mass
+        if len(levels) > 0:
+            new = tl.full([BLOCKS, FANOUT], 0, tl.int64) + initial_mass(rule, counters_ptr, SOURCE)
             if GIVEN:
                 priority = tl.load(priority_ptr + row, mask=live, other=0).to(tl.float64)
-                alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-                own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+                own, saturated = mass_of(priority, rule, ORDERED)
                 new = tl.where(own > 0, own, new)
-                note_given(own, saturated, live, counters_ptr, PENDING_MAX_MASS, REJECTED, SATURATED)
+                count_masses(own, saturated, live, counters_ptr, PENDING_MAX_MASS)
             # slots outside the segment keep their mass
             old = tl.load(levels[0] + slot, mask=live, other=0)
             change = tl.sum(tl.where(live, new - old, 0), axis=1)  # [BLOCKS]
@@ -109,9 +137,9 @@ def admit_kernel(
             tl.debug_barrier()
             tl.store(levels[0] + slot, new, mask=live)
             touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
-            for edge in tl.static_range(EDGES):
-                tl.store(edges[edge] + block, tl.full([BLOCKS], -1, tl.int64), mask=touched)
-            for level in tl.static_range(1, LEVELS):
+            for each in tl.static_range(len(extremes)):
+                tl.store(extremes[each] + block, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
+            for level in tl.static_range(1, len(levels)):
                 tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
     # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
     if skipped > 0:
@@ -120,42 +148,23 @@ def admit_kernel(
         tl.store(keys_ptr + for_key, added + for_key, mask=named)
         if GIVEN:
             priority = tl.load(priority_ptr + for_key, mask=named, other=0).to(tl.float64)
-            alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-            own, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
-            note_given(own, saturated, named, counters_ptr, PENDING_MAX_MASS, REJECTED, SATURATED)
+            own, saturated = mass_of(priority, rule, ORDERED)
+            count_masses(own, saturated, named, counters_ptr, PENDING_MAX_MASS)
 
-    # every thread has read the counters before the last program changes them
-    tl.debug_barrier()
-    done = tl.atomic_add(counters_ptr + TICKET, 1)
-    if done == tl.num_programs(0) - 1:
-        tl.store(counters_ptr + TICKET, 0)
-        tl.store(counters_ptr + EDGE_HIGH, 0)
+    if is_last(counters_ptr, tl.num_programs(0)):
+        tl.store(counters_ptr + HIGHEST, 0)
         if GIVEN:
-            # an atomic, so that what other programs left is seen; the ticket has put it in order
-            given_top = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
-            tl.atomic_max(counters_ptr + MAX_MASS, given_top, sem="relaxed")
-            tl.store(counters_ptr + PENDING_MAX_MASS, 0)
+            raise_max_mass(counters_ptr)
         tl.store(counters_ptr + ADDED, added + rows)
 
 
 @triton.jit(do_not_specialize=["batch", "capacity"])
-def settle_kernel(
-    keys_ptr,
-    counters_ptr,
-    stamp_ptr,
-    batch,
-    capacity,
-    ADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    DRAWS: tl.constexpr,
-):
+def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, DRAWS: tl.constexpr):
     """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     # positions past the end name no key
     key = tl.load(keys_ptr + position, mask=position < batch, other=-1)
-    added = tl.load(counters_ptr + ADDED)
-    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-    live = (key >= oldest) & (key < added)
+    live = is_live(key, counters_ptr, capacity)
     tl.atomic_max(stamp_ptr + key % capacity, position.to(tl.int32), mask=live, sem="relaxed")
 
 
@@ -164,22 +173,13 @@ def update_kernel(
     keys_ptr,
     priority_ptr,
     levels,
-    edges,
+    extremes,
+    rule,
     stamp_ptr,
     counters_ptr,
-    numbers_ptr,
-    masses_ptr,
     batch,
     capacity,
-    LEVELS: tl.constexpr,
-    EDGES: tl.constexpr,
     SHIFT: tl.constexpr,
-    ADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    MAX_MASS: tl.constexpr,
-    STALE: tl.constexpr,
-    REJECTED: tl.constexpr,
-    SATURATED: tl.constexpr,
     SPARSE: tl.constexpr,
     ORDERED: tl.constexpr,
     SETTLES: tl.constexpr,
@@ -195,12 +195,10 @@ def update_kernel(
     named = position < batch
     # positions past the end name no key
     key = tl.load(keys_ptr + position, mask=named, other=-1)
-    added = tl.load(counters_ptr + ADDED)
-    oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
-    live = (key >= oldest) & (key < added)
+    live = is_live(key, counters_ptr, capacity)
     stale = tl.sum((named & (live == 0)).to(tl.int64), axis=0)
     tl.atomic_add(counters_ptr + STALE, stale, sem="relaxed")
-    if LEVELS > 0:
+    if len(levels) > 0:
         slot = tl.where(live, key, 0) % capacity
         if SETTLES:
             tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
@@ -213,8 +211,7 @@ def update_kernel(
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (stamp == position)
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
-        alpha, eps, clip = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-        new, saturated = mass_of(priority, alpha, eps, clip, tl.load(masses_ptr + 1), ORDERED)
+        new, saturated = mass_of(priority, rule, ORDERED)
         meant = winner
         if SPARSE:
             # a slot without mass must not be drawn, whatever its priority
@@ -226,8 +223,8 @@ def update_kernel(
         tl.debug_barrier()
         tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
         tl.store(levels[0] + slot, new, mask=accepted)
-        for edge in tl.static_range(EDGES):
-            tl.store(edges[edge] + (slot >> SHIFT), tl.full([DRAWS], -1, tl.int64), mask=accepted)
-        for level in tl.static_range(1, LEVELS):
+        for each in tl.static_range(len(extremes)):
+            tl.store(extremes[each] + (slot >> SHIFT), tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
+        for level in tl.static_range(1, len(levels)):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
-        note_given(new, saturated, meant, counters_ptr, MAX_MASS, REJECTED, SATURATED)
+        count_masses(new, saturated, meant, counters_ptr, MAX_MASS)

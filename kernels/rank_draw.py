@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .eligible_draw import from_oldest, reach
-from .philox import floor_of_product, words_at
-from .stratified_draw import NO_MASS, descend, key_in_slot, stratified_target
+from .counters import ADDED, LOWEST, NO_MASS, RANKED, SORTED, STEP
+from .eligible_draw import newest_eligible, store_words_after
+from .stratified_draw import key_in_slot, store_draws, target_in
 
 
 @triton.jit(do_not_specialize=["capacity", "skipped", "every"])
@@ -19,10 +19,6 @@ def arrange_kernel(
     every,
     SLOTS: tl.constexpr,
     KEPT: tl.constexpr,
-    ADDED: tl.constexpr,
-    STEP: tl.constexpr,
-    RANKED: tl.constexpr,
-    SORTED: tl.constexpr,
 ):
     """arranged[age] = code of the slot with the key of that age, the oldest first; 0 for the newest `skipped` slots.
 
@@ -52,9 +48,6 @@ def list_kernel(
     capacity,
     SLOTS: tl.constexpr,
     KEPT: tl.constexpr,
-    ADDED: tl.constexpr,
-    STEP: tl.constexpr,
-    SORTED: tl.constexpr,
 ):
     """list[rank] = slot of the age at that rank, and listed[0] = how many can be drawn, given the sorted codes.
 
@@ -85,13 +78,13 @@ def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr, BASE: tl.constexpr):
     """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other."""
     digit = tl.arange(0, BASE).to(tl.int64)
     rank = target * 0
-    for turn in tl.static_range(DIGITS):
+    for place in tl.static_range(DIGITS):
         # the last rank of every part into which this digit divides what is left
-        last = rank[:, None] + (digit[None, :] + 1) * (BASE ** (DIGITS - 1 - turn)) - 1
+        last = rank[:, None] + (digit[None, :] + 1) * (BASE ** (DIGITS - 1 - place)) - 1
         # there are no ranks past the end, so no target passes them
         total = tl.load(sums_ptr + last, mask=last < count, other=NO_MASS)  # [DRAWS, BASE]
         passed = tl.sum((total <= target[:, None]).to(tl.int64), axis=1)
-        rank += passed * (BASE ** (DIGITS - 1 - turn))
+        rank += passed * (BASE ** (DIGITS - 1 - place))
     # where nothing is ranked the draw stays inside
     return tl.minimum(rank, count - 1)
 
@@ -112,7 +105,7 @@ def pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH: tl
         place = tl.where(place >= count, place - count, place)
         looked_at = waiting[:, None] & (step < count)
         listed = tl.load(list_ptr + place, mask=looked_at, other=0).to(tl.int64)
-        # places beyond a full turn cannot be drawn
+        # places beyond the end of the list cannot be drawn
         code = tl.load(codes_ptr + listed, mask=looked_at, other=0)
         first = tl.min(tl.where(code > 0, ahead[None, :], WIDTH), axis=1)
         slot = tl.where(waiting, tl.sum(tl.where(ahead[None, :] == first[:, None], listed, 0), axis=1), slot)
@@ -134,25 +127,19 @@ def pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH: tl
 
 @triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped"])
 def rank_draw_kernel(
-    sums_ptr,
-    list_ptr,
-    listed_ptr,
+    ranks,
     codes_ptr,
-    marks,
+    eligible,
     counters_ptr,
     times_sampled_ptr,
-    slots_ptr,
-    keys_ptr,
-    masses_ptr,
-    probability_ptr,
-    words_ptr,
+    outputs,
+    words,
     drawn,
     batch,
     capacity,
     skipped,
     DIGITS: tl.constexpr,
     BASE: tl.constexpr,
-    MARK_LEVELS: tl.constexpr,
     FANOUT: tl.constexpr,
     DRAWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -160,64 +147,45 @@ def rank_draw_kernel(
     SKIPS: tl.constexpr,
     OUTDATED: tl.constexpr,
     LOWEST_OF_ALL: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    ADDED: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SEED: tl.constexpr,
-    EDGE_LOW: tl.constexpr,
 ):
-    """Draw `drawn` slots by rank and take the newest for the rest of the batch, of marked slots where there are marks.
+    """Draw `drawn` slots by rank and take the newest for the rest of the batch, of eligible slots if there is a tree.
 
-    sums: of the masses of the ranks up to each. OUTDATED: the list may hold slots that can no longer be drawn. SKIPS:
-    none of the newest is in the newest `skipped` slots, as none of the list is. Leaves the smallest mass of the batch,
-    or with LOWEST_OF_ALL of the list, in counters[EDGE_LOW]. The mass of a newest row is written as 0: it was not
-    drawn. Where nothing is ranked, as in a graph replayed after a `clear`, the draws stay inside but mean nothing.
-    SHIFTED: leaves in words[0] the block of the stream that comes after the words of the draws.
+    ranks: pointers to the sums of the masses of the ranks up to each, to the list of slots, and to its length.
+    OUTDATED: the list may hold slots that can no longer be drawn. SKIPS: none of the newest is in the newest `skipped`
+    slots, as none of the list is. Leaves the smallest mass of the batch, or with LOWEST_OF_ALL of the list, in
+    counters[LOWEST]. The mass of a newest row is written as 0: it was not drawn. Where nothing is ranked, as in a graph
+    replayed after a `clear`, the draws stay inside but mean nothing. words: see `store_words_after`.
     """
+    sums_ptr, list_ptr, listed_ptr = ranks
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
-    live = draw < batch
     by_rank = draw < drawn
     added = tl.load(counters_ptr + ADDED)
     head = added % capacity
     count = tl.maximum(tl.load(listed_ptr), 1)
     total = tl.load(sums_ptr + count - 1)
-    random = tl.load(counters_ptr + RANDOM)
-    if SHIFTED:
-        if program == 0:
-            tl.store(words_ptr, random + (drawn + 3) // 4)
-    word = words_at(draw, random, tl.load(counters_ptr + SEED))
-    if STRATIFIED:
-        target = stratified_target(draw, drawn.to(tl.int64), total, word)
-    else:
-        target = floor_of_product(word, total)
-    # rows that draw nothing look for rank 1
-    rank = rank_at(sums_ptr, tl.where(by_rank, target, 0), count, DIGITS, BASE)
+    store_words_after(words, drawn, counters_ptr)
+    rank = rank_at(sums_ptr, target_in(total, draw, drawn, counters_ptr, STRATIFIED), count, DIGITS, BASE)
     # nothing comes before rank 1
     mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
     chance = mass.to(tl.float64) / total.to(tl.float64)
-    tl.store(masses_ptr + draw, tl.where(by_rank, mass, 0), mask=live)
-    tl.store(probability_ptr + draw, tl.where(by_rank, chance, 1.0).to(tl.float32), mask=live)
     if OUTDATED:
         slot = pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH)
     else:
         slot = tl.load(list_ptr + rank).to(tl.int64)
     # only the last programs have newest rows
     if (program + 1) * DRAWS > drawn:
-        if MARK_LEVELS > 0:
-            marked, oldest, among = reach(marks, head, skipped, capacity, MARK_LEVELS, FANOUT, SKIPS)
-            place = from_oldest(tl.maximum(among - batch + draw, 0), oldest, marked)
-            newest, _ = descend(marks, place, MARK_LEVELS, FANOUT)
+        if len(eligible) > 0:
+            newest = newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
         else:
             newest = tl.maximum(added - batch + draw, 0) % capacity
         slot = tl.where(by_rank, slot, newest)
-    tl.store(slots_ptr + draw, slot, mask=live)
-    tl.store(keys_ptr + draw, key_in_slot(slot, added, capacity), mask=live)
-    tl.atomic_add(times_sampled_ptr + slot, tl.full([DRAWS], 1, tl.int32), mask=live, sem="relaxed")
+    key = key_in_slot(slot, added, capacity)
+    store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, tl.where(by_rank, mass, 0))
     if LOWEST_OF_ALL:
         # that of the last rank
         before = tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
         lowest = total - before
     else:
         lowest = tl.min(tl.where(by_rank, mass, NO_MASS), axis=0)
-    tl.atomic_min(counters_ptr + EDGE_LOW, lowest, sem="relaxed")
+    tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")

@@ -3,31 +3,36 @@
 import triton
 import triton.language as tl
 
+from .counters import ADDED, FIRST, RANDOM, SEED, STEP, is_last
 from .philox import floor_of_product, words_at, words_of
+from .stratified_draw import store_draws
+
+# rounds of the permutation, those of one of fewer than FEW numbers, and the words that they take in blocks of 4
+ROUNDS = tl.constexpr(8)
+ROUNDS_OF_FEW = tl.constexpr(32)
+FEW = tl.constexpr(64)
 
 
 @triton.jit
 def permute(place, wide, high, pairs, first, second, third, fourth):
     """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round.
 
-    first, second: multipliers and addends of the shifts of the column, one a turn; third, fourth: those of the row.
+    first, second: multipliers and addends of the shifts of the column, one a round; third, fourth: those of the row.
     """
     row = place // wide
     column = place % wide
     nothing = (place * 0).to(tl.int64)
     for pair in range(pairs):
-        turn = nothing + pair
-        column += (((row * tl.gather(first, turn, 0) + tl.gather(second, turn, 0)) >> 32) * wide) >> 32
+        at = nothing + pair
+        column += (((row * tl.gather(first, at, 0) + tl.gather(second, at, 0)) >> 32) * wide) >> 32
         column = tl.where(column >= wide, column - wide, column)
-        row += (((column * tl.gather(third, turn, 0) + tl.gather(fourth, turn, 0)) >> 32) * high) >> 32
+        row += (((column * tl.gather(third, at, 0) + tl.gather(fourth, at, 0)) >> 32) * high) >> 32
         row = tl.where(row >= high, row - high, row)
     return row * wide + column
 
 
 @triton.jit
-def permuted_rank(
-    draw, by_chance, count, block, seed, ROUNDS: tl.constexpr, ROUNDS_OF_FEW: tl.constexpr, FEW: tl.constexpr
-):
+def permuted_rank(draw, by_chance, count, block, seed):
     """The places of a random permutation of [0, count) that the draws by chance take; 0 for the others.
 
     More draws than there are places go round again.
@@ -50,29 +55,28 @@ def permuted_rank(
     return image.to(tl.int64)
 
 
+@triton.jit
+def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr):
+    """A number in [0, count) for each draw by chance, distinct ones unless REPLACEMENT."""
+    block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
+    if REPLACEMENT:
+        rank = floor_of_product(words_at(draw, block, seed), count)
+    else:
+        rank = permuted_rank(draw, by_chance, count, block, seed)
+    return rank
+
+
 @triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks_drawn"])
 def uniform_draw_kernel(
     counters_ptr,
     times_sampled_ptr,
-    slots_ptr,
-    keys_ptr,
-    probability_ptr,
-    weight_ptr,
+    outputs,
     drawn,
     batch,
     capacity,
     blocks_drawn,
-    ROUNDS: tl.constexpr,
-    ROUNDS_OF_FEW: tl.constexpr,
-    FEW: tl.constexpr,
     DRAWS: tl.constexpr,
     REPLACEMENT: tl.constexpr,
-    ADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SEED: tl.constexpr,
-    STEP: tl.constexpr,
-    TICKET: tl.constexpr,
 ):
     """Draw `drawn` live keys and take the newest for the rest of the batch.
 
@@ -82,27 +86,13 @@ def uniform_draw_kernel(
     added = tl.load(counters_ptr + ADDED)
     first_key = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     count = tl.maximum(added - first_key, 1)
-    block = tl.load(counters_ptr + RANDOM)
-    step = tl.load(counters_ptr + STEP)
-    seed = tl.load(counters_ptr + SEED)
+    block, step = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + STEP)
     by_chance = draw < drawn
-    if REPLACEMENT:
-        rank = floor_of_product(words_at(draw, block, seed), count)
-    else:
-        rank = permuted_rank(draw, by_chance, count, block, seed, ROUNDS, ROUNDS_OF_FEW, FEW)
+    rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
     key = tl.maximum(tl.where(by_chance, first_key + rank, added - batch + draw), 0)
-    slot = key % capacity
-    live = draw < batch
-    chance = tl.where(by_chance, 1.0 / count.to(tl.float64), 1.0)
-    tl.store(slots_ptr + draw, slot, mask=live)
-    tl.store(keys_ptr + draw, key, mask=live)
-    tl.store(probability_ptr + draw, chance.to(tl.float32), mask=live)
-    tl.store(weight_ptr + draw, tl.full([DRAWS], 1.0, tl.float32), mask=live)
-    tl.atomic_add(times_sampled_ptr + slot, tl.full([DRAWS], 1, tl.int32), mask=live, sem="relaxed")
-    # every thread has read the counters before the last program changes them
-    tl.debug_barrier()
-    finished = tl.atomic_add(counters_ptr + TICKET, 1)
-    if finished == tl.num_programs(0) - 1:
-        tl.store(counters_ptr + TICKET, 0)
+    ones = tl.full([DRAWS], 1.0, tl.float32)
+    chance = 1.0 / count.to(tl.float64)
+    store_draws(outputs, times_sampled_ptr, draw, drawn, batch, key % capacity, key, chance, ones)
+    if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + STEP, step + 1)
         tl.store(counters_ptr + RANDOM, block + blocks_drawn)

@@ -22,7 +22,7 @@ from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
-from gpu_replay.ops.priorities import DeviceMasses, launch_admit, launch_update
+from gpu_replay.ops.priorities import DeviceMasses, launch_insert, launch_update
 from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
 from gpu_replay.ops.stratified_draw import launch_stratified_draw, stratified_targets
@@ -109,7 +109,7 @@ def write_kernel(memory: SparseMemory) -> None:
     memory.programs = lambda count: [0, count - 1]
     launch_write(store, fields, {"x": rows}, counters, tree, highest=True)
     assert torch.equal(store["x"][[SLOTS - 2, SLOTS - 1, 0, 1]], rows)
-    assert int(counters[Counter.EDGE_HIGH]) == int(tree.high[-1]) == 77
+    assert int(counters[Counter.HIGHEST]) == int(tree.high[-1]) == 77
     memory.check("write_kernel", past=FAR, store=store["x"], leaves=tree.levels[0])
 
 
@@ -136,7 +136,7 @@ def gather_kernel(memory: SparseMemory) -> None:
     masses = torch.zeros(batch, dtype=torch.int64)
     masses[-3:] = torch.tensor([4, 0, 16])
     memory.programs = lambda count: [count - 1]
-    weighing = weighing_of(masses, counters_at(0, EDGE_LOW=4), None, 0.5, batch)
+    weighing = weighing_of(masses, counters_at(0, LOWEST=4), None, 0.5, batch)
     launch_gather({}, {}, masses, weighing)
     assert weighing.weight[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
     memory.check("gather_kernel", past=FAR, masses=masses, weights=weighing.weight)
@@ -150,7 +150,7 @@ def _masses(*, low: bool = False, high: bool = False) -> DeviceMasses:
     return masses
 
 
-def admit_kernel(memory: SparseMemory) -> None:
+def insert_kernel(memory: SparseMemory) -> None:
     masses = _masses(low=True, high=True)
     tree = masses.tree
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
@@ -161,7 +161,7 @@ def admit_kernel(memory: SparseMemory) -> None:
         added = turn * SLOTS + start
         counters = counters_at(added)
         priorities = torch.arange(1, 7, dtype=torch.float32)
-        keys = launch_admit(masses, counters, times_sampled, 6, priorities, None)
+        keys = launch_insert(masses, counters, times_sampled, 6, priorities, None)
         assert keys.tolist() == list(range(added, added + 6))
         assert int(counters[Counter.ADDED]) == added + 6
         assert not times_sampled[slots].any()
@@ -170,7 +170,7 @@ def admit_kernel(memory: SparseMemory) -> None:
         assert tree.high is not None
         assert all(int(edge[slot // tree.fanout]) == DIRTY for edge in (tree.low, tree.high) for slot in slots)
     check_tree(tree, expected)
-    memory.check("admit_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
+    memory.check("insert_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
 
 def _updated(memory: SparseMemory, kernel: str) -> None:
@@ -216,7 +216,7 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     counters = counters_at(added)
     # the draws, and the last of the blocks whose smallest mass is looked up
     memory.programs = lambda count: [0, count - 1]
-    slots, keys, found, probability = launch_stratified_draw(
+    slots, keys, probability, found, _ = launch_stratified_draw(
         tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True
     )
     total = sum(masses.values())
@@ -228,7 +228,7 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     assert found.tolist() == [*(masses[slot] for slot in expected[:30]), 0, 0]
     assert probability.tolist() == pytest.approx([*(masses[slot] / total for slot in expected[:30]), 1, 1])
     samples_at(times_sampled, expected)
-    assert int(tree.low[-1]) == int(counters[Counter.EDGE_LOW]) == masses[SLOTS - 2]
+    assert int(tree.low[-1]) == int(counters[Counter.LOWEST]) == masses[SLOTS - 2]
     memory.check("stratified_draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
 
@@ -335,7 +335,7 @@ def rank_draw_kernel(memory: SparseMemory) -> None:
     )
     assert found.slots.tolist() == slots
     assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
-    assert found.masses.tolist() == [1] * 12
+    assert found.value.tolist() == [1] * 12
     samples_at(times_sampled, slots)
     memory.check(
         "rank_draw_kernel",

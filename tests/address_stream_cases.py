@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_replay import Field
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, launch_follow, launch_keep_finals
+from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, launch_add_step, launch_keep_finals
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.frames import launch_gather_windows
 from gpu_replay.ops.hindsight import Strategy, launch_choose_goals
@@ -111,7 +111,7 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
     counters = counters_at(ring.added, ELIGIBLE=int((leaves > 0).sum()), FINALS=5 * ring.finals - 1)
     keys = []
     for terminated, truncated in (([0, 0], [0, 1]), ([1, 0], [0, 1]), ([0, 0], [1, 0])):
-        keys += launch_follow(
+        keys += launch_add_step(
             streams,
             masses,
             marks,
@@ -130,10 +130,10 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
     if ring.head >= LONG:
         far = {"depth": streams.depth, "final": streams.final, "times_sampled": times_sampled}
         far |= {"leaves": tree.levels[0], "marks": marks.levels[0], "owner": streams.owner}
-        memory.check("follow_kernel", past=FAR, **far, **({"spans": streams.spans} if hindsight else {}))
-        memory.check("follow_kernel", past=2**30, flags=streams.flags)
+        memory.check("add_step_kernel", past=FAR, **far, **({"spans": streams.spans} if hindsight else {}))
+        memory.check("add_step_kernel", past=2**30, flags=streams.flags)
     if ring.head == LARGE_STEPS - 1:
-        memory.check("follow_kernel", past=ring.slots - ENVS, flags=streams.flags)
+        memory.check("add_step_kernel", past=ring.slots - ENVS, flags=streams.flags)
     counters[Counter.ADDED] -= ring.added
     counters[Counter.FINALS] -= 5 * ring.finals
     return {
@@ -150,7 +150,7 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
     }
 
 
-def follow_kernel(memory: SparseMemory) -> None:
+def add_step_kernel(memory: SparseMemory) -> None:
     for (large, small), hindsight in zip(PAIRS, (True, False, False), strict=True):
         assert _follow(large, memory, hindsight=hindsight) == _follow(small, memory, hindsight=hindsight)
 
@@ -257,14 +257,13 @@ def draw_by_mass_kernel(memory: SparseMemory) -> None:
     assert set(slots) == set(within)
     assert found.slots.tolist() == slots
     assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
-    assert found.masses is not None
-    assert found.masses.tolist() == [*(masses[slot] for slot in slots[:30]), 0, 0]
+    assert found.value.tolist() == [*(masses[slot] for slot in slots[:30]), 0, 0]
     samples_at(times_sampled, slots)
     far = {"leaves": tree.levels[0], "marks": marks.levels[0], "times_sampled": times_sampled}
     memory.check("draw_by_mass_kernel", past=FAR, **far)
 
 
-def draw_marked_kernel(memory: SparseMemory) -> None:
+def draw_eligible_kernel(memory: SparseMemory) -> None:
     masses, added, skipped, within = _eligible()
     marks = MassTree(SLOTS, CPU, "triton")
     put(marks, dict.fromkeys(masses, 1))
@@ -277,4 +276,4 @@ def draw_marked_kernel(memory: SparseMemory) -> None:
     assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
     assert int(counters[Counter.RANDOM]) == blocks_for(PERMUTATION_WORDS)
     samples_at(times_sampled, slots)
-    memory.check("draw_marked_kernel", past=FAR, marks=marks.levels[0], times_sampled=times_sampled)
+    memory.check("draw_eligible_kernel", past=FAR, marks=marks.levels[0], times_sampled=times_sampled)

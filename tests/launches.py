@@ -28,6 +28,7 @@ TARGETS = {
 }
 # the modules whose functions choose how much one program does
 LAUNCHERS = (
+    "draws",
     "priorities",
     "eligibility",
     "eligible_draw",

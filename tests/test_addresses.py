@@ -65,8 +65,8 @@ NARROWED = {
     "gather_kernel": ("ring", "slot[:, None] * WIDTH", "slot[:, None].to(tl.int32) * WIDTH"),
     "write_kernel": ("ring", "place = slot[:, None]", "place = slot[:, None].to(tl.int32)"),
     "arrange_kernel": ("rank_draw", "% capacity + age\n", "% capacity + age\n    slot = slot.to(tl.int32)\n"),
-    "admit_kernel": ("mass_tree", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
-    "follow_kernel": ("eligibility", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
+    "insert_kernel": ("mass_tree", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
+    "add_step_kernel": ("eligibility", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
     "keep_finals_kernel": ("eligibility", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
     "gather_windows_kernel": (
         "frames",

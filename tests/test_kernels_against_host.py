@@ -86,9 +86,9 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
     slots_expected = np.concatenate((expected, newest % slots))
 
     for lowest_of_all in (False, True):
-        counters[Counter.EDGE_LOW] = NO_MASS
+        counters[Counter.LOWEST] = NO_MASS
         times_sampled.zero_()
-        found_slots, keys, found_masses, probability = launch_stratified_draw(
+        found_slots, keys, probability, found_masses, _ = launch_stratified_draw(
             tree, counters, times_sampled, drawn, batch, stratified=stratified, lowest_of_all=lowest_of_all
         )
         assert found_slots.tolist() == slots_expected.tolist()
@@ -98,7 +98,7 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
         assert close(probability, [*(drawn_masses / total).tolist(), *[1.0] * (batch - drawn)], "probability")
         assert times_sampled.tolist() == np.bincount(slots_expected, minlength=slots).tolist()
         lowest = masses[masses > 0].min() if lowest_of_all else drawn_masses.min()
-        assert int(counters[Counter.EDGE_LOW]) == lowest
+        assert int(counters[Counter.LOWEST]) == lowest
         # the position of the stream moves on with the weights
         assert int(counters[Counter.RANDOM]) == block
     check_sums(tree)
@@ -148,14 +148,14 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
     times_sampled = torch.zeros(1000, dtype=torch.int32, device=device)
     draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
     launch_stratified_draw(tree, counters, times_sampled, **draw)
-    assert int(counters[Counter.EDGE_LOW]) == 50
+    assert int(counters[Counter.LOWEST]) == 50
     assert tree.low.tolist() == [50] * 8
     # changed behind the tree's back: seen only where a mark says so
     tree.masses[130], tree.masses[700] = 3, 2
     tree.low[130 // 128] = DIRTY
-    counters[Counter.EDGE_LOW] = NO_MASS
+    counters[Counter.LOWEST] = NO_MASS
     launch_stratified_draw(tree, counters, times_sampled, **draw)
-    assert int(counters[Counter.EDGE_LOW]) == 3
+    assert int(counters[Counter.LOWEST]) == 3
     assert tree.low.tolist() == [50, 3, *[50] * 6]
 
 
@@ -186,21 +186,21 @@ def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
     masses = random_masses(batch, batch, 2**40)
     lowest = int(masses[masses > 0].min())
     counters = new_counters(torch.device(device), seed=0)
-    counters[Counter.EDGE_LOW] = lowest
+    counters[Counter.LOWEST] = lowest
     weight = weights(torch.from_numpy(masses).to(device), counters, None, beta, batch)
     drawn = masses > 0
     expected = np.ones(batch, dtype=np.float32)
     with np.errstate(under="ignore", over="ignore"):
         expected[drawn] = importance_weights(masses[drawn], lowest, beta)
     assert close(weight, expected.tolist(), "weight")
-    moved = [int(counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.EDGE_LOW, Counter.RANDOM)]
+    moved = [int(counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.LOWEST, Counter.RANDOM)]
     assert moved == [1, 0, NO_MASS, -(-batch // 4)]
 
 
 def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
     beta, ratio = 0.3, 2.0**-40
     counters = new_counters(torch.device(device), seed=0)
-    counters[Counter.EDGE_LOW] = 1
+    counters[Counter.LOWEST] = 1
     weight = weights(torch.tensor([2**40], device=device), counters, None, beta, 1)
     # the nearest float32 to 0.3 would give this off by 2.2e-7
     assert abs(float(weight[0]) / ratio**beta - 1) < 6.1e-8
@@ -212,7 +212,7 @@ def test_the_schedule_is_that_of_the_settings(device: str) -> None:
     counters = new_counters(torch.device(device), seed=0)
     masses = torch.tensor([2**20, 1], device=device)
     for step in range(8):
-        counters[Counter.EDGE_LOW] = 1
+        counters[Counter.LOWEST] = 1
         weight = weights(masses, counters, schedule, 0.0, 2)
         assert close(weight, [2.0 ** (-20 * beta(step)), 1.0], "weight")
 
@@ -238,7 +238,7 @@ def test_uniform_draws(
     counters = new_counters(torch.device(device), seed=2**63 + 5)
     counters[Counter.ADDED], counters[Counter.FIRST], counters[Counter.RANDOM] = added, added - count, block
     times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
-    slots, keys, probability, weight = launch_uniform_draw(
+    slots, keys, probability, weight, _ = launch_uniform_draw(
         counters, times_sampled, drawn, batch, capacity, replacement=replacement
     )
     random_bits = HostWords(2**63 + 5)

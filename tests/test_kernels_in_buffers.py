@@ -301,5 +301,5 @@ def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None
         tested.add(n=torch.arange(300, device=device), priority=torch.ones(300, device=device))
         tested.sample(20)
         counters = tested._counters.tolist()
-    shared = (Counter.TICKET, Counter.PENDING_MAX_MASS, Counter.EDGE_HIGH, Counter.EDGE_LOW)
+    shared = (Counter.TICKET, Counter.PENDING_MAX_MASS, Counter.HIGHEST, Counter.LOWEST)
     assert [counters[place] for place in shared] == [0, 0, 0, NO_MASS]

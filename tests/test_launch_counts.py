@@ -95,7 +95,7 @@ def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None
         assert len(buffer._with_masses().levels) == CAPACITIES[capacity]
         counted = of_each_call(buffer, launches, 4_000, given=True)
     assert counted == {
-        "add": ["write_kernel", "admit_kernel"],
+        "add": ["write_kernel", "insert_kernel"],
         "sample": ["stratified_draw_kernel", "gather_kernel"],
         "sample with beta": ["stratified_draw_kernel", "gather_kernel"],
         "update": ["update_kernel"],
@@ -129,7 +129,7 @@ def test_draws_by_rank_are_two_launches_after_two_for_an_order_that_is_out_of_da
         buffer.sample(5)
     drawn = ["rank_draw_kernel", "gather_kernel"]
     assert counted == {
-        "add": ["write_kernel", "admit_kernel"],
+        "add": ["write_kernel", "insert_kernel"],
         "sample": ["arrange_kernel", "list_kernel", *drawn],
         "sample with beta": drawn,
         "update": ["update_kernel"],
@@ -147,7 +147,7 @@ def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, row
         buffer.add(**values(buffer, 70))
         launches.clear()
         buffer.add(**values(buffer, rows))
-        assert [launch.name for launch in launches] == ["write_kernel", "admit_kernel"]
+        assert [launch.name for launch in launches] == ["write_kernel", "insert_kernel"]
 
 
 def test_an_update_of_nothing_launches_nothing() -> None:

@@ -6,15 +6,11 @@ update; all kernels but it and the scan have four warps, 128 threads of NVIDIA's
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable
-
 import pytest
 import torch
 from kernel_cases import FRAMES, ODD, WHOLE_WORDS
-from launches import LAUNCHERS
 
+from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frames import frame_tile
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
@@ -29,36 +25,18 @@ FIELDS = {**ODD, **{f"{name}, rows": fields["x"] for name, fields in WHOLE_WORDS
 PICTURES = {name: fields["obs"] for name, fields in FRAMES.items()}
 
 
-def sizes_by_count() -> dict[str, Callable[[int, bool], int]]:
-    """The functions of all launchers that say how many of so many one program takes."""
-    found = {}
-    for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            asked = list(inspect.signature(function).parameters)
-            # that one has a test of its own
-            if function == keys_together:
-                continue
-            if function.__module__ == module.__name__ and len(asked) == 2 and asked[1] == "interpreted":
-                found[f"{module.__name__.rsplit('.', 1)[1]}.{name}"] = function
-    return found
-
-
 def is_power(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def test_the_functions_are_found() -> None:
-    assert len(sizes_by_count()) >= 8
-
-
-@pytest.mark.parametrize("name", sizes_by_count())
-def test_a_program_takes_a_power_of_two_and_on_a_gpu_always_the_same(name: str) -> None:
-    chosen = sizes_by_count()[name]
-    assert all(is_power(chosen(size, interpreted)) for size in SIZES for interpreted in (False, True))
-    assert len({chosen(size, False) for size in SIZES}) == 1
-    assert chosen(1, False) <= MOST_THREADS
+@pytest.mark.parametrize("gpu", [4, 8, 32, 128, 1024])
+def test_a_program_takes_a_power_of_two_and_on_a_gpu_always_the_same(gpu: int) -> None:
+    assert {per_program(gpu, size, False) for size in SIZES} == {gpu}
+    assert gpu <= MOST_THREADS
+    chosen = [per_program(gpu, size, True) for size in SIZES]
+    assert all(is_power(each) for each in chosen)
     # interpreted, no more than twice what there is
-    assert all(chosen(size, True) <= 2 * size for size in SIZES)
+    assert all(each <= 2 * size for each, size in zip(chosen, SIZES, strict=True))
 
 
 def test_one_program_updates_few_keys_or_a_thousand_and_no_more() -> None:
@@ -67,7 +45,7 @@ def test_one_program_updates_few_keys_or_a_thousand_and_no_more() -> None:
     assert [keys_together(batch, True) for batch in (1, 2, 3, 1000, 1024, 1025)] == [1, 2, 4, 1024, 1024, 0]
 
 
-def test_blocks_that_one_program_admits_do_not_depend_on_the_rows() -> None:
+def test_blocks_that_one_program_inserts_do_not_depend_on_the_rows() -> None:
     assert {blocks_per_program(rows, 128, False) for rows in SIZES} == {8}
 
 

@@ -148,14 +148,14 @@ def check_draws(
     )
     assert found.keys.tolist() == keys
     assert found.slots.tolist() == [key % ring.slots for key in keys]
-    assert found.masses.tolist() == masses + [0] * (batch - drawn)
+    assert found.value.tolist() == masses + [0] * (batch - drawn)
     chances = np.array([mass / total for mass in masses] + [1.0] * (batch - drawn)).astype(np.float32)
     assert found.probability.tolist() == chances.tolist()
     lowest = int(sums[len(listed) - 1] - (sums[len(listed) - 2] if len(listed) > 1 else 0))
-    assert int(ring.counters[Counter.EDGE_LOW]) == (lowest if lowest_of_all else min(masses))
+    assert int(ring.counters[Counter.LOWEST]) == (lowest if lowest_of_all else min(masses))
     assert ring.times_sampled.tolist() == np.bincount(found.slots.cpu(), minlength=ring.slots).tolist()
     ring.times_sampled.zero_()
-    ring.counters[Counter.EDGE_LOW] = NO_MASS
+    ring.counters[Counter.LOWEST] = NO_MASS
 
 
 def drawable(ring: Ring, listed: list[int], rank: int) -> int:

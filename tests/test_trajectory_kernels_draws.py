@@ -107,15 +107,14 @@ class Drawers:
             lowest_of_all=self.plan.lowest_of_all,
             replacement=self.plan.replacement,
         )
-        given = found.weight
-        assert (given is None) == (found.masses is not None) == (self.tree is not None and drawn > 0)
-        if found.masses is not None:
+        given = found.value
+        if self.tree is not None and drawn > 0:
             leaves = self.host.state.masses.arrays[0]
-            assert found.masses.tolist() == [*leaves[slots[:drawn]].tolist(), *[0] * newest]
+            assert found.value.tolist() == [*leaves[slots[:drawn]].tolist(), *[0] * newest]
             assert int(self.counters[Counter.RANDOM]) == int(self.host_counters[Counter.RANDOM]) - blocks_for(
                 drawn
             ) - blocks_for(shifts)
-            weighing = weighing_of(found.masses, self.counters, None, 0.5, drawn, shifts)
+            weighing = weighing_of(found.value, self.counters, None, 0.5, drawn, shifts)
             launch_gather({}, {}, found.slots, weighing)
             given = weighing.weight
         assert (found.words is None) == (not shifted)
@@ -219,7 +218,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
 
 def test_without_marks_there_is_no_newest(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
-    with pytest.raises(RuntimeError, match="no tree of marks"):
+    with pytest.raises(RuntimeError, match="no tree of eligible starts"):
         launch_eligible_draw(drawers.tree, None, drawers.counters, drawers.times_sampled, 0, 4)
 
 
@@ -227,4 +226,4 @@ def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
     for _ in range(2):
         drawers.check(5, 0, shifted=False)
-        assert int(drawers.counters[Counter.EDGE_LOW]) == NO_MASS
+        assert int(drawers.counters[Counter.LOWEST]) == NO_MASS

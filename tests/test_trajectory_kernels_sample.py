@@ -288,11 +288,11 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
         )
 
     expected = gathered(None)
-    streams.counters[Counter.EDGE_LOW], streams.counters[Counter.RANDOM] = 4, BLOCK
+    streams.counters[Counter.LOWEST], streams.counters[Counter.RANDOM] = 4, BLOCK
     weighing = weighing_of(masses, streams.counters, None, 0.5, batch, batch)
     same(gathered(weighing), expected)
     assert close(weighing.weight, [0.5**0.5 if mass == 8 else 1.0 for mass in masses.tolist()], "weight")
-    moved = [int(streams.counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.EDGE_LOW, Counter.RANDOM)]
+    moved = [int(streams.counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.LOWEST, Counter.RANDOM)]
     assert moved == [1, 0, NO_MASS, BLOCK + 2 * -(-batch // 4)]
 
 

@@ -98,7 +98,7 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
 ) -> None:
     by_mass = name in ("proportional", "everything", "combined-everything")
     by_rank = name in ("rank", "combined-rank")
-    drawn = ["draw_by_mass_kernel"] if by_mass else ["draw_marked_kernel"]
+    drawn = ["draw_by_mass_kernel"] if by_mass else ["draw_eligible_kernel"]
     # after an add the order is out of date; a sequence has an order of its own
     order = ["arrange_kernel", "list_kernel"] if by_rank else []
     if by_rank:
@@ -111,8 +111,8 @@ def test_launches_do_not_depend_on_fields_windows_and_levels(
             buffer = made(capacity, 10, fields, SAMPLERS[name], stack=stack, n_step=n_step, **settings)
             counted = of_each_call(buffer, launches)
         assert counted == {
-            "add": ["write_kernel", "follow_kernel"],
-            "add with final observations": ["write_kernel", "follow_kernel", *kept],
+            "add": ["write_kernel", "add_step_kernel"],
+            "add with final observations": ["write_kernel", "add_step_kernel", *kept],
             "sample": [*order, *drawn, "gather_windows_kernel"],
             "sample with beta": [*drawn, "gather_windows_kernel"],
             "sequences": [*order, *drawn, "gather_windows_kernel"],
@@ -155,14 +155,14 @@ def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset:
             relabel = Hindsight(reward_fn=torch.dist)
             buffer = made(num_envs * steps, num_envs, fields, Uniform(), autoreset=autoreset, relabel=relabel)
             buffer.add(**step_of(buffer, final=False))
-            assert [launch.name for launch in launches] == ["write_kernel", "follow_kernel"]
+            assert [launch.name for launch in launches] == ["write_kernel", "add_step_kernel"]
             for batch in (1, 16, 300):
                 launches.clear()
                 # what is chosen is found by launches that are not made here
                 keys = buffer._engine.sample(batch, None)["key"]
                 buffer._engine.choose_goals(keys, batch, relabel.strategy)
                 names = [launch.name for launch in launches]
-                assert names == ["draw_marked_kernel", "gather_windows_kernel", "choose_goals_kernel"]
+                assert names == ["draw_eligible_kernel", "gather_windows_kernel", "choose_goals_kernel"]
                 chosen = launches[-1]
                 variants.add(chosen.variant)
                 parameters = zip(chosen.kernel.params, chosen.arguments, strict=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.storage import Storage, not_readable
-from gpu_replay.ops.priorities import launch_admit
+from gpu_replay.ops.priorities import launch_insert
 from gpu_replay.ops.ring import launch_gather
 
 
@@ -58,7 +58,7 @@ class DeviceEngine:
         draws = self.draws
         with draws.ordered():
             own = draws.write(values, priorities)
-            keys = launch_admit(draws.masses, draws.counters, self._storage.times_sampled, rows, own, draws.source)
+            keys = launch_insert(draws.masses, draws.counters, self._storage.times_sampled, rows, own, draws.source)
             if draws.runs_now(rows):
                 self.on_replay(rows)
         return keys

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draws import DeviceDraws
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.priorities import DeviceMasses, launch_update
 from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
@@ -66,7 +67,7 @@ class DeviceSampler:
             initial = 1.0 if isinstance(plan.initial, str) else float(plan.initial)
             self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
         # where the initial mass of new transitions is found, if it is among the counters
-        self.source = {"running": Counter.MAX_MASS, "stored": Counter.EDGE_HIGH}.get(str(plan.initial))
+        self.source = {"running": Counter.MAX_MASS, "stored": Counter.HIGHEST}.get(str(plan.initial))
         if isinstance(plan.beta, LinearSchedule):
             parts = [plan.beta.start, plan.beta.end - plan.beta.start, float(plan.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
@@ -125,7 +126,7 @@ class DeviceSampler:
 
     def write(self, values: Mapping[str, Tensor], priorities: Tensor | None) -> Tensor | None:
         """Store the values after the newest; returns the priorities on the device if they come to count. 1 launch."""
-        storage, highest = self._storage, self.source == Counter.EDGE_HIGH
+        storage, highest = self._storage, self.source == Counter.HIGHEST
         moved = {name: self.moved(value) for name, value in values.items()}
         own = None if priorities is None or self.masses is None else self.moved(priorities)
         launch_write(storage.tensors, storage.fields, moved, self.counters, self.state.tree, highest=highest)
@@ -167,9 +168,8 @@ class DeviceSampler:
                 lowest_of_all=plan.lowest_of_all,
                 replacement=plan.replacement,
             )
-            slots, keys, masses, probability, weight, words = found
         elif state.tree is not None and drawn > 0:
-            slots, keys, masses, probability = launch_stratified_draw(
+            found = launch_stratified_draw(
                 state.tree,
                 self.counters,
                 times_sampled,
@@ -178,17 +178,14 @@ class DeviceSampler:
                 stratified=plan.stratified,
                 lowest_of_all=plan.lowest_of_all,
             )
-            weight = words = None
         else:
-            slots, keys, probability, weight = launch_uniform_draw(
+            found = launch_uniform_draw(
                 self.counters, times_sampled, drawn, batch, state.slots, replacement=plan.replacement
             )
-            masses = words = None
-        if weight is not None:
-            return WeighedDraw(slots, {"key": keys, "probability": probability, "weight": weight}, None, words)
-        if masses is None:
-            raise RuntimeError("a draw left neither weights nor masses to make them of.")
-        return self._weighed(slots, keys, masses, probability, words, beta, drawn, batch if shifted else 0)
+        if state.tree is not None and drawn > 0:
+            return self._weighed(found, beta, drawn, batch if shifted else 0)
+        named = {"key": found.keys, "probability": found.probability, "weight": found.value}
+        return WeighedDraw(found.slots, named, None, found.words)
 
     def _draw_by_rank(
         self,
@@ -220,25 +217,15 @@ class DeviceSampler:
             stratified=plan.stratified,
             lowest_of_all=plan.lowest_of_all,
         )
-        return self._weighed(*found, beta, drawn, batch if shifted else 0)
+        return self._weighed(found, beta, drawn, batch if shifted else 0)
 
-    def _weighed(
-        self,
-        slots: Tensor,
-        keys: Tensor,
-        masses: Tensor,
-        probability: Tensor,
-        words: Tensor | None,
-        beta: float | None,
-        drawn: int,
-        shifts: int,
-    ) -> WeighedDraw:
+    def _weighed(self, found: DeviceDraws, beta: float | None, drawn: int, shifts: int) -> WeighedDraw:
         """The draw, whose weights the gather makes of the masses; that moves on past the words of `shifts`, too."""
         schedule, settled = (self._schedule, self._plan.beta) if beta is None else (None, beta)
         exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
-        pending = weighing_of(masses, self.counters, schedule, exponent, drawn, shifts)
-        named = {"key": keys, "probability": probability, "weight": pending.weight}
-        return WeighedDraw(slots, named, pending, words)
+        pending = weighing_of(found.value, self.counters, schedule, exponent, drawn, shifts)
+        named = {"key": found.keys, "probability": found.probability, "weight": pending.weight}
+        return WeighedDraw(found.slots, named, pending, found.words)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; 1 launch, 2 for thousands of keys."""

@@ -13,7 +13,7 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag, launch_follow, launch_keep_finals
+from gpu_replay.ops.eligibility import Flag, launch_add_step, launch_keep_finals
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows
 from gpu_replay.ops.hindsight import Chosen, Strategy, launch_choose_goals
 from gpu_replay.ops.windows import powers_of
@@ -71,7 +71,7 @@ class TrajectoryDeviceEngine:
         storage, draws = self._storage, self.draws
         with draws.ordered():
             own = draws.write(values, priorities)
-            keys = launch_follow(
+            keys = launch_add_step(
                 storage.streams,
                 draws.masses,
                 draws.state.eligible_tree,

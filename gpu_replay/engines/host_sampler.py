@@ -16,7 +16,7 @@ from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligible_draw import DrawRange, reach
+from gpu_replay.ops.eligible_draw import DrawRange, draw_range
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw_host import HostRanks
 from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
@@ -202,7 +202,7 @@ class HostSampler:
         return found.slots(np.arange(found.mass - count, found.mass))
 
     def _within(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
-        return reach(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
+        return draw_range(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
 
     # update
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Counter:
-    """Positions in the counters tensor; kernels receive them as compile-time numbers.
+    """Places in the counters tensor; `kernels/counters.py` has the same.
 
     Plain ints: indexing an array with a member of an enum takes five times as long.
     """
@@ -24,8 +24,8 @@ class Counter:
     SATURATED = 8  # priorities whose mass was cut to the limit
     SEED = 9  # of the Philox stream, as 64 bits
     TICKET = 10  # programs of the launch in progress that have finished
-    EDGE_LOW = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
-    EDGE_HIGH = 12  # largest mass seen by the add in progress, 0 between adds
+    LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
+    HIGHEST = 12  # largest mass seen by the add in progress, 0 between adds
     ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
     FINALS = 14  # final observations of a trajectory buffer ever kept
     RANKED = 15  # transitions in the list of ranks that serves several samples, 0 without one
@@ -57,7 +57,7 @@ def counter_values(lasting: dict[str, int], seed: int) -> list[int]:
     for name, place in LASTING.items():
         values[place] = lasting.get(name, 0)
     values[Counter.SEED] = (seed + 2**63) % 2**64 - 2**63
-    values[Counter.EDGE_LOW] = NO_MASS
+    values[Counter.LOWEST] = NO_MASS
     return values
 
 

@@ -17,13 +17,9 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
-from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
-from gpu_replay.ops.ring import layout_of
-
-# slots that are summed up again at no cost beside that of the call
-_FEW_SLOTS = 512
+from gpu_replay.ops.ring import layout_of, tile_for
 
 
 class Flag:
@@ -87,10 +83,14 @@ class Streams:
         self.parted = torch.full((shape.num_envs if shape.hindsight else 0,), -1, dtype=torch.int32, device=device)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, in the order in which `add_step_kernel` takes it."""
+        return (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        held = (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def length_dtype(n_step: int) -> np.dtype[Any]:
@@ -117,7 +117,7 @@ def steps_at_once(count: int) -> int:
 
 
 def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
-    """Environments of one program, a power of two; as many as there are where a program is dear."""
+    """Environments of one program, a power of two; under the interpreter as many as there are."""
     return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
 
 
@@ -126,10 +126,10 @@ def _reciprocal(divisor: int) -> int:
     return (2**63 - 1) // divisor
 
 
-def launch_follow(
+def launch_add_step(
     streams: Streams,
     masses: DeviceMasses | None,
-    marks: MassTree | None,
+    eligible_tree: MassTree | None,
     counters: Tensor,
     times_sampled: Tensor,
     terminated: Tensor,
@@ -139,43 +139,34 @@ def launch_follow(
     *,
     with_final: bool,
 ) -> Tensor:
-    """Device: count in the step that was just written and return its (num_envs,) keys; one launch.
+    """Device: add the step that was just written and return its (num_envs,) keys; one launch.
 
-    masses, marks: the trees to keep, either or both.
+    masses, eligible_tree: what is kept of starts, either or both.
     terminated, truncated: (num_envs,) bool.
     source:        where the initial mass is found if it is there; else it is the one given to `masses`.
     with_final:    whether final observations came with the step, for `launch_keep_finals` to copy.
     """
-    from gpu_replay.kernels.eligibility import follow_kernel
+    from gpu_replay.kernels.eligibility import add_step_kernel
 
     shape, device = streams.shape, counters.device
-    tree = masses.tree if masses is not None else marks
+    tree = masses.tree if masses is not None else eligible_tree
     if tree is None:
-        raise RuntimeError("a trajectory buffer keeps masses, marks or both; found neither.")
-    both = marks is not None and masses is not None
+        raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
     # what lies further back than the ring is long does not count
     ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), device.type == "cpu")
     keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
-    follow_kernel[(-(-shape.num_envs // envs),)](
+    step = terminated.view(torch.uint8), truncated.view(torch.uint8)
+    add_step_kernel[(-(-shape.num_envs // envs),)](
         tree.levels,
-        () if masses is None else masses.edges,
-        marks.levels if marks is not None and both else (),
+        () if masses is None else masses.extremes,
+        () if masses is None or eligible_tree is None else eligible_tree.levels,
+        () if masses is None else masses.rule,
+        streams.tensors,
+        step if masses is None or priorities is None else (*step, priorities),
         counters,
-        streams.flags,
-        streams.depth,
-        streams.pending,
-        streams.final,
-        streams.owner,
-        streams.spans,
-        streams.parted,
         times_sampled,
         keys,
-        terminated.view(torch.uint8),
-        truncated.view(torch.uint8),
-        counters if priorities is None else priorities,
-        counters if masses is None else masses.numbers,
-        counters if masses is None else masses.masses,
         shape.num_envs,
         shape.slots,
         shape.stack,
@@ -184,35 +175,15 @@ def launch_follow(
         _reciprocal(shape.slots),
         _reciprocal(shape.num_envs * (shape.n_step + 1)),
         _reciprocal(max(1, shape.finals)),
-        LEVELS=len(tree.levels),
-        EDGES=0 if masses is None else len(masses.edges),
-        MARKS=len(tree.levels) if both else 0,
         SHIFT=tree.fanout.bit_length() - 1,
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
-        MASSES=masses is not None,
-        GIVEN=masses is not None and priorities is not None,
         ORDERED=masses is not None and masses.ordered,
-        SOURCE=-1 if source is None else int(source),
+        SOURCE=-1 if source is None else source,
         NEXT_STEP=shape.next_step,
-        FINALS=with_final and shape.finals > 0,
+        WITH_FINALS=with_final and shape.finals > 0,
         HINDSIGHT=shape.hindsight,
-        TERMINATED=Flag.TERMINATED,
-        TRUNCATED=Flag.TRUNCATED,
-        DEAD=Flag.DEAD,
-        FINAL=Flag.FINAL,
-        CUT=Flag.CUT,
-        ADDED=int(Counter.ADDED),
-        FIRST=int(Counter.FIRST),
-        MAX_MASS=int(Counter.MAX_MASS),
-        PENDING_MAX_MASS=int(Counter.PENDING_MAX_MASS),
-        REJECTED=int(Counter.REJECTED),
-        SATURATED=int(Counter.SATURATED),
-        TICKET=int(Counter.TICKET),
-        EDGE_HIGH=int(Counter.EDGE_HIGH),
-        ELIGIBLE=int(Counter.ELIGIBLE),
-        KEPT=int(Counter.FINALS),
     )
     return keys
 
@@ -224,14 +195,15 @@ def launch_keep_finals(
     given: Mapping[str, Tensor],
     counters: Tensor,
 ) -> None:
-    """Device: copy the final observations that `launch_follow` kept to their rows; one launch.
+    """Device: copy the final observations that `launch_add_step` kept to their rows; one launch.
 
     pools: (finals, *shape) of each observation field. given: the same names, (num_envs, *shape).
     """
     from gpu_replay.kernels.eligibility import keep_finals_kernel
 
     envs = streams.shape.num_envs
-    layout = layout_of([fields[name] for name in pools], envs, counters.device.type == "cpu")
+    kinds = [fields[name] for name in pools]
+    layout = layout_of(kinds, [tile_for(field, envs, counters.device.type == "cpu") for field in kinds])
     keep_finals_kernel[(layout.programs(envs),)](
         tuple(given[name] for name in pools),
         tuple(pools.values()),
@@ -240,7 +212,5 @@ def launch_keep_finals(
         counters,
         envs,
         streams.shape.slots,
-        FINAL=Flag.FINAL,
-        ADDED=int(Counter.ADDED),
-        **layout.constants(),
+        LAYOUT=layout,
     )

@@ -18,9 +18,9 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import Outputs
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams
-from gpu_replay.ops.ring import Tile, as_numpy, tile_for, tile_of
+from gpu_replay.ops.ring import Tile, as_numpy, layout_of, tile_for, tile_of
 from gpu_replay.ops.weights import PendingWeights, part_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
@@ -207,11 +207,6 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
     return tile_of(field.elements, values, rows, interpreted, most=128)
 
 
-def items_per_program(batch: int, interpreted: bool) -> int:
-    """Items whose reward and endings one program finds: one a thread; as many as there are where a program is dear."""
-    return min(2048, 1 << (batch - 1).bit_length()) if interpreted else 128
-
-
 def launch_gather_windows(
     storage: StepStore,
     slots: Tensor,
@@ -241,7 +236,7 @@ def launch_gather_windows(
         1,
         words,
         weighing,
-        _Windows(powers, tuple(after.values()), reward, discount, terminated, truncated),
+        _Windows(powers, tuple(after.values()), (reward, discount, terminated, truncated)),
     )
     return {
         **outputs,
@@ -285,18 +280,15 @@ def launch_gather_sequences(
 
 
 class _Windows(NamedTuple):
-    """What is made of windows: stacks after them, and (B,) numbers."""
+    """What is made of windows: stacks after them, and (B,) rewards, discounts, terminated and truncated."""
 
     powers: Tensor
     after: tuple[Tensor, ...]
-    reward: Tensor
-    discount: Tensor
-    terminated: Tensor
-    truncated: Tensor
+    numbers: tuple[Tensor, ...]
 
 
 def _outputs(storage: StepStore, singles: Sequence[str], batch: int) -> dict[str, Tensor]:
-    """Room for the stacks of every observation field, and for the named single fields."""
+    """Empty tensors for the stacks of every observation field, and for the named single fields."""
     stack, out = storage.streams.shape.stack, {}
     for name in (*storage.observations, *singles):
         field = storage.fields[name]
@@ -332,12 +324,15 @@ def _launch(
         frame_tile(field, frames, picture != (0, 0), interpreted)
         for field, picture in zip(fields, pictures, strict=False)
     ]
-    programs = sum(-(-frames // tile.rows) * tile.chunks for tile in tiles)
-    items = items_per_program(batch, interpreted)
-    if windows is not None:
-        programs += programs + -(-batch // items)
     tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
-    programs += sum(-(-batch // tile.rows) * tile.chunks for tile in tiles[stacked:])
+    layout = layout_of(fields, tiles, converted=True)._replace(
+        heights=tuple(height for height, _ in pictures), sides=tuple(side for _, side in pictures)
+    )
+    # one item per thread
+    items = per_program(128, batch, interpreted)
+    programs = layout.programs(frames, 0, stacked) + layout.programs(batch, stacked)
+    if windows is not None:
+        programs += layout.programs(frames, 0, stacked) + -(-batch // items)
     part = part_of(weighing)
     gather_windows_kernel[(part.programs + programs,)](
         tuple(storage.tensors[name] for name in outputs),
@@ -346,47 +341,27 @@ def _launch(
         () if windows is None else windows.after,
         part.pointers,
         slots,
-        streams.flags,
-        streams.depth,
-        streams.final,
-        storage.tensors["reward"],
-        counters if windows is None else windows.powers,
-        counters if words is None else words,
+        (streams.flags, streams.depth, streams.final),
+        () if windows is None else (storage.tensors["reward"], windows.powers),
+        () if words is None else (words,),
         counters,
-        counters if windows is None else windows.reward,
-        counters if windows is None else windows.discount,
-        counters if windows is None else windows.terminated,
-        counters if windows is None else windows.truncated,
+        () if windows is None else windows.numbers,
         batch,
         shape.num_envs,
         shape.steps,
         span,
         *part.numbers,
         STACKED=stacked,
-        FIELDS=len(fields),
-        WIDTHS=tuple(field.elements for field in fields),
-        ROWS=tuple(tile.rows for tile in tiles),
-        COLUMNS=tuple(tile.columns for tile in tiles),
-        CHUNKS=tuple(tile.chunks for tile in tiles),
-        SCALES=tuple(field.scale for field in fields),
-        WIDE=tuple(field.arithmetic_dtype == torch.float64 for field in fields),
-        HEIGHTS=tuple(height for height, _ in pictures),
-        SIDES=tuple(side for _, side in pictures),
+        LAYOUT=layout,
         ITEMS=items,
-        WINDOWS=windows is not None,
         STACK=shape.stack,
         N=shape.n_step,
         TOGETHER=min(shape.n_step, 8),
         NEXT_STEP=shape.next_step,
-        POOLED=shape.finals > 0,
         ZERO=storage.padding == "zero",
         SHIFT=shift,
-        TERMINATED=int(Flag.TERMINATED),
-        TRUNCATED=int(Flag.TRUNCATED),
-        # the flag is looked for where endings may turn out not to be any
-        FINAL=int(Flag.FINAL) if shape.hindsight else 0,
-        SEED=int(Counter.SEED),
-        **part.constants,
+        HINDSIGHT=shape.hindsight,
+        DRAWS=part.draws,
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )

@@ -17,17 +17,11 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.counters import blocks_for
+from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.frames import convert_into
-from gpu_replay.ops.uniform_draw import (
-    FEW,
-    PERMUTATION_WORDS,
-    ROUNDS,
-    ROUNDS_OF_FEW,
-    draws_per_program,
-    permuted_ranks,
-)
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
 
 Strategy = Literal["future", "final", "episode"]
 
@@ -134,19 +128,12 @@ def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count:
     rows, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
     known = torch.empty(count, dtype=torch.bool, device=device)
     places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
-    draws = draws_per_program(count, device.type == "cpu")
+    draws = per_program(128, count, device.type == "cpu")
     choose_goals_kernel[(-(-count // draws),)](
         keys,
-        streams.flags,
-        streams.depth,
-        streams.spans,
-        streams.parted,
-        streams.final,
+        (streams.flags, streams.depth, streams.spans, streams.parted, streams.final),
         counters,
-        rows,
-        known,
-        slots,
-        slots if places is None else places,
+        (rows, known, slots) if places is None else (rows, known, slots, places),
         count,
         keys.numel(),
         shape.num_envs,
@@ -155,17 +142,6 @@ def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count:
         blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy)),
         LAST=strategy == "final",
         EPISODE=strategy == "episode",
-        POOLED=places is not None,
-        ROUNDS=ROUNDS,
-        ROUNDS_OF_FEW=ROUNDS_OF_FEW,
-        FEW=FEW,
-        PERMUTATION_BLOCKS=blocks_for(PERMUTATION_WORDS),
         DRAWS=draws,
-        FINAL=int(Flag.FINAL),
-        ADDED=int(Counter.ADDED),
-        FIRST=int(Counter.FIRST),
-        RANDOM=int(Counter.RANDOM),
-        SEED=int(Counter.SEED),
-        TICKET=int(Counter.TICKET),
     )
     return Chosen(rows, known, slots, places)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_table import cumulative_masses
 
@@ -116,16 +117,6 @@ def ranks_bytes(slots: int) -> int:
     return slots * (torch.int64.itemsize + torch.int32.itemsize)
 
 
-def slots_per_program(slots: int, interpreted: bool) -> int:
-    """Slots that one program arranges or lists; as many as there are where a program is dear."""
-    return min(2**16, 1 << (slots - 1).bit_length()) if interpreted else 1024
-
-
-def ranks_per_program(batch: int, interpreted: bool) -> int:
-    """Draws of one program: two for each of four warps; as many as there are where a program is dear."""
-    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
-
-
 def digits_for(slots: int) -> int:
     """Steps of the search for a rank."""
     digits = 1
@@ -149,55 +140,22 @@ def _make_list(
     """
     from gpu_replay.kernels.rank_draw import arrange_kernel, list_kernel
 
-    slots = slots_per_program(tree.slots, counters.device.type == "cpu")
+    slots = per_program(1024, tree.slots, counters.device.type == "cpu", most=2**16)
     grid = (-(-tree.slots // slots),)
     codes = torch.empty(tree.slots, dtype=torch.int64, device=counters.device)
     # the device decides alone, so that a captured call is the same code as any other
     said = counters if due is None else due
-    positions = {
-        "KEPT": due is not None,
-        "ADDED": int(Counter.ADDED),
-        "STEP": int(Counter.STEP),
-        "SORTED": int(Counter.SORTED),
-        "SLOTS": slots,
-    }
-    arrange_kernel[grid](
-        tree.masses, codes, said, counters, tree.slots, skipped, every, RANKED=int(Counter.RANKED), **positions
-    )
+    sizes = {"KEPT": due is not None, "SLOTS": slots}
+    arrange_kernel[grid](tree.masses, codes, said, counters, tree.slots, skipped, every, **sizes)
     codes, ages = torch.sort(codes, descending=True, stable=True)
-    list_kernel[grid](
-        codes,
-        ages,
-        made.slots,
-        made.listed,
-        said,
-        counters,
-        tree.slots,
-        **positions,
-    )
-
-
-class RankDraw(NamedTuple):
-    """What `launch_rank_draw` gives back; `batch` numbers each.
-
-    slots, keys: int64.
-    masses:      int64, 0 where a row was not drawn by rank.
-    probability: float32.
-    words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
-    """
-
-    slots: Tensor
-    keys: Tensor
-    masses: Tensor
-    probability: Tensor
-    words: Tensor | None
+    list_kernel[grid](codes, ages, made.slots, made.listed, said, counters, tree.slots, **sizes)
 
 
 def launch_rank_draw(
     sums: Tensor,
     ranked: RankList,
     tree: MassTree,
-    marks: MassTree | None,
+    eligible_tree: MassTree | None,
     counters: Tensor,
     times_sampled: Tensor,
     drawn: int,
@@ -208,47 +166,35 @@ def launch_rank_draw(
     outdated: bool = False,
     stratified: bool,
     lowest_of_all: bool,
-) -> RankDraw:
+) -> DeviceDraws:
     """Device: `drawn` draws from a list by rank and the newest for the rest of the batch; one launch.
 
     sums:     of the masses of the ranks up to each.
     tree:     of the codes.
-    marks:    tree of ones where the newest rows can be drawn, or None where all stored ones can.
+    eligible_tree: of ones where the newest rows can be drawn, or None where all stored ones can.
     skipped:  slots of the newest keys that newest rows leave out; the list must have been made without them.
     shifted:  whether random words are taken after the draw's own.
     outdated: whether the list may hold slots that can no longer be drawn.
     """
     from gpu_replay.kernels.rank_draw import rank_draw_kernel
 
-    device = counters.device
-    slots = torch.empty(batch, dtype=torch.int64, device=device)
-    keys = torch.empty(batch, dtype=torch.int64, device=device)
-    masses = torch.empty(batch, dtype=torch.int64, device=device)
-    probability = torch.empty(batch, dtype=torch.float32, device=device)
-    words = torch.empty(1, dtype=torch.int64, device=device) if shifted else None
-    draws = ranks_per_program(batch, device.type == "cpu")
-    if drawn == batch:
-        marks = None
+    found = new_draws(batch, counters.device, by_priority=True, shifted=shifted)
+    # two draws for each of four warps
+    draws = per_program(8, batch, counters.device.type == "cpu")
     rank_draw_kernel[(-(-batch // draws),)](
-        sums,
-        ranked.slots,
-        ranked.listed,
+        (sums, ranked.slots, ranked.listed),
         tree.masses,
-        () if marks is None else marks.levels,
+        () if eligible_tree is None or drawn == batch else eligible_tree.levels,
         counters,
         times_sampled,
-        slots,
-        keys,
-        masses,
-        probability,
-        counters if words is None else words,
+        found.outputs,
+        found.word_outputs,
         drawn,
         batch,
         tree.slots,
         skipped,
         DIGITS=digits_for(tree.slots),
         BASE=_BASE,
-        MARK_LEVELS=0 if marks is None else len(marks.levels),
         FANOUT=tree.fanout,
         DRAWS=draws,
         WIDTH=_WIDTH,
@@ -256,10 +202,5 @@ def launch_rank_draw(
         SKIPS=skipped > 0,
         OUTDATED=outdated,
         LOWEST_OF_ALL=lowest_of_all,
-        SHIFTED=shifted,
-        ADDED=int(Counter.ADDED),
-        RANDOM=int(Counter.RANDOM),
-        SEED=int(Counter.SEED),
-        EDGE_LOW=int(Counter.EDGE_LOW),
     )
-    return RankDraw(slots, keys, masses, probability, words)
+    return found

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import edge_blocks_per_program
 from gpu_replay.ops.weights import PendingWeights, part_of
 
 
@@ -74,8 +73,8 @@ class Tile(NamedTuple):
 def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     """The tile for rows of a field: powers of two, together at most 8 KB, in or out, and 4096 values.
 
-    Where a program is dear it takes more, and no more rows than there are; on a GPU the number of rows must not decide,
-    since another tile is another kernel to compile.
+    Under the interpreter, where each program instance costs about 1 ms, it takes more, and no more rows than there are;
+    on a GPU the number of rows must not decide, since another tile is another kernel to compile.
     """
     # a thread has 8 single values, or as many 16-byte words as fit
     values = 1024 if field.row_bytes % 16 else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
@@ -91,27 +90,36 @@ def tile_of(elements: int, values: int, rows: int, interpreted: bool, most: int 
 
 
 class Layout(NamedTuple):
-    """The compile-time part of a launch, per field."""
+    """The compile-time part of a launch that moves rows: an entry for each field, as kernels read them.
+
+    widths:        values of a row. rows, columns, chunks: of its `Tile`.
+    scales, wide:  of values that are converted, and whether in float64.
+    heights, sides: of pictures that are moved, 0 of other fields.
+    """
 
     widths: tuple[int, ...]
-    tiles: tuple[Tile, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    chunks: tuple[int, ...]
+    scales: tuple[float | None, ...] = ()
+    wide: tuple[bool, ...] = ()
+    heights: tuple[int, ...] = ()
+    sides: tuple[int, ...] = ()
 
-    def programs(self, rows: int) -> int:
-        return sum(-(-rows // tile.rows) * tile.chunks for tile in self.tiles)
-
-    def constants(self) -> dict[str, object]:
-        return {
-            "FIELDS": len(self.widths),
-            "WIDTHS": self.widths,
-            "ROWS": tuple(tile.rows for tile in self.tiles),
-            "COLUMNS": tuple(tile.columns for tile in self.tiles),
-            "CHUNKS": tuple(tile.chunks for tile in self.tiles),
-        }
+    def programs(self, count: int, begin: int = 0, end: int | None = None) -> int:
+        """Programs that move `count` rows of the fields from `begin` to `end`."""
+        tiles = list(zip(self.rows, self.chunks, strict=True))[begin:end]
+        return sum(-(-count // rows) * chunks for rows, chunks in tiles)
 
 
-def layout_of(fields: Sequence[Field], rows: int, interpreted: bool) -> Layout:
-    tiles = tuple(tile_for(field, rows, interpreted) for field in fields)
-    return Layout(tuple(field.elements for field in fields), tiles)
+def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool = False) -> Layout:
+    """The layout of fields that are moved in these tiles."""
+    columns = tuple(tuple(column) for column in zip(*tiles, strict=True)) or ((), (), ())
+    layout = Layout(tuple(field.elements for field in fields), *columns)
+    if not converted:
+        return layout
+    wide = tuple(field.arithmetic_dtype == torch.float64 for field in fields)
+    return layout._replace(scales=tuple(field.scale for field in fields), wide=wide)
 
 
 def launch_gather(
@@ -122,7 +130,8 @@ def launch_gather(
 
     batch = slots.numel()
     kinds = list(fields.values())
-    layout = layout_of(kinds, batch, slots.device.type == "cpu")
+    tiles = [tile_for(field, batch, slots.device.type == "cpu") for field in kinds]
+    layout = layout_of(kinds, tiles, converted=True)
     outputs = {
         name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
         for name, field in fields.items()
@@ -136,10 +145,8 @@ def launch_gather(
         slots if weighing is None else weighing.counters,
         batch,
         *part.numbers,
-        SCALES=tuple(field.scale for field in kinds),
-        WIDE=tuple(field.arithmetic_dtype == torch.float64 for field in kinds),
-        **layout.constants(),
-        **part.constants,
+        LAYOUT=layout,
+        DRAWS=part.draws,
     )
     return outputs
 
@@ -160,29 +167,22 @@ def launch_write(
     first = next(iter(fields))
     rows, capacity = values[first].shape[0], stores[first].shape[0]
     skipped = max(0, rows - capacity)
-    layout = layout_of(list(fields.values()), rows - skipped, interpreted)
-    fanout, blocks, per_program = 128, 0, 1
-    edge_programs = 0
-    high = masses = counters
+    kinds = list(fields.values())
+    layout = layout_of(kinds, [tile_for(field, rows - skipped, interpreted) for field in kinds])
+    programs, leaves = layout.programs(rows - skipped), LeafBlocks(0, 0, 1)
+    high: tuple[Tensor, ...] = ()
     if highest and tree is not None and tree.high is not None:
-        fanout, blocks = tree.fanout, tree.levels[0].numel() // tree.fanout
-        per_program = edge_blocks_per_program(blocks, interpreted)
-        edge_programs = -(-blocks // per_program)
-        high, masses = tree.high, tree.levels[0]
-    write_kernel[(layout.programs(rows - skipped) + edge_programs,)](
+        leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])
+    write_kernel[(programs + leaves.programs,)](
         tuple(values[name] for name in fields),
         tuple(stores[name] for name in fields),
         counters,
         high,
-        masses,
         rows,
         skipped,
         capacity,
-        blocks,
-        ADDED=int(Counter.ADDED),
-        EDGE_HIGH=int(Counter.EDGE_HIGH),
-        HIGHEST=edge_programs > 0,
-        FANOUT=fanout,
-        BLOCKS=per_program,
-        **layout.constants(),
+        leaves.blocks,
+        LAYOUT=layout,
+        FANOUT=128 if tree is None else tree.fanout,
+        BLOCKS=leaves.per_program,
     )

@@ -14,10 +14,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draws import DeviceDraws, leaf_blocks, lowest_masses, new_draws, per_program
 from gpu_replay.ops.mass_tree import MassTree
 
 # below this width the largest double under 1 times the width stays under the width
@@ -115,16 +114,6 @@ def draw_by_mass(
     return drawn.slots, drawn.probability, _weights(drawn.ratio, beta)
 
 
-def draws_per_program(batch: int, interpreted: bool) -> int:
-    """Draws of one program: few, so that a small batch spreads over a GPU; many where a program costs a millisecond."""
-    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 8
-
-
-def edge_blocks_per_program(blocks: int, interpreted: bool) -> int:
-    """Blocks whose extremes one program looks up; no more than there are where a program is dear."""
-    return min(256, 1 << (blocks - 1).bit_length()) if interpreted else 32
-
-
 def launch_stratified_draw(
     tree: MassTree,
     counters: Tensor,
@@ -134,44 +123,29 @@ def launch_stratified_draw(
     *,
     stratified: bool,
     lowest_of_all: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Device: (batch,) slots, keys, masses and probabilities of `drawn` draws by mass and the newest; one launch."""
+) -> DeviceDraws:
+    """Device: `drawn` draws by mass, and the newest for the rest of the batch; one launch."""
     from gpu_replay.kernels.stratified_draw import stratified_draw_kernel
 
-    device = counters.device
-    interpreted = device.type == "cpu"
-    slots = torch.empty(batch, dtype=torch.int64, device=device)
-    keys = torch.empty(batch, dtype=torch.int64, device=device)
-    masses = torch.empty(batch, dtype=torch.int64, device=device)
-    probability = torch.empty(batch, dtype=torch.float32, device=device)
-    draws = draws_per_program(batch, interpreted)
-    programs = -(-batch // draws)
-    blocks = tree.levels[0].numel() // tree.fanout
-    per_program = edge_blocks_per_program(blocks, interpreted)
-    edge_programs = -(-blocks // per_program) if lowest_of_all else 0
-    stratified_draw_kernel[(programs + edge_programs,)](
+    interpreted = counters.device.type == "cpu"
+    found = new_draws(batch, counters.device, by_priority=True)
+    # few draws, so that a small batch spreads over a GPU
+    draws = per_program(8, batch, interpreted)
+    programs, leaves = -(-batch // draws), leaf_blocks(tree, interpreted)
+    stratified_draw_kernel[(programs + lowest_of_all * leaves.programs,)](
         tree.levels,
-        counters if tree.low is None else tree.low,
+        lowest_masses(tree) if lowest_of_all else (),
         counters,
         times_sampled,
-        slots,
-        keys,
-        masses,
-        probability,
+        found.outputs,
         drawn,
         batch,
         tree.slots,
-        blocks,
+        leaves.blocks,
         programs,
-        LEVELS=len(tree.levels),
         FANOUT=tree.fanout,
         DRAWS=draws,
-        BLOCKS=per_program,
+        BLOCKS=leaves.per_program,
         STRATIFIED=stratified,
-        LOWEST_OF_ALL=lowest_of_all,
-        ADDED=int(Counter.ADDED),
-        RANDOM=int(Counter.RANDOM),
-        SEED=int(Counter.SEED),
-        EDGE_LOW=int(Counter.EDGE_LOW),
     )
-    return slots, keys, masses, probability
+    return found

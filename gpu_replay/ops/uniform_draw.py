@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpu_replay.ops import _backend
-from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.counters import blocks_for
+from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
 
 # measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
 # 16 to 24 rounds over 5 or 6, where the two halves of the network have two or three values each
@@ -59,45 +59,25 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def draws_per_program(batch: int, interpreted: bool) -> int:
-    """Draws of one program: one per thread, to spread over a GPU; as many as there are where a program is dear."""
-    return min(2048, 1 << (batch - 1).bit_length()) if interpreted else 128
-
-
 def launch_uniform_draw(
     counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Device: (batch,) slots, keys, probabilities and weights of `drawn` uniform draws and the newest; one launch."""
+) -> DeviceDraws:
+    """Device: `drawn` uniform draws and the newest for the rest of the batch; one launch."""
     from gpu_replay.kernels.uniform_draw import uniform_draw_kernel
 
-    device = counters.device
-    slots = torch.empty(batch, dtype=torch.int64, device=device)
-    keys = torch.empty(batch, dtype=torch.int64, device=device)
-    probability = torch.empty(batch, dtype=torch.float32, device=device)
-    weight = torch.empty(batch, dtype=torch.float32, device=device)
+    found = new_draws(batch, counters.device, by_priority=False)
     words = drawn if replacement else PERMUTATION_WORDS
-    draws = draws_per_program(batch, device.type == "cpu")
+    # one draw per thread
+    draws = per_program(128, batch, counters.device.type == "cpu")
     uniform_draw_kernel[(-(-batch // draws),)](
         counters,
         times_sampled,
-        slots,
-        keys,
-        probability,
-        weight,
+        found.outputs,
         drawn,
         batch,
         capacity,
         blocks_for(words) if drawn else 0,
-        ROUNDS=ROUNDS,
-        ROUNDS_OF_FEW=ROUNDS_OF_FEW,
-        FEW=FEW,
         DRAWS=draws,
         REPLACEMENT=replacement or drawn == 0,
-        ADDED=int(Counter.ADDED),
-        FIRST=int(Counter.FIRST),
-        RANDOM=int(Counter.RANDOM),
-        SEED=int(Counter.SEED),
-        STEP=int(Counter.STEP),
-        TICKET=int(Counter.TICKET),
     )
-    return slots, keys, probability, weight
+    return found

@@ -11,15 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.counters import Counter, blocks_for
-
-
-def weights_per_program(batch: int, interpreted: bool) -> int:
-    """Draws that one program weighs; no more than there are where a program is dear.
-
-    On a GPU one per thread: more at once would need more registers than the gather that they are part of.
-    """
-    return min(1024, 1 << (batch - 1).bit_length()) if interpreted else 128
+from gpu_replay.ops.counters import blocks_for
+from gpu_replay.ops.draws import per_program
 
 
 class PendingWeights(NamedTuple):
@@ -40,36 +33,26 @@ class PendingWeights(NamedTuple):
 
 
 class LaunchPart(NamedTuple):
-    """The share of a `PendingWeights` in a launch: programs, pointers, numbers and compile-time numbers."""
+    """The share of a `PendingWeights` in a launch: programs, pointers, numbers, and draws of a program."""
 
     programs: int
     pointers: tuple[Tensor, ...]
     numbers: tuple[int, float, float]
-    constants: dict[str, int]
+    draws: int
 
 
 def part_of(weighing: PendingWeights | None) -> LaunchPart:
     """How a launch is told to make weights, or to make none."""
     if weighing is None:
-        return LaunchPart(0, (), (0, 0.0, 0.0), {})
+        return LaunchPart(0, (), (0, 0.0, 0.0), 0)
     masses, schedule = weighing.masses, weighing.schedule
-    draws = weights_per_program(masses.numel(), masses.device.type == "cpu")
+    # one draw per thread: more would need more registers than the gather that they are part of
+    draws = per_program(128, masses.numel(), masses.device.type == "cpu")
     # a launch passes numbers as float32: two of them hold 48 bits. Above 1e30 all weights but 1 are 0 anyway
     beta = min(weighing.beta, 1e30)
     leading = float(np.float32(beta))
-    return LaunchPart(
-        -(-masses.numel() // draws),
-        (masses, weighing.weight) if schedule is None else (masses, weighing.weight, schedule),
-        (weighing.blocks, leading, beta - leading),
-        {
-            "DRAWS": draws,
-            "SCHEDULED": schedule is not None,
-            "RANDOM": int(Counter.RANDOM),
-            "STEP": int(Counter.STEP),
-            "TICKET": int(Counter.TICKET),
-            "EDGE_LOW": int(Counter.EDGE_LOW),
-        },
-    )
+    pointers = (masses, weighing.weight) if schedule is None else (masses, weighing.weight, schedule)
+    return LaunchPart(-(-masses.numel() // draws), pointers, (weighing.blocks, leading, beta - leading), draws)
 
 
 def weighing_of(
