@@ -92,7 +92,7 @@ def test_launches_do_not_depend_on_the_number_of_fields(sampler: str, count: int
 def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None:
     with recorded() as launches:
         buffer = ReplayBuffer(capacity, some_fields(2), sampler=SAMPLERS["everything"], device="cpu")
-        assert len(buffer._with_masses().levels) == CAPACITIES[capacity]
+        assert len(buffer._state.masses.levels) == CAPACITIES[capacity]
         counted = of_each_call(buffer, launches, 4_000, given=True)
     assert counted == {
         "add": ["write_kernel", "insert_kernel"],
