@@ -11,7 +11,7 @@ usage: bench/on_gpu.sh [PART ...] [option ...]
 
 parts (all of them when none is given):
   tests              the tests marked gpu, except those of the kernels; 8.5 minutes at most
-  kernels-and-bench  the tests of the kernels, then `gpu-replay bench kernels`, with pictures, `gpu`, `frames` and
+  kernels-and-bench  the tests of the kernels, then `gpu-replay bench kernels`, with plots, `gpu`, `frames` and
                      `peers`; 9 minutes at most
   train              `gpu-replay train catch`, then Pong if ale-py is there; 7 minutes at most
   page               the page of all records there are, those of earlier runs too; seconds
@@ -19,7 +19,7 @@ parts (all of them when none is given):
 options:
   --output DIR       where records go (default: bench/results/NAME-OF-THE-GPU)
   --page FILE        where the page goes (default: bench/results/NAME-OF-THE-GPU.md, or DIR/page.md with --output)
-  --wheels DIR       wheels to use for what the machine lacks
+  --wheels DIR       wheels of packages that the machine lacks
   --python FILE      the Python that has PyTorch (default: python3)
   --workers N        test processes on the one GPU (default: 4 where pytest-xdist is installed, else 1)
   --seconds N        the most that each part may take, instead of the times above
@@ -27,8 +27,8 @@ options:
   --help             this text
 
 A part writes NAME.log for each of its steps, beside JUnit XML, JSON lines and training output, and one line for each
-step into PART.steps.jsonl. A step whose time is over is interrupted, and writes what it has. The exit status is 0 only
-if every step of every part succeeded.
+step into PART.steps.jsonl. A step whose time is over is interrupted, and writes what it has. Failing tests stop nothing:
+they are named in the records. The exit status is 0 only if every step of every part succeeded.
 END
 }
 
@@ -103,7 +103,7 @@ page=${page:-$output.md}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH=$root:$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-# plugins that happen to be installed must not change the run; the two that the suite uses are named below
+# other installed pytest plugins must not change the run; xdist is loaded by name below
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 status=0
 
@@ -111,11 +111,11 @@ has() {
     "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null
 }
 
-# a shell in the background ignores interrupts, and what it starts does too unless told otherwise
-heeding=()
-env --default-signal=INT true 2>/dev/null && heeding=(env --default-signal=INT)
+# a shell in the background ignores SIGINT, and so does what it starts unless the default is restored
+interruptible=()
+env --default-signal=INT true 2>/dev/null && interruptible=(env --default-signal=INT)
 
-# seconds of the part that a step leaves to those after it
+# seconds of the part that a step reserves for those after it
 reserve=0
 
 # step NAME COMMAND ...: within what is left of the part's time, logged and recorded
@@ -130,7 +130,7 @@ step() {
     fi
     echo "== $part: $name"
     if ((left > 0)); then
-        timeout -s INT -k 10 "$left" "${heeding[@]}" "$@" 2>&1 | tee "$output/$name.log"
+        timeout -s INT -k 10 "$left" "${interruptible[@]}" "$@" 2>&1 | tee "$output/$name.log"
         code=${PIPESTATUS[0]}
     else
         echo "no time was left for it" | tee "$output/$name.log"
@@ -152,7 +152,8 @@ pytest() {
     if has xdist; then
         ((${workers:-4} > 1)) && plugins+=(-p xdist.plugin -n "${workers:-4}")
     fi
-    step "$name" "$python" -m pytest "${plugins[@]}" -p no:cacheprovider -m gpu "--junitxml=$output/$name.xml" "$@"
+    step "$name" "$python" -m pytest "${plugins[@]}" -p no:cacheprovider --continue-on-collection-errors -m gpu \
+        "--junitxml=$output/$name.xml" "$@"
 }
 
 part_tests() {
@@ -164,7 +165,7 @@ part_kernels-and-bench() {
     shopt -s nullglob
     files=(tests/test_kernel*.py)
     shopt -u nullglob
-    # what is measured last must not be left without any time
+    # the steps at the end must not be left without any time
     reserve=$((limit / 2))
     ((${#files[@]} == 0)) || pytest kernels "${files[@]}"
     reserve=$((limit / 4))
