@@ -22,6 +22,7 @@ capacity in transitions, `B` batch size, `E` parallel environments, `n` n-step l
 # `name: text`, or `one, other: text`, continued by lines that are indented more
 ENTRY = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*):\s+(.*)")
 SPOKEN_OF = ("__getitem__", "__call__")
+MADE_BY_A_BUFFER = "LearningStep"
 # what buffers ask of a Hindsight
 INTERNAL = ("describe", "count", "check", "rewrite")
 MOST_COLUMNS = 100
@@ -63,17 +64,21 @@ def wrapped(signature: str) -> str:
     return "\n".join([f"{head}(", *(f"    {parameter.strip()}," for parameter in parameters), f"){tail}"])
 
 
-class Sources(griffe.Extension):
-    """Makes Markdown of each docstring, and shows constants that are defaults by their value."""
+class Docstrings(griffe.Extension):
+    """Makes Markdown of each docstring."""
 
-    def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **_: object) -> None:
+    def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
-        if isinstance(obj, griffe.Function):
-            for parameter in obj.parameters:
-                if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.isupper():
-                    constant = loader.modules_collection[parameter.default.canonical_path]
-                    parameter.default = str(constant.value)
+
+
+def resolved(expression: object, modules: griffe.ModulesCollection) -> object:
+    """The value of a constant or of a type alias of this package in the place of its name."""
+    if isinstance(expression, griffe.ExprName) and expression.canonical_path.startswith("gpu_replay."):
+        found = modules[expression.canonical_path]
+        if found.is_attribute and not str(found.value).startswith("TypeVar"):
+            return found.value
+    return expression
 
 
 def methods(members: dict[str, griffe.Object | griffe.Alias]) -> list[str]:
@@ -91,10 +96,15 @@ def section(cls: griffe.Class, shared: griffe.Class | None) -> str:
         [] if shared is None else [name for name in methods(cls.inherited_members) if name in shared.all_members]
     )
     shown = [name for name in methods({**cls.members, **cls.inherited_members}) if name not in inherited]
+    for name in ("__init__", *shown):
+        for parameter in cls.all_members[name].parameters if name in cls.all_members else ():
+            parameter.default = resolved(parameter.default, cls.modules_collection)
+            parameter.annotation = resolved(parameter.annotation, cls.modules_collection)
     text = render_object_docs(
         cls,
         {
             "members": shown,
+            "merge_init_into_class": cls.name != MADE_BY_A_BUFFER,
             "members_order": "source",
             "docstring_style": None,
             "line_length": 10**6,
@@ -122,12 +132,12 @@ def section(cls: griffe.Class, shared: griffe.Class | None) -> str:
 
 def reference() -> str:
     loader = griffe.GriffeLoader(
-        extensions=griffe.load_extensions(Sources), search_paths=[str(ROOT)], allow_inspection=False
+        extensions=griffe.load_extensions(Docstrings), search_paths=[str(ROOT)], allow_inspection=False
     )
     package = loader.load("gpu_replay")
     loader.resolve_aliases()
     classes = [package[name].final_target for name in package.exports if not name.startswith("_")]
-    classes.append(package["graphs.learning_step.LearningStep"])
+    classes.append(package[f"graphs.learning_step.{MADE_BY_A_BUFFER}"])
     buffer = package["ReplayBuffer"].final_target
     sections = [section(cls, None if cls is buffer else buffer) for cls in classes]
     contents = [f"- [{cls.name}](#{cls.name.lower()})" for cls in classes]

@@ -17,14 +17,9 @@ Learn = Callable[[Batch], Any]
 
 
 class LearningStep:
-    """Calls `learn` with a sampled batch and gives the buffer the priorities that it returns; see `Buffer.capture`.
+    """Calls `learn` with a sampled batch and gives the buffer the priorities that it returns.
 
-    Made by `buffer.capture`, which has checked the arguments. One thread at a time may call it; others may use the
-    buffer meanwhile.
-
-    sample, update: the buffer's calls.
-    recording:      counts what is captured within it.
-    replaying:      orders one replay of that among the buffer's calls.
+    Made by `capture` of a buffer. One thread at a time may call it; others may use the buffer meanwhile.
     """
 
     def __init__(
@@ -39,6 +34,12 @@ class LearningStep:
         recording: Callable[[], AbstractContextManager[Recorded]],
         replaying: Callable[[Recorded], AbstractContextManager[None]],
     ) -> None:
+        """Of arguments that the buffer has checked.
+
+        sample, update: the buffer's calls.
+        recording:      counts what is captured within it.
+        replaying:      orders one replay of that among the buffer's calls.
+        """
         self._learn = learn
         self._batch_size = batch_size
         self._device = device
