@@ -56,6 +56,8 @@ def final_state(folder: Path) -> dict[str, Tensor]:
     """Everything in the last checkpoint, the replay buffer included, but for times."""
     saved = latest(folder / "checkpoint")
     assert saved is not None
+    # the names in checkpoints stay, so that runs of earlier versions can be resumed
+    assert saved.values.keys() == {"settings", "wall_seconds", "trainer", "examiner", "recorder"}
     _, tensors = flatten(saved.state())
     assert saved.replay is not None
     replay = read_checkpoint(saved.replay)

@@ -13,7 +13,7 @@ from gpu_replay.console.errors import UserError, require
 from gpu_replay.training.registry import identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
 from gpu_replay.training.run_dir import RunDir
-from gpu_replay.training.session import Plan, carry_out
+from gpu_replay.training.session import Plan, run_plan
 from gpu_replay.training.settings import PRESETS, Settings
 
 DESCRIPTION = """\
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(plan, str):
         print(plan)
         return 0
-    return carry_out(plan)
+    return run_plan(plan)
 
 
 def _new_plan(options: argparse.Namespace, began: float) -> Plan:

@@ -56,7 +56,7 @@ class Plan:
     earlier: ResumeState | None = None
 
 
-def carry_out(plan: Plan) -> int:
+def run_plan(plan: Plan) -> int:
     """Run the plan and write all its files; returns the exit code. Raises UserError for what cannot be made."""
     settings, run_dir = plan.settings, plan.run_dir
     earlier = None if plan.earlier is None else plan.earlier.state
@@ -92,7 +92,8 @@ def carry_out(plan: Plan) -> int:
                     "settings": settings.to_dict(),
                     "wall_seconds": wall_seconds(),
                     "trainer": trainer.state(),
-                    "evaluator": evaluator.state(),
+                    # the name in checkpoints, which stays
+                    "examiner": evaluator.state(),
                     "recorder": recorder.state(),
                 }
                 return trainer.step, state, trainer.buffer if plan.checkpoint_replay else None
@@ -128,5 +129,5 @@ def _make_trainer(plan: Plan, environment: Environment, evaluator: Evaluator) ->
         raise UserError(f"--resume: {error}") from None
     if earlier is not None:
         trainer.restore(earlier.state["trainer"], filled=buffer is not None)
-        evaluator.restore(earlier.state["evaluator"], trainer.agent.online)
+        evaluator.restore(earlier.state["examiner"], trainer.agent.online)
     return trainer

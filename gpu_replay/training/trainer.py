@@ -84,8 +84,8 @@ class Trainer:
         self._actors = Actors(environment, device)
         self._frame, self._obs = self._actors.reset(stream_seed(seed, "training"))
         self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
-        self._drawn = settings.batch_size * settings.updates_a_sample
-        self._captured = self.buffer.capture(self._drawn, self._learn_from) if settings.graph else None
+        self._draw_size = settings.batch_size * settings.updates_a_sample
+        self._learning_step = self.buffer.capture(self._draw_size, self._learn_from) if settings.graph else None
         self.last_row: dict[str, float] = {}
         # steps added to the buffer in its lifetime, and those of them whose windows a reset cut off
         self._added = self._lost = 0
@@ -168,7 +168,7 @@ class Trainer:
             self._statistics.abandon()
             self.buffer.begin_episodes()
             # windows that were open are never completed
-            self._lost += self._waiting
+            self._lost += self._open_windows
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -237,7 +237,7 @@ class Trainer:
         self._actors.send(actions)
         watch.lap("env")
         # the warm-up is counted on the host: asking the buffer would wait for the device
-        if self._added - self._waiting - self._lost >= self.settings.warmup:
+        if self._added - self._open_windows - self._lost >= self.settings.warmup:
             self._learn()
         arrival = self._actors.recv()
         self._statistics.push(arrival.step.reward, arrival.step.terminated | arrival.step.truncated)
@@ -256,7 +256,7 @@ class Trainer:
         self.step += self.environment.num_envs
 
     @property
-    def _waiting(self) -> int:
+    def _open_windows(self) -> int:
         """Steps whose n-step windows are not complete yet."""
         return self.settings.n_step * self.environment.num_envs
 
@@ -286,19 +286,19 @@ class Trainer:
 
     def _update(self) -> None:
         """One draw and the updates that share it; on CUDA one graph, unless it cannot be captured."""
-        if self._captured is not None:
-            if not self._captured.captured:
+        if self._learning_step is not None:
+            if not self._learning_step.captured:
                 self.watch.skip()
             try:
-                self._captured()
+                self._learning_step()
                 return
             except CaptureError as error:
-                self._captured = None
+                self._learning_step = None
                 reason = str(error.__cause__ or error).splitlines()[0]
                 print(
                     f"the learning step cannot be captured as a CUDA graph and runs without: {reason}", file=sys.stderr
                 )
-        self._learn_from(self.buffer.sample(self._drawn))
+        self._learn_from(self.buffer.sample(self._draw_size))
 
     def _learn_from(self, batch: Batch) -> None:
         """The updates that share a draw, all of it on the device.
@@ -316,7 +316,7 @@ class Trainer:
             self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
             self.watch.lap("replay")
 
-    def _learn_nothing(self, batch: Batch) -> Tensor | None:
+    def _update_priorities_only(self, batch: Batch) -> Tensor | None:
         """Replaces `_learn_from` to time the buffer's part of an update alone: new priorities without learning."""
         return batch.weight if self._prioritized else None
 
@@ -328,9 +328,9 @@ class Trainer:
         the last call on a trainer.
         """
         shares = self.watch.shares()
-        if self._captured is not None and self._captured.captured:
-            whole = mean_seconds(self._captured, self.device)
-            alone = mean_seconds(self.buffer.capture(self._drawn, self._learn_nothing), self.device)
+        if self._learning_step is not None and self._learning_step.captured:
+            whole = mean_seconds(self._learning_step, self.device)
+            alone = mean_seconds(self.buffer.capture(self._draw_size, self._update_priorities_only), self.device)
             moved = shares["learn"] * min(1.0, alone / whole)
             shares["learn"] -= moved
             shares["replay"] += moved
