@@ -162,22 +162,19 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     environment.close()
 
 
+PONG = ("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4")
+
+
 @pytest.mark.parametrize(
-    ("name", "rom"),
-    [(name, "pong") for name in ("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4")]
-    + [(name, "ms_pacman") for name in ("ALE/MsPacman-v5", "MsPacman", "ms_pacman")],
+    ("name", "expected"),
+    [(name, ("pong", "atari", "atari", "atari-cuda")) for name in PONG]
+    + [(name, ("ms_pacman", "atari", "atari", "atari-cuda")) for name in ("ALE/MsPacman-v5", "MsPacman", "ms_pacman")]
+    + [("catch", ("catch",) * 4), ("Acrobot-v1", ("Acrobot-v1", "gymnasium", "vector", "vector"))],
 )
-def test_every_name_of_a_game_is_its_rom(name: str, rom: str) -> None:
+def test_names_are_recognised(name: str, expected: tuple[str, ...]) -> None:
     pytest.importorskip("ale_py")
     found = identify(name)
-    assert (found.name, found.kind) == (rom, "atari")
-    assert (found.family(CPU), found.family(torch.device("cuda"))) == ("atari", "atari-cuda")
-
-
-@pytest.mark.parametrize("name, kind, family", [("catch", "catch", "catch"), ("Acrobot-v1", "gymnasium", "vector")])
-def test_other_names(name: str, kind: str, family: str) -> None:
-    found = identify(name)
-    assert (found.name, found.kind, found.family(CPU)) == (name, kind, family)
+    assert (found.name, found.kind, found.family(CPU), found.family(torch.device("cuda"))) == expected
 
 
 @pytest.mark.parametrize(

@@ -68,15 +68,16 @@ def network(bias: float = 0.0) -> QNetwork:
 
 
 def test_each_environment_counts_with_its_first_episode_alone() -> None:
-    environment = Scripted([[1.0, 2.0, 3.0]])
+    environment = Scripted([[1.0, 2.0, 3.0]], threshold=5.0)
     result, solved = evaluator(environment).evaluate(network(), 10)
     # returns 1, 4 and 9
     assert result.return_mean == pytest.approx(14 / 3)
     assert result.return_std == pytest.approx(((11**2 + 2**2 + 13**2) / 27) ** 0.5)
     assert result.length_mean == 2
     assert result.episodes == 3
-    assert environment.steps == 3
+    # below the threshold nothing needs to be confirmed
     assert not solved
+    assert (environment.steps, len(environment.seeds)) == (3, 1)
 
 
 def test_episodes_are_cut_off_with_what_they_have() -> None:
@@ -120,12 +121,6 @@ def test_solved_needs_a_confirmation_that_is_significant(confirmations: list[lis
     assert len(set(environment.seeds)) == 1 + CONFIRMATIONS
     assert judge.best is not None
     assert judge.best.solved is solved
-
-
-def test_below_the_threshold_nothing_is_confirmed() -> None:
-    environment = Scripted([[1.0]], threshold=2.0)
-    assert evaluator(environment).evaluate(network(), 10)[1] is False
-    assert len(environment.seeds) == 1
 
 
 def test_a_solved_network_is_better_than_a_lucky_one() -> None:
