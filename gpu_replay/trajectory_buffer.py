@@ -229,9 +229,7 @@ class TrajectoryReplayBuffer(Buffer):
         if not given:
             return None
         observations = self._streams.observations
-        missing = [f"final_{name}" for name in observations if name not in given]
-        unknown = [f"final_{name}" for name in given if name not in observations]
-        if missing or unknown:
+        if given.keys() != set(observations):
             refuse_names({f"final_{name}": None for name in given}, {f"final_{name}": None for name in observations})
         if not self._shape.finals:
             return None

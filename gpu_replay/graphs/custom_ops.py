@@ -129,9 +129,10 @@ def _tensor(name: str, value: Any) -> Tensor:
 # the operators: what runs, and the shapes that compilers see
 
 
-def _define(name: str, schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator `gpu_replay::NAME`; none of its results needs a gradient."""
-    _library.define(f"{name}{schema}", tags=_TAGS)
+def _define(schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `gpu_replay::NAME` of a schema `NAME(...) -> ...`; none of its results needs a gradient."""
+    name, _, _ = schema.partition("(")
+    _library.define(schema, tags=_TAGS)
     _library.impl(name, runs, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gpu_replay::{name}", fake, lib=_library)
     return getattr(torch.ops.gpu_replay, name).default
@@ -157,10 +158,6 @@ def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], 
 
 def _update(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> None:
     _found(buffer).update_priorities(keys, priorities)
-
-
-def _update_fake(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> None:
-    return None
 
 
 def _sample(
@@ -200,16 +197,10 @@ def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 _ADD = _define(
-    "add",
-    "(Tensor(a!) token, str buffer, str names, Tensor[] values, Tensor? priority) -> Tensor",
-    _add,
-    _add_fake,
+    "add(Tensor(a!) token, str buffer, str names, Tensor[] values, Tensor? priority) -> Tensor", _add, _add_fake
 )
 _UPDATE = _define(
-    "update_priorities",
-    "(Tensor(a!) token, str buffer, Tensor keys, Tensor priorities) -> ()",
-    _update,
-    _update_fake,
+    "update_priorities(Tensor(a!) token, str buffer, Tensor keys, Tensor priorities) -> ()", _update, lambda *_: None
 )
 
 
@@ -218,8 +209,8 @@ def _draw_of(count: int) -> Any:
     with _defining:
         if count not in _draws:
             schema = (
-                "(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, SymInt burn_in, Tensor? beta)"
-                f" -> ({', '.join(['Tensor'] * count)})"
+                f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, SymInt burn_in, "
+                f"Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
             )
-            _draws[count] = _define(f"sample_{count}", schema, _sample, _sample_fake)
+            _draws[count] = _define(schema, _sample, _sample_fake)
         return _draws[count]
