@@ -264,7 +264,7 @@ def test_one_thread_adds_while_another_captures_and_replays() -> None:
     assert failures == []
     assert step.captured
     torch.cuda.synchronize()
-    check_sums(buffer._with_masses())
+    check_sums(buffer._state.masses)
 
 
 Look = Callable[[ReplayBuffer], Any]

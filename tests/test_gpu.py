@@ -336,7 +336,7 @@ def test_a_million_updates_at_once(different: int) -> None:
         assert np.array_equal(buffer.masses().cpu().numpy(), masses)
         assert buffer.total_mass() == int(masses.sum())
         buffer.sample(5)
-        check_sums(buffer._with_masses())
+        check_sums(buffer._state.masses)
     assert (buffer._engine.draws.masses.stamps == -1).all()
 
 
@@ -395,7 +395,7 @@ def test_threads_on_streams_of_their_own_never_tear_a_transition() -> None:
     thread.join()
     assert failures == []
     torch.cuda.synchronize()
-    check_sums(buffer._with_masses())
+    check_sums(buffer._state.masses)
 
 
 def test_pinned_memory_may_be_filled_anew_at_once() -> None:
@@ -423,7 +423,7 @@ def test_a_buffer_on_another_gpu_than_the_current_one() -> None:
         assert torch.cuda.current_device() == 0
     assert keys.device == batch.x.device == torch.device("cuda", 1)
     assert batch.n.tolist() == batch.key.tolist()
-    check_sums(buffer._with_masses())
+    check_sums(buffer._state.masses)
 
 
 def test_priorities_that_are_not_finite_are_counted_and_change_nothing() -> None:

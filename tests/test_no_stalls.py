@@ -247,7 +247,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"launch_write", "launch_insert", "launch_gather", "launch_update", "tile_for"} <= reached
     assert {"launch_stratified_draw", "weighing_of", "part_of", "launch_uniform_draw"} <= reached
     assert {"add_step", "launch_add_step", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
-    assert {"launch_rank_draw", "current", "exact", "passed", "_make_list"} <= reached
+    assert {"launch_rank_draw", "current", "exact", "skip_sample", "_make_list"} <= reached
     assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
     assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
 

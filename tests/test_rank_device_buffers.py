@@ -225,7 +225,7 @@ def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(n
             check_states(twins.host, twins.tested)
 
 
-@pytest.mark.parametrize("call", ["exact", "passed"])
+@pytest.mark.parametrize("call", ["exact", "skip_sample"])
 def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     call: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

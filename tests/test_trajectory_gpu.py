@@ -359,7 +359,7 @@ def test_threads_on_streams_of_their_own_never_tear_a_step() -> None:
     thread.join()
     assert failures == []
     torch.cuda.synchronize()
-    check_sums(buffer._with_masses())
+    check_sums(buffer._state.masses)
 
 
 def test_pinned_memory_may_be_filled_anew_at_once() -> None:
@@ -393,4 +393,4 @@ def test_priorities_that_are_not_finite_count_as_none() -> None:
     initial = [mass(priority) for priority in (1.0, 1.0, 4.0, 1.0, 2.0)] * 2
     assert streams.gpu.masses()[:10].tolist() == initial
     assert streams.gpu.stats().rejected_priorities == 4 * 6
-    check_sums(streams.gpu._with_masses())
+    check_sums(streams.gpu._state.masses)

@@ -126,7 +126,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
     with recorded() as launches:
         for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
             buffer = made(num_envs * steps, num_envs, FIELDS, SAMPLERS["combined-everything"], autoreset="same_step")
-            assert len(buffer._with_masses().levels) == 2
+            assert len(buffer._state.masses.levels) == 2
             # more keys in an update are different code
             for batch in (4, 16, 31, 250):
                 buffer._counters[Counter.ELIGIBLE] = 300

@@ -7,7 +7,7 @@ counters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draws import DeviceDraws
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.priorities import DeviceMasses, launch_update
 from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
@@ -85,12 +84,12 @@ class DeviceSampler:
     def rebuild(self) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
         if self._ranks is not None:
-            self._ranks.recall()
+            self._ranks.rebuild()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         if self._ranks is not None:
-            self._ranks.forget(self.capturing())
+            self._ranks.on_clear(self.capturing())
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
@@ -148,83 +147,33 @@ class DeviceSampler:
         shifted: words that move pictures are taken as well.
         exact:   ranks are those of this moment in any case, as they must be where slots are skipped.
         """
-        plan, state, times_sampled = self._plan, self.state, self._storage.times_sampled
+        plan, state, ranks, capturing = self._plan, self.state, self._ranks, self.capturing()
         drawn = batch - plan.newest_of(batch)
-        if self._ranks is not None and drawn > 0:
-            return self._draw_by_rank(self._ranks, drawn, batch, beta, skipped, shifted=shifted, exact=exact)
-        if self._ranks is not None:
-            self._ranks.passed(self.capturing())
-        if state.sparse:
-            found = launch_eligible_draw(
-                state.tree,
-                state.eligible_tree,
-                self.counters,
-                times_sampled,
-                drawn,
-                batch,
-                skipped=skipped,
-                shifted=shifted,
-                stratified=plan.stratified,
-                lowest_of_all=plan.lowest_of_all,
-                replacement=plan.replacement,
-            )
+        starts, rows = state.eligible_tree, (self.counters, self._storage.times_sampled, drawn, batch)
+        by_priority: dict[str, Any] = {"stratified": plan.stratified, "lowest_of_all": plan.lowest_of_all}
+        of_starts = {**by_priority, "skipped": skipped, "shifted": shifted}
+        if ranks is not None and drawn == 0:
+            ranks.skip_sample(capturing)
+        if ranks is not None and drawn > 0:
+            # an order without the newest slots serves this call alone
+            alone = skipped > 0 or (exact and ranks.every > 1)
+            ranked = ranks.exact(state.masses, skipped, capturing) if alone else ranks.current(state.masses, capturing)
+            outdated = state.sparse and ranks.every > 1 and not alone
+            found = launch_rank_draw(ranks.sums, ranked, state.masses, starts, *rows, outdated=outdated, **of_starts)
+        elif state.sparse:
+            found = launch_eligible_draw(state.tree, starts, *rows, replacement=plan.replacement, **of_starts)
         elif state.tree is not None and drawn > 0:
-            found = launch_stratified_draw(
-                state.tree,
-                self.counters,
-                times_sampled,
-                drawn,
-                batch,
-                stratified=plan.stratified,
-                lowest_of_all=plan.lowest_of_all,
-            )
+            found = launch_stratified_draw(state.tree, *rows, **by_priority)
         else:
-            found = launch_uniform_draw(
-                self.counters, times_sampled, drawn, batch, state.slots, replacement=plan.replacement
-            )
+            found = launch_uniform_draw(*rows, state.slots, replacement=plan.replacement)
+        pending = None
         if state.tree is not None and drawn > 0:
-            return self._weighed(found, beta, drawn, batch if shifted else 0)
-        named = {"key": found.keys, "probability": found.probability, "weight": found.value}
-        return WeighedDraw(found.slots, named, None, found.words)
-
-    def _draw_by_rank(
-        self,
-        ranks: DeviceRanks,
-        drawn: int,
-        batch: int,
-        beta: float | None,
-        skipped: int,
-        *,
-        shifted: bool,
-        exact: bool,
-    ) -> WeighedDraw:
-        state, plan, capturing = self.state, self._plan, self.capturing()
-        # an order without the newest slots serves this call alone
-        alone = skipped > 0 or (exact and ranks.every > 1)
-        ranked = ranks.exact(state.masses, skipped, capturing) if alone else ranks.current(state.masses, capturing)
-        found = launch_rank_draw(
-            ranks.sums,
-            ranked,
-            state.masses,
-            state.eligible_tree,
-            self.counters,
-            self._storage.times_sampled,
-            drawn,
-            batch,
-            skipped=skipped,
-            shifted=shifted,
-            outdated=state.sparse and ranks.every > 1 and not alone,
-            stratified=plan.stratified,
-            lowest_of_all=plan.lowest_of_all,
-        )
-        return self._weighed(found, beta, drawn, batch if shifted else 0)
-
-    def _weighed(self, found: DeviceDraws, beta: float | None, drawn: int, shifts: int) -> WeighedDraw:
-        """The draw, whose weights the gather makes of the masses; that moves on past the words of `shifts`, too."""
-        schedule, settled = (self._schedule, self._plan.beta) if beta is None else (None, beta)
-        exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
-        pending = weighing_of(found.value, self.counters, schedule, exponent, drawn, shifts)
-        named = {"key": found.keys, "probability": found.probability, "weight": pending.weight}
+            schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
+            exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
+            # the gather also advances the stream past the words of the shifts
+            pending = weighing_of(found.value, self.counters, schedule, exponent, drawn, batch if shifted else 0)
+        weight = found.value if pending is None else pending.weight
+        named = {"key": found.keys, "probability": found.probability, "weight": weight}
         return WeighedDraw(found.slots, named, pending, found.words)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:

@@ -209,8 +209,8 @@ def _draw_of(count: int) -> Any:
     with _defining:
         if count not in _draws:
             schema = (
-                f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, SymInt burn_in, "
-                f"Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
+                f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, "
+                f"SymInt burn_in, Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
             )
             _draws[count] = _define(schema, _sample, _sample_fake)
         return _draws[count]

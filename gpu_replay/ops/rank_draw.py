@@ -70,20 +70,20 @@ class DeviceRanks:
         if self.every == 1:
             self._left = 0
 
-    def forget(self, capturing: bool) -> None:
-        """Follow a `clear`."""
+    def on_clear(self, capturing: bool) -> None:
+        """Reset host state after `clear`."""
         self._unsure |= capturing
         self._left = 0
 
-    def recall(self) -> None:
-        """Follow a restored state. Waits for the device."""
+    def rebuild(self) -> None:
+        """Take over a restored state. Waits for the device."""
         self._left = 0
         if self.every > 1:
             counts = self._counters.tolist()
             if counts[Counter.RANKED]:
                 self._left = max(0, self.every - (counts[Counter.STEP] - counts[Counter.SORTED]))
 
-    def passed(self, capturing: bool) -> None:
+    def skip_sample(self, capturing: bool) -> None:
         """A sample is drawn that makes no list for others."""
         if self.every > 1:
             self._unsure |= capturing
@@ -91,7 +91,7 @@ class DeviceRanks:
 
     def exact(self, tree: MassTree, skipped: int, capturing: bool) -> RankList:
         """A list of its own for one call, without the newest `skipped` slots; 2 launches and a sort."""
-        self.passed(capturing)
+        self.skip_sample(capturing)
         made = RankList(torch.empty_like(self.list.slots), torch.empty_like(self.list.listed))
         _make_list(tree, self._counters, made, skipped=skipped)
         return made
@@ -104,7 +104,7 @@ class DeviceRanks:
             _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
             self._left = 0
         elif self._left:
-            self.passed(capturing)
+            self.skip_sample(capturing)
         else:
             _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
             # one that serves a single sample does so until something changes
