@@ -12,16 +12,7 @@ import pytest
 
 from gpu_replay.console.errors import UserError
 from gpu_replay.study import cliffwalk
-from gpu_replay.study.blind_cliffwalk import (
-    BLOCK,
-    LEARNERS,
-    Outcome,
-    QTable,
-    fill_memory,
-    right_action,
-    solve,
-    true_values,
-)
+from gpu_replay.study.blind_cliffwalk import BLOCK, LEARNERS, Outcome, QTable, fill_memory, solve, true_values
 from gpu_replay.study.cliffwalk import growth, summarize, write_cliffwalk
 
 MOST = 1_000_000
@@ -47,14 +38,6 @@ def test_true_values_of_three_states():
     np.testing.assert_allclose(true_values(3), [[4 / 9, 0], [0, 2 / 3], [1, 0]])
 
 
-def test_true_values_are_those_that_nothing_changes():
-    table = zero_table(5)
-    table.values[:] = true_values(5).tolist()
-    memory = fill_memory(5, np.random.default_rng(0))
-    for step in zip(*memory.values(), strict=True):
-        assert table.td_error(*step) == pytest.approx(0, abs=1e-12)
-
-
 def test_memory_of_two_states_by_hand():
     memory = fill_memory(2, np.random.default_rng(0))
     found = Counter(zip(*(column.tolist() for column in memory.values()), strict=True))
@@ -72,17 +55,11 @@ def test_memory_holds_every_sequence_once(states):
     for state in range(states):
         here = memory["state"] == state
         assert here.sum() == 2 ** (states - state)
-        assert (memory["action"][here] == right_action(state)).sum() == here.sum() / 2
+        assert (memory["action"][here] == state % 2).sum() == here.sum() / 2
     # an episode begins at state 0 after each end, and goes on one state further otherwise
     assert memory["state"][0] == 0
     expected = np.where(memory["terminated"][:-1], 0, memory["state"][:-1] + 1)
     np.testing.assert_array_equal(memory["state"][1:], expected)
-
-
-def test_memory_order_follows_the_generator():
-    first, again, other = (fill_memory(6, np.random.default_rng(seed)) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first["action"], again["action"])
-    assert not np.array_equal(first["terminated"], other["terminated"])
 
 
 def test_updates_by_hand():
@@ -111,7 +88,6 @@ def test_convergence_is_a_mean_squared_error_below_a_thousandth():
         near.update(1, 1, 1.0, True)
         near.update(0, 0, 0.0, False)
     assert near.converged
-    assert ((np.array(near.values) - true_values(2)) ** 2).mean() < 1e-3
 
 
 def test_oracle_of_two_states_takes_the_best_step_each_time():
@@ -123,14 +99,10 @@ def test_oracle_of_two_states_takes_the_best_step_each_time():
     truth = np.array([[0.5, 0.0], [0.0, 1.0]])
     count = 0
     while ((q - truth) ** 2).mean() >= 1e-3:
-        best = None
-        for state, action, reward, ended in kinds:
-            tried = q.copy()
-            tried[state, action] += 0.25 * (reward + (0 if ended else 0.5 * q[1].max()) - q[state, action])
-            error = ((tried - truth) ** 2).sum()
-            if best is None or error < best[0]:
-                best = (error, tried)
-        q = best[1]
+        tried = np.stack([q] * 4)
+        for i, (state, action, reward, ended) in enumerate(kinds):
+            tried[i, state, action] += 0.25 * (reward + (0 if ended else 0.5 * q[1].max()) - q[state, action])
+        q = tried[((tried - truth) ** 2).sum(axis=(1, 2)).argmin()]
         count += 1
     assert solve("oracle", 2, 5, MOST).updates == count
 
@@ -141,12 +113,8 @@ def test_runs_are_reproducible_and_converge(agent):
     assert first.converged
     assert (first.updates, first.transitions) == (again.updates, 30)
     assert {solve(agent, 4, seed, MOST).updates for seed in range(3)} != {first.updates}
-
-
-@pytest.mark.parametrize("agent", LEARNERS)
-def test_runs_that_do_not_converge_are_marked(agent):
-    found = solve(agent, 6, 0, 7)
-    assert (found.updates, found.converged) == (7, False)
+    stopped = solve(agent, 6, 0, 7)
+    assert (stopped.updates, stopped.converged) == (7, False)
 
 
 def test_uniform_continues_after_a_block():
@@ -224,13 +192,10 @@ def test_command_writes_runs_picture_and_report_whatever_the_number_of_processes
     assert {row["converged"] for row in found[0]} == {"0", "1"}
 
 
-@pytest.mark.parametrize("states", ["1", "21"])
-def test_command_refuses_sizes_that_make_no_sense(tmp_path, states):
-    with pytest.raises(UserError, match="must be 2 to 20"):
-        run(tmp_path, "--states-max", states)
-
-
-def test_command_refuses_an_output_that_cannot_be_written(tmp_path):
+def test_command_refuses_sizes_that_make_no_sense_and_an_output_that_cannot_be_written(tmp_path):
+    for states in ("1", "21"):
+        with pytest.raises(UserError, match="must be 2 to 20"):
+            run(tmp_path, "--states-max", states)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         run(tmp_path / "file" / "below")

@@ -73,8 +73,8 @@ def test_a_file_that_is_no_run_is_not_joined(tmp_path: Path) -> None:
 
 
 def test_a_study_continues_with_the_same_settings(tmp_path: Path) -> None:
-    assert StudyFolder(tmp_path).claim(described()) == 0.0
-    StudyFolder(tmp_path).note({**described(), "wall_seconds": 12.5})
+    assert StudyFolder(tmp_path).claim(described(wall_seconds=0.0)) == 0.0
+    StudyFolder(tmp_path).note(described(wall_seconds=12.5))
     # what does not decide the figures may differ
     changes = {"jobs": 7, "cpu": "two", "versions": {**VERSIONS, "matplotlib": "4.0"}, "notes": []}
     assert StudyFolder(tmp_path).claim(described(**changes)) == 12.5
@@ -84,9 +84,7 @@ def test_a_study_continues_with_the_same_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"seeds": [0, 1, 2]}, "other settings .they differ in seeds.. Use its own command, or choose another folder"),
-        ({"tuned": True, "episodes": 4}, "they differ in tuned, episodes"),
-        ({"methods": {}}, "they differ in methods"),
+        ({"tuned": True, "seeds": [0]}, "other settings .they differ in tuned, seeds.. Use its own command, or choose"),
         ({"versions": {**VERSIONS, "torch": "2.14.0"}}, "made with torch 2.13.0, now 2.14.0"),
     ],
 )

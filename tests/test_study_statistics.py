@@ -10,38 +10,24 @@ from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
 def test_td_statistics_by_hand() -> None:
     # absolute values 1, 2, 3, 6: mean 3, median 2.5, deviation sqrt((4 + 1 + 0 + 9) / 4)
-    found = td_statistics(np.array([[-2.0, 1.0, 6.0, -3.0]]))
-    assert found["td_mean"].tolist() == [3.0]
-    assert found["td_median"].tolist() == [2.5]
-    assert found["td_max"].tolist() == [6.0]
-    assert found["td_std"].tolist() == [pytest.approx(3.5**0.5, rel=1e-15)]
-
-
-def test_td_statistics_of_an_odd_batch_and_of_each_update_apart() -> None:
-    found = td_statistics(np.array([[-5.0, 1.0, 3.0], [0.0, 0.0, 0.0]], dtype=np.float32))
-    assert found["td_mean"].tolist() == [3.0, 0.0]
-    assert found["td_median"].tolist() == [3.0, 0.0]
-    assert found["td_max"].tolist() == [5.0, 0.0]
-    # deviations of 5, 1, 3 from 3 are 2, 2, 0
-    assert found["td_std"].tolist() == [pytest.approx((8 / 3) ** 0.5, rel=1e-15), 0.0]
+    found = td_statistics(np.array([[-2.0, 1.0, 6.0, -3.0], [0.0, 0.0, 0.0, 0.0]], dtype=np.float32))
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "td_mean": [3.0, 0.0],
+        "td_median": [2.5, 0.0],
+        "td_max": [6.0, 0.0],
+        "td_std": [pytest.approx(3.5**0.5, rel=1e-15), 0.0],
+    }
 
 
 # with a: (1, 2, 3): b rises with it (r = 1), c falls (r = -1), d is flat and has no correlation,
-# e: (1, 3, 2) has r = 1/2, f: (2, 1, 5) has r = 3 / sqrt(2 * 26 / 3) = 0.7206
-A, B, C, D, E, F = (1, 2, 3), (10, 20, 30), (3, 2, 1), (7, 7, 7), (1, 3, 2), (2, 1, 5)
+# f: (2, 1, 5) has r = 3 / sqrt(2 * 26 / 3) = 0.7206
+A, B, C, D, F = (1, 2, 3), (10, 20, 30), (3, 2, 1), (7, 7, 7), (2, 1, 5)
 
 
 @pytest.mark.parametrize(
     "batch, above, pairs",
     [
-        ([A, B], 0.8, 1),
-        ([A, C], 0.8, 1),
-        ([A, B, C], 0.8, 3),
-        ([A, D], 0.8, 0),
-        ([D, D], 0.8, 0),
         ([A, B, C, D, D], 0.8, 3),
-        ([A, E], 0.8, 0),
-        ([A, E], 0.49, 1),
         ([A, F], 0.72, 1),
         ([A, F], 0.73, 0),
         ([C, F], 0.72, 1),
@@ -54,11 +40,10 @@ def test_correlated_pairs_by_hand(batch: list[tuple[int, ...]], above: float, pa
 
 
 def test_two_components_are_always_correlated_unless_they_are_equal() -> None:
-    # MountainCar's states: the count says nothing there but how many are flat
-    states = np.random.default_rng(0).standard_normal((3, 10, 2)).astype(np.float32)
-    assert correlated_pairs(states, 0.8).tolist() == [45, 45, 45]
+    # MountainCar's states: the count depends only on how many are flat
+    states = np.random.default_rng(0).standard_normal((2, 10, 2)).astype(np.float32)
     states[1, 4] = 0.5
-    assert correlated_pairs(states, 0.8).tolist() == [45, 36, 45]
+    assert correlated_pairs(states, 0.8).tolist() == [45, 36]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
@@ -66,10 +51,8 @@ def test_two_components_are_always_correlated_unless_they_are_equal() -> None:
 def test_correlated_pairs_are_those_of_corrcoef(components: int, size: float) -> None:
     # more updates than are computed at a time
     states = np.random.default_rng(components).standard_normal((70, 33, components)).astype(np.float32)
-    expected = []
-    for batch in states.astype(np.float64):
-        r = np.corrcoef(batch)
-        expected.append(sum(abs(r[i, j]) > 0.8 for i in range(33) for j in range(i + 1, 33)))
+    matrices = np.abs([np.corrcoef(batch) for batch in states.astype(np.float64)])
+    expected = (np.triu(matrices, 1) > 0.8).sum(axis=(1, 2)).tolist()
     assert len(set(expected)) > 5
     assert correlated_pairs((states * np.float32(size)).astype(np.float32), 0.8).tolist() == expected
 
