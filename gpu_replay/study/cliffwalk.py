@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -86,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         outcomes = [found for _, found in run_all(solve, tasks, jobs, lambda task: _COST[task[0]] * 2.0 ** task[1])]
     except WorkerFailed as error:
-        raise UserError(f"{error} Fewer --jobs need less memory.") from None
+        print(f"gpu-replay study cliffwalk: {error}", file=sys.stderr)
+        return 1
     facts = {
         "seeds": f"{options.seeds}, at most {options.max_updates:,} updates each",
         "time": f"{time.perf_counter() - start:,.0f} s, {jobs} at a time, on {cpu_model()}",
