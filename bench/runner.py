@@ -85,8 +85,8 @@ class Run:
         """Time each implementation's call, interleaved with the others; one record each.
 
         bound: name to the call and what prepares it. Where calls are captured, they are prepared once, before the
-               capture: a graph works on tensors that stay. A call that cannot be captured is timed by events, and a
-               line says so.
+               capture: a graph works on tensors that stay. A call that cannot be captured is timed by events, which
+               is reported.
         """
         plan = replace(self.plan, flush=flush)
         ready: dict[str, tuple[Call, Call, int, How]] = {}

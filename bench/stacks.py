@@ -2,7 +2,7 @@
 
 Every frame encodes the number of its step, its environment, its age in the episode and whether its step ended the
 episode; action and reward follow from the number. Any sampled batch can therefore be checked without knowing which
-rows it holds, also where the buffer itself put the stacks together.
+rows it holds, also where the buffer assembled the stacks.
 """
 
 from __future__ import annotations

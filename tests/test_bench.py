@@ -41,6 +41,8 @@ def test_a_record_survives_its_line() -> None:
     assert set(values["quantiles"]) == {"p10", "p50", "p90"}
     assert set(values) >= {"case", "capacity", "batch", "fields", "bytes", "copy_bandwidth", "copy_share"}
     assert set(values["environment"]) >= {"device", "cpu", "threads", "versions", "commit", "date"}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record(median=float("nan")).line()
 
 
 @pytest.mark.parametrize(
@@ -55,11 +57,6 @@ def test_a_line_that_is_no_record_is_refused(line: str, tmp_path: Path) -> None:
     file.write_text(f"{record().line()}\n{line}\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 2"):
         read(file)
-
-
-def test_a_figure_that_is_no_number_is_not_written() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        record(median=float("nan")).line()
 
 
 def test_writing_renews_the_same_case_and_keeps_the_others(tmp_path: Path) -> None:
@@ -149,13 +146,9 @@ def test_the_registry_covers_the_sizes_of_the_tables() -> None:
     compared = {case.name for part in peers_suite.parts(peers_suite.Sizes(), CPU) for case in part.cases}
     # every cycle that is measured alone can have its baseline among the peers
     assert {name for name in names if name.startswith("cycle/")} <= compared
+    assert [short(count) for count in (97, 10_000, 1_500, 10_000_000)] == ["97", "10k", "1500", "10M"]
     sizes = [f"N={capacity}/B={batch}" for capacity in ("10k", "100k", "1M") for batch in (32, 256, 4096)]
     assert {f"{operation}/{size}" for operation in ("sample", "update", "cycle") for size in sizes} <= set(names)
-
-
-@pytest.mark.parametrize("count, text", [(97, "97"), (10_000, "10k"), (1_500, "1500"), (10_000_000, "10M")])
-def test_short_sizes(count: int, text: str) -> None:
-    assert short(count) == text
 
 
 @pytest.mark.parametrize(
@@ -164,9 +157,6 @@ def test_short_sizes(count: int, text: str) -> None:
 )
 def test_a_pattern_chooses_cases(pattern: str | None, count: int) -> None:
     assert len(chosen(cycle_cases(), pattern)) == count
-
-
-def test_a_pattern_without_a_case_says_which_there_are() -> None:
     with pytest.raises(ValueError, match="'B=7' matches no case.*cycle/N=10k/B=32"):
         chosen(cycle_cases(), "B=7")
 
@@ -238,11 +228,8 @@ def test_a_table_is_aligned_markdown() -> None:
     assert tables.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == (
         "| case   |    µs |\n| ------ | ----: |\n| a      | 1,234 |\n| longer |     5 |"
     )
-
-
-@pytest.mark.parametrize("value, text", [(0.1234, "0.12"), (9.876, "9.88"), (12.34, "12.3"), (1234.5, "1,234")])
-def test_numbers_keep_three_digits(value: float, text: str) -> None:
-    assert tables.number(value) == text
+    numbers = [tables.number(value) for value in (0.1234, 9.876, 12.34, 1234.5)]
+    assert numbers == ["0.12", "9.88", "12.3", "1,234"]
 
 
 def test_tables_give_the_speedup_over_the_best_baseline() -> None:
@@ -283,11 +270,9 @@ def test_a_table_states_its_conditions_and_its_command() -> None:
         assert part in text
     assert text.endswith("Reproduce: `gpu-replay bench cpu`.")
     assert "QUICK RUN" in report.section("cpu", [record(quick=True)])
-
-
-def test_machines_do_not_share_a_table() -> None:
     other = record(median=50.0, environment=replace(ENVIRONMENT, cpu="Other CPU"))
     text = report.section("cpu", [record(), other])
+    # machines do not share a table
     assert text.count("| N = 1M") == 2
     assert text.index("Test CPU") < text.index("Other CPU")
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from bench_records import GPU, record
+from bench_records import GPU, cells, record
 
-from gpu_replay.bench import cost_model, gpu_page, main
+from gpu_replay.bench import cost_model, gpu_page, main, runs
 from gpu_replay.bench.results import write
 
 STEP = {"gpu": "NVIDIA Test 9000", "torch": "2.11.0", "triton": "3.6.0", "commit": "0123456789ab", "date": "2026-01-02"}
@@ -34,16 +34,34 @@ def steps(folder: Path, part: str, **ended: int) -> None:
     (folder / f"{part}.steps.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def run(folder: Path, env: str, *, finished: bool = True) -> None:
-    """What a training run leaves."""
+ROWS = ("100,60,nan", "250000,120,16.5")
+
+
+def run(folder: Path, env: str, rows: tuple[str, ...] = ROWS, *, finished: bool = True) -> None:
+    """What a training run leaves, with these rows of step, seconds and mean return."""
     folder.mkdir(parents=True)
-    (folder / "curve.png").write_bytes(b"a picture")
-    (folder / "progress.csv").write_text("step,seconds,return_mean\n100,60,nan\n250000,120,16.5\n")
+    (folder / "curve.png").write_bytes(b"an image")
+    (folder / "progress.csv").write_text("\n".join(["step,seconds,return_mean", *rows]) + "\n")
     (folder / "settings.json").write_text('{"return_window": 30}')
     if finished:
-        names = ("eval_return_mean", "eval_return_std", "steps_per_second", "updates_per_second", "replay_share")
         summary = {"env": env, "device_name": GPU.device, "updates": 1234, "stopped_by": "solved", "solved": True}
-        (folder / "summary.json").write_text(json.dumps(summary | dict.fromkeys(names, 0.5)))
+        speeds = {"steps_per_second": 1234.5, "updates_per_second": 99.4, "replay_share": 0.0456}
+        evaluation = {"eval_return_mean": 17.25, "eval_return_std": 2.0}
+        (folder / "summary.json").write_text(json.dumps(summary | speeds | evaluation))
+
+
+def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_path: Path) -> None:
+    assert runs.section(runs.run_folders(tmp_path)).startswith("Not measured yet")
+    rows = ("5000,60,nan", "700000,1200,0", "720000,1230,0.5", "800000,1300,-1", "900000,1500,15.5")
+    run(tmp_path / "pong-somewhere" / "seed-7", "pong", rows)
+    assert runs.run_folders(tmp_path) == [tmp_path / "pong-somewhere" / "seed-7"]
+    text = runs.section(runs.run_folders(tmp_path))
+    (line,) = [cells(line) for line in text.splitlines() if "pong-somewhere/seed-7" in line]
+    # exactly 0 is not above 0
+    reached = ["20.5 min, 0.72M", "25.0 min, 0.90M", "not reached"]
+    assert line[1:] == [*reached, "15.5", "17.2 ± 2.0", "1,234", "99", "4.6%"]
+    assert "last 30 finished training episodes" in text
+    assert GPU.device in text
 
 
 def test_a_page_of_everything(folder: Path) -> None:

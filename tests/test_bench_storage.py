@@ -20,6 +20,13 @@ from gpu_replay.bench.runner import Refused
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
     storage.check(name, LAYOUTS[name])
+    # a block that wraps lands at both ends
+    layout, rows = LAYOUTS[name](10), make_rows(15, np.random.default_rng(0))
+    for begin in (0, 7):
+        layout.extend(layout.block({field: values[begin : begin + 7] for field, values in rows.items()}))
+    layout.append(layout.single(rows, 14))
+    stored = np.sort(layout.batch(10)["obs"].numpy()[:, 0])
+    assert np.array_equal(stored, np.sort(rows["obs"][5:, 0]))
 
 
 class _Mixed(ListRing):
@@ -41,16 +48,6 @@ class _Forgetful(ListRing):
 def test_a_broken_layout_is_not_measured(broken: Callable[[int], Layout], wrong: str) -> None:
     with pytest.raises(Refused, match=wrong):
         storage.check("broken", broken)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_block_that_wraps_lands_at_both_ends(name: str) -> None:
-    layout, rows = LAYOUTS[name](10), make_rows(15, np.random.default_rng(0))
-    for begin in (0, 7):
-        layout.extend(layout.block({field: values[begin : begin + 7] for field, values in rows.items()}))
-    layout.append(layout.single(rows, 14))
-    stored = np.sort(layout.batch(10)["obs"].numpy()[:, 0])
-    assert np.array_equal(stored, np.sort(rows["obs"][5:, 0]))
 
 
 def test_the_command_records_every_part_of_every_layout(

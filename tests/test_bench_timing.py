@@ -25,62 +25,36 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Driver:
-    """Stands for CUDA: a graph remembers what was called while it was captured."""
+    """Stands for CUDA: logs what is called, and whether a capture is under way."""
 
-    def __init__(self, refuses: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool) -> None:
         self.log: list[str] = []
-        self.refuses = refuses
-        self.inside = False
-
-    def CUDAGraph(self) -> Driver:
-        return self
+        self.refuses, self.inside = refuses, False
+        stream = SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
+        stands = {
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            "graph": self.graph,
+            "Stream": lambda device: self.log.append("side stream") or stream,
+            "current_stream": lambda device: stream,
+            "stream": nullcontext,
+            "device": nullcontext,
+            "_sleep": lambda cycles: self.log.append("sleep"),
+        }
+        for name, stand in stands.items():
+            monkeypatch.setattr(torch.cuda, name, stand)
 
     @contextmanager
-    def graph(self, graph: Driver) -> Iterator[None]:
+    def graph(self, graph: object) -> Iterator[None]:
         self.log.append("capture")
         self.inside = True
         yield
         self.inside = False
         if self.refuses:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more that nobody reads")
-
-    def replay(self) -> None:
-        self.log.append("replay")
-
-    def Stream(self, device: torch.device) -> Driver:
-        self.log.append("side stream")
-        return self
-
-    def current_stream(self, device: torch.device) -> Driver:
-        return self
-
-    def wait_stream(self, other: Driver) -> None:
-        self.log.append("wait")
-
-    def stream(self, other: Driver) -> Any:
-        return nullcontext()
-
-    def device(self, device: torch.device) -> Any:
-        return nullcontext()
-
-    def _sleep(self, cycles: int) -> None:
-        assert not self.inside
-        self.log.append("sleep")
+            raise RuntimeError("operation not permitted when stream is capturing\nand more that is not shown")
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Driver]:
-    def install(refuses: bool) -> Driver:
-        made = Driver(refuses)
-        for name in ("CUDAGraph", "graph", "Stream", "current_stream", "stream", "device", "_sleep"):
-            monkeypatch.setattr(torch.cuda, name, getattr(made, name))
-        return made
-
-    return install
-
-
-def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(driver: Callable[[bool], Driver]) -> None:
-    cuda = driver(False)
+def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Driver(monkeypatch, refuses=False)
     replay = captured(lambda: cuda.log.append("call"), CUDA, 4)
     assert cuda.log == ["side stream", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
     cuda.log.clear()
@@ -89,8 +63,8 @@ def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(driver: Ca
     assert cuda.log == ["replay", "replay"]
 
 
-def test_a_call_that_cannot_be_captured_says_why_in_one_line(driver: Callable[[bool], Driver]) -> None:
-    driver(True)
+def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch, refuses=True)
     with pytest.raises(NotCaptured, match=r"^operation not permitted when stream is capturing$"):
         captured(lambda: None, CUDA, 1)
 
@@ -132,9 +106,9 @@ def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1, flush: int = 
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_call_is_replayed_or_else_timed_by_events(
-    refuses: bool, driver: Callable[[bool], Driver], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refuses: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cuda = driver(refuses)
+    cuda = Driver(monkeypatch, refuses=refuses)
     fixed_clock(monkeypatch, 250_000)
 
     def call() -> None:
@@ -160,10 +134,8 @@ def test_a_call_is_replayed_or_else_timed_by_events(
         assert cuda.log[-4:] == ["sleep", "replay"] * 2
 
 
-def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(
-    driver: Callable[[bool], Driver], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = driver(False)
+def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Driver(monkeypatch, refuses=False)
     monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
     for flush, calls in ((0, CALLS_PER_GRAPH), (4096, 1)):
         for nanoseconds in (1_000, 10**9):

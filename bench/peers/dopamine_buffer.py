@@ -5,7 +5,7 @@ python-snappy, but none of the rest of the distribution's requirements (TensorFl
 
 Elements are stored as they are (`compress=False`): unpacking its compressed stacks takes about ten times as long as
 drawing them. It holds the steps of one environment, which are given one at a time. A capacity that is a power of two
-fails once it is full: the new element is put into the tree before the oldest leaves.
+fails once it is full: the new element enters the tree before the oldest leaves it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _module(name: str) -> Any:
 class DopamineBuffer(PeerSubject):
     """`ReplayBuffer` with `PrioritizedSamplingDistribution`; `next_obs` is the following row, so it is not given.
 
-    It returns probabilities, from which the weights are made here.
+    It returns probabilities, from which the weights are computed here.
     """
 
     has_next_obs = False
@@ -69,7 +69,7 @@ class DopamineBuffer(PeerSubject):
         return elements
 
     def _observation(self, values: np.ndarray) -> np.ndarray:
-        # stacks are put together by its accumulator
+        # its accumulator builds the stacks
         return values[-1] if self.task.stacks else values
 
     def add(self, rows: Any) -> object:
@@ -120,7 +120,7 @@ class DopamineIndex(TreeIndex):
         found: np.ndarray = self._tree.get(slots)
         return found
 
-    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+    def set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """See TreeIndex."""
         self._tree.set(slots, masses)
 

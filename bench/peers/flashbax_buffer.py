@@ -13,14 +13,14 @@ from torch import Tensor
 from gpu_replay.bench.rows import Rows
 from gpu_replay.bench.subjects import PeerSubject, Task
 
-# read when JAX makes its client: a pool of one thread, as everything else here has one
+# read when JAX creates its client: one thread, as for all other implementations
 _SETTINGS = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 
 
 class FlashbaxBuffer(PeerSubject):
     """`make_prioritised_flat_buffer` of as many streams as rows are added.
 
-    `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are made here.
+    `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are computed here.
     """
 
     has_next_obs = False

@@ -1,4 +1,4 @@
-"""Stable-Baselines3: uniform replay in NumPy. It has no priorities, so an update is nothing and all weights are one.
+"""Stable-Baselines3: uniform replay in NumPy. It has no priorities: an update does nothing and all weights are one.
 
 Stacks of frames are stored once a step and the following row serves as `next_obs` (`optimize_memory_usage`).
 """
@@ -30,7 +30,7 @@ class StableBaselines3Buffer(PeerSubject):
         self._buffer = buffers.ReplayBuffer(
             task.capacity,
             spaces.Box(low, high, shape, dtype),
-            # the values of actions are not looked at
+            # values of actions are not validated
             spaces.Discrete(18),
             device="cpu",
             n_envs=task.added,

@@ -84,7 +84,7 @@ class TianshouIndex(TreeIndex):
         found: np.ndarray = self._tree[slots]
         return found
 
-    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+    def set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """See TreeIndex."""
         self._tree[slots] = masses
 

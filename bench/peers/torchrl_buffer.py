@@ -1,7 +1,7 @@
 """TorchRL: a TensorDict storage, and float32 segment trees in C++ or, where a build has them, in CUDA.
 
-Its wheels contain a compiled extension that only loads with the torch it was built with; another torch has no
-prioritized replay, and this says so. Stacks of frames are stored whole, twice.
+Its wheels contain a compiled extension that only loads with the torch it was built with; with another torch there is no
+prioritized replay, and the peer is skipped with that reason. Stacks of frames are stored whole, twice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TorchrlBuffer(PeerSubject):
         self._tensordict: Any = importlib.import_module("tensordict").TensorDict
         self._names = tuple(task.dtypes)
         self._device = task.device
-        # only newer ones have trees on a device
+        # only newer versions have trees on a device
         where = {} if task.device.type == "cpu" else {"device": task.device}
         self._buffer = data.ReplayBuffer(
             storage=data.LazyTensorStorage(task.capacity, device=task.device),
@@ -89,7 +89,7 @@ class TorchrlIndex(TreeIndex):
     def find(self, targets: np.ndarray) -> np.ndarray:
         """See TreeIndex."""
         found: np.ndarray = self._tree.scan_lower_bound(targets.astype(np.float32))
-        # a sum that rounding puts past the last slot
+        # rounding can move a sum past the last slot
         return np.minimum(found, self._size - 1, out=found)
 
     def masses(self, slots: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class TorchrlIndex(TreeIndex):
         found: np.ndarray = self._tree[slots]
         return found
 
-    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+    def set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """See TreeIndex."""
         self._tree[slots] = masses.astype(np.float32)
 

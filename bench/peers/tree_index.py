@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_replay.bench.subjects import EPS, FullSubject, Task
 
-# float32 trees lose digits in long sums
+# float32 trees lose precision in long sums
 _TOLERANCE = 1e-3
 
 
@@ -21,7 +21,7 @@ class TreeIndex(FullSubject):
         self._slots = task.capacity
         self._alpha = task.alpha
         self._random = np.random.default_rng(0)
-        self.put(np.arange(self._slots), np.ones(self._slots))
+        self.set(np.arange(self._slots), np.ones(self._slots))
 
     @abstractmethod
     def total(self) -> float:
@@ -36,7 +36,7 @@ class TreeIndex(FullSubject):
         """(B,) masses of the slots."""
 
     @abstractmethod
-    def put(self, slots: np.ndarray, masses: np.ndarray) -> None:
+    def set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         """Give the slots (B,) new masses."""
 
     def sample(self, batch: int) -> Any:
@@ -46,11 +46,11 @@ class TreeIndex(FullSubject):
 
     def update(self, sampled: Any, priorities: Tensor) -> object:
         """Masses of these priorities at the sampled slots."""
-        self.put(sampled[0], (priorities.numpy() + EPS) ** self._alpha)
+        self.set(sampled[0], (priorities.numpy() + EPS) ** self._alpha)
         return None
 
     def wrong(self) -> list[str]:
-        """What is wrong with the index: its total, or slots that are not where their prefix sums lie."""
+        """What is wrong with the index: its total, or slots whose prefix interval does not hold their target."""
         masses = np.asarray(self.masses(np.arange(self._slots)), dtype=np.float64)
         sums = masses.cumsum()
         total = self.total()
