@@ -214,7 +214,8 @@ def kernel_cases(
 def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[Record]:
     """Measure the cases; yields each record as soon as it is known.
 
-    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong answers. Raises Refused when this package's own are wrong.
+    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong
+    answers. Raises Refused when this package's own are wrong.
     """
     flush = flush_bytes(run.device)
     for case in cases:
