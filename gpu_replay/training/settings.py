@@ -57,9 +57,7 @@ class Settings:
     epsilon_end: float = setting(0.02, "share of random actions after --epsilon-steps", 0, 1)
     epsilon_steps: int = setting(10_000, "environment steps over which epsilon falls", 1)
     epsilon_late: float = setting(1.0, "share of --epsilon-end that remains after --epsilon-late-steps", 0, 1)
-    epsilon_late_steps: int = setting(
-        1_000_000, "environment steps until then, falling linearly after --epsilon-steps", 1
-    )
+    epsilon_late_steps: int = setting(1_000_000, "environment steps until then; linear after --epsilon-steps", 1)
     persistence: float = setting(0.0, "probability that a random action is repeated: swings build up", 0, 1)
     sampler: Literal["proportional", "uniform", "combined", "rank"] = setting(
         "proportional", "how the replay buffer draws"
