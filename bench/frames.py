@@ -40,7 +40,8 @@ class FrameSubject(ReplaySubject):
         self._envs = envs
         self._device = device
         self._n_step = n_step
-        self._steps = StackStream(envs)
+        # the buffer makes the stacks
+        self._steps = StackStream(envs, stack=1)
         self._buffer = TrajectoryReplayBuffer(
             capacity,
             envs,

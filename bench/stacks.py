@@ -40,15 +40,16 @@ FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64
 
 
 class StackStream:
-    """Steps of `envs` environments whose episodes end at different times, in order."""
+    """Steps of `envs` environments whose episodes end at different times, in order; `stack` frames each."""
 
-    def __init__(self, envs: int) -> None:
+    def __init__(self, envs: int, stack: int = STACK) -> None:
+        self._stack = stack
         self._images = images()
         self._envs = np.arange(envs)
         self._step = 0
 
     def step(self) -> Rows:
-        """The next step of all environments, by the names of FRAME_DTYPES: stacks are (E, 4, 84, 84), oldest first.
+        """The next step of all environments, by the names of FRAME_DTYPES: stacks are (E, S, 84, 84), oldest first.
 
         The first frame of an episode is repeated; `next_obs` is the final observation where the episode ended.
         """
@@ -66,7 +67,7 @@ class StackStream:
 
     def _stacks(self, step: int, age: np.ndarray) -> np.ndarray:
         # (E, S): how many steps ago each frame is, not before the episode's first
-        ago = np.minimum(np.arange(STACK - 1, -1, -1), age[:, None])
+        ago = np.minimum(np.arange(self._stack - 1, -1, -1), age[:, None])
         envs = self._envs[:, None]
         stacks = self._images[(step - ago) % FRAMES]
         stacks[:, :, 0, ENV] = envs

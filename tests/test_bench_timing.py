@@ -79,6 +79,8 @@ def fixed_clock(monkeypatch: pytest.MonkeyPatch, nanoseconds: int) -> None:
         return np.full(repetitions, nanoseconds, dtype=np.int64)
 
     monkeypatch.setattr(timing, "clock_for", lambda device: clock)
+    # a collection of the whole heap takes longer than the test
+    monkeypatch.setattr(timing.gc, "collect", int)
 
 
 def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
