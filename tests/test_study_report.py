@@ -57,7 +57,7 @@ def test_tables_hold_the_numbers_of_the_runs(tmp_path):
     finals = [by_pairs("CartPole-v1", "uniform", seed)[0] for seed in range(2)]
     assert f"| uniform | {np.mean(finals):.0f} [{min(finals):.0f}, {max(finals):.0f}] |" in text
     assert "1 methods, 1 environments, 2 seeds, 2 runs. Settings: those of the tutorial" in text
-    assert "It took 2 minutes, 2 at a time, on a processor." in text
+    assert "It took 2 minutes on a processor (`--jobs 2`)." in text
     assert "Versions: torch 9.9." in text
     assert "- Discount 0.8 looks about 5 steps ahead" in text
     assert "smoke run" not in text

@@ -134,8 +134,8 @@ def _header(study: Study) -> str:
     kind = "tuned for each environment (`--tuned`)" if found["tuned"] else "those of the tutorial, the default"
     return (
         f"{len(study.methods)} methods, {len(study.environments)} environments, {len(found['seeds'])} seeds, "
-        f"{len(study.runs)} runs. Settings: {kind}. It took {found['wall_seconds'] / 60:.0f} minutes, "
-        f"{found['jobs']} at a time, on {found['cpu']}."
+        f"{len(study.runs)} runs. Settings: {kind}. It took {found['wall_seconds'] / 60:.0f} minutes on {found['cpu']} "
+        f"(`--jobs {found['jobs']}`)."
     )
 
 
