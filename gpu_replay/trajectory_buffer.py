@@ -29,7 +29,6 @@ from gpu_replay.engines.trajectory_storage import (
     TrajectoryStorage,
     check_stream_fields,
     observation_names,
-    sequence_outputs,
     stream_outputs,
     stream_shape,
     trajectory_estimate,
@@ -123,7 +122,7 @@ class TrajectoryReplayBuffer(Buffer):
         flag = np.dtype(bool) if self._on_host else NO_DTYPE
         self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
         self._batch_kind = batch_kind(stream_outputs(self._fields, self._shape.stack))
-        self._sequence_kind = batch_kind(sequence_outputs(self._fields, self._shape.stack))
+        self._sequence_kind = batch_kind(stream_outputs(self._fields, self._shape.stack, sequences=True))
 
     def _sizes(self) -> dict[str, int]:
         return trajectory_estimate(self._shape, self._fields, self._sampler, self._backend)

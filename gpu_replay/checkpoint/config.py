@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Sampler, Uniform
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
 from gpu_replay.schedule import LinearSchedule
 
 _KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, RankBased, Latest, Combined, LinearSchedule)}
@@ -37,15 +37,11 @@ def describe_sampler(setting: Any) -> Any:
     return {"kind": kind, **values}
 
 
-def sampler_from(described: dict[str, Any]) -> Sampler:
-    """The sampler that `describe_sampler` described; KeyError for a kind that this version does not have."""
-    return _build(described)
-
-
-def _build(described: Any) -> Any:
+def sampler_from(described: Any) -> Any:
+    """What `describe_sampler` described; KeyError for a kind that this version does not have."""
     if not isinstance(described, dict):
         return described
-    values = {name: _build(value) for name, value in described.items() if name != "kind"}
+    values = {name: sampler_from(value) for name, value in described.items() if name != "kind"}
     return _KINDS[described["kind"]](**values)
 
 

@@ -146,10 +146,7 @@ class TrajectoryDeviceEngine:
         if not slots:
             return 0
         held = self.draws.state.eligible.masses > 0
-        head = added % self._shape.slots
-        begin = (head - slots) % self._shape.slots
-        newest = held[begin:head].sum() if begin < head else held[begin:].sum() + held[:head].sum()
-        return int(newest)
+        return int(held.roll(-(added % self._shape.slots))[-slots:].sum())
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.

@@ -66,11 +66,10 @@ def _available_memory() -> int | None:
 def _left_in_cgroup() -> int | None:
     root = Path("/sys/fs/cgroup")
     try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = (root / "memory.current").read_text(encoding="ascii").strip()
-    except OSError:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        # there is no group, or it has no limit: "max"
         return None
-    return None if limit == "max" else int(limit) - int(used)
 
 
 def size_table(sizes: Mapping[str, int]) -> str:

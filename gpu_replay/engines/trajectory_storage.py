@@ -94,37 +94,21 @@ def trajectory_estimate(
     return sizes
 
 
-def stream_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
-    """What a batch of a trajectory buffer holds besides what every draw gives, in order."""
-    stacks, singles = _outputs(fields, stack)
-    return {
-        **stacks,
-        **singles,
-        "reward": (torch.float32, ()),
-        **{f"next_{name}": output for name, output in stacks.items()},
-        "discount": (torch.float32, ()),
-        "terminated": (torch.bool, ()),
-        "truncated": (torch.bool, ()),
-    }
-
-
-def sequence_outputs(fields: Mapping[str, Field], stack: int) -> dict[str, Output]:
-    """What a batch of sequences holds besides what every draw gives, in order."""
-    stacks, singles = _outputs(fields, stack)
-    flags = dict.fromkeys(("terminated", "truncated", "mask"), (torch.bool, ()))
-    outputs = {**stacks, **singles, "reward": (torch.float32, ()), **flags}
-    return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
-
-
-def _outputs(fields: Mapping[str, Field], stack: int) -> tuple[dict[str, Output], dict[str, Output]]:
-    """The fields that are stacked, and the others, as they leave `sample`."""
+def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> dict[str, Output]:
+    """What a batch of windows, or of sequences, holds besides what every draw gives, in order."""
     stacked = observation_names(fields)
     frames = (stack,) if stack > 1 else ()
     stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
-    singles: dict[str, Output] = {
-        name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked
-    }
-    return stacks, singles
+    singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked}
+    number, flag = (torch.float32, ()), (torch.bool, ())
+    outputs: dict[str, Output] = {**stacks, **singles, "reward": number}
+    if not sequences:
+        outputs |= {**{f"next_{name}": output for name, output in stacks.items()}, "discount": number}
+    outputs |= {"terminated": flag, "truncated": flag}
+    if sequences:
+        outputs["mask"] = flag
+        return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
+    return outputs
 
 
 class TrajectoryStorage(Storage):
