@@ -60,6 +60,13 @@ def guarded() -> Iterator[Guards]:
     guards.check()
 
 
+@pytest.fixture(name="guards")
+def guards_fixture() -> Iterator[Guards]:
+    """The sentinels around all that the test allocates, checked when it is over."""
+    with guarded() as guards:
+        yield guards
+
+
 def _between_sentinels(made: Callable[..., Tensor], guards: Guards, *, fills: bool) -> Callable[..., Tensor]:
     def allocate(*arguments: Any, **named: Any) -> Tensor:
         plain = made(*arguments, **named)

@@ -6,14 +6,14 @@ On CPU tensors the kernels are interpreted, in a process of their own; on a GPU 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from guards import Guards, guarded
+from guards import Guards
+from guards import guards_fixture as guards_fixture
 from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from tolerances import close
@@ -36,12 +36,6 @@ SIZES = (1, 2, 127, 128, 129, 4095)
 @first_process
 def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture
-def guards() -> Iterator[Guards]:
-    with guarded() as guards:
-        yield guards
 
 
 # the tree, and draws from it

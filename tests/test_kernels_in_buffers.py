@@ -6,13 +6,13 @@ On CPU tensors the kernels are interpreted, in a process of their own; on a GPU 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from guards import Guards, guarded
+from guards import guards_fixture as guards_fixture
 from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
@@ -33,12 +33,6 @@ BACKENDS = ("host", "triton")
 @first_process
 def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture
-def guards() -> Iterator[Guards]:
-    with guarded() as guards:
-        yield guards
 
 
 # rows

@@ -5,7 +5,7 @@ On CPU tensors the kernels are interpreted, in a process of their own; on a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,6 @@ BLOCK = 1000
 @first_process
 def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture
-def guards() -> Iterator[Guards]:
-    with guarded() as guards:
-        yield guards
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
