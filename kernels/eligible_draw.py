@@ -73,7 +73,6 @@ def draw_by_mass_kernel(
     eligible,
     low,
     counters_ptr,
-    times_sampled_ptr,
     outputs,
     words,
     drawn,
@@ -114,7 +113,7 @@ def draw_by_mass_kernel(
                 newest = newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
                 slot = tl.where(by_mass, slot, newest)
         key = key_in_slot(slot, added, capacity)
-        store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, tl.where(by_mass, mass, 0))
+        store_draws(outputs, draw, drawn, batch, slot, key, chance, tl.where(by_mass, mass, 0))
         if len(low) == 0:
             lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
             tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
@@ -126,7 +125,6 @@ def draw_by_mass_kernel(
 def draw_eligible_kernel(
     eligible,
     counters_ptr,
-    times_sampled_ptr,
     outputs,
     words,
     drawn,
@@ -159,7 +157,7 @@ def draw_eligible_kernel(
     chance = 1.0 / count.to(tl.float64)
     ones = tl.full([DRAWS], 1.0, tl.float32)
     key = key_in_slot(slot, added, capacity)
-    store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, ones)
+    store_draws(outputs, draw, drawn, batch, slot, key, chance, ones)
     if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + STEP, step + 1)
         tl.store(counters_ptr + RANDOM, block + blocks_drawn)

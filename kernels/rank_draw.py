@@ -131,7 +131,6 @@ def rank_draw_kernel(
     codes_ptr,
     eligible,
     counters_ptr,
-    times_sampled_ptr,
     outputs,
     words,
     drawn,
@@ -181,7 +180,7 @@ def rank_draw_kernel(
             newest = tl.maximum(added - batch + draw, 0) % capacity
         slot = tl.where(by_rank, slot, newest)
     key = key_in_slot(slot, added, capacity)
-    store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, tl.where(by_rank, mass, 0))
+    store_draws(outputs, draw, drawn, batch, slot, key, chance, tl.where(by_rank, mass, 0))
     if LOWEST_OF_ALL:
         # that of the last rank
         before = tl.load(sums_ptr + count - 2, mask=count > 1, other=0)

@@ -38,17 +38,17 @@ def target_in(total, draw, drawn, counters_ptr, STRATIFIED: tl.constexpr):
 
 
 @triton.jit
-def store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, value):
+def store_draws(outputs, draw, drawn, batch, slot, key, chance, value):
     """Write draws to the outputs: slots, keys, probabilities, 1 from row `drawn` on, and masses or weights.
 
-    Counts the slots as sampled.
+    Counts the slots as sampled in outputs[4].
     """
     live = draw < batch
     tl.store(outputs[0] + draw, slot, mask=live)
     tl.store(outputs[1] + draw, key, mask=live)
     tl.store(outputs[3] + draw, value, mask=live)
     tl.store(outputs[2] + draw, tl.where(draw < drawn, chance, 1.0).to(tl.float32), mask=live)
-    tl.atomic_add(times_sampled_ptr + slot, tl.full(slot.shape, 1, tl.int32), mask=live, sem="relaxed")
+    tl.atomic_add(outputs[4] + slot, tl.full(slot.shape, 1, tl.int32), mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -96,7 +96,6 @@ def stratified_draw_kernel(
     levels,
     low,
     counters_ptr,
-    times_sampled_ptr,
     outputs,
     drawn,
     batch,
@@ -126,7 +125,7 @@ def stratified_draw_kernel(
         slot = tl.where(by_mass, node, newest % capacity)
         key = tl.where(by_mass, key_in_slot(node, added, capacity), newest)
         chance = mass.to(tl.float64) / tl.maximum(total, 1).to(tl.float64)
-        store_draws(outputs, times_sampled_ptr, draw, drawn, batch, slot, key, chance, tl.where(by_mass, mass, 0))
+        store_draws(outputs, draw, drawn, batch, slot, key, chance, tl.where(by_mass, mass, 0))
         if len(low) == 0:
             lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
             tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")

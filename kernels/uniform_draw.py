@@ -69,7 +69,6 @@ def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr
 @triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks_drawn"])
 def uniform_draw_kernel(
     counters_ptr,
-    times_sampled_ptr,
     outputs,
     drawn,
     batch,
@@ -92,7 +91,7 @@ def uniform_draw_kernel(
     key = tl.maximum(tl.where(by_chance, first_key + rank, added - batch + draw), 0)
     ones = tl.full([DRAWS], 1.0, tl.float32)
     chance = 1.0 / count.to(tl.float64)
-    store_draws(outputs, times_sampled_ptr, draw, drawn, batch, key % capacity, key, chance, ones)
+    store_draws(outputs, draw, drawn, batch, key % capacity, key, chance, ones)
     if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + STEP, step + 1)
         tl.store(counters_ptr + RANDOM, block + blocks_drawn)

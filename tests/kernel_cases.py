@@ -154,6 +154,7 @@ def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels:
             calls[call] = list(launches)
             launches.clear()
 
+        launches.clear()
         rows = {name: torch.zeros((9, *field.shape), dtype=field.dtype) for name, field in fields.items()}
         note("add", lambda: buffer.add(**rows))
         note("add with priority", lambda: buffer.add(**rows, priority=torch.ones(9)))
@@ -176,6 +177,7 @@ def _stream_launches(
             calls[call] = list(launches)
             launches.clear()
 
+        launches.clear()
         step = {name: torch.zeros((2, *field.shape), dtype=field.dtype) for name, field in fields.items()}
         step["reward"] = torch.zeros(2)
         step |= {name: torch.zeros(2, dtype=torch.bool) for name in ("terminated", "truncated")}

@@ -107,6 +107,7 @@ def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: in
     for sampler in (SAMPLERS["everything"], BY_RANK["rank"]):
         with recorded() as launches:
             buffer = ReplayBuffer(5_000, some_fields(1), sampler=sampler, device="cpu")
+            launches.clear()
             buffer.update_priorities(torch.arange(batch), torch.ones(batch))
             assert [launch.name for launch in launches] == ["settle_kernel", "update_kernel"][2 - launched :]
             assert [launch.constants["SETTLES"] for launch in launches[launched - 1 :]] == [launched == 1]
@@ -125,6 +126,7 @@ def test_draws_by_rank_are_two_launches_after_two_for_an_order_that_is_out_of_da
             torch, "sort", lambda *given, **named: (sorts.append(len(launches)), plain(*given, **named))[1]
         )
         buffer = ReplayBuffer(capacity, some_fields(count), sampler=BY_RANK[sampler], device="cpu")
+        launches.clear()
         counted = of_each_call(buffer, launches, 10, given=True)
         buffer.sample(5)
     drawn = ["rank_draw_kernel", "gather_kernel"]
@@ -164,6 +166,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any
     variants, updates = set(), set()
     with recorded() as launches:
         buffer = ReplayBuffer(5_000, some_fields(5), sampler=sampler, device="cpu")
+        launches.clear()
         for rows in (4, 6, 16, 31, 128, 1000, 6_000):
             buffer.add(**values(buffer, rows), priority=torch.ones(rows))
             buffer.sample(rows)

@@ -5,7 +5,6 @@ On CPU tensors the kernels are interpreted, in a process of their own; on a GPU 
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 import torch

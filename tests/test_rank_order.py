@@ -110,7 +110,7 @@ class Ring:
 
     def check(self, *, hide: float = 0.3) -> None:
         """Compare all ranks; sometimes also with some slots hidden."""
-        self.order.follow(self.added)
+        self.order.sort_changes(self.added)
         self._check(set())
         if self.random.random() < hide:
             hidden = self.random.sample(range(self.slots), self.random.randrange(self.slots))
@@ -159,7 +159,7 @@ def test_the_order_is_exact_through_random_changes(
                 ring.update(ring.random.randrange(1, max(2, slots // 3)))
             elif chance < 0.92:
                 ring.codes[:] = 0
-                ring.order.forget()
+                ring.order.invalidate()
             if ring.random.random() < 0.7:
                 ring.check()
         ring.check()
@@ -176,7 +176,7 @@ def test_new_entries_that_all_come_to_one_end(falling: bool, monkeypatch: pytest
     ring.check()
     for turn in range(200):
         ring.add(7, 2**40 - turn if falling else 2**40 + turn)
-        ring.order.follow(ring.added)
+        ring.order.sort_changes(ring.added)
         assert ring.order.count == 300
         if turn % 10 == 0:
             ring.check()
@@ -216,7 +216,7 @@ def test_what_nobody_asked_for_costs_nothing(work: Counter[str]) -> None:
 def test_bytes(slots: int) -> None:
     order = RankOrder(np.zeros(slots, dtype=np.int64), slots)
     arrays = [value for value in vars(order).values() if isinstance(value, np.ndarray) and value.base is None]
-    order.follow(0)
+    order.sort_changes(0)
     held = sum(array.nbytes for array in arrays) - order._leaves.nbytes
     # what grows and shrinks is counted in full
     assert held <= order.nbytes == order_bytes(slots)

@@ -56,10 +56,9 @@ class DeviceDraws(NamedTuple):
     value: Tensor
     words: Tensor | None = None
 
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
+    def outputs(self, times_sampled: Tensor) -> tuple[Tensor, ...]:
         """What `store_draws` in the kernels writes to."""
-        return self.slots, self.keys, self.probability, self.value
+        return self.slots, self.keys, self.probability, self.value, times_sampled
 
     @property
     def word_outputs(self) -> tuple[Tensor, ...]:

@@ -96,52 +96,37 @@ def launch_eligible_draw(
     """
     from gpu_replay.kernels.eligible_draw import draw_by_mass_kernel, draw_eligible_kernel
 
-    interpreted = counters.device.type == "cpu"
+    interpreted, by_mass = counters.device.type == "cpu", tree is not None and drawn > 0
+    if not by_mass and eligible_tree is None:
+        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
+    found = new_draws(batch, counters.device, by_priority=by_mass, shifted=shifted)
     # one draw for each of four warps
     draws = per_program(4, batch, interpreted)
-    programs = -(-batch // draws)
-    if tree is not None and drawn > 0:
-        found = new_draws(batch, counters.device, by_priority=True, shifted=shifted)
+    programs, common = -(-batch // draws), (counters, found.outputs(times_sampled), found.word_outputs, drawn, batch)
+    if tree is not None and by_mass:
         leaves = leaf_blocks(tree, interpreted)
         draw_by_mass_kernel[(programs + lowest_of_all * leaves.programs,)](
             tree.levels,
             () if eligible_tree is None or drawn == batch else eligible_tree.levels,
             lowest_masses(tree) if lowest_of_all else (),
-            counters,
-            times_sampled,
-            found.outputs,
-            found.word_outputs,
-            drawn,
-            batch,
-            tree.slots,
-            skipped,
-            leaves.blocks,
-            programs,
+            *common,
+            *(tree.slots, skipped, leaves.blocks, programs),
             FANOUT=tree.fanout,
             DRAWS=draws,
             BLOCKS=leaves.per_program,
             STRATIFIED=stratified,
             SKIPS=skipped > 0,
         )
-        return found
-    if eligible_tree is None:
-        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
-    found = new_draws(batch, counters.device, by_priority=False, shifted=shifted)
-    words = drawn if replacement else PERMUTATION_WORDS
-    draw_eligible_kernel[(programs,)](
-        eligible_tree.levels,
-        counters,
-        times_sampled,
-        found.outputs,
-        found.word_outputs,
-        drawn,
-        batch,
-        eligible_tree.slots,
-        skipped,
-        (blocks_for(words) if drawn else 0) + blocks_for(batch if shifted else 0),
-        FANOUT=eligible_tree.fanout,
-        DRAWS=draws,
-        REPLACEMENT=replacement or drawn == 0,
-        SKIPS=skipped > 0,
-    )
+    elif eligible_tree is not None:
+        words = drawn if replacement else PERMUTATION_WORDS
+        moved = (blocks_for(words) if drawn else 0) + blocks_for(batch if shifted else 0)
+        draw_eligible_kernel[(programs,)](
+            eligible_tree.levels,
+            *common,
+            *(eligible_tree.slots, skipped, moved),
+            FANOUT=eligible_tree.fanout,
+            DRAWS=draws,
+            REPLACEMENT=replacement or drawn == 0,
+            SKIPS=skipped > 0,
+        )
     return found

@@ -1,7 +1,8 @@
 """Inclusive prefix sums of int64 numbers, and the block sums that are their first half.
 
 A scan of any length is made in three steps: sum every block, scan those sums in the same way, then scan inside each
-block from the sum before it. The first step alone builds one level of a mass tree from the level below.
+block from the sum before it. The first step alone builds one level of a mass tree from the level below
+(`MassTree.build`); draws by rank on a device search the sums of the masses of all ranks (`DeviceRanks`).
 
 Blelloch 1990, "Prefix sums and their applications".
 """

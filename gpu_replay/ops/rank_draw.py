@@ -18,7 +18,8 @@ from torch import Tensor
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.rank_table import rank_masses
 
 # parts that one step of the search for a rank divides what is left into
 _BASE = 32
@@ -46,7 +47,7 @@ class DeviceRanks:
 
     def __init__(self, slots: int, alpha: float, every: int, counters: Tensor) -> None:
         device = counters.device
-        self.sums = torch.from_numpy(cumulative_masses(slots, alpha)).to(device)
+        self.sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(device))
         self.every = every
         self._counters = counters
         count = counters[Counter.RANKED : Counter.RANKED + 1] if every > 1 else torch.zeros_like(counters[:1])
@@ -84,7 +85,7 @@ class DeviceRanks:
                 self._left = max(0, self.every - (counts[Counter.STEP] - counts[Counter.SORTED]))
 
     def skip_sample(self, capturing: bool) -> None:
-        """A sample is drawn that makes no list for others."""
+        """Count a sample that does not make the list anew."""
         if self.every > 1:
             self._unsure |= capturing
             self._left = max(0, self._left - 1)
@@ -186,13 +187,9 @@ def launch_rank_draw(
         tree.masses,
         () if eligible_tree is None or drawn == batch else eligible_tree.levels,
         counters,
-        times_sampled,
-        found.outputs,
+        found.outputs(times_sampled),
         found.word_outputs,
-        drawn,
-        batch,
-        tree.slots,
-        skipped,
+        *(drawn, batch, tree.slots, skipped),
         DIGITS=digits_for(tree.slots),
         BASE=_BASE,
         FANOUT=tree.fanout,

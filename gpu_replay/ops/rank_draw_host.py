@@ -77,7 +77,7 @@ class HostRanks:
         exact:   ranks are those of this moment in any case.
         """
         if self._order is not None:
-            self._order.follow(self._counters.item(Counter.ADDED))
+            self._order.sort_changes(self._counters.item(Counter.ADDED))
             if skipped:
                 self._order.hide(self.newest(skipped))
             count = self._order.count

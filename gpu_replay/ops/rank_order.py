@@ -77,7 +77,7 @@ def _steps(starts: np.ndarray, end: int) -> np.ndarray:
 class RankOrder:
     """The order of the slots of a ring by the codes in `leaves`, 0 for what cannot be drawn.
 
-    `note` and `note_slots` say what has changed, which costs next to nothing; `follow` then puts it where it belongs.
+    `note` and `note_slots` record what has changed, at next to no cost; `sort_changes` then moves it to its place.
     """
 
     def __init__(self, leaves: np.ndarray, slots: int) -> None:
@@ -137,7 +137,7 @@ class RankOrder:
         self._changed.clear()
         self._changes = 0
 
-    def follow(self, added: int) -> None:
+    def sort_changes(self, added: int) -> None:
         """Bring the order up to date; `added` is the next key of the ring."""
         self._added = added
         if not self._standing:
@@ -156,7 +156,7 @@ class RankOrder:
             self._count()
 
     def hide(self, slots: np.ndarray) -> None:
-        """Leave out these slots until the next `follow`."""
+        """Leave out these slots until the next `sort_changes`."""
         self._remove(slots)
         self._count()
         self.note_slots(slots)

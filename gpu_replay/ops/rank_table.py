@@ -13,11 +13,16 @@ _MASS_BITS = 52
 
 
 def cumulative_masses(slots: int, alpha: float) -> np.ndarray:
-    """(slots,) int64: entry `r` is the sum of the masses of the ranks from 1 to r + 1, at least 1 each.
+    """(slots,) int64: entry `r` is the sum of the masses of the ranks from 1 to r + 1.
 
     With `n` ranked transitions their total is entry n - 1, and rank `r + 1` is drawn where the first entry above a
     target in [0, total) is entry `r`.
     """
+    return np.cumsum(rank_masses(slots, alpha))
+
+
+def rank_masses(slots: int, alpha: float) -> np.ndarray:
+    """(slots,) int64 masses of the ranks from 1 on, at least 1 each."""
     share = np.arange(1, slots + 1, dtype=np.float64)
     np.log2(share, out=share)
     share *= -alpha
@@ -28,4 +33,4 @@ def cumulative_masses(slots: int, alpha: float) -> np.ndarray:
     # the cast truncates, which is the floor of a positive number
     masses = share.astype(np.int64)
     np.maximum(masses, 1, out=masses)
-    return np.cumsum(masses)
+    return masses

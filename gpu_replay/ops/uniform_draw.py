@@ -71,12 +71,8 @@ def launch_uniform_draw(
     draws = per_program(128, batch, counters.device.type == "cpu")
     uniform_draw_kernel[(-(-batch // draws),)](
         counters,
-        times_sampled,
-        found.outputs,
-        drawn,
-        batch,
-        capacity,
-        blocks_for(words) if drawn else 0,
+        found.outputs(times_sampled),
+        *(drawn, batch, capacity, blocks_for(words) if drawn else 0),
         DRAWS=draws,
         REPLACEMENT=replacement or drawn == 0,
     )
