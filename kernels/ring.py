@@ -130,7 +130,7 @@ def write_kernel(
             high = tl.load(high_ptr + block, mask=block < blocks, other=0)
             dirty = high < 0
             place = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
-            # only blocks that changed are looked at again
+            # only blocks that changed are read again
             masses = tl.load(masses_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, FANOUT]
             high = tl.where(dirty, tl.max(masses, axis=1), high)
             # copies of a thread's block in other threads have been read before it changes

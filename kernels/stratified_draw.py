@@ -81,7 +81,7 @@ def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, FANOUT: tl.c
     low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
     dirty = low < 0
     leaf = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
-    # only blocks that changed are looked at again
+    # only blocks that changed are read again
     leaves = tl.load(leaves_ptr + leaf, mask=dirty[:, None], other=0)  # [BLOCKS, FANOUT]
     found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
     low = tl.where(dirty, found, low)

@@ -14,7 +14,7 @@ from devices import host_only
 from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops.batch_memory import Outputs
+from gpu_replay.ops.batch_memory import BatchMemory
 
 pytestmark = host_only
 
@@ -36,7 +36,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> None:
-    outputs = Outputs()
+    outputs = BatchMemory()
     first = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
     first.fill_(7)
     address = first.data_ptr()
@@ -50,7 +50,7 @@ def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> N
 
 
 def test_an_autograd_graph_holds_what_it_needs() -> None:
-    outputs = Outputs()
+    outputs = BatchMemory()
     weight = torch.ones(1, requires_grad=True)
     first = outputs.tensor("x", (1 << 18,), torch.float32)
     first.fill_(2.0)
@@ -64,7 +64,7 @@ def test_an_autograd_graph_holds_what_it_needs() -> None:
 
 
 def test_what_nobody_holds_is_used_again() -> None:
-    outputs = Outputs()
+    outputs = BatchMemory()
     addresses = {outputs.tensor("x", (1 << 20,), torch.float32).data_ptr() for _ in range(6)}
     assert len(addresses) == 1
     # a loop that holds its batch while it draws the next one goes back and forth between two
@@ -77,7 +77,7 @@ def test_what_nobody_holds_is_used_again() -> None:
 
 
 def test_small_arrays_are_not_kept() -> None:
-    outputs = Outputs()
+    outputs = BatchMemory()
     outputs.array("x", (100,), np.dtype(np.int64))
     outputs.tensor("x", (100,), torch.int64)
     assert not outputs._kept

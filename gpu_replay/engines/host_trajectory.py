@@ -12,7 +12,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import _backend
-from gpu_replay.ops.batch_memory import Outputs
+from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.eligibility_host import HostEligibility
@@ -54,7 +54,7 @@ class TrajectoryHostEngine:
         self._stacked = [column for column in columns if column[0] in storage.observations]
         self._single = [column for column in columns if column[0] not in storage.observations]
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
-        self._outputs = Outputs()
+        self._outputs = BatchMemory()
         self._loops: Any = _backend.inner_loops()
 
     @property

@@ -1,4 +1,4 @@
-"""Memory of batches that nobody holds any more, for the next batch.
+"""Recycles the arrays behind large batches that no tensor references any more.
 
 Memory fresh from the operating system costs more than what is copied into it: each of its pages is found and cleared
 when it is first touched. A buffer therefore keeps the arrays behind its last large batches, and fills one again once no
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# bytes below which memory comes from the heap, where it is reused anyway
+# bytes below which memory comes from the heap, which reuses it anyway
 _LARGE = 2**17
 # bytes from which NumPy asks for huge pages; memory that is not touched costs nothing, so arrays of at least a quarter
 # of that are made as large: filling them is an eighth faster
@@ -27,11 +27,11 @@ def _references(arrays: list[np.ndarray], place: int) -> int:
     return sys.getrefcount(arrays[place])
 
 
-# what an array counts that only its list holds: interpreters differ in what they count of a call
+# references to an array that only its list holds: interpreters differ in what they count for a call
 _UNUSED = _references([np.empty(0)], 0)
 
 
-class Outputs:
+class BatchMemory:
     """Arrays for batches, by name. One thread at a time."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Outputs:
                 return kept[place][:count]
         made = np.empty(size, dtype=np.uint8)
         if len(kept) == _KEPT:
-            # whoever still uses the oldest goes on holding it
+            # a batch that still uses the oldest keeps it alive
             del kept[0]
         kept.append(made)
         return made[:count]

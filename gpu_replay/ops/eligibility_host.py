@@ -21,7 +21,7 @@ _FEW_SLOTS = 512
 
 
 class HostEligibility:
-    """Host: adds steps and keeps the trees: `tree` of masses, `marks` of ones, either or both.
+    """Host: adds steps and keeps the trees: `tree` of masses, `eligible_tree` of ones, either or both.
 
     rewards: (slots,) of the ring, those of a step written before it is added. powers: of gamma, see `powers_of`.
     length, reward: (slots,) of the windows of eligible starts, found once, when they are complete: looking a window up
@@ -32,7 +32,7 @@ class HostEligibility:
         self,
         streams: Streams,
         tree: MassTree | None,
-        marks: MassTree | None,
+        eligible_tree: MassTree | None,
         counters: np.ndarray,
         rewards: np.ndarray,
         powers: np.ndarray,
@@ -54,7 +54,7 @@ class HostEligibility:
         self._owner = streams.owner.numpy()
         self._spans = streams.spans.numpy().reshape(by_step) if shape.hindsight else None
         self._parted = streams.parted.numpy()
-        self.trees = [(each, each is marks) for each in (tree, marks) if each is not None]
+        self.trees = [(each, each is eligible_tree) for each in (tree, eligible_tree) if each is not None]
         self.leaves = [each.arrays[0][: shape.slots].reshape(by_step) for each, _ in self.trees]
         self._envs = np.arange(shape.num_envs, dtype=np.int64)
         # in a ring this long no row that a step without endings touches is met twice

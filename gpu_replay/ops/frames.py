@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
-from gpu_replay.ops.batch_memory import Outputs
+from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.ring import Tile, as_numpy, layout_of, tile_for, tile_of
@@ -87,10 +87,10 @@ def gather_stacks(
     field: Field,
     plan: StackPlan,
     final: tuple[np.ndarray, np.ndarray] | None,
-    outputs: Outputs,
+    outputs: BatchMemory,
     name: str,
 ) -> Tensor:
-    """Host: (B, S, *shape) stacks from one field's carrier array, (B, *shape) for stacks of one frame.
+    """Host: (B, S, *shape) stacks from one field's array, (B, *shape) for stacks of one frame.
 
     final:   (k,) rows of the plan and their (k, *shape) newest frames, which are not in the ring; or None.
     outputs: where the memory of the stacks comes from, for the field `name`.

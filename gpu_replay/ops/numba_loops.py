@@ -141,14 +141,14 @@ def _permuted_ranks(count, wide, high, words, ranks):
         while True:
             row = place // wide
             column = place - row * wide
-            for turn in range(0, words.size, 2):
-                fixed = row if turn % 4 == 0 else column
-                side = wide if turn % 4 == 0 else high
-                moved = column if turn % 4 == 0 else row
-                moved += (((fixed * words[turn] + words[turn + 1]) >> half) * side) >> half
+            for at in range(0, words.size, 2):
+                fixed = row if at % 4 == 0 else column
+                side = wide if at % 4 == 0 else high
+                moved = column if at % 4 == 0 else row
+                moved += (((fixed * words[at] + words[at + 1]) >> half) * side) >> half
                 if moved >= side:
                     moved -= side
-                if turn % 4 == 0:
+                if at % 4 == 0:
                     column = moved
                 else:
                     row = moved

@@ -23,7 +23,7 @@ from gpu_replay.ops.rank_table import rank_masses
 
 # parts that one step of the search for a rank divides what is left into
 _BASE = 32
-# places of the list that are looked at together where slots can no longer be drawn
+# places of the list that one step of the search for a slot that can still be drawn reads
 _WIDTH = 32
 
 

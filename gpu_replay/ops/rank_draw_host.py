@@ -1,7 +1,8 @@
 """Draws by rank on the host: the masses of ranks, the order of a buffer, and the rows that targets fall on.
 
-With one sort for several samples there is a plain list instead of an order that follows every change. Between sorts a
-slot keeps its rank whatever it holds; one that cannot be drawn any more passes its draw on to the next rank that can.
+With one sort for several samples there is a plain list instead of an order that is updated with every change. Between
+sorts a slot keeps its rank whatever it holds; one that cannot be drawn any more passes its draw on to the next rank
+that can.
 """
 
 from __future__ import annotations

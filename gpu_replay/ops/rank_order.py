@@ -1,8 +1,8 @@
 """Who has which rank, on the host: all that can be drawn in the order of priorities, kept exact while a few change.
 
 Sorting a million priorities for every batch takes a hundred times as long as drawing it, and one sorted array is as
-dear to change. So what can be drawn lies in blocks: every entry of a block comes before every entry of the next, but
-inside a block there is no order, and there are gaps. A change is a gap more here and one less there; a block that
+expensive to change. So what can be drawn lies in blocks: every entry of a block comes before every entry of the next,
+but inside a block there is no order, and there are gaps. A change is a gap more here and one less there; a block that
 overflows is divided. To find the entry at a rank, the block is found by the running sum of sizes, and that block alone
 is sorted. That is a B+ tree of one level, all of whose work is done for a whole batch at once.
 
@@ -42,7 +42,7 @@ def order_bytes(slots: int) -> int:
 def sorted_ages(codes: np.ndarray) -> np.ndarray:
     """The places of all (N,) int64 codes above 0, the largest code first and equal ones in their own order; (n,) int64.
 
-    One sort of whole numbers: place in the low bits, what has room of the code above it. Codes that differ only below
+    One sort of whole numbers: place in the low bits, as much of the code as fits above it. Codes that differ only below
     are sorted once more.
     """
     bits = max(1, codes.size - 1).bit_length()
@@ -197,8 +197,8 @@ class RankOrder:
 
     def _keys(self, slots: np.ndarray) -> np.ndarray:
         """Their keys, as int64."""
-        turn, head = divmod(self._added, self._slots)
-        keys = slots + np.int64(turn * self._slots)
+        lap, head = divmod(self._added, self._slots)
+        keys = slots + np.int64(lap * self._slots)
         keys -= (slots >= head) * np.int64(self._slots)
         return keys
 
@@ -311,14 +311,14 @@ class RankOrder:
         self._blocks += before.size
 
     def _fill(self, rows: np.ndarray, more: np.ndarray, slots: np.ndarray, codes: np.ndarray) -> None:
-        """Put `more` entries into each of these (K,) rows, which have the room; the entries stand together by rows."""
+        """Put `more` entries, grouped by row, into each of these (K,) rows, which have the gaps for them."""
         if rows.size == 0:
             return
         width = self._width
         # the gaps of all rows end to end, of which each row gives its first ones
         gaps = (self._codes.take(rows, axis=0) == 0).reshape(-1).nonzero()[0]
-        room = width - self._sizes.take(rows)
-        before = np.add.accumulate(room) - room
+        gap_counts = width - self._sizes.take(rows)
+        before = np.add.accumulate(gap_counts) - gap_counts
         before -= np.add.accumulate(more) - more
         group = np.repeat(np.arange(rows.size), more)
         places = gaps[before[group] + np.arange(slots.size)]

@@ -46,12 +46,12 @@ def write_rows(
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
-    """Host: (B, *shape) rows of one field's carrier array, as the field wants them sampled."""
+    """Host: (B, *shape) rows of one field's array, as the field wants them sampled."""
     return as_sampled(rows.take(slots, axis=0), field)
 
 
 def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
-    """Host: (B, *shape) rows of a field's carrier dtype, which nobody else holds, as the field wants them sampled."""
+    """Host: (B, *shape) rows of a field as NumPy sees it, referenced nowhere else, as the field wants them sampled."""
     raw = torch.from_numpy(rows)
     if field.dtype == torch.bfloat16:
         raw = raw.view(torch.bfloat16)
