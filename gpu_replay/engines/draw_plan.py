@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ class DrawPlan:
     lowest_of_all: bool = False
     resort_every: int = 1
 
-    @property
+    @cached_property
     def prioritized(self) -> bool:
         """Whether each transition has a priority."""
         return self.kind in ("mass", "rank")

@@ -23,16 +23,13 @@ class HostEngine:
 
     def __init__(self, storage: Storage, draws: HostSampler) -> None:
         self.draws = draws
+        self.count_at_least = draws.count_at_least
         self._capacity = storage.capacity
         self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._records = storage.records
         together = () if storage.records is None else storage.records.dtype.names or ()
         # in the order of the fields: those in records are taken from them
         self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
-
-    def count_at_least(self, wanted: int, skipped: int) -> int:
-        """What can be drawn; an engine that would have to wait to be exact may stop at `wanted`."""
-        return self.draws.count(skipped)
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -73,8 +70,9 @@ class HostEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
         drawn = self.draws.draw(batch, beta)
-        named = self.draws.named(drawn)
-        return {**self._gather(drawn.slots), **named}
+        tensors = self._gather(drawn.slots)
+        tensors.update(self.draws.named(drawn))
+        return tensors
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._records is None:

@@ -42,7 +42,7 @@ class HostSampler:
         self.state = state
         self.counters = state.counters.numpy()
         self.times_sampled = storage.times_sampled.numpy()
-        self._plan, self._tree = state.plan, state.tree
+        self._plan, self._tree, self._rule, self._sparse = state.plan, state.tree, state.rule, state.sparse
         self._capacity = state.slots
         self._loops: Any = _backend.inner_loops()
         self._ranks: HostRanks | None = None
@@ -72,12 +72,12 @@ class HostSampler:
         added = self.counters.item(Counter.ADDED)
         return max(self.counters.item(Counter.FIRST), added - self._capacity), added
 
-    def count(self, skipped: int = 0) -> int:
+    def count_at_least(self, wanted: int, skipped: int) -> int:
         """What can be drawn without the newest `skipped` slots, of which there are none in a buffer of transitions.
 
         Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
         """
-        if not self.state.sparse:
+        if not self._sparse:
             first, added = self.span()
             return added - first
         if not skipped:
@@ -131,7 +131,7 @@ class HostSampler:
 
         exact: ranks are those of this moment in any case.
         """
-        newest = self._plan.newest_of(batch)
+        newest = batch if self._plan.kind == "newest" else self._plan.newest
         if not newest:
             return self._draw_by_chance(batch, beta, skipped, exact)
         slots = self._newest(newest, skipped)
@@ -158,8 +158,8 @@ class HostSampler:
 
     def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int, exact: bool) -> HostDraw:
         """Draw what is not drawn for being the newest."""
-        plan = self._plan
-        if not plan.prioritized:
+        plan, tree = self._plan, self._tree
+        if tree is None:
             return self._draw_uniformly(drawn, skipped)
         doubles = self.doubles(drawn)
         if beta is None:
@@ -169,12 +169,9 @@ class HostSampler:
             slots, masses, total, lowest = rows
         elif not skipped:
             return HostDraw(
-                *draw_by_mass(
-                    self.state.masses, doubles, beta, stratified=plan.stratified, lowest_of_all=plan.lowest_of_all
-                )
+                *draw_by_mass(tree, doubles, beta, stratified=plan.stratified, lowest_of_all=plan.lowest_of_all)
             )
         else:
-            tree = self.state.masses
             found = self._within(tree, skipped)
             total = found.mass
             slots = found.slots((stratified_targets if plan.stratified else independent_ranks)(total, doubles))
@@ -215,9 +212,7 @@ class HostSampler:
         if self._tree is None:
             stale = int(np.count_nonzero((array < first) | (array >= added)))
         else:
-            largest, stale, cut = self._tree.update(
-                array, priorities, self.state.rule, first, added, sparse=self.state.sparse
-            )
+            largest, stale, cut = self._tree.update(array, priorities, self._rule, first, added, sparse=self._sparse)
             self.count_given(largest, cut)
         if stale:
             self.counters[Counter.STALE] += stale

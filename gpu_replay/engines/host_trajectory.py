@@ -34,6 +34,7 @@ class TrajectoryHostEngine:
 
     def __init__(self, storage: TrajectoryStorage, draws: HostSampler) -> None:
         self.draws = draws
+        self.count_at_least = draws.count_at_least
         state, self._streams = draws.state, storage.streams
         self._shape = shape = storage.streams.shape
         self._capacity = storage.capacity
@@ -61,10 +62,6 @@ class TrajectoryHostEngine:
     def scratch_bytes(self) -> int:
         """Bytes beside storage, trees and counters."""
         return self._lengths.nbytes + self._sums.nbytes
-
-    def count_at_least(self, wanted: int, skipped: int) -> int:
-        """Eligible starts without the newest `skipped` slots; see `HostSampler.count`."""
-        return self.draws.count(skipped)
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -134,7 +131,9 @@ class TrajectoryHostEngine:
         """Draw `batch` starts: fields, windows, key, probability and weight."""
         drawn = self.draws.draw(batch, beta)
         shifts = self._shifts(batch)
-        return {**self._transitions(drawn.slots, shifts), **self.draws.named(drawn)}
+        tensors = self._transitions(drawn.slots, shifts)
+        tensors.update(self.draws.named(drawn))
+        return tensors
 
     def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts whose `length` steps are stored, and read those steps."""
