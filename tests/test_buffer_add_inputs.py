@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
 from tolerances import close
-from transitions import EXACT, check_rows, fill, make, transitions
+from transitions import EXACT, check_rows, make, transitions
 
 from gpu_replay import Field, Proportional, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
-CASTS = [
-    (torch.float64, torch.float32),
-    (torch.float32, torch.float64),
-    (torch.float32, torch.float16),
-    (torch.float32, torch.bfloat16),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.int32, torch.int64),
-    (torch.uint8, torch.int64),
-    (torch.uint8, torch.int16),
-    (torch.int8, torch.int32),
-    (torch.int16, torch.int32),
-    (torch.uint8, torch.float32),
+FLOAT_CASTS = [
+    *((torch.float64, torch.float32), (torch.float32, torch.float64)),
+    *((torch.float32, torch.float16), (torch.float16, torch.float32)),
+    *((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)),
 ]
-STORED = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
+INTEGER_CASTS = [
+    *((torch.int32, torch.int64), (torch.uint8, torch.int64), (torch.uint8, torch.int16)),
+    *((torch.int8, torch.int32), (torch.int16, torch.int32), (torch.uint8, torch.float32)),
 ]
+CASTS = FLOAT_CASTS + INTEGER_CASTS
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+STORED = [torch.bool, *INTEGERS, *FLOATS]
 
 
-def short(dtype: torch.dtype) -> str:
+def short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("origin", ["numpy", "cpu", "device"])
+@pytest.mark.parametrize("origin", ["numpy", "cpu", "device", "mixed"])
 def test_numpy_cpu_and_device_inputs_store_the_same(origin: str, device: str) -> None:
     buffer = make(8, device=device)
     for first, count in ((0, 3), (3, 6), (9, 1)):
         fields = transitions(range(first, first + count))
-        if origin == "numpy":
-            keys = buffer.add(**{name: value.numpy() for name, value in fields.items()})
-        else:
-            keys = buffer.add(
-                **{name: value.to("cpu" if origin == "cpu" else device) for name, value in fields.items()}
-            )
+        if origin in ("device", "mixed"):
+            fields = {name: value.to(device) for name, value in fields.items()}
+        if origin == "mixed":
+            fields["obs"] = fields["obs"].cpu().numpy()
+        keys = buffer.add(**{name: value.numpy() if origin == "numpy" else value for name, value in fields.items()})
         assert keys.tolist() == list(range(first, first + count))
         assert keys.device.type == device
     check_rows(buffer[list(range(2, 10))])
-
-
-def test_inputs_of_mixed_origin(device: str) -> None:
-    buffer = make(4, device=device)
-    fields = transitions(range(3))
-    buffer.add(**(fields | {"obs": fields["obs"].numpy(), "action": fields["action"].to(device)}))
-    check_rows(buffer[[0, 1, 2]])
 
 
 @pytest.mark.parametrize("dtype", STORED, ids=short)
@@ -92,6 +73,22 @@ def test_lossless_and_same_kind_casts_are_made(given: torch.dtype, stored: torch
     found = buffer[list(range(len(buffer)))].value
     assert found.dtype == stored
     assert found.cpu().tolist() == (values.to(stored).tolist() * 2)[: len(buffer)]
+
+
+@pytest.mark.parametrize(
+    "values, stored",
+    [
+        # wide integers that fit, wide floats that are rounded, and special floats, which are data
+        (torch.tensor([-(2**31), 2**31 - 1, 0]), torch.int32),
+        (np.array([0.1, 1 / 3]), torch.float32),
+        (torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]), torch.float32),
+    ],
+    ids=short,
+)
+def test_values_at_the_edges_of_a_type(values: Any, stored: torch.dtype, device: str) -> None:
+    buffer = ReplayBuffer(4, {"value": Field((), stored)}, device=device)
+    buffer.add(value=values)
+    assert repr(buffer[list(range(len(values)))].value.tolist()) == repr(torch.as_tensor(values).to(stored).tolist())
 
 
 GIVEN = [
@@ -123,49 +120,25 @@ def test_numpy_arrays_of_any_type_are_stored_by_value_or_refused(
             assert buffer[[0, 1, 2]].value.double().tolist() == values.astype(np.float64).tolist()
 
 
-def test_wide_integers_that_fit_are_stored() -> None:
-    buffer = ReplayBuffer(4, {"value": Field((), torch.int32)}, device="cpu")
-    edges = torch.tensor([-(2**31), 2**31 - 1, 0])
-    buffer.add(value=edges)
-    assert buffer[[0, 1, 2]].value.tolist() == edges.tolist()
-
-
-def test_values_of_wide_floats_are_rounded_to_the_stored_type(device: str) -> None:
-    buffer = ReplayBuffer(2, {"value": Field((), torch.float32)}, device=device)
-    buffer.add(value=np.array([0.1, 1 / 3]))
-    assert buffer[[0, 1]].value.tolist() == np.array([0.1, 1 / 3], dtype=np.float32).tolist()
-
-
-@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), -0.0])
-def test_special_floats_of_a_field_are_data(special: float, device: str) -> None:
-    buffer = ReplayBuffer(2, {"value": Field((), torch.float32)}, device=device)
-    buffer.add(value=torch.tensor([special, 1.0]))
-    assert repr(buffer[0].value.item()) == repr(special)
-
-
 def test_layouts_that_are_not_contiguous(device: str) -> None:
-    fields = {"value": Field((3, 2), torch.float32)}
     base = torch.arange(4 * 3 * 2, dtype=torch.float32).reshape(4, 3, 2)
-    layouts = [
-        base.transpose(1, 2).contiguous().transpose(1, 2).to(device),
-        torch.stack([base, base + 100], dim=1).to(device)[:, 0],
-        base[:1].to(device).expand(4, 3, 2),
-        base.numpy()[::-1],
-        np.asfortranarray(base.numpy()),
-    ]
-    expected = [base, base, base[:1].expand(4, 3, 2), base.flip(0), base]
-    for layout, values in zip(layouts, expected, strict=True):
-        buffer = ReplayBuffer(4, fields, device=device)
+    for layout, values in (
+        (base.transpose(1, 2).contiguous().transpose(1, 2).to(device), base),
+        (torch.stack([base, base + 100], dim=1).to(device)[:, 0], base),
+        (base[:1].to(device).expand(4, 3, 2), base[:1].expand(4, 3, 2)),
+        (base.numpy()[::-1], base.flip(0)),
+        (np.asfortranarray(base.numpy()), base),
+    ):
+        buffer = ReplayBuffer(4, {"value": Field((3, 2), torch.float32)}, device=device)
         buffer.add(value=layout)
         assert torch.equal(buffer[[0, 1, 2, 3]].value.cpu(), values)
 
 
 def test_big_endian_and_read_only_arrays(device: str) -> None:
-    array = np.array([1.5, -2.25, 3.0], dtype=">f4")
     frozen = np.array([7.0, 8.0, 9.0], dtype=np.float32)
     frozen.flags.writeable = False
     buffer = ReplayBuffer(6, {"value": Field((), torch.float32)}, device=device)
-    buffer.add(value=array)
+    buffer.add(value=np.array([1.5, -2.25, 3.0], dtype=">f4"))
     buffer.add(value=frozen)
     assert buffer[list(range(6))].value.tolist() == [1.5, -2.25, 3.0, 7.0, 8.0, 9.0]
 
@@ -231,30 +204,14 @@ def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:
         assert torch.equal(batch[f"part{side}"].cpu().long(), expected), side
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=short)
-def test_priority_of_any_number_type(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, np.float32], ids=short)
+def test_priority_of_any_number_type(dtype: Any, device: str) -> None:
     buffer = make(4, EXACT, device=device)
-    fields = {name: value.to(device) for name, value in transitions(range(3)).items()}
-    buffer.add(**fields, priority=torch.tensor([1, 2, 4], dtype=dtype, device=device))
+
+    def given(values: list[int]) -> Any:
+        return np.array(values, dtype) if dtype is np.float32 else torch.tensor(values, dtype=dtype, device=device)
+
+    buffer.add(**transitions(range(3)), priority=given([1, 2, 4]))
     assert buffer.masses().tolist() == [1 << 20, 2 << 20, 4 << 20, 0]
-    buffer.update_priorities(torch.tensor([2, 0], device=device), torch.tensor([8, 16], dtype=dtype, device=device))
+    buffer.update_priorities(torch.tensor([2, 0], device=device), given([8, 16]))
     assert buffer.masses().tolist() == [16 << 20, 2 << 20, 8 << 20, 0]
-
-
-def test_priority_from_numpy(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    buffer.add(**transitions(range(2)), priority=np.array([3.0, 5.0], dtype=np.float32))
-    buffer.update_priorities(np.array([1, 0]), np.array([0.5, 0.25]))
-    assert buffer.masses().tolist() == [1 << 18, 1 << 19, 0, 0]
-
-
-def test_priority_of_an_add_longer_than_the_capacity(device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    fill(buffer, 8, priority=range(1, 9))
-    assert buffer.masses().tolist() == [7 << 20, 8 << 20, 6 << 20]
-
-
-def test_priority_given_to_a_sampler_without_priorities_is_accepted(device: str) -> None:
-    buffer = make(3, device=device)
-    fill(buffer, 2, priority=[1.0, 2.0])
-    assert len(buffer) == 2

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +69,20 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
-    with (
-        save_lock(tmp_path / "c", tmp_path / "c"),
-        pytest.raises(CheckpointError, match="another save to .* under way"),
-    ):
-        saved(tmp_path / "c")
-    hidden = tmp_path / ".new.saving"
-    hidden.mkdir()
-    with save_lock(hidden, tmp_path / "new"), pytest.raises(CheckpointError, match="another save to .* under way"):
-        saved(tmp_path / "new")
-    hidden.rmdir()
+    (tmp_path / ".new.saving").mkdir()
+    for held, path in ((tmp_path / "c", tmp_path / "c"), (tmp_path / ".new.saving", tmp_path / "new")):
+        with save_lock(held, path), pytest.raises(CheckpointError, match="another save to .* under way"):
+            saved(path)
+    (tmp_path / ".new.saving").rmdir()
     assert snapshot(tmp_path) == before
 
 
 def test_what_a_crashed_first_save_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    saved(tmp_path / ".c.saving")
-    saved(tmp_path / "c")
-    assert os.listdir(tmp_path) == ["c"]
-    saved(tmp_path / ".c.saving")
-    saved(tmp_path / "c")
-    assert os.listdir(tmp_path) == ["c"]
+    # before the first checkpoint, and beside one
+    for _ in range(2):
+        saved(tmp_path / ".c.saving")
+        saved(tmp_path / "c")
+        assert os.listdir(tmp_path) == ["c"]
 
 
 def test_a_hidden_folder_with_other_contents_is_left_alone(tmp_path: Path) -> None:
@@ -168,31 +163,23 @@ def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatc
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names the descriptors through /proc")
 def test_every_piece_is_on_the_disk_before_the_manifest_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path / "c")
-    log: list[str] = []
-    sync, replace, unlink = os.fsync, os.replace, Path.unlink
-
-    def logged_sync(descriptor: int) -> None:
-        log.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        sync(descriptor)
-
-    def logged_replace(source: Path, target: Path) -> None:
-        log.append("replace")
-        replace(source, target)
-
-    def logged_unlink(file: Path, missing_ok: bool = False) -> None:
-        log.append("unlink " + file.name)
-        unlink(file, missing_ok)
-
-    if not os.path.exists("/proc/self/fd"):
-        pytest.skip("names the descriptors through /proc")
     old = [piece.name for piece in pieces_of(tmp_path / "c")]
-    monkeypatch.setattr(os, "fsync", logged_sync)
-    monkeypatch.setattr(os, "replace", logged_replace)
-    monkeypatch.setattr(Path, "unlink", logged_unlink)
+    log: list[str] = []
+
+    def logged(owner: Any, name: str, entry: Callable[[Any], str]) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, **more: (log.append(entry(given[0])), function(*given, **more))[1]
+        )
+
+    logged(os, "fsync", lambda file: "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+    logged(os, "replace", lambda _: "replace")
+    logged(Path, "unlink", lambda file: "unlink " + file.name)
     saved(tmp_path / "c")
     monkeypatch.undo()
     new = [piece.name for piece in pieces_of(tmp_path / "c")]

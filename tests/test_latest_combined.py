@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from devices import device_fixture as device_fixture
 from devices import statistical
 from distribution import check_counts
-from oracle import UNIT, OracleBuffer
+from oracle import OracleBuffer
 from tolerances import close
 from transitions import EXACT, check_rows, fill, make
 
@@ -22,31 +23,12 @@ def test_latest_is_the_newest_in_order_at_every_place_of_the_ring(capacity: int,
     buffer = make(capacity, Latest(), device=device)
     for add in (1, 1, 2, capacity, capacity + 3):
         fill(buffer, add)
-        for count in {1, (len(buffer) + 1) // 2, len(buffer)}:
+        # the same batch until something is added
+        for count in [1, (len(buffer) + 1) // 2, len(buffer)] * 2:
             batch = buffer.sample(count)
             assert batch.key.tolist() == list(range(buffer.added - count, buffer.added))
-            assert batch.weight.tolist() == [1.0] * count
-            assert batch.probability.tolist() == [1.0] * count
+            assert batch.weight.tolist() == batch.probability.tolist() == [1.0] * count
             check_rows(batch)
-
-
-def test_latest_gives_the_same_batch_until_something_is_added(device: str) -> None:
-    buffer = make(9, Latest(), device=device)
-    fill(buffer, 5)
-    assert [buffer.sample(2).key.tolist() for _ in range(3)] == [[3, 4]] * 3
-    fill(buffer, 1)
-    assert buffer.sample(2).key.tolist() == [4, 5]
-
-
-def test_latest_of_more_than_is_stored_is_refused(device: str) -> None:
-    buffer = make(9, Latest(), device=device)
-    fill(buffer, 4)
-    with pytest.raises(ValueError, match=r"(?s)5.*4|4.*5"):
-        buffer.sample(5)
-    buffer.clear()
-    fill(buffer, 2)
-    with pytest.raises(ValueError, match=r"(?s)3.*2|2.*3"):
-        buffer.sample(3)
 
 
 @pytest.mark.parametrize("newest", [1, 2, 5, 8])
@@ -81,51 +63,40 @@ def test_combined_rows_of_a_proportional_base_are_its_own_draws(device: str) -> 
 def test_combined_rows_of_a_uniform_base_are_distinct_and_uniform(device: str) -> None:
     buffer = make(7, Combined(Uniform(), newest=1), device=device, seed=2)
     fill(buffer, 9)
-    counts: Counter[int] = Counter()
-    for _ in range(2000):
-        keys = buffer.sample(4).key.tolist()
-        assert len(set(keys[:3])) == 3
-        counts.update(keys[:1])
+    rows = [buffer.sample(4).key.tolist() for _ in range(2000)]
+    assert all(len(set(keys[:3])) == 3 for keys in rows)
     # the newest is in the base as likely as any other
-    check_counts(counts, dict.fromkeys(range(2, 9), 1.0))
+    check_counts(Counter(keys[0] for keys in rows), dict.fromkeys(range(2, 9), 1.0))
 
 
-def test_more_newest_than_the_batch_is_refused(device: str) -> None:
-    buffer = make(9, Combined(Uniform(), newest=3), device=device)
-    fill(buffer, 9)
-    with pytest.raises(ValueError, match=r"(?s)3.*2|2.*3"):
-        buffer.sample(2)
-    assert buffer.sample(3).key.tolist() == [6, 7, 8]
+# what is stored, a batch that cannot be drawn of it, and one that can
+REFUSED: list[tuple[Any, int, int, int, str]] = [
+    (Latest(), 4, 5, 4, r"(?s)5.*4|4.*5"),
+    (Combined(Uniform(), newest=3), 9, 2, 3, r"(?s)3.*2|2.*3"),
+    (Combined(Proportional(), newest=3), 2, 6, 0, r"(?s)3.*2|2.*3"),
+    (Combined(Uniform(), newest=2), 4, 7, 6, r"(?s)5.*4|4.*5|7.*4|4.*7"),
+]
 
 
-def test_more_newest_than_is_stored_is_refused(device: str) -> None:
-    buffer = make(9, Combined(Proportional(), newest=3), device=device)
-    fill(buffer, 2)
-    with pytest.raises(ValueError, match=r"(?s)3.*2|2.*3"):
-        buffer.sample(6)
+@pytest.mark.parametrize("sampler, stored, count, most, message", REFUSED, ids=repr)
+def test_more_newest_or_distinct_than_there_are_is_refused(
+    sampler: Any, stored: int, count: int, most: int, message: str, device: str
+) -> None:
+    buffer = make(9, sampler, device=device)
+    # also of what is left after a clear
+    for _ in range(2):
+        fill(buffer, stored)
+        with pytest.raises(ValueError, match=message):
+            buffer.sample(count)
+        assert not most or len(buffer.sample(most)) == most
+        buffer.clear()
 
 
-def test_base_without_replacement_needs_as_many_as_it_draws(device: str) -> None:
-    buffer = make(9, Combined(Uniform(), newest=2), device=device)
-    fill(buffer, 4)
-    assert sorted(buffer.sample(6).key.tolist()[:4]) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"(?s)5.*4|4.*5|7.*4|4.*7"):
-        buffer.sample(7)
-
-
-def test_combined_advances_the_schedule_of_its_base(device: str) -> None:
+@pytest.mark.parametrize("first", [1, 9], ids=["newest alone", "with its base"])
+def test_combined_advances_the_schedule_of_its_base(first: int, device: str) -> None:
     base = Proportional(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, steps=2))
     buffer = make(2, Combined(base, newest=1), device=device)
     fill(buffer, 2, priority=[1, 3])
-    assert buffer.sample(9).weight.min().item() == 1.0
+    assert buffer.sample(first).weight.min().item() == 1.0
     assert close(buffer.sample(9).weight.min(), (1 / 3) ** 0.5, "weight")
     assert close(buffer.sample(9).weight.min(), 1 / 3, "weight")
-
-
-def test_sample_of_the_newest_alone_advances_the_schedule_too(device: str) -> None:
-    base = Proportional(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, steps=2))
-    buffer = make(2, Combined(base, newest=1), device=device)
-    fill(buffer, 2, priority=[1, 3])
-    assert buffer.sample(1).key.tolist() == [1]
-    assert close(buffer.sample(9).weight.min(), (1 / 3) ** 0.5, "weight")
-    assert buffer.total_mass() == 4 * UNIT

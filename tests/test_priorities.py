@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from devices import device_fixture as device_fixture
 from devices import scale
 from oracle import UNIT, mass_of
 from tolerances import close
-from transitions import EXACT, contents, fill, make, same_draws
+from transitions import EXACT, contents, fill, make, same_draws, transitions
 
 from gpu_replay import Combined, Latest, Proportional, ReplayBuffer, Uniform
 
@@ -32,28 +33,12 @@ def units(buffer: ReplayBuffer) -> list[float]:
     return [mass / UNIT for mass in buffer.masses().tolist()]
 
 
-def test_update_sets_the_masses_of_its_keys_only(device: str) -> None:
-    buffer = make(7, EXACT, device=device)
-    fill(buffer, 5)
-    update(buffer, [4, 0], [8.0, 0.5])
-    assert units(buffer) == [0.5, 1, 1, 1, 8, 0, 0]
-    assert buffer.total_mass() == int(11.5 * UNIT)
-
-
-@pytest.mark.parametrize("form", ["tensor", "numpy", "list"])
-def test_keys_in_every_form(form: str, device: str) -> None:
+@pytest.mark.parametrize("form", [torch.tensor, lambda keys: np.array(keys, dtype=np.int32), list])
+def test_keys_in_every_form_and_priorities_that_require_grad(form: Any, device: str) -> None:
     buffer = make(4, EXACT, device=device)
     fill(buffer, 6)
-    forms: dict[str, Any] = {"tensor": torch.tensor([5, 2]), "numpy": np.array([5, 2], dtype=np.int32), "list": [5, 2]}
-    buffer.update_priorities(forms[form], torch.tensor([2.0, 4.0]))
+    buffer.update_priorities(form([5, 2]), torch.tensor([1.0, 2.0], device=device, requires_grad=True) * 2)
     assert units(buffer) == [1, 2, 4, 1]
-
-
-def test_priorities_that_require_grad(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    keys = fill(buffer, 2)
-    buffer.update_priorities(keys, torch.tensor([2.0, 4.0], device=device, requires_grad=True) * 2)
-    assert units(buffer) == [4, 8, 0, 0]
 
 
 def test_update_with_repeated_key_keeps_the_last(device: str) -> None:
@@ -64,27 +49,19 @@ def test_update_with_repeated_key_keeps_the_last(device: str) -> None:
     assert buffer.total_mass() == int(2.75 * UNIT)
 
 
-@pytest.mark.parametrize("count", [2, 33, 257, 1025])
-def test_update_of_one_key_many_times_keeps_the_last(count: int, device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    fill(buffer, 3)
-    update(buffer, [1] * count, [float(value) for value in range(count, 0, -1)])
-    assert units(buffer) == [1, 1, 1]
-    update(buffer, [1] * count, [float(value) for value in range(1, count + 1)])
-    assert units(buffer) == [1, count, 1]
-
-
-@pytest.mark.parametrize("count", [100, 1000, 5000])
-def test_repeated_keys_in_a_long_shuffled_update(count: int, device: str) -> None:
+@pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])
+@pytest.mark.parametrize("different", [1, 61])
+def test_repeated_keys_in_a_long_shuffled_update(different: int, count: int, device: str) -> None:
     buffer = make(61, EXACT, device=device)
     fill(buffer, 61)
     generator = random.Random(count)
-    keys = [generator.randrange(61) for _ in range(count)]
-    priorities = [float(generator.randrange(1, 1000)) for _ in range(count)]
-    update(buffer, keys, priorities)
-    last = dict(zip(keys, priorities, strict=True))
-    assert units(buffer) == [last.get(key, 1.0) for key in range(61)]
-    assert buffer.total_mass() == sum(buffer.masses().tolist())
+    for _ in range(2):
+        keys = [generator.randrange(different) for _ in range(count)]
+        last = dict(zip(keys, range(1, count + 1), strict=True))
+        update(buffer, keys, [float(value) for value in range(1, count + 1)])
+        expected = last if different == 1 else dict(zip(range(61), units(buffer), strict=True)) | last
+        assert units(buffer) == [expected.get(key, 1.0) for key in range(61)]
+        assert buffer.total_mass() == sum(buffer.masses().tolist())
 
 
 def test_overwritten_key_is_ignored_and_counted(device: str) -> None:
@@ -99,32 +76,18 @@ def test_overwritten_key_is_ignored_and_counted(device: str) -> None:
     assert buffer.stats().stale_updates == 3
 
 
-@pytest.mark.parametrize("order", [[1, 5], [5, 1]])
-def test_late_key_does_not_win_over_the_key_that_took_its_slot(order: list[int], device: str) -> None:
+@pytest.mark.parametrize("key", [0, 1, -1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+def test_keys_that_are_not_live_are_ignored_and_counted(order: int, key: int, device: str) -> None:
+    """0 and 1 were overwritten by 4 and 5, which hold their slots; the others never were."""
     buffer = make(4, EXACT, device=device)
     fill(buffer, 6)
-    update(buffer, order, [float(10 * key) for key in order])
-    assert units(buffer) == [1, 50, 1, 1]
+    update(buffer, [key, 5][::order], [50.0, 2.0][::order])
+    assert units(buffer) == [1, 2, 1, 1]
     assert buffer.stats().stale_updates == 1
-
-
-def test_late_key_after_several_rounds_of_the_ring(device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    fill(buffer, 3)
-    for rounds in range(1, 6):
-        fill(buffer, 3)
-        update(buffer, [2, buffer.added - 4], [99.0, 99.0])
-        assert units(buffer) == [1, 1, 1]
-        assert buffer.stats().stale_updates == 2 * rounds
-
-
-@pytest.mark.parametrize("key", [-1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
-def test_keys_that_never_were_are_ignored_and_counted(key: int, device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 6)
-    update(buffer, [key, 3], [50.0, 2.0])
-    assert units(buffer) == [1, 1, 1, 2]
-    assert buffer.stats().stale_updates == 1
+    # nor is it the largest priority ever given
+    fill(buffer, 1)
+    assert units(buffer) == [1, 2, 2, 1]
 
 
 def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
@@ -135,19 +98,12 @@ def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
     assert buffer.stats().stale_updates == 2
 
 
-def test_late_update_does_not_raise_the_running_maximum(device: str) -> None:
-    buffer = make(2, EXACT, device=device)
-    fill(buffer, 4)
-    update(buffer, [0, 7, 3], [500.0, 600.0, 2.0])
-    fill(buffer, 1)
-    assert units(buffer) == [2, 2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 4])
+@pytest.mark.parametrize("how", ["add", "update"])
 def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
-    place: int, value: float, dtype: torch.dtype
+    how: str, place: int, value: float, dtype: torch.dtype
 ) -> None:
     buffer, twin = make(5, EXACT, device="cpu"), make(5, EXACT, device="cpu")
     for each in (buffer, twin):
@@ -155,8 +111,12 @@ def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
     before = contents(buffer, prioritized=True)
     priorities = torch.full((5,), 100.0, dtype=dtype)
     priorities[place] = value
+    calls: dict[str, Callable[[], Any]] = {
+        "add": lambda: buffer.add(**transitions(range(8, 13)), priority=priorities),
+        "update": lambda: buffer.update_priorities(torch.tensor([3, 4, 5, 6, 0]), priorities),
+    }
     with pytest.raises(ValueError, match=r"(?i)finite|nan|inf"):
-        buffer.update_priorities(torch.tensor([3, 4, 5, 6, 0]), priorities)
+        calls[how]()
     assert contents(buffer, prioritized=True) == before
     same_draws(buffer, twin, 4, times=1)
     for each in (buffer, twin):
@@ -208,17 +168,11 @@ def test_alpha_of_zero_is_uniform(device: str) -> None:
     assert buffer.sample(50).key.tolist() == list(range(50))
 
 
-def test_priority_of_zero_can_still_be_drawn(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 4, priority=[0.0, 0.0, 0.0, 0.0])
-    assert buffer.masses().tolist() == [1, 1, 1, 1]
-    assert buffer.sample(4).key.tolist() == [0, 1, 2, 3]
-
-
-def test_masses_are_rounded_to_the_nearest(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 4, priority=[10.4 / UNIT, 10.49 / UNIT, 10.51 / UNIT, 0.4 / UNIT])
-    assert buffer.masses().tolist() == [10, 10, 11, 1]
+def test_masses_are_rounded_to_the_nearest_and_none_is_zero(device: str) -> None:
+    buffer = make(5, EXACT, device=device)
+    fill(buffer, 5, priority=[10.4 / UNIT, 10.49 / UNIT, 10.51 / UNIT, 0.4 / UNIT, 0.0])
+    assert buffer.masses().tolist() == [10, 10, 11, 1, 1]
+    assert buffer.sample(33).key.tolist() == [0] * 10 + [1] * 10 + [2] * 11 + [3, 4]
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 1000])
@@ -235,42 +189,35 @@ def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, devi
     assert buffer.total_mass() == (capacity - 1) * limit + UNIT
 
 
-def test_nothing_saturates_in_ordinary_use(device: str) -> None:
-    buffer = make(1000, Proportional(), device=device)
-    fill(buffer, 1000, priority=[10 ** (key / 200 - 3) for key in range(1000)])
-    assert buffer.stats().saturated_priorities == 0
-    assert buffer.stats().rejected_priorities == 0
+# a number adds so many transitions, a list adds with these priorities, a dictionary updates, None clears
+INITIALS: dict[str, tuple[Any, list[Any], list[float]]] = {
+    "one before any priority was given": ("running", [2, 1], [1, 1, 1, 0]),
+    "the largest ever given, even when it is small": ("running", [[0.25, 0.125], 1], [0.25, 0.125, 0.25, 0]),
+    "the largest of an update": ("running", [2, {0: 0.25, 1: 0.125}, 1], [0.25, 0.125, 0.25, 0]),
+    "it never falls": ("running", [2, {0: 8.0}, {0: 0.5}, 2], [0.5, 1, 8, 8]),
+    "nor with a clear": ("running", [[8.0, 2.0], None, 1], [0, 0, 8, 0]),
+    "the largest stored": ("stored", [2, {0: 8.0, 1: 2.0}, {0: 0.5}, 1], [0.5, 2, 2, 0]),
+    "it falls": ("stored", [3, {0: 0.25, 1: 0.25, 2: 0.125}, 1], [0.25, 0.25, 0.125, 0.25]),
+    "one when nothing is stored": ("stored", [2, {0: 8.0}, None, 1], [0, 0, 1, 0]),
+    "what was overwritten is forgotten": ("stored", [[8, 2, 4, 2], [1], 1], [1, 4, 4, 2]),
+    **{
+        f"the number {number}": (number, [2, {0: 700.0}, 1], [700, *[max(number, 1 / UNIT)] * 2, 0])
+        for number in (0.5, 0, 3, 100.0)
+    },
+}
 
 
-def test_new_transitions_enter_with_one_before_any_priority_was_given(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 2)
-    fill(buffer, 1)
-    assert units(buffer) == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize("how", ["add", "update"])
-def test_running_initial_is_the_largest_ever_given_even_when_it_is_small(how: str, device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    if how == "add":
-        fill(buffer, 2, priority=[0.25, 0.125])
-    else:
-        fill(buffer, 2)
-        update(buffer, [0, 1], [0.25, 0.125])
-    fill(buffer, 1)
-    assert units(buffer) == [0.25, 0.125, 0.25]
-
-
-def test_running_initial_never_falls(device: str) -> None:
-    buffer = make(2, EXACT, device=device)
-    fill(buffer, 2)
-    update(buffer, [0, 1], [8.0, 2.0])
-    update(buffer, [0, 1], [0.5, 0.5])
-    fill(buffer, 3)
-    assert units(buffer) == [8, 8]
-    buffer.clear()
-    fill(buffer, 1)
-    assert max(units(buffer)) == 8
+@pytest.mark.parametrize("initial, calls, expected", INITIALS.values(), ids=INITIALS)
+def test_initial_priorities(initial: Any, calls: list[Any], expected: list[float], device: str) -> None:
+    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial=initial), device=device)
+    for call in calls:
+        if call is None:
+            buffer.clear()
+        elif isinstance(call, dict):
+            update(buffer, list(call), list(call.values()))
+        else:
+            fill(buffer, *((call,) if isinstance(call, int) else (len(call), call)))
+    assert units(buffer) == expected
 
 
 def test_running_initial_takes_the_winner_of_repeated_keys(device: str) -> None:
@@ -279,41 +226,6 @@ def test_running_initial_takes_the_winner_of_repeated_keys(device: str) -> None:
     update(buffer, [0, 0], [64.0, 2.0])
     fill(buffer, 1)
     assert units(buffer) == [2, 1, 2]
-
-
-def test_stored_initial_is_the_largest_among_those_stored(device: str) -> None:
-    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial="stored"), device=device)
-    fill(buffer, 2)
-    assert units(buffer) == [1, 1, 0, 0]
-    update(buffer, [0, 1], [8.0, 2.0])
-    update(buffer, [0], [0.5])
-    fill(buffer, 1)
-    assert units(buffer) == [0.5, 2, 2, 0]
-    update(buffer, [0, 1, 2], [0.25, 0.25, 0.25])
-    fill(buffer, 1)
-    assert units(buffer) == [0.25, 0.25, 0.25, 0.25]
-    buffer.clear()
-    fill(buffer, 1)
-    assert max(units(buffer)) == 1
-
-
-def test_stored_initial_forgets_what_was_overwritten(device: str) -> None:
-    buffer = make(3, Proportional(alpha=1.0, eps=0.0, initial="stored"), device=device)
-    fill(buffer, 3, priority=[8, 2, 4])
-    fill(buffer, 1, priority=[1])
-    # the 8 is gone
-    fill(buffer, 1)
-    assert units(buffer) == [1, 4, 4]
-
-
-@pytest.mark.parametrize("number", [0.5, 0, 3, 100.0])
-def test_initial_that_is_a_number(number: float, device: str) -> None:
-    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial=number), device=device)
-    fill(buffer, 2)
-    update(buffer, [0], [700.0])
-    fill(buffer, 1)
-    mass = max(number, 1 / UNIT)
-    assert units(buffer) == [700, mass, mass, 0]
 
 
 def test_initial_is_subject_to_eps_clip_and_alpha(device: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from gpu_replay import Combined, LinearSchedule, Proportional, RankBased, Replay
 pytestmark = pytest.mark.contract
 
 GIVEN = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-# of keys 0 to 7 with those priorities; of the two ones the smaller key comes first
 RANKS = [5, 7, 4, 8, 3, 1, 6, 2]
+ORDER = sorted(range(8), key=RANKS.__getitem__)
 INDEPENDENT = RankBased(alpha=1.0, beta=1.0, stratified=False)
 
 
@@ -38,59 +39,61 @@ def given(settings: Any, device: str, priorities: list[float] = GIVEN, *, seed: 
     return buffer
 
 
-def check_ranks(buffer: ReplayBuffer, ranks: dict[int, int]) -> None:
-    """Fail unless these keys, all that is stored, have these ranks; the buffer draws with alpha 1, one of each part."""
+def check_ranks(buffer: ReplayBuffer, order: list[int]) -> None:
+    """Fail unless all that is stored are these keys, the first rank first; the buffer draws with alpha 1 by parts."""
     # so many draws that every transition is among them
-    batch = buffer.sample(40 * len(ranks))
-    harmonic = sum(1 / rank for rank in ranks.values())
-    assert set(batch.key.tolist()) == set(ranks)
-    assert close(batch.probability, [1 / ranks[key] / harmonic for key in batch.key.tolist()], "probability")
-    found = [ranks[key] for key in batch.key.tolist()]
-    assert found == sorted(found)
+    batch = buffer.sample(40 * len(order))
+    ranks = [order.index(key) + 1 for key in batch.key.tolist()]
+    assert set(batch.key.tolist()) == set(order)
+    harmonic = sum(1 / rank for rank in range(1, len(order) + 1))
+    assert close(batch.probability, [1 / rank / harmonic for rank in ranks], "probability")
+    assert ranks == sorted(ranks)
 
 
 def test_ranks_of_a_hand_worked_buffer(device: str) -> None:
     buffer = given(RankBased(alpha=1.0), device)
-    check_ranks(buffer, dict(enumerate(RANKS)))
+    check_ranks(buffer, ORDER)
     # key 1 becomes the first, key 5 equal to key 2, which stays before it
     buffer.update_priorities(torch.tensor([1, 5]), torch.tensor([10.0, -4.0]))
-    check_ranks(buffer, {0: 6, 1: 1, 2: 4, 3: 8, 4: 3, 5: 5, 6: 7, 7: 2})
+    check_ranks(buffer, [1, 7, 4, 2, 5, 0, 6, 3])
 
 
 def test_equal_priorities_go_by_key_and_not_by_slot(device: str) -> None:
     buffer = make(5, RankBased(alpha=1.0), device=device)
-    fill(buffer, 5, priority=[2.0, 1.0, 2.0, 2.0, 2.0])
-    check_ranks(buffer, {0: 1, 2: 2, 3: 3, 4: 4, 1: 5})
     # keys 5 to 7 take the slots 0 to 2 and enter with the largest priority ever given
-    fill(buffer, 3)
-    check_ranks(buffer, {3: 1, 4: 2, 5: 3, 6: 4, 7: 5})
-    fill(buffer, 1, priority=[2.0])
-    check_ranks(buffer, {4: 1, 5: 2, 6: 3, 7: 4, 8: 5})
+    for given, order in (
+        ([2.0, 1.0, 2.0, 2.0, 2.0], [0, 2, 3, 4, 1]),
+        (None, [3, 4, 5, 6, 7]),
+        ([2.0], [4, 5, 6, 7, 8]),
+    ):
+        fill(buffer, 3 if given is None else len(given), priority=given)
+        check_ranks(buffer, order)
 
 
-@pytest.mark.parametrize("initial, ranks", [("running", [3, 1, 2]), ("stored", [2, 1, 3]), (2.0, [1, 3, 2])])
-def test_new_transitions_enter_as_initial_says(initial: Any, ranks: list[int], device: str) -> None:
+@pytest.mark.parametrize("initial, order", [("running", [3, 1, 2]), ("stored", [1, 3, 2]), (2.0, [1, 3, 2])])
+def test_new_transitions_enter_as_initial_says(initial: Any, order: list[int], device: str) -> None:
     buffer = make(3, RankBased(alpha=1.0, initial=initial), device=device)
     fill(buffer, 3, priority=[8.0, 4.0, 1.0])
     buffer.update_priorities(torch.tensor([0]), torch.tensor([3.0]))
-    # keys 3 and 4 push out keys 0 and 1; the largest stored was 4 before the first of them, and before the second
+    # key 3 pushes out key 0, and the largest that is stored is 4
     fill(buffer, 1)
     buffer.update_priorities(torch.tensor([1]), torch.tensor([5.0]))
-    expected = {"running": {3: 8.0, 1: 5.0, 2: 1.0}, "stored": {1: 5.0, 3: 4.0, 2: 1.0}}.get(
-        str(initial), {1: 5.0, 3: 2.0, 2: 1.0}
+    check_ranks(buffer, order)
+    assert close(
+        buffer.stats().mean_priority, (6.0 + {"running": 8.0, "stored": 4.0}.get(initial, 2.0)) / 3, "statistic"
     )
-    check_ranks(buffer, {key: rank for rank, key in enumerate(expected, 1)})
-    assert close(buffer.stats().max_priority, max(expected.values()), "statistic")
 
 
 def test_every_number_that_is_a_priority_has_its_place(device: str) -> None:
     # the largest and the smallest number, neighbours in their last bit, and both zeros, which are equal
-    priorities = [0.0, 5e-324, 1.0, 1.7976931348623157e308, math.nextafter(1.0, 2.0), -0.0, 1e-300, -2.0]
+    largest = 1.7976931348623157e308
+    priorities = [0.0, 5e-324, 1.0, largest, math.nextafter(1.0, 2.0), -0.0, 1e-300, -2.0]
     buffer = given(RankBased(alpha=1.0), device, priorities)
-    check_ranks(buffer, {3: 1, 7: 2, 4: 3, 2: 4, 6: 5, 1: 6, 0: 7, 5: 8})
+    check_ranks(buffer, [3, 7, 4, 2, 6, 1, 0, 5])
     stats = buffer.stats()
-    assert (stats.min_priority, stats.max_priority) == (0.0, 1.7976931348623157e308)
-    assert stats.saturated_priorities == 0
+    assert (stats.min_priority, stats.max_priority, stats.saturated_priorities) == (0.0, largest, 0)
+    stats = given(RankBased(), device, [largest] * 5).stats()
+    assert (stats.mean_priority, stats.max_priority) == (pytest.approx(largest), largest)
 
 
 def test_only_the_order_of_priorities_counts(device: str) -> None:
@@ -106,85 +109,65 @@ def test_only_the_order_of_priorities_counts(device: str) -> None:
 @pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 2.0])
 def test_frequencies_are_powers_of_the_rank(alpha: float, stratified: bool, device: str) -> None:
-    size = 50
     # many are equal
-    priorities = [float((7 * key) % 11) for key in range(size)]
+    priorities = [float((7 * key) % 11) for key in range(50)]
     buffer = given(RankBased(alpha=alpha, stratified=stratified), device, priorities, seed=1)
-    order = sorted(range(size), key=lambda key: (-priorities[key], key))
-    counts: Counter[int] = Counter()
-    for _ in range(100):
-        counts.update(buffer.sample(1024).key.tolist())
-    check_counts(counts, {key: rank**-alpha for rank, key in enumerate(order, 1)})
+    order = sorted(range(50), key=lambda key: (-priorities[key], key))
+    keys = torch.cat([buffer.sample(1024).key for _ in range(100)])
+    check_counts(Counter(keys.tolist()), {key: rank**-alpha for rank, key in enumerate(order, 1)})
 
 
 @statistical
 def test_every_row_of_a_stratified_batch_follows_its_own_part(device: str) -> None:
     buffer = given(RankBased(alpha=1.0), device, seed=2)
     masses = rank_masses(8, 1.0)
-    order = sorted(range(8), key=RANKS.__getitem__)
-    ends = [sum(masses[: rank + 1]) for rank in range(8)]
+    ends = list(accumulate(masses))
     rows = [buffer.sample(4).key.tolist() for _ in range(4000)]
     for part, keys in enumerate(zip(*rows, strict=True)):
         low, high = stratum(part, 4, ends[-1])
-        overlap = {
-            key: max(0, min(high, end) - max(low, end - mass))
-            for key, mass, end in zip(order, masses, ends, strict=True)
-        }
+        spans = zip(ORDER, masses, ends, strict=True)
+        overlap = {key: max(0, min(high, end) - max(low, end - mass)) for key, mass, end in spans}
+        # the first rank fills more than the first part
+        assert part or set(keys) == {5}
         if part:
             check_counts(Counter(keys), overlap)
-        else:
-            # the first rank fills more than the first part
-            assert set(keys) == {5}
 
 
 @statistical
 def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) -> None:
     buffer = given(INDEPENDENT, device, [2.0, 3.0, 1.0], seed=9)
-    pairs: Counter[tuple[int, int]] = Counter()
-    for _ in range(100):
-        keys = buffer.sample(256).key.tolist()
-        pairs.update(zip(keys[::2], keys[1::2], strict=True))
+    keys = torch.cat([buffer.sample(256).key for _ in range(100)]).tolist()
     chances = {1: 1.0, 0: 1 / 2, 2: 1 / 3}
-    check_counts(pairs, {(one, two): chances[one] * chances[two] for one in range(3) for two in range(3)})
+    expected = {(one, two): chances[one] * chances[two] for one in range(3) for two in range(3)}
+    check_counts(Counter(zip(keys[::2], keys[1::2], strict=True)), expected)
 
 
-def test_without_alpha_all_are_alike_and_come_in_the_order_of_their_ranks(device: str) -> None:
-    buffer = given(RankBased(alpha=0.0), device)
-    batch = buffer.sample(8)
-    assert batch.key.tolist() == sorted(range(8), key=RANKS.__getitem__)
-    assert batch.probability.tolist() == [0.125] * 8
+@pytest.mark.parametrize("alpha, keys, chance", [(0.0, ORDER, 0.125), (50.0, [5] * 8, 1.0)])
+def test_without_alpha_all_are_alike_and_with_a_large_one_only_the_first_is_drawn(
+    alpha: float, keys: list[int], chance: float, device: str
+) -> None:
+    batch = given(RankBased(alpha=alpha), device).sample(8)
+    assert batch.key.tolist() == keys
+    assert batch.probability.tolist() == [chance] * 8
     assert batch.weight.tolist() == [1.0] * 8
 
 
-def test_with_a_large_alpha_only_the_first_is_drawn(device: str) -> None:
-    buffer = given(RankBased(alpha=50.0), device)
-    batch = buffer.sample(100)
-    assert batch.key.tolist() == [5] * 100
-    assert batch.probability.tolist() == [1.0] * 100
-
-
 @pytest.mark.parametrize("normalize", ["batch", "buffer"])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.5])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.5, LinearSchedule(0.0, 1.0, 4)], ids=str)
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_weights_undo_the_probabilities(alpha: float, beta: float, normalize: Any, device: str) -> None:
+def test_weights_undo_the_probabilities(alpha: float, beta: Any, normalize: Any, device: str) -> None:
     buffer = given(RankBased(alpha=alpha, beta=beta, normalize=normalize, stratified=False), device, seed=5)
-    # fewer draws than would always meet the last rank
-    batch = buffer.sample(3)
     chances = [rank**-alpha / sum(each**-alpha for each in RANKS) for rank in RANKS]
-    raw = [(8 * chance) ** -beta for chance in chances]
-    drawn = batch.key.tolist()
-    largest = max(raw) if normalize == "buffer" else max(raw[key] for key in drawn)
-    assert close(batch.probability, [chances[key] for key in drawn], "probability")
-    assert close(batch.weight, [raw[key] / largest for key in drawn], "weight")
-    assert (normalize == "buffer" and beta > 0) or batch.weight.max().item() == 1.0
-
-
-def test_beta_follows_its_schedule_unless_a_call_says_otherwise(device: str) -> None:
-    buffer = given(RankBased(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 4), normalize="buffer"), device)
-    for step, beta in ((0, None), (1, None), (2, 0.3), (3, None), (4, None), (5, None)):
-        batch = buffer.sample(16) if beta is None else buffer.sample(16, beta=beta)
-        exponent = min(step / 4, 1.0) if beta is None else beta
-        assert close(batch.weight, [(RANKS[key] / 8) ** exponent for key in batch.key.tolist()], "weight")
+    for step, override in enumerate((None, None, 0.3, None, None, None)):
+        # fewer draws than would always meet the last rank
+        batch = buffer.sample(3, beta=override)
+        drawn = batch.key.tolist()
+        exponent = override if override is not None else min(step / 4, 1.0) if callable(beta) else beta
+        raw = [(8 * chance) ** -exponent for chance in chances]
+        largest = max(raw) if normalize == "buffer" else max(raw[key] for key in drawn)
+        assert close(batch.probability, [chances[key] for key in drawn], "probability")
+        assert close(batch.weight, [raw[key] / largest for key in drawn], "weight")
+        assert normalize == "buffer" or batch.weight.max().item() == 1.0
 
 
 def test_combined_ends_with_the_newest(device: str) -> None:
@@ -254,18 +237,10 @@ def test_a_state_of_a_version_without_lists_is_taken(device: str) -> None:
 
 def test_statistics(device: str) -> None:
     stats = given(RankBased(alpha=1.0), device).stats()
-    harmonic = sum(1 / rank for rank in RANKS)
-    chances = [1 / rank / harmonic for rank in RANKS]
+    chances = [1 / rank / sum(1 / each for each in RANKS) for rank in RANKS]
     assert (stats.min_priority, stats.mean_priority, stats.max_priority) == (1.0, 31 / 8, 9.0)
     assert close(stats.entropy, -sum(chance * math.log(chance) for chance in chances), "statistic")
     assert close(stats.effective_sample_size, 1 / sum(chance**2 for chance in chances), "statistic")
-
-
-def test_statistics_of_the_largest_numbers_there_are(device: str) -> None:
-    largest = 1.7976931348623157e308
-    stats = given(RankBased(), device, [largest] * 5).stats()
-    assert stats.mean_priority == pytest.approx(largest)
-    assert stats.max_priority == largest
 
 
 @pytest.mark.parametrize("settings", [RankBased(), RankBased(resort_every=2), Combined(RankBased())], ids=repr)
@@ -276,27 +251,19 @@ def test_there_are_no_masses(settings: Any, device: str) -> None:
             call()
 
 
+WRONG: list[tuple[type[Exception], dict[str, Any]]] = [
+    (ValueError, {"alpha": [-0.1, float("nan")], "beta": [-1.0], "initial": ["newest", -1.0], "normalize": ["sum"]}),
+    (TypeError, {"alpha": ["1"], "beta": [None], "stratified": [1], "resort_every": [1.5, True]}),
+    (ValueError, {"resort_every": [0]}),
+]
+
+
 @pytest.mark.parametrize(
-    "changed, error",
-    [
-        ({"alpha": -0.1}, ValueError),
-        ({"alpha": float("nan")}, ValueError),
-        ({"alpha": "1"}, TypeError),
-        ({"beta": -1.0}, ValueError),
-        ({"beta": None}, TypeError),
-        ({"initial": "newest"}, ValueError),
-        ({"initial": -1.0}, ValueError),
-        ({"normalize": "sum"}, ValueError),
-        ({"stratified": 1}, TypeError),
-        ({"resort_every": 0}, ValueError),
-        ({"resort_every": 1.5}, TypeError),
-        ({"resort_every": True}, TypeError),
-    ],
-    ids=str,
+    "error, name, value", [(error, name, each) for error, wrong in WRONG for name in wrong for each in wrong[name]]
 )
-def test_settings_that_make_no_sense_are_refused_by_name(changed: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"RankBased {next(iter(changed))}"):
-        RankBased(**changed)
+def test_settings_that_make_no_sense_are_refused_by_name(error: type[Exception], name: str, value: Any) -> None:
+    with pytest.raises(error, match=f"RankBased {name}"):
+        RankBased(**{name: value})
 
 
 def test_priorities_that_are_no_numbers_change_nothing(device: str) -> None:
@@ -308,7 +275,7 @@ def test_priorities_that_are_no_numbers_change_nothing(device: str) -> None:
             buffer.update_priorities(torch.tensor([0, 1]), torch.tensor([7.0, wrong]))
         with pytest.raises(ValueError, match="finite"):
             buffer.add(number=torch.tensor([8]), priority=[wrong])
-    check_ranks(buffer, dict(enumerate(RANKS)))
+    check_ranks(buffer, ORDER)
 
 
 def test_updates_of_keys_that_are_gone_are_counted(device: str) -> None:
@@ -317,7 +284,7 @@ def test_updates_of_keys_that_are_gone_are_counted(device: str) -> None:
     # key 0 is gone; of the two updates of key 8 the last one counts
     buffer.update_priorities(torch.tensor([0, 8, 9, 8]), torch.tensor([99.0, 99.0, 99.0, 0.25]))
     assert buffer.stats().stale_updates == 2
-    check_ranks(buffer, {5: 1, 7: 2, 4: 3, 2: 4, 6: 5, 1: 6, 3: 7, 8: 8})
+    check_ranks(buffer, [5, 7, 4, 2, 6, 1, 3, 8])
 
 
 @pytest.mark.parametrize("count", scale([1, 39, 40, 41, 500], [1, 41]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from transitions import EXACT, NUMBER, SAMPLERS, STORED, check_rows, contents, fill, make, same_draws
+from transitions import EXACT, NUMBER, SAMPLERS, STORED, check_rows, contents, fill, leaves, make, same_draws
 
 from gpu_replay import Combined, Field, LinearSchedule, Proportional, ReplayBuffer, Uniform
 
@@ -56,11 +56,15 @@ def test_loaded_buffer_goes_on_like_the_saved_one(name: str, device: str) -> Non
 
 @pytest.mark.parametrize("name", ["uniform", "annealed", "combined-proportional"])
 def test_state_is_a_copy_and_loading_it_again_repeats_the_draws(name: str, device: str) -> None:
-    buffer = used(KINDS[name], device=device)
+    buffer, loaded = used(KINDS[name], device=device), make(71, KINDS[name], device=device)
     state = buffer.state_dict()
+    assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
+    loaded.load_state_dict(state)
+    before = contents(loaded)
     first = [buffer.sample(4) for _ in range(3)]
-    keys = fill(buffer, 9)
+    keys = fill(buffer, 11)
     buffer.update_priorities(keys, keys.float())
+    assert contents(loaded) == before
     buffer.load_state_dict(state)
     for batch in first:
         again = buffer.sample(4)
@@ -94,46 +98,18 @@ def test_running_maximum_is_part_of_the_state(device: str) -> None:
     assert loaded.masses().tolist() == [2 << 20, 1 << 20, 64 << 20, 0]
 
 
-def test_loaded_buffer_is_independent_of_the_saved_one(device: str) -> None:
-    buffer = used(EXACT, device=device)
-    loaded = make(71, EXACT, device=device)
-    loaded.load_state_dict(buffer.state_dict())
-    before = contents(loaded, prioritized=True)
-    fill(buffer, 11)
-    buffer.update_priorities(torch.arange(40, 97, device=device), torch.full((57,), 5.0, device=device))
-    assert contents(loaded, prioritized=True) == before
-
-
-def leaves(state: Any) -> list[Any]:
-    """What a nested state is made of."""
-    if isinstance(state, (dict, list, tuple)):
-        parts = state.values() if isinstance(state, dict) else state
-        return [leaf for part in parts for leaf in leaves(part)]
-    return [state]
-
-
-@pytest.mark.parametrize("name", ["uniform", "annealed", "combined-proportional"])
-def test_state_is_made_of_tensors_and_plain_values(name: str, device: str) -> None:
-    state = used(KINDS[name], device=device).state_dict()
-    assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
+def prioritized(device: str, alpha: float = 0.7, capacity: int = 71, **fields: Field) -> ReplayBuffer:
+    settings = Proportional(alpha=alpha, beta=ANNEALED.beta, normalize="buffer")
+    return make(capacity, settings, device=device, **(STORED | fields))
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
-    "capacity": (lambda device: make(72, ANNEALED, device=device), r"(?s)capacity.*7[12]"),
-    "missing field": (lambda device: ReplayBuffer(71, NUMBER, sampler=ANNEALED, device=device), "(?i)field|obs|number"),
-    "field dtype": (
-        lambda device: make(71, ANNEALED, device=device, **(STORED | {"action": Field((), torch.int32)})),
-        "action",
-    ),
-    "field shape": (
-        lambda device: make(71, ANNEALED, device=device, **(STORED | {"obs": Field((3, 2), torch.float32)})),
-        "obs",
-    ),
+    "capacity": (lambda device: prioritized(device, capacity=72), r"(?s)capacity.*7[12]"),
+    "missing field": (lambda device: make(71, ANNEALED, device=device, **NUMBER), "(?i)field|obs|number"),
+    "field dtype": (lambda device: prioritized(device, action=Field((), torch.int32)), "action"),
+    "field shape": (lambda device: prioritized(device, obs=Field((3, 2), torch.float32)), "obs"),
     "kind of sampler": (lambda device: make(71, Uniform(), device=device), r"(?i)sampler|Uniform|Proportional"),
-    "alpha": (
-        lambda device: make(71, Proportional(alpha=0.5, beta=ANNEALED.beta, normalize="buffer"), device=device),
-        r"(?i)alpha|sampler",
-    ),
+    "alpha": (lambda device: prioritized(device, alpha=0.5), r"(?i)alpha|sampler"),
 }
 
 
@@ -180,23 +156,18 @@ def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> No
     }
     sampler = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
     buffer = ReplayBuffer(9, fields, sampler=sampler, device=device, seed=2**63 + 5)
-    for first in range(3):
-        number = torch.arange(first * 5, first * 5 + 5, device=device)
-        buffer.add(
-            **{
-                "obs.camera": number[:, None, None].expand(5, 3, 5).to(torch.uint8),
-                "obs.speed": number.bfloat16(),
-                "flag": number[:, None].expand(5, 2) % 2 == 0,
-                "wide": number.double() / 3,
-            }
-        )
+    for first in (0, 5, 10):
+        number = torch.arange(first, first + 5, device=device)
+        camera, flag = number[:, None, None].expand(5, 3, 5).to(torch.uint8), number[:, None].expand(5, 2) % 2 == 0
+        obs = {"obs.camera": camera, "obs.speed": number.bfloat16()}
+        buffer.add(**obs, flag=flag, wide=number.double() / 3)
         buffer.sample(3)
     buffer.save(tmp_path / "checkpoint")
     loaded = ReplayBuffer.load(tmp_path / "checkpoint", device=device)
     assert dict(loaded.fields) == fields
     for _ in range(3):
-        buffer.update_priorities(torch.arange(8, 15, device=device), torch.arange(7, device=device))
-        loaded.update_priorities(torch.arange(8, 15, device=device), torch.arange(7, device=device))
+        for each in (buffer, loaded):
+            each.update_priorities(torch.arange(8, 15, device=device), torch.arange(7, device=device))
         same_draws(buffer, loaded, 6, times=1)
 
 

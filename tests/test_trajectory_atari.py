@@ -6,7 +6,7 @@ Breakout also ends by itself within the time that a test has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,105 +25,78 @@ FIELDS = {"obs": Field((SIDE, SIDE), torch.uint8), "action": Field((), torch.int
 
 
 @dataclass
-class Recording:
-    """What a vector environment returned, step by step."""
+class Step:
+    """What a vector environment returned in one step, and the observation and the actions before it."""
 
-    obs: list[np.ndarray] = field(default_factory=list)
-    action: list[np.ndarray] = field(default_factory=list)
-    reward: list[np.ndarray] = field(default_factory=list)
-    terminated: list[np.ndarray] = field(default_factory=list)
-    truncated: list[np.ndarray] = field(default_factory=list)
-    final: list[np.ndarray | None] = field(default_factory=list)
+    obs: np.ndarray
+    action: np.ndarray
+    after: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    final: np.ndarray | None
 
 
-def play_atari(game: str, autoreset: str, steps: int, frames: int) -> Recording:
+def play_atari(game: str, autoreset: str, steps: int, frames: int) -> list[Step]:
     """So many steps of random actions."""
     vector = pytest.importorskip("ale_py.vector_env", reason="needs ale-py, in the extra `training`")
     mode = {"next_step": vector.AutoresetMode.NEXT_STEP, "same_step": vector.AutoresetMode.SAME_STEP}[autoreset]
+    sizes = {"num_envs": ENVS, "num_threads": 1, "stack_num": 4, "img_height": SIDE, "img_width": SIDE}
     environments = vector.AtariVectorEnv(
-        game,
-        num_envs=ENVS,
-        num_threads=1,
-        stack_num=4,
-        img_height=SIDE,
-        img_width=SIDE,
-        max_num_frames_per_episode=frames,
-        autoreset_mode=mode,
-        noop_max=12,
+        game, **sizes, max_num_frames_per_episode=frames, autoreset_mode=mode, noop_max=12
     )
     generator = np.random.default_rng(0)
-    found = Recording()
+    found: list[Step] = []
     obs, _ = environments.reset(seed=3)
     for _ in range(steps):
         action = generator.integers(0, environments.single_action_space.n, ENVS)
-        after, reward, terminated, truncated, info = environments.step(action)
-        found.obs.append(obs)
-        found.action.append(action)
-        found.reward.append(reward)
-        found.terminated.append(terminated)
-        found.truncated.append(truncated)
-        found.final.append(info.get("final_obs"))
-        obs = after
+        *result, info = environments.step(action)
+        found.append(Step(obs, action, *result, info.get("final_obs")))
+        obs = found[-1].after
     environments.close()
     return found
 
 
-def windows(found: Recording, history: History, keys: list[int]) -> dict[str, Any]:
+def windows(found: list[Step], history: History, keys: list[int]) -> dict[str, list[Any]]:
     """What the batch of these keys must hold, taken from the environment's own stacks."""
     rows: dict[str, list[Any]] = {name: [] for name in ("obs", "next_obs", "reward", "discount", "action")}
     for key in keys:
         start, env = divmod(key, ENVS)
-        end, total, discount = start, 0.0, 1.0
-        while True:
-            total += discount * float(found.reward[end][env])
+        total, discount = 0.0, 1.0
+        for step in found[start : start + N_STEP]:
+            total += discount * float(step.reward[env])
             discount *= GAMMA
-            terminated, truncated = found.terminated[end][env], found.truncated[end][env]
-            end += 1
-            if terminated or truncated or end == start + N_STEP:
+            if step.terminated[env] or step.truncated[env]:
                 break
-        final = found.final[end - 1]
-        seen = truncated and history.autoreset == "same_step" and final is not None
-        rows["obs"].append(found.obs[start][env])
+        seen = step.truncated[env] and history.autoreset == "same_step" and step.final is not None
         # unspecified after a termination
-        rows["next_obs"].append(None if terminated else final[env] if seen else found.obs[end][env])
-        rows["reward"].append(np.float32(total))
-        rows["discount"].append(0.0 if terminated else discount)
-        rows["action"].append(found.action[start][env])
+        after = None if step.terminated[env] else step.final[env] if seen else step.after[env]
+        values = (found[start].obs[env], after, np.float32(total), 0.0 if step.terminated[env] else discount)
+        for name, value in zip(rows, (*values, found[start].action[env]), strict=True):
+            rows[name].append(value)
     return rows
 
 
-def check_stacks(game: str, autoreset: str, steps: int, frames: int, capacity: int, device: str) -> Recording:
+def check_stacks(game: str, autoreset: str, steps: int, frames: int, capacity: int, device: str) -> list[Step]:
     """Play, and compare every eligible row at several places of the ring with what the environment returned."""
     found = play_atari(game, autoreset, steps, frames)
     settings: dict[str, Any] = {"stack": 4, "n_step": N_STEP, "gamma": GAMMA, "padding": "zero", "autoreset": autoreset}
     buffer = TrajectoryReplayBuffer(capacity, ENVS, FIELDS, **settings, sampler=Uniform(), device=device)
     history = History(capacity, ENVS, **settings)
     compared = 0
-    for number in range(steps):
-        final = found.final[number]
-        flags = {"terminated": found.terminated[number], "truncated": found.truncated[number]}
-        buffer.add(
-            obs=found.obs[number][:, -1],
-            action=found.action[number],
-            reward=found.reward[number],
-            **flags,
-            final_obs=None if final is None else final[:, -1],
-        )
-        ends = {name: value.tolist() for name, value in flags.items()}
-        history.add(
-            [
-                {"obs": number, "reward": 0.0, "final": None if final is None else {"obs": -1}}
-                | {name: value[env] for name, value in ends.items()}
-                for env in range(ENVS)
-            ]
-        )
-        if number + 1 in (steps // 3, steps * 2 // 3, steps):
+    for number, step in enumerate(found, 1):
+        final = None if step.final is None else step.final[:, -1]
+        flags = {"terminated": step.terminated, "truncated": step.truncated}
+        buffer.add(obs=step.obs[:, -1], action=step.action, reward=step.reward, **flags, final_obs=final)
+        known = {"obs": number, "reward": 0.0, "final": None if final is None else {"obs": -1}}
+        history.add([known | {name: value.tolist()[env] for name, value in flags.items()} for env in range(ENVS)])
+        if number in (steps // 3, steps * 2 // 3, steps):
             compared += check_rows(buffer, history, found)
     assert compared > scale(capacity, 1)
     return found
 
 
-def check_rows(buffer: TrajectoryReplayBuffer, history: History, found: Recording) -> int:
+def check_rows(buffer: TrajectoryReplayBuffer, history: History, found: list[Step]) -> int:
     """Every eligible row, in pieces; returns their number."""
     eligible = history.view().eligible()
     assert buffer.stats().eligible == len(eligible)
@@ -145,12 +118,12 @@ def check_rows(buffer: TrajectoryReplayBuffer, history: History, found: Recordin
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_stacks_of_pong_equal_those_of_the_environment(autoreset: str, device: str) -> None:
     found = check_stacks("pong", autoreset, steps=1000, frames=4 * 170, capacity=1201, device=device)
-    assert np.sum(found.truncated) >= 5 * ENVS
+    assert sum(step.truncated.sum() for step in found) >= 5 * ENVS
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_stacks_of_games_that_end_equal_those_of_the_environment(autoreset: str, device: str) -> None:
     steps = scale(400, 60)
     found = check_stacks("breakout", autoreset, steps, frames=4 * scale(150, 20), capacity=402, device=device)
-    assert scale(bool(np.any(found.terminated)), True)
-    assert np.any(found.truncated)
+    assert scale(any(step.terminated.any() for step in found), True)
+    assert any(step.truncated.any() for step in found)

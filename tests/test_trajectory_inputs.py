@@ -13,28 +13,23 @@ from tolerances import close
 from torch import Tensor
 from trajectory_pair import FIELDS, Pair, columns, final_of, live_through, numbered
 
-from gpu_replay import Field, Latest, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Latest, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
 FEW = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
 
 
-def given(number: int, envs: int, fields: dict[str, Field] = FIELDS, **flags: Any) -> dict[str, Any]:
+def given(number: int, envs: int, fields: dict[str, Field] = FIELDS, **changed: Any) -> dict[str, Any]:
     """One step of each environment as NumPy arrays, with a reward that no float type rounds."""
     steps = [numbered(number, env, fields, reward=number + env / 8) for env in range(envs)]
-    return columns(steps, fields) | flags
-
-
-def filled(buffer: TrajectoryReplayBuffer, steps: list[dict[str, Any]]) -> TrajectoryReplayBuffer:
-    for step in steps:
-        buffer.add(**step)
-    return buffer
+    return columns(steps, fields) | changed
 
 
 @pytest.mark.parametrize("origin", ["numpy", "cpu", "device", "mixed"])
 def test_numpy_cpu_and_device_inputs_store_the_same(origin: str, device: str) -> None:
     pair = Pair(12, 3, device=device, stack=2)
+    assert pair.priorities is not None
 
     def moved(name: str, value: np.ndarray) -> Any:
         if origin == "numpy" or (origin == "mixed" and name in ("obs", "terminated")):
@@ -45,65 +40,45 @@ def test_numpy_cpu_and_device_inputs_store_the_same(origin: str, device: str) ->
         steps = [numbered(number, env, FIELDS, terminated=(number + env) % 4 == 3) for env in range(3)]
         keys = pair.buffer.add(**{name: moved(name, value) for name, value in columns(steps, FIELDS).items()})
         assert keys.device.type == device
-        assert keys.tolist() == [number * 3 + env for env in range(3)]
-        assert pair.priorities is not None
-        pair.priorities.add(steps)
+        assert keys.tolist() == pair.priorities.add(steps)
     pair.check()
 
 
-REWARDS = [np.int32, np.int64, np.int8, np.uint8, np.float16, np.float32, np.float64, np.bool_]
+KINDS: list[Any] = [np.int32, np.int64, np.int8, np.uint8, np.float16, np.float32, np.float64, np.bool_]
+KINDS += [torch.int32, torch.float64, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("kind", REWARDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rewards_of_every_number_type_become_float32(kind: Any, device: str) -> None:
     """ALE gives int32, Gymnasium float64."""
-    values = np.array([[1, 0], [0, 1], [1, 1], [0, 0]]).astype(kind)
     buffer = TrajectoryReplayBuffer(20, 2, FEW, n_step=2, gamma=0.5, device=device, sampler=Latest())
-    for number, reward in enumerate(values):
-        buffer.add(**(given(number, 2, FEW) | {"reward": reward}))
-        if kind is not np.bool_ and number == 0:
-            assert torch.from_numpy(reward).dtype != torch.float32 or kind is np.float32
+    for number, values in enumerate([[1, 0], [0, 1], [1, 1], [0, 0]]):
+        of_torch = isinstance(kind, torch.dtype)
+        reward = torch.tensor(values, dtype=kind, device=device) if of_torch else np.array(values).astype(kind)
+        buffer.add(**given(number, 2, FEW, reward=reward))
     found = buffer[[0, 1, 2, 3]].reward
     assert found.dtype == torch.float32
     assert found.tolist() == [1.0, 0.5, 0.5, 1.5]
 
 
-def test_rewards_of_torch_types(device: str) -> None:
-    for dtype in (torch.int32, torch.float64, torch.float16, torch.bfloat16):
-        buffer = TrajectoryReplayBuffer(20, 2, FEW, device=device)
-        reward = torch.tensor([3, -5], dtype=dtype, device=device)
-        for number in range(2):
-            buffer.add(**(given(number, 2, FEW) | {"reward": reward}))
-        assert buffer[[0, 1]].reward.tolist() == [3.0, -5.0]
-
-
-def test_wide_rewards_are_rounded_to_float32(device: str) -> None:
-    buffer = TrajectoryReplayBuffer(20, 2, FEW, device=device)
-    wide = np.array([0.1, 1 / 3])
-    for number in range(2):
-        buffer.add(**(given(number, 2, FEW) | {"reward": wide}))
-    assert buffer[[0, 1]].reward.tolist() == wide.astype(np.float32).tolist()
-
-
-def test_sum_of_rewards_is_rounded_once(device: str) -> None:
-    """In single precision the small rewards would be lost beside the large one."""
-    rewards = [2.0**24, 1.0, 1.0, 1.0]
-    buffer = TrajectoryReplayBuffer(20, 1, FEW, n_step=4, gamma=1.0, device=device)
+@pytest.mark.parametrize(
+    "gamma, rewards",
+    # in single precision the small rewards would be lost beside the large one
+    [(1.0, [2.0**24, 1.0, 1.0, 1.0]), (0.97, [1.0, 2.0, 3.0, 4.0]), (0.5, [0.1, 1 / 3, 0.1, 1 / 3])],
+)
+def test_sum_of_rewards_is_rounded_once(gamma: float, rewards: list[float], device: str) -> None:
+    buffer = TrajectoryReplayBuffer(20, 1, FEW, n_step=4, gamma=gamma, device=device)
     for number in range(5):
-        step = given(number, 1, FEW) | {"reward": np.array([rewards[number % 4]])}
-        buffer.add(**step)
-    assert buffer[0].reward.item() == 2.0**24 + 4.0
-    discounted = TrajectoryReplayBuffer(20, 1, FEW, n_step=4, gamma=0.97, device=device)
-    for number in range(5):
-        discounted.add(**(given(number, 1, FEW) | {"reward": np.array([1.0 + number])}))
-    exact = sum(0.97**power * (1.0 + power) for power in range(4))
-    assert discounted[0].reward.item() == np.float32(exact)
-    assert discounted[0].discount.item() == np.float32(0.97**4)
+        buffer.add(**given(number, 1, FEW, reward=np.array([rewards[number % 4]])))
+    exact = sum(gamma**power * float(np.float32(reward)) for power, reward in enumerate(rewards))
+    assert buffer[0].reward.item() == np.float32(exact)
+    assert buffer[0].discount.item() == np.float32(gamma**4)
 
 
 def test_what_was_added_can_be_changed_afterwards(device: str) -> None:
     """Vector environments hand out the same array at every step."""
     pair = Pair(12, 2, device=device, stack=2, autoreset="same_step")
+    assert pair.priorities is not None
     reused: dict[str, np.ndarray] = {}
     for number in range(7):
         steps = [numbered(number, env, FIELDS, truncated=number == 3) for env in range(2)]
@@ -112,7 +87,6 @@ def test_what_was_added_can_be_changed_afterwards(device: str) -> None:
         for name, value in arrays.items():
             reused.setdefault(name, np.empty_like(value))[...] = value
         pair.buffer.add(**reused)
-        assert pair.priorities is not None
         pair.priorities.add(steps)
         for value in reused.values():
             value[...] = 0
@@ -124,36 +98,31 @@ def test_layouts_that_are_not_contiguous(device: str) -> None:
     fields = {"obs": Field((3, 5), torch.uint8), "action": Field((), torch.int64)}
     stacks = np.random.default_rng(0).integers(0, 256, (6, 2, 4, 3, 5), dtype=np.uint8)
     planes: list[Any] = [stacks[0][:, -1], np.asfortranarray(stacks[1][:, -1]), stacks[2][:, -1][::-1]]
-    planes += [torch.from_numpy(stacks[3])[:, -1], torch.from_numpy(stacks[4]).to(device)[:, 2].transpose(1, 2)]
-    read_only = stacks[5][:, 0].copy()
-    read_only.flags.writeable = False
-    planes.append(read_only)
-    planes[4] = planes[4].contiguous().transpose(1, 2)
+    planes.append(torch.from_numpy(stacks[3])[:, -1])
+    planes.append(torch.from_numpy(stacks[4]).to(device)[:, 2].transpose(1, 2).contiguous().transpose(1, 2))
+    planes.append(stacks[5][:, 0].copy())
+    planes[5].flags.writeable = False
     buffer = TrajectoryReplayBuffer(14, 2, fields, device=device)
     for number, plane in enumerate([*planes, planes[0]]):
-        buffer.add(**(given(number, 2, FEW) | {"obs": plane}))
-    batch = buffer[list(range(12))]
-    for number, plane in enumerate(planes):
-        expected = plane.cpu() if isinstance(plane, Tensor) else torch.from_numpy(plane.copy())
-        assert torch.equal(batch.obs[2 * number : 2 * number + 2].cpu(), expected)
+        buffer.add(**given(number, 2, FEW, obs=plane))
+    expected = np.concatenate([plane.cpu().numpy() if isinstance(plane, Tensor) else plane for plane in planes])
+    assert np.array_equal(buffer[list(range(12))].obs.cpu().numpy(), expected)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64],
-    ids=str,
-)
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, *FLOATS], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (17,), (4, 4, 3)], ids=str)
 def test_observations_of_every_dtype_and_shape_come_back_unchanged(
     shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     """Rows from 1 to 384 bytes, aligned to nothing: stacks, their filling, and the final observations."""
     fields = {"obs": Field(shape, dtype), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(
-        16, 2, fields, stack=3, padding="zero", autoreset="same_step", sampler=Uniform(), device=device
-    )
-    values = torch.randint(0, 120, (12, 2, *shape), generator=torch.Generator().manual_seed(1)) + 1
+    buffer = TrajectoryReplayBuffer(16, 2, fields, stack=3, padding="zero", autoreset="same_step", device=device)
+    values = torch.randint(0, 120, (13, 2, *shape), generator=torch.Generator().manual_seed(1)) + 1
     values = values % 2 == 0 if dtype is torch.bool else values.to(dtype)
+    values[12] = 0
     none = torch.zeros(2, dtype=torch.bool)
     for number in range(6):
         flags = {"terminated": none, "truncated": torch.tensor([number == 2, False])}
@@ -161,21 +130,16 @@ def test_observations_of_every_dtype_and_shape_come_back_unchanged(
         buffer.add(obs=values[number].to(device), action=torch.arange(2), reward=torch.zeros(2), **flags, **final)
     batch = buffer[[0, 4, 6, 5]]
     assert batch.obs.dtype == batch.next_obs.dtype == dtype
-    zero = torch.zeros(shape, dtype=dtype)
-    frames = values[:, 0]
-    expected = [
-        [zero, zero, frames[0]],
-        [frames[0], frames[1], frames[2]],
-        [zero, zero, frames[3]],
-        list(values[:3, 1]),
-    ]
-    after = [[zero, frames[0], frames[1]], [frames[1], frames[2], frames[8]], [zero, frames[3], frames[4]]]
-    assert torch.equal(batch.obs.cpu(), torch.stack([torch.stack(row) for row in expected]))
-    assert torch.equal(batch.next_obs[:3].cpu(), torch.stack([torch.stack(row) for row in after]))
-    assert torch.equal(batch.next_obs[3].cpu(), values[1:4, 1])
+    # the steps of each row, whose last is of the other environment; 12 is zero and 8 final
+    environment = torch.tensor([0, 0, 0, 1])[:, None]
+    for found, steps in (
+        (batch.obs, [[12, 12, 0], [0, 1, 2], [12, 12, 3], [0, 1, 2]]),
+        (batch.next_obs, [[12, 0, 1], [1, 2, 8], [12, 3, 4], [1, 2, 3]]),
+    ):
+        assert torch.equal(found.cpu(), values[torch.tensor(steps), environment])
 
 
-@pytest.mark.parametrize("output", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("output", FLOATS, ids=str)
 @pytest.mark.parametrize("scale", [None, 1 / 255], ids=["as is", "scaled"])
 def test_stacks_are_converted_and_scaled_on_their_way_out(
     scale: float | None, output: torch.dtype, device: str
@@ -240,28 +204,6 @@ def test_dictionaries_of_observations(stack: int, autoreset: str, device: str) -
     assert set(pair.buffer.sample(2)) == set(batch) | {"probability", "weight"}
 
 
-def test_final_observations_of_a_dictionary_are_each_used(device: str) -> None:
-    fields = {"obs.a": Field((), torch.int64), "obs.b": Field((2,), torch.float32), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(10, 1, fields, autoreset="same_step", device=device)
-    buffer.add(
-        **{"obs.a": [1], "obs.b": [[1.0, 2.0]], "final_obs.a": [7], "final_obs.b": [[8.0, 9.0]]},
-        action=[0],
-        reward=[0.0],
-        terminated=[False],
-        truncated=[True],
-    )
-    batch = buffer[0]
-    assert (batch["next_obs.a"].tolist(), batch.next_obs.b.tolist()) == ([7], [[8.0, 9.0]])
-    assert (batch["obs.a"].tolist(), batch.obs.b.tolist()) == ([1], [[1.0, 2.0]])
-
-
-def test_further_fields_are_those_of_the_start(device: str) -> None:
-    fields = FEW | {"logits": Field((3,), torch.float32), "flag": Field((), torch.bool)}
-    pair = Pair(24, 2, fields=fields, device=device, n_step=3, stack=2)
-    live_through(pair, 15)
-    pair.check()
-
-
 @pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
 def test_rows_of_final_obs_where_nothing_ended_are_never_read(autoreset: str, device: str) -> None:
     fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
@@ -301,24 +243,15 @@ def test_a_batch_is_a_snapshot(device: str) -> None:
     assert all(torch.equal(batch[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("mask", ["numpy", "torch", "device", "list"])
-def test_begin_episodes_takes_a_mask_in_every_form(mask: str, device: str) -> None:
-    pair = Pair(30, 3, device=device)
-    live_through(pair, 3, end=0.0)
+@pytest.mark.parametrize("form", [np.array, torch.tensor, list, None], ids=["numpy", "torch", "list", "device"])
+def test_begin_episodes_takes_a_mask_in_every_form(form: Any, device: str) -> None:
+    pair = live_through(Pair(30, 3, device=device), 3, end=0.0)
     few = [True, False, True]
-    forms = {
-        "numpy": np.array(few),
-        "torch": torch.tensor(few),
-        "device": torch.tensor(few, device=device),
-        "list": few,
-    }
-    pair.buffer.begin_episodes(forms[mask])
+    pair.buffer.begin_episodes(torch.tensor(few, device=device) if form is None else form(few))
     pair.history.begin_episodes(few)
-    live_through(pair, 3, end=0.0)
-    view = pair.check()
+    view = live_through(pair, 3, end=0.0).check()
     # the step before the break waits for ever in the first and the last environment
-    assert {6, 8} & set(view.eligible()) == set()
-    assert 7 in view.eligible()
+    assert {6, 7, 8} & set(view.eligible()) == {7}
 
 
 def test_fields_and_sizes_can_be_asked_for(device: str) -> None:
@@ -326,6 +259,7 @@ def test_fields_and_sizes_can_be_asked_for(device: str) -> None:
     assert (buffer.capacity, buffer.num_envs, len(buffer), buffer.added) == (30, 3, 0, 0)
     assert {name: buffer.fields[name] for name in FIELDS} == FIELDS
     assert buffer.device.type == device
-    filled(buffer, [given(number, 3) for number in range(12)])
+    for number in range(12):
+        buffer.add(**given(number, 3))
     assert (len(buffer), buffer.added) == (30, 36)
     assert "TrajectoryReplayBuffer" in repr(buffer)

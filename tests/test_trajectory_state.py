@@ -11,9 +11,10 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from trajectory_pair import FIELDS, Pair, Script, final_of, numbered
-from transitions import EXACT
+from transitions import EXACT, leaves
 
 from gpu_replay import (
+    Batch,
     Combined,
     Field,
     Latest,
@@ -47,17 +48,17 @@ def built(sampler: Any, device: str, *, seed: int = 5, **changed: Any) -> Trajec
     return TrajectoryReplayBuffer(**settings, sampler=sampler, device=device, seed=seed)
 
 
-def readable(buffer: TrajectoryReplayBuffer) -> list[int]:
-    """Keys of the starts that can be drawn."""
+def readable(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    """Keys of the starts that can be drawn, and their masses where the sampler has some."""
     live = range(buffer.added - len(buffer), buffer.added)
     sampler = buffer.sampler.base if isinstance(buffer.sampler, Combined) else buffer.sampler
     if isinstance(sampler, Proportional):
         masses = buffer.masses().tolist()
-        return [key for key in live if masses[key % buffer.capacity]]
-    found = []
+        return {key: masses[key % buffer.capacity] for key in live if masses[key % buffer.capacity]}
+    found = {}
     for key in live:
         with contextlib.suppress(KeyError):
-            found += buffer[key].key.tolist()
+            found[int(buffer[key].key)] = 0
     return found
 
 
@@ -65,23 +66,30 @@ def same(one: TrajectoryReplayBuffer, other: TrajectoryReplayBuffer) -> None:
     """Fail unless both hold the same and would draw the same; the draws are made."""
     assert repr(one.stats()) == repr(other.stats())
     assert (one.added, len(one), one.capacity) == (other.added, len(other), other.capacity)
-    sampler = one.sampler.base if isinstance(one.sampler, Combined) else one.sampler
-    if isinstance(sampler, Proportional):
-        assert one.masses().tolist() == other.masses().tolist()
     keys = readable(one)
     assert readable(other) == keys
     assert one.stats().eligible == len(keys)
     if keys:
-        equal(one[keys], other[keys])
+        equal(one[list(keys)], other[list(keys)])
     count = min(4, len(keys))
     if count >= (one.sampler.newest if isinstance(one.sampler, Combined) else 1):
         equal(one.sample(count), other.sample(count))
 
 
 def equal(one: Any, other: Any) -> None:
-    assert set(one) == set(other)
-    for name in one:
-        assert torch.equal(one[name].cpu(), other[name].cpu()), name
+    """Fail unless two batches, or two lists of them, are equal."""
+    for first, second in zip([one], [other], strict=True) if isinstance(one, Batch) else zip(one, other, strict=True):
+        assert set(first) == set(second)
+        for name in first:
+            assert torch.equal(first[name].cpu(), second[name].cpu()), name
+
+
+def reloaded(pair: Pair, **settings: Any) -> Pair:
+    """The pair, whose buffer is now another one with the same state."""
+    state, device = pair.buffer.state_dict(), pair.buffer.device
+    pair.buffer = TrajectoryReplayBuffer(20, pair.history.num_envs, FIELDS, sampler=EXACT, device=device, **settings)
+    pair.buffer.load_state_dict(state)
+    return pair
 
 
 @pytest.mark.parametrize("autoreset", MODES)
@@ -107,8 +115,7 @@ def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, au
                 script.play(twin, before, after)
         same(twin, loaded)
         ahead = min(60, place + scale(12, 8))
-        for one, other in zip(script.play(twin, place, ahead), script.play(loaded, place, ahead), strict=True):
-            equal(one, other)
+        equal(script.play(twin, place, ahead), script.play(loaded, place, ahead))
         same(twin, loaded)
 
 
@@ -128,92 +135,70 @@ def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, autoreset: str, 
         assert {name: loaded.fields[name] for name in FIELDS} == FIELDS
         assert loaded._config() == buffer._config()
         same(buffer, loaded)
-    for one, other in zip(script.play(buffer, done, 80), script.play(loaded, done, 80), strict=True):
-        equal(one, other)
+    equal(script.play(buffer, done, 80), script.play(loaded, done, 80))
     same(buffer, loaded)
-
-
-def test_windows_and_priorities_that_wait_are_part_of_the_state(device: str) -> None:
-    pair = Pair(20, 1, device=device, n_step=3, stack=2)
-    for number, priority in enumerate((4.0, 8.0, 16.0)):
-        pair.add([numbered(number, 0, FIELDS, priority=priority, reward=float(number))])
-    loaded = TrajectoryReplayBuffer(20, 1, FIELDS, sampler=EXACT, device=device, n_step=3, stack=2)
-    loaded.load_state_dict(pair.buffer.state_dict())
-    pair.buffer = loaded
-    for number in range(3, 8):
-        pair.add([numbered(number, 0, FIELDS)])
-    pair.check()
-    # three with their own, two with the largest of them that was complete before their call
-    assert [mass >> 20 for mass in loaded.masses().tolist()[:5]] == [4, 8, 16, 16, 16]
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
 def test_final_observations_are_part_of_the_state(autoreset: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    settings: dict[str, Any] = {"autoreset": autoreset, "stack": 2, "n_step": 2, "final_capacity": 3}
-    pair = Pair(12, 2, device=device, **settings)
-    for number in range(4):
+    pair = Pair(12, 2, device=device, autoreset=autoreset, stack=2, n_step=2, final_capacity=3)
+    for number in range(13):
+        if number == 4:
+            pair.buffer.save(tmp_path / "checkpoint")
+            pair.buffer = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
         steps = [numbered(number, env, FIELDS, truncated=(number + env) % 3 == 1) for env in range(2)]
         pair.add([step | {"final": final_of(step, step["truncated"])} for step in steps])
-    pair.check()
-    pair.buffer.save(tmp_path / "checkpoint")
-    pair.buffer = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
-    for number in range(4, 13):
-        pair.check()
-        steps = [numbered(number, env, FIELDS, truncated=(number + env) % 3 == 1) for env in range(2)]
-        pair.add([step | {"final": final_of(step, step["truncated"])} for step in steps])
-    pair.check_refusals(pair.check())
-
-
-@pytest.mark.parametrize("ended", ["terminated", "truncated"])
-def test_the_step_after_an_ending_is_dead_also_after_loading(ended: str, device: str) -> None:
-    pair = Pair(20, 2, device=device)
-    pair.add([numbered(0, env, FIELDS) for env in range(2)])
-    pair.add([numbered(1, env, FIELDS, **{ended: env == 0}) for env in range(2)])
-    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device)
-    loaded.load_state_dict(pair.buffer.state_dict())
-    pair.buffer = loaded
-    for number in range(2, 5):
-        pair.add([numbered(number, env, FIELDS) for env in range(2)])
-    view = pair.check()
-    assert 4 in view.dead()
+        view = pair.check()
     pair.check_refusals(view)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_begin_episodes_around_a_checkpoint(when: str, device: str) -> None:
-    """What a user does whose environments start anew after an interruption."""
-    pair = Pair(20, 2, device=device, stack=2, n_step=2)
-    pair.add([numbered(0, env, FIELDS) for env in range(2)])
-    pair.add([numbered(1, env, FIELDS, truncated=env == 0) for env in range(2)])
-    if when == "before":
-        pair.begin_episodes()
-    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device, stack=2, n_step=2)
-    loaded.load_state_dict(pair.buffer.state_dict())
-    pair.buffer = loaded
-    if when == "after":
-        pair.begin_episodes()
-    for number in range(2, 6):
-        pair.add([numbered(number, env, FIELDS) for env in range(2)])
+WAITING: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
+    "the step after a termination is dead": ({}, [".", "T"], [0, 1, 2, 3, 5, 6, 7]),
+    "the step after a truncation is dead": ({}, [".", "U"], [0, 1, 2, 3, 5, 6, 7]),
+    # what a user does whose environments start anew after an interruption
+    "episodes begin before": ({"stack": 2, "n_step": 2}, [".", "U", "|"], [4, 5, 6, 7]),
+    "episodes begin after": ({"stack": 2, "n_step": 2}, [".", "U", None, "|"], [4, 5, 6, 7]),
+    "open windows": ({"stack": 2, "n_step": 3}, [".", "."], [0, 1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_is_part_of_the_state(name: str, device: str) -> None:
+    """Endings, windows, and priorities of steps whose windows are open: the buffer is loaded where None stands."""
+    settings, calls, eligible = WAITING[name]
+    pair = Pair(20, 2, device=device, **settings)
+    for call in calls if None in calls else [*calls, None]:
+        if call is None:
+            pair = reloaded(pair, **settings)
+        elif call == "|":
+            pair.begin_episodes()
+        else:
+            number, flag = pair.history.count, {"T": "terminated", "U": "truncated"}.get(call, "reward")
+            pair.add(
+                [numbered(number, env, FIELDS, **{"priority": 4.0 + number + env, flag: env == 0}) for env in (0, 1)]
+            )
+    for number in range(2, 6 if settings else 5):
+        pair.add([numbered(number, env, FIELDS) for env in (0, 1)])
     view = pair.check()
-    assert view.eligible() == [4, 5, 6, 7]
+    assert view.eligible() == eligible
     pair.check_refusals(view)
 
 
-def test_state_of_an_empty_and_of_a_cleared_buffer(device: str) -> None:
-    for calls in (0, scale(30, 9)):
-        buffer, loaded = built(EXACT, device), built(EXACT, device, seed=1)
-        Script(seed=4, calls=30, num_envs=3).play(buffer, 0, calls)
-        buffer.clear()
-        Script(seed=5, calls=30, num_envs=3).play(loaded, 0, scale(30, 6))
-        loaded.load_state_dict(buffer.state_dict())
-        assert (len(loaded), loaded.added, loaded.total_mass()) == (0, buffer.added, 0)
-        with pytest.raises(RuntimeError):
-            loaded.sample(1)
-        script = Script(seed=6, calls=20, num_envs=3)
-        script.play(buffer, 0, scale(20, 8))
-        script.play(loaded, 0, scale(20, 8))
-        same(buffer, loaded)
+@pytest.mark.parametrize("calls", [0, scale(30, 9)])
+def test_state_of_an_empty_and_of_a_cleared_buffer(calls: int, device: str) -> None:
+    buffer, loaded = built(EXACT, device), built(EXACT, device, seed=1)
+    Script(seed=4, calls=30, num_envs=3).play(buffer, 0, calls)
+    buffer.clear()
+    Script(seed=5, calls=30, num_envs=3).play(loaded, 0, scale(30, 6))
+    loaded.load_state_dict(buffer.state_dict())
+    assert (len(loaded), loaded.added, loaded.total_mass()) == (0, buffer.added, 0)
+    with pytest.raises(RuntimeError):
+        loaded.sample(1)
+    script = Script(seed=6, calls=20, num_envs=3)
+    for each in (buffer, loaded):
+        script.play(each, 0, scale(20, 8))
+    same(buffer, loaded)
 
 
 def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) -> None:
@@ -222,12 +207,11 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(device: str) ->
     first, last = scale((40, 60), (14, 34))
     script.play(buffer, 0, first)
     state = buffer.state_dict()
+    assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
     once = script.play(buffer, first, last)
     buffer.load_state_dict(state)
-    again = script.play(buffer, first, last)
     assert once
-    for one, other in zip(once, again, strict=True):
-        equal(one, other)
+    equal(once, script.play(buffer, first, last))
 
 
 def test_saving_changes_nothing(device: str, tmp_path: Path) -> None:
@@ -235,28 +219,12 @@ def test_saving_changes_nothing(device: str, tmp_path: Path) -> None:
     script = Script(seed=8, calls=60, num_envs=3)
     buffer, twin = built(ANNEALED, device), built(ANNEALED, device)
     first, last = scale((30, 60), (8, 16))
-    script.play(buffer, 0, first)
-    script.play(twin, 0, first)
+    for each in (buffer, twin):
+        script.play(each, 0, first)
     buffer.state_dict()
     buffer.save(tmp_path / "checkpoint")
-    for one, other in zip(script.play(buffer, first, last), script.play(twin, first, last), strict=True):
-        equal(one, other)
+    equal(script.play(buffer, first, last), script.play(twin, first, last))
     same(buffer, twin)
-
-
-def leaves(state: Any) -> list[Any]:
-    """What a nested state is made of."""
-    if isinstance(state, (dict, list, tuple)):
-        parts = state.values() if isinstance(state, dict) else state
-        return [leaf for part in parts for leaf in leaves(part)]
-    return [state]
-
-
-def test_state_is_made_of_tensors_and_plain_values(device: str) -> None:
-    buffer = built(ANNEALED, device, autoreset="same_step")
-    Script(seed=9, calls=30, num_envs=3).play(buffer, 0, 30)
-    kinds = {type(leaf) for leaf in leaves(buffer.state_dict())}
-    assert kinds <= {torch.Tensor, int, float, str, bool, type(None)}
 
 
 def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> None:
@@ -306,5 +274,4 @@ def test_state_moves_between_cpu_and_cuda(autoreset: str) -> None:
         buffer, loaded = built(EXACT, source, autoreset=autoreset), built(EXACT, target, autoreset=autoreset)
         script.play(buffer, 0, 50)
         loaded.load_state_dict(buffer.state_dict())
-        for one, other in zip(script.play(buffer, 50, 80), script.play(loaded, 50, 80), strict=True):
-            equal(one, other)
+        equal(script.play(buffer, 50, 80), script.play(loaded, 50, 80))

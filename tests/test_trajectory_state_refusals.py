@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,9 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from trajectory_pair import FIELDS, Script
-from transitions import NUMBER, make
+from transitions import NUMBER, make, same_draws
 
-from gpu_replay import (
-    CheckpointError,
-    Field,
-    LinearSchedule,
-    Proportional,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import CheckpointError, Field, LinearSchedule, Proportional, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -63,45 +54,31 @@ def test_state_that_is_no_state_is_refused_and_changes_nothing(damage: str, devi
     script = Script(seed=25, calls=40, num_envs=3)
     buffer, twin = built(ANNEALED, device), built(ANNEALED, device)
     first, last = scale((25, 40), (9, 15))
-    script.play(buffer, 0, first)
-    script.play(twin, 0, first)
+    for each in (buffer, twin):
+        script.play(each, 0, first)
     state: Any = dict(buffer.state_dict())
     if damage == "a missing entry":
         state.pop("counters")
     if damage == "a missing tensor":
         state["tensors"] = dict(list(state["tensors"].items())[1:])
-    given = {"empty": {}, "not a dict": 7}.get(damage, state)
     with pytest.raises((ValueError, KeyError, TypeError)):
-        buffer.load_state_dict(given)
-    script.play(buffer, first, last)
-    script.play(twin, first, last)
+        buffer.load_state_dict({"empty": {}, "not a dict": 7}.get(damage, state))
+    for each in (buffer, twin):
+        script.play(each, first, last)
     assert buffer.masses().tolist() == twin.masses().tolist()
-    one, other = buffer.sample(4), twin.sample(4)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    same_draws(buffer, twin, 4, times=1)
 
 
-Loader = Callable[[Path], Any]
-
-
-def test_checkpoints_of_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
+def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    transitions, trajectories = make(5, Uniform(), device=device, **NUMBER), built(Uniform(), device)
-    transitions.save(tmp_path / "transitions")
-    trajectories.save(tmp_path / "trajectories")
-    refusals: list[tuple[Loader, str, str]] = [
-        (TrajectoryReplayBuffer.load, "transitions", r"(?s)ReplayBuffer.*ReplayBuffer\.load"),
-        (ReplayBuffer.load, "trajectories", r"(?s)TrajectoryReplayBuffer.*TrajectoryReplayBuffer\.load"),
-    ]
-    for load, name, message in refusals:
-        with pytest.raises(CheckpointError, match=message):
-            load(tmp_path / name)
-
-
-def test_states_of_the_two_buffers_are_not_mistaken_for_each_other(device: str) -> None:
-    transitions, trajectories = make(33, Uniform(), device=device), built(Uniform(), device)
+    transitions, trajectories = make(33, Uniform(), device=device, **NUMBER), built(Uniform(), device)
     for one, other in ((transitions, trajectories), (trajectories, transitions)):
         with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):
             one.load_state_dict(other.state_dict())
+        name = type(one).__name__
+        one.save(tmp_path / name)
+        with pytest.raises(CheckpointError, match=rf"(?s){name}.*{name}\.load"):
+            type(other).load(tmp_path / name)
 
 
 def test_a_damaged_checkpoint_is_refused(device: str, tmp_path: Path) -> None:

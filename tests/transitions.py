@@ -110,3 +110,11 @@ def contents(buffer: ReplayBuffer, *, prioritized: bool = False) -> dict[str, An
     if prioritized:
         found |= {"masses": buffer.masses().tolist(), "total": buffer.total_mass()}
     return found
+
+
+def leaves(state: Any) -> list[Any]:
+    """What a nested state is made of."""
+    if isinstance(state, (dict, list, tuple)):
+        parts = state.values() if isinstance(state, dict) else state
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [state]
