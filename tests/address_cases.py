@@ -17,7 +17,7 @@ from sparse_memory import SparseMemory
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.ops import admission, rank_draw
+from gpu_replay.ops import priorities, rank_draw
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
@@ -195,7 +195,7 @@ def _updated(memory: SparseMemory, kernel: str) -> None:
 def settle_kernel(memory: SparseMemory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # as for more keys than one program takes
-        patch.setattr(admission, "keys_together", lambda batch, interpreted: 0)
+        patch.setattr(priorities, "keys_together", lambda batch, interpreted: 0)
         _updated(memory, "settle_kernel")
 
 

@@ -1,38 +1,81 @@
-"""What holds for every test: one thread, sizes that fit a small machine, and a count of the tests that need a GPU."""
+"""What holds for every test: one thread, what is left out by default, and one line that says how much that was."""
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
+from guards import guards_fixture as guards_fixture
 
-NO_GPU = "needs a CUDA device"
+# before Triton is imported: without a GPU it interprets the kernels that tests launch
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+LEFT_OUT = {
+    "gpu": "{} tests need a GPU and were deselected: no kernel runs on one here.",
+    "slow": "{} slow tests were deselected: --full runs them.",
+}
+deselected = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run tests marked slow with their full sizes")
+    parser.addoption("--full", action="store_true", help="run the tests marked slow as well, and all sizes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # two busy workers on two cores; a result must not depend on it, but the run time does
     torch.set_num_threads(1)
+    config.stash[deselected] = dict.fromkeys(LEFT_OUT, 0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+def left_out(item: pytest.Item, full: bool) -> str | None:
+    """The marker for which a test does not run, or None; a GPU takes no time for what is slow in the interpreter."""
+    if item.get_closest_marker("gpu") is not None:
+        # nor do kernels run on a GPU where Triton interprets them
+        return None if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "gpu"
+    return "slow" if not full and item.get_closest_marker("slow") is not None else None
 
 
-@pytest.fixture
+# last, so that what -k and -m left out is not counted
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = [left_out(item, config.option.full) for item in items]
+    for name in LEFT_OUT:
+        config.stash[deselected][name] = reasons.count(name)
+    if gone := [item for item, reason in zip(items, reasons, strict=True) if reason]:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item, reason in zip(items, reasons, strict=True) if not reason]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # a worker of xdist tells the process that prints
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash[deselected]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    # every worker collects all tests, so their counts are the same
+    node.config.stash[deselected] = getattr(node, "workeroutput", {}).get("deselected", {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, count in config.stash[deselected].items():
+        if count:
+            terminalreporter.write_line(LEFT_OUT[name].format(count))
+
+
+@pytest.fixture(autouse=True)
+def default_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only its own code is tested, and beside it the host code, whatever the variable says."""
+    if request.node.get_closest_marker("gpu") is not None:
+        monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+
+
+@pytest.fixture(params=["small", pytest.param("full", marks=pytest.mark.slow)])
 def full(request: pytest.FixtureRequest) -> bool:
-    """Whether the slow tests run with their full sizes."""
-    return bool(request.config.getoption("--full"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = terminalreporter.stats.get("skipped", [])
-    without = sum(1 for report in skipped if isinstance(report.longrepr, tuple) and NO_GPU in report.longrepr[2])
-    if without:
-        terminalreporter.write_line(f"{without} tests marked gpu were skipped: there is no CUDA device here.")
+    """Whether sizes are those of --full."""
+    return bool(request.param == "full")

@@ -7,8 +7,10 @@ millisecond and every count goes through `scale`.
 
 from __future__ import annotations
 
+import itertools
 import os
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,7 +19,8 @@ Amount = TypeVar("Amount")
 INTERPRETED = os.environ.get("GPU_REPLAY_BACKEND") == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 statistical = pytest.mark.skipif(
-    INTERPRETED, reason="thousands of samples; the kernels draw what the host code draws, see test_same_everywhere.py"
+    INTERPRETED,
+    reason="thousands of samples; kernels draw what the host draws, see test_kernels_in_buffers.py",
 )
 host_only = pytest.mark.skipif(INTERPRETED, reason="measures the process, not the kernels")
 
@@ -31,3 +34,30 @@ def device_fixture(request: pytest.FixtureRequest) -> str:
 def scale(host: Amount, interpreted: Amount) -> Amount:
     """How much to do: `interpreted` where kernels are interpreted, else `host`."""
     return interpreted if INTERPRETED else host
+
+
+def thinned(names: str, *axes: Iterable[Any], times: int = 1) -> pytest.MarkDecorator:
+    """The product of some values; all are slow but for so few that each value occurs at least `times` times."""
+    columns = [list(axis) for axis in axes]
+    longest = max(map(len, columns))
+    # a diagonal for each time, so that a value has other partners
+    kept = {
+        tuple((place + lap * column) % len(axis) for column, axis in enumerate(columns))
+        for lap in range(times)
+        for place in range(longest)
+    }
+    places = itertools.product(*(range(len(axis)) for axis in columns))
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(
+                *(axis[place] for axis, place in zip(columns, each, strict=True)),
+                id="-".join(
+                    str(axis[place]) if isinstance(axis[place], (str, int)) else f"{column}{place}"
+                    for column, (axis, place) in enumerate(zip(columns, each, strict=True))
+                ),
+                marks=() if each in kept else pytest.mark.slow,
+            )
+            for each in places
+        ],
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from scipy.stats import chi2
+import pytest
 
 FALSE_ALARMS = 1e-6  # of each call of `check_counts`
 LEAST_EXPECTED = 5.0  # cells that expect less are pooled, the usual condition for the chi-square approximation
@@ -45,6 +45,7 @@ def check_counts(counts: Mapping[Hashable, int], weights: Mapping[Hashable, floa
         [counts.get(outcome, 0) for outcome in outcomes], [drawn * weights[outcome] / total for outcome in outcomes]
     )
     assert len(cells) >= 2, "too few draws or outcomes to say anything"
+    chi2 = pytest.importorskip("scipy.stats").chi2
     statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
     limit = chi2.isf(FALSE_ALARMS, len(cells) - 1)
     assert statistic <= limit, f"chi-square {statistic:.1f} over {len(cells)} cells exceeds {limit:.1f}"

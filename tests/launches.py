@@ -1,7 +1,7 @@
 """Kernels without a GPU: the launches that a call would make, recorded, and each compiled as the JIT would compile it.
 
-Only for processes in which Triton is not interpreted. Tensors are on the CPU and are sent to the device code, which
-makes its launches for a GPU; none of them runs, so nothing that a recorded call returns means anything.
+Tensors are on the CPU and are sent to the device code, which makes its launches for a GPU; none of them runs, so
+nothing that a recorded call returns means anything. `compile_for` needs a process in which Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class Launch:
         return str(self.kernel.__name__)
 
     @property
+    def specialised(self) -> list[str]:
+        """Integers for whose values Triton would compile the kernel anew."""
+        general = getattr(self.kernel, "do_not_specialize", None) or self.kernel.kwargs.get("do_not_specialize", ())
+        named = zip(self.kernel.arg_names, self.arguments, strict=False)
+        return [name for name, argument in named if isinstance(argument, int) and name not in general]
+
+    @property
     def variant(self) -> str:
         """The constants and the dtypes, the same for launches that share compiled code."""
         constants = ", ".join(f"{name}={value}" for name, value in sorted(self.constants.items()))
@@ -72,6 +79,7 @@ def _kind(argument: Any) -> str:
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Within it buffers use the device code, and every launch is appended to the list instead of made."""
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     from gpu_replay.ops import _backend
@@ -82,7 +90,8 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(self, tuple(grid), arguments, constants))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", record)
+        for kind in (JITFunction, InterpretedFunction):
+            patch.setattr(kind, "run", record)
         patch.setattr(_backend, "_require_triton", lambda device: None)
         patch.setenv(_backend.VARIABLE, "triton")
         use_sizes_of_a_gpu(patch)

@@ -242,3 +242,21 @@ def test_no_assert_stands_in_for_an_error_message() -> None:
         # in device code it is Triton's static_assert or nothing
         found.extend(f"{module}:{node.lineno}" for node in nodes if isinstance(node, ast.Assert))
     assert found == []
+
+
+# written with other libraries; what imports them asks for those first
+PROGRAMS_OF_TESTS = ("api_reference.py", "typed_use.py")
+
+
+def test_tests_are_collected_with_torch_triton_numpy_and_pytest_alone() -> None:
+    """As on a GPU machine that has nothing else; `pytest.importorskip` asks for more."""
+    folder = Path(__file__).parent
+    allowed = {*sys.stdlib_module_names, "torch", "triton", "numpy", "pytest", "gpu_replay"}
+    allowed |= {path.stem for path in folder.glob("*.py")}
+    wrong = []
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text()).body if path.name not in PROGRAMS_OF_TESTS else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{path.name} imports {name}" for name in names if name.split(".")[0] not in allowed]
+    assert wrong == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from gpu_replay.ops.ring import launch_gather
 
 CPU = torch.device("cpu")
 DOCUMENT = Path(__file__).parents[1] / "bench" / "README.md"
-counted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="counts launches instead of making them")
 
 
 def launches_of(call: Callable[[], object]) -> int:
@@ -45,7 +43,6 @@ def test_the_levels_are_those_of_the_trees_that_kernels_descend(slots: int, coun
         assert cost_model.levels(slots) == [level.numel() for level in MassTree(slots, CPU, "triton").levels]
 
 
-@counted
 def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
     inputs = Inputs(5_000, 32, CPU)
     with recorded() as launches:
@@ -65,7 +62,6 @@ def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
         assert len(launches) * 3 == cost_model.build(5_000).launches
 
 
-@counted
 def test_launches_of_an_atari_step_are_those_that_are_made() -> None:
     fields = {"obs": Field((84, 84), torch.uint8, torch.bfloat16, 1 / 255), "action": Field((), torch.int64)}
     step = {name: torch.zeros((4, *field.shape), dtype=field.dtype) for name, field in fields.items()}

@@ -219,6 +219,7 @@ def test_what_does_not_fit_is_skipped_with_a_word(
 # the command
 
 
+@pytest.mark.slow
 def test_bench_kernels_measures_records_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

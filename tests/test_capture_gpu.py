@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import test_gpu as transitions
 import test_trajectory_gpu as steps
 import torch
-from test_gpu import numbered, pair, powers, waiting_is_an_error
+from test_gpu import look_while_another_adds, numbered, pair, powers, waiting_is_an_error
 from torch import Tensor
 from trees import check_sums
 
@@ -24,17 +22,9 @@ from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer,
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.ops.counters import Counter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 REPLAYS = 60
-
-
-@pytest.fixture(autouse=True)
-def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
 
 
 def priorities_and_batch(batch: Batch) -> tuple[Tensor, Batch]:
@@ -87,7 +77,7 @@ def test_replayed_steps_are_those_of_the_host(name: str) -> None:
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("name", ["uniform", "exact", "everything", "combined-everything", "rank", "rank-outdated"])
 def test_replayed_steps_that_add_are_those_of_the_host(name: str, mode: str) -> None:
-    streams = steps.Streams(1000, 8, steps.SAMPLERS[name], mode, random_shift=1)
+    streams = steps.Streams(1000, 8, transitions.SAMPLERS[name], mode, random_shift=1)
     gpu, host = streams.gpu, streams.host
     streams.add(40)
     number = torch.full((), 40, dtype=torch.int64, device="cuda")
@@ -95,13 +85,13 @@ def test_replayed_steps_that_add_are_those_of_the_host(name: str, mode: str) -> 
     def learn(batch: Batch) -> tuple[Tensor, Batch]:
         gpu.add(**streams.step(number, "cuda"))
         number.add_(1)
-        return steps.powers(batch.key), batch
+        return powers(batch.key), batch
 
     step = gpu.capture(96, learn)
     for time in range(150):
         found, expected = step(), host.sample(96)
         host.add(**streams.step(40 + time, "cpu"))
-        host.update_priorities(expected.key, steps.powers(expected.key))
+        host.update_priorities(expected.key, powers(expected.key))
         steps.check_drawn(found, expected)
         if time == 100:
             gpu.load_state_dict(host.state_dict())
@@ -231,39 +221,16 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
 def test_one_thread_adds_while_another_captures_and_replays() -> None:
     buffer = ReplayBuffer(5_000, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
     buffer.add(**numbered(0, 5_000, "cuda"))
-    failures: list[str] = []
-    done, captured = threading.Event(), threading.Event()
-
-    def add() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                first, turn = 5_000, 0
-                while turn < 200 or not captured.is_set():
-                    buffer.add(**numbered(first, 4_000, "cuda"))
-                    first, turn = first + 4_000, turn + 1
-        except Exception as error:
-            failures.append(repr(error))
-        finally:
-            done.set()
 
     def learn(batch: Batch) -> tuple[Tensor, Tensor]:
         whole = (batch.n == batch.key).all() & (batch.x[:, 0] == batch.n.float()).all()
         return powers(batch.key), whole
 
     step = buffer.capture(2_048, learn)
-    thread = threading.Thread(target=add)
-    thread.start()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        while not done.is_set() and not failures:
-            if not bool(step()):
-                failures.append("torn")
-            if step.captured:
-                captured.set()
-    captured.set()
-    thread.join()
-    assert failures == []
+    look_while_another_adds(
+        lambda turn: buffer.add(**numbered(5_000 + 4_000 * turn, 4_000, "cuda")), step, lambda: step.captured
+    )
     assert step.captured
-    torch.cuda.synchronize()
     check_sums(buffer._state.masses)
 
 

@@ -5,7 +5,6 @@ Streams and graphs only remember what they were given (fake_cuda.py).
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -211,12 +210,7 @@ def test_what_learn_itself_raises_comes_through(cuda: FakeCuda) -> None:
 
 # what the host knows of a buffer whose graphs are replayed
 
-compiled = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
-)
 
-
-@compiled
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded():
@@ -241,7 +235,6 @@ def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkey
                 pass
 
 
-@compiled
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded():
@@ -261,7 +254,6 @@ def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatc
         assert asked == [1]
 
 
-@compiled
 @pytest.mark.parametrize("kind", BUFFERS)
 @pytest.mark.parametrize(
     "sampler", [Uniform(), Proportional(initial="stored", normalize="buffer")], ids=["alike", "mass"]
@@ -281,7 +273,6 @@ def test_a_step_launches_what_its_calls_launch(sampler: Any, kind: str) -> None:
         assert 2 <= len(names) <= 5
 
 
-@compiled
 def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     with recorded():
         draws: Any = filled("transitions", Uniform())._draws

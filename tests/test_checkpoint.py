@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import MANIFEST, example, numbers, pieces_of, saved
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.shards import DTYPE_NAMES, file_bytes, plan_shards
+
+hypothesis = pytest.importorskip("hypothesis")
+load_file = pytest.importorskip("safetensors.torch").load_file
+st = hypothesis.strategies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -62,7 +63,7 @@ def test_slices_in_the_pieces_join_to_the_tensor_in_the_library(tmp_path: Path) 
         assert torch.equal(joined, tensor)
 
 
-@given(
+@hypothesis.given(
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 40), max_size=3).map(tuple),
@@ -72,7 +73,7 @@ def test_slices_in_the_pieces_join_to_the_tensor_in_the_library(tmp_path: Path) 
     ),
     st.integers(1, 9000),
 )
-@settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=25, deadline=None)
 def test_pieces_keep_to_their_size_and_hold_each_row_once(
     shapes: list[tuple[tuple[int, ...], torch.dtype]], shard_bytes: int
 ) -> None:

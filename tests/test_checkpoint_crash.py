@@ -19,10 +19,7 @@ from saving_process import load, save
 from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 class Saver:
@@ -77,7 +74,7 @@ def leftovers(path: Path) -> set[str]:
 
 
 def test_killed_at_random_moments_leaves_the_old_or_the_new_one(saver: Saver, tmp_path: Path, full: bool) -> None:
-    kills = 500 if full else 50
+    kills = 300 if full else 15
     delays = random.Random(0)
     path = tmp_path / "checkpoint"
     present: int | None = None

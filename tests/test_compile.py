@@ -409,10 +409,8 @@ inductor_warns = pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @needs_compiler
 @inductor_warns
-def test_generated_code_keeps_every_call_in_its_place(full: bool) -> None:
+def test_generated_code_keeps_every_call_in_its_place() -> None:
     """Inductor writes to the token itself instead of to copies: what keeps calls in order is another thing there."""
-    if not full:
-        pytest.skip("generating code takes long; runs with --full")
     buffer, eager = filled(), filled()
 
     def step(replay: ReplayBuffer) -> tuple[Batch, Batch]:
@@ -430,10 +428,8 @@ def test_generated_code_keeps_every_call_in_its_place(full: bool) -> None:
 @pytest.mark.slow
 @needs_compiler
 @inductor_warns
-def test_generated_learning_steps_draw_what_eager_ones_do(full: bool) -> None:
+def test_generated_learning_steps_draw_what_eager_ones_do() -> None:
     """Losses may differ in their last bits, and masses with them; what is drawn and counted may not."""
-    if not full:
-        pytest.skip("generating code takes long; runs with --full")
     buffer, eager = filled(), filled()
     results = zip(play(buffer, "inductor", 4, 8), play(eager, None, 4, 8), strict=True)
     for (loss, batch), (eager_loss, eager_batch) in results:

@@ -5,7 +5,6 @@ What compilers make of the operators is tested without one in test_compile.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,19 +18,14 @@ from torch import Tensor
 from gpu_replay import Batch, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.graphs.custom_ops import Operators
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
-    inductor_warns,
-]
+pytestmark = [pytest.mark.gpu, inductor_warns]
 
 # of tensors that have the same bits on every machine
 KINDS = ("uniform", "everything", "combined-rank")
 
 
 @pytest.fixture(autouse=True)
-def default_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -67,7 +61,7 @@ def test_compiled_steps_are_those_of_the_host(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_steps_of_streams_are_those_of_the_host(name: str) -> None:
-    streams = steps.Streams(1000, 8, steps.SAMPLERS[name], "next_step")
+    streams = steps.Streams(1000, 8, transitions.SAMPLERS[name], "next_step")
     streams.add(40)
 
     def step(buffer: TrajectoryReplayBuffer, more: dict[str, Tensor]) -> tuple[Batch, Batch]:

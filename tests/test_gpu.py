@@ -6,7 +6,6 @@ The kernels' arithmetic is tested without one, interpreted (test_kernels_against
 from __future__ import annotations
 
 import math
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,10 +23,7 @@ from trees import check_sums
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import Counter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
 # masses that no library rounds differently come from powers of two and alpha 1
@@ -47,11 +43,6 @@ SAMPLERS: dict[str, Any] = {
     "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
     "combined-rank": Combined(RankBased(resort_every=2), newest=3),
 }
-
-
-@pytest.fixture(autouse=True)
-def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
 
 
 def pair(capacity: int, sampler: Any, fields: dict[str, Field] | None = None) -> tuple[ReplayBuffer, ReplayBuffer]:
@@ -366,35 +357,47 @@ def test_large_adds_around_the_end_keep_all_sums() -> None:
 # streams, threads, memory of others
 
 
-def test_threads_on_streams_of_their_own_never_tear_a_transition() -> None:
-    buffer = ReplayBuffer(5_000, FIELDS, sampler=EXACT, device="cuda")
-    buffer.add(**numbered(0, 5_000, "cuda"))
-    torch.cuda.synchronize()
+def look_while_another_adds(
+    add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool] = lambda: True
+) -> None:
+    """Add 200 times, or until there was enough, in a thread and a stream; fail if a look in another one is not true."""
     failures: list[str] = []
     done = threading.Event()
 
-    def add() -> None:
+    def run() -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(200):
-                    buffer.add(**numbered(buffer.added, 4_000, "cuda"))
+                turn = 0
+                while (turn < 200 or not enough()) and not failures:
+                    add(turn)
+                    turn += 1
         except Exception as error:
             failures.append(repr(error))
         finally:
             done.set()
 
-    thread = threading.Thread(target=add)
+    thread = threading.Thread(target=run)
     thread.start()
     with torch.cuda.stream(torch.cuda.Stream()):
-        while not done.is_set():
-            batch = buffer.sample(2_048)
-            buffer.update_priorities(batch.key, powers(batch.key))
-            if not bool((batch.n == batch.key).all() & (batch.x[:, 0] == batch.n.float()).all()):
+        while not done.is_set() and not failures:
+            if not bool(look()):
                 failures.append("torn")
-                break
     thread.join()
     assert failures == []
     torch.cuda.synchronize()
+
+
+def test_threads_on_streams_of_their_own_never_tear_a_transition() -> None:
+    buffer = ReplayBuffer(5_000, FIELDS, sampler=EXACT, device="cuda")
+    buffer.add(**numbered(0, 5_000, "cuda"))
+    torch.cuda.synchronize()
+
+    def look() -> Tensor:
+        batch = buffer.sample(2_048)
+        buffer.update_priorities(batch.key, powers(batch.key))
+        return (batch.n == batch.key).all() & (batch.x[:, 0] == batch.n.float()).all()
+
+    look_while_another_adds(lambda turn: buffer.add(**numbered(buffer.added, 4_000, "cuda")), look)
     check_sums(buffer._state.masses)
 
 
@@ -424,13 +427,3 @@ def test_a_buffer_on_another_gpu_than_the_current_one() -> None:
     assert keys.device == batch.x.device == torch.device("cuda", 1)
     assert batch.n.tolist() == batch.key.tolist()
     check_sums(buffer._state.masses)
-
-
-def test_priorities_that_are_not_finite_are_counted_and_change_nothing() -> None:
-    buffer = ReplayBuffer(200, FIELDS, sampler=EXACT, device="cuda")
-    buffer.add(**numbered(0, 200, "cuda"), priority=powers(torch.arange(200, device="cuda")))
-    before = buffer.masses()
-    bad = torch.tensor([float("nan"), float("inf"), float("-inf")], device="cuda").repeat(50)
-    buffer.update_priorities(torch.arange(150, device="cuda"), bad)
-    assert torch.equal(buffer.masses(), before)
-    assert buffer.stats().rejected_priorities == 150

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale, statistical
+from devices import scale, statistical, thinned
 from distribution import check_counts
 from hindsight_oracle import (
     ACHIEVED,
@@ -35,17 +35,18 @@ STRATEGIES = ("future", "final", "episode")
 EACH = scale(120, 4)
 
 
-@pytest.mark.parametrize("mode", scale(list(MODES), list(MODES)[:2]))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "num_envs, steps, end",
+@thinned(
+    "sizes, mode, strategy",
     scale([(1, 9, 0.15), (3, 12, 0.1), (2, 5, 0.5), (2, 1, 0.3), (1, 2, 0.4)], [(2, 5, 0.5)]),
-    ids=str,
+    scale(list(MODES), list(MODES)[:2]),
+    STRATEGIES,
+    times=3,
 )
 def test_every_goal_of_the_strategy_is_reached_and_no_other(
-    num_envs: int, steps: int, end: float, strategy: str, mode: str, device: str
+    sizes: tuple[int, int, float], strategy: str, mode: str, device: str
 ) -> None:
     """Over the seam, endings of all kinds, broken streams and clears."""
+    num_envs, steps, end = sizes
     draw = random.Random(f"{num_envs} {steps} {strategy} {mode}")
     pair = Pair(
         num_envs * steps,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,8 @@ from devices import device_fixture as device_fixture
 from devices import scale
 
 from gpu_replay import Field, Hindsight, Proportional, TrajectoryReplayBuffer
+
+gymnasium = pytest.importorskip("gymnasium")
 
 pytestmark = pytest.mark.contract
 

@@ -1,6 +1,6 @@
 """Kernels that draw and weigh, and trees, against the host code: integers are equal, nothing is written outside.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from guards import Guards
-from guards import guards_fixture as guards_fixture
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from tolerances import close
 from trees import check_sums, random_masses
@@ -30,12 +28,6 @@ from gpu_replay.ops.weights import weighing_of
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 127, 128, 129, 4095)
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 # the tree, and draws from it

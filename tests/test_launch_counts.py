@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,10 +10,6 @@ from launches import Launch, recorded
 from torch import Tensor
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
-)
 
 SAMPLERS = {
     "uniform": Uniform(),
@@ -113,11 +108,10 @@ def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: in
             assert [launch.constants["SETTLES"] for launch in launches[launched - 1 :]] == [launched == 1]
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("capacity, count", [(100, 20), (5_000, 1), (20_000, 1), (2_100_000, 1)])
 @pytest.mark.parametrize("sampler", BY_RANK)
 def test_draws_by_rank_are_two_launches_after_two_for_an_order_that_is_out_of_date(
-    sampler: str, count: int, capacity: int, monkeypatch: pytest.MonkeyPatch
+    sampler: str, capacity: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sorts = []
     plain = torch.sort
@@ -176,12 +170,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any
             updates.add(tuple(launch.variant for launch in updated))
             variants.add(tuple(launch.variant for launch in launches if launch not in updated))
             for launch in launches:
-                specialised = [
-                    parameter.name
-                    for parameter, argument in zip(launch.kernel.params, launch.arguments, strict=False)
-                    if isinstance(argument, int) and not parameter.do_not_specialize
-                ]
-                assert specialised == [], launch.name
+                assert launch.specialised == [], launch.name
             launches.clear()
     assert len(variants) == 1
     assert len(updates) == 3

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import host_only
+from devices import host_only, thinned
 
 from gpu_replay import (
     Combined,
@@ -158,9 +157,9 @@ def reached(achieved: torch.Tensor, desired: torch.Tensor, **_: Any) -> torch.Te
     return -(achieved - desired).abs().float().reshape(len(achieved), -1).sum(dim=1)
 
 
-@pytest.mark.parametrize("sampler", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize("mode, padding", list(product(("next_step", "same_step"), ("reset", "zero"))))
-def test_streams_are_the_same(both: Any, sampler: Any, mode: Any, padding: Any) -> None:
+@thinned("name, mode, padding", STREAMS, ("next_step", "same_step"), ("reset", "zero"))
+def test_streams_are_the_same(both: Any, name: str, mode: Any, padding: Any) -> None:
+    sampler = STREAMS[name]
     random = np.random.default_rng([mode == "next_step", padding == "zero"])
     followed = 0
     for case in range(10):

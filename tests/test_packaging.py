@@ -33,7 +33,6 @@ TOP_LEVEL = {
     "constraints.txt",
 }
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
 ]
@@ -207,7 +206,10 @@ def check_types_are_visible(environment: Environment, checkout: Path) -> None:
     assert not (found / "kernels").exists() or found == environment.site
 
 
-@pytest.mark.parametrize("install", [from_wheel, editable, leniently_editable, not_at_all])
+@pytest.mark.parametrize(
+    "install",
+    [editable, *(pytest.param(each, marks=pytest.mark.slow) for each in (from_wheel, leniently_editable, not_at_all))],
+)
 def test_every_installation_finds_all_modules_and_leaves_the_other_kernels_alone(
     tmp_path: Path, checkout: Path, wheel: Path, install: Callable[[Environment, Path, Path], dict[str, str]]
 ) -> None:

@@ -15,9 +15,10 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from rank_oracle import RankLists, RankOracle, by_rank, drawn_ranks, passed_on, rank_masses
+from test_random_sequences import Pair, play
 from tolerances import close
-from trajectory_pair import Pair, columns, final_of, numbered
-from transitions import FIELDS, check_rows, fill, make
+from trajectory_pair import Pair as StreamPair
+from trajectory_pair import columns, final_of, numbered
 
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer
 from gpu_replay.ops import rank_order
@@ -42,84 +43,34 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_order, "_CHANGED", 1)
 
 
-class Twins:
-    """The buffer and its oracle; every call goes to both and is compared at once."""
+class PairByRank(Pair):
+    """The buffer and its oracle; of masses there are none."""
 
-    def __init__(self, capacity: int, settings: RankBased, seed: int, device: str) -> None:
-        self.buffer = make(capacity, settings, device=device, seed=seed, action=FIELDS["action"])
-        self.oracle = RankOracle(capacity, settings, seed)
-
-    def add(self, count: int, priority: list[float] | None) -> None:
-        assert fill(self.buffer, count, priority).tolist() == list(self.oracle.add(count, priority))
-
-    def update(self, keys: list[int], priorities: list[float]) -> None:
-        device = self.buffer.device
-        self.buffer.update_priorities(
-            torch.tensor(keys, dtype=torch.int64, device=device),
-            torch.tensor(priorities, dtype=torch.float64, device=device),
-        )
-        self.oracle.update(keys, priorities)
-
-    def sample(self, count: int, beta: float | None) -> list[int]:
-        if not self.oracle.live_keys():
-            with pytest.raises(RuntimeError, match="no transitions"):
-                self.buffer.sample(count, beta=beta)
-            return []
-        batch, drawn = self.buffer.sample(count, beta=beta), self.oracle.sample(count, beta)
-        assert batch.key.tolist() == drawn.keys
-        assert close(batch.probability, drawn.probability, "probability")
-        assert close(batch.weight, drawn.weight, "weight")
-        check_rows(batch)
-        return drawn.keys
-
-    def clear(self) -> None:
-        self.buffer.clear()
-        self.oracle.clear()
+    oracle_class = RankOracle
 
     def check(self) -> None:
-        stats = self.buffer.stats()
         live = [self.oracle.priorities[key % self.oracle.capacity] for key in self.oracle.live_keys()]
-        assert stats.stale_updates == self.oracle.stale
-        assert (stats.size, stats.eligible) == (len(live), len(live))
+        stats = self.buffer.stats()
+        assert (self.buffer.added, stats.size, stats.eligible) == (self.oracle.added, len(live), len(live))
         if live:
             assert (stats.min_priority, stats.max_priority) == (min(live), max(live))
             assert close(stats.mean_priority, sum(live) / len(live), "statistic")
 
-
-def play(twins: Twins, generator: random.Random, calls: int, largest: int) -> None:
-    """So many random calls; the batch of a sample is what the next updates are about, as in training."""
-    capacity, held = twins.oracle.capacity, list[int]()
-    for _ in range(calls):
-        call = generator.random()
-        if call < 0.3:
-            count = generator.randint(1, generator.choice((1, 3, capacity // 2 + 1, 2 * capacity + 3)))
-            own = generator.choices(PRIORITIES, k=count) if generator.random() < 0.4 else None
-            twins.add(count, own)
-        elif call < 0.7:
-            held = twins.sample(generator.randint(1, largest), generator.choice((None, None, 0.0, 0.3)))
-        elif call < 0.97:
-            added = twins.oracle.added
-            keys = held or [
-                generator.randrange(added - capacity - 2, added + 2) for _ in range(generator.randint(0, 9))
-            ]
-            twins.update(keys, generator.choices(PRIORITIES, k=len(keys)))
-            held = []
-        else:
-            twins.clear()
-    twins.check()
+    def priorities(self, generator: random.Random, count: int) -> list[float]:
+        return generator.choices(PRIORITIES, k=count)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_transitions_at_every_small_capacity(name: str, device: str) -> None:
-    for capacity in scale(range(1, 41), range(3, 41, 13)):
-        twins = Twins(capacity, SETTINGS[name], capacity, device)
-        play(twins, random.Random(f"{name} {capacity}"), scale(40, 12), 2 * capacity)
+    # every size with one of the settings
+    for capacity in range(1 + list(SETTINGS).index(name), 41, scale(len(SETTINGS), 13)):
+        pair = PairByRank(capacity, SETTINGS[name], capacity, device)
+        play(pair, random.Random(f"{name} {capacity}"), scale(60, 12), 2 * capacity)
 
 
 @pytest.mark.parametrize("name", ["exact", "annealed", "outdated"])
 def test_transitions_in_larger_buffers(name: str, device: str) -> None:
-    twins = Twins(1009, SETTINGS[name], 5, device)
-    play(twins, random.Random(name), scale(150, 10), 33)
+    play(PairByRank(1009, SETTINGS[name], 5, device), random.Random(name), scale(150, 10), 33)
 
 
 class Streams:
@@ -132,7 +83,7 @@ class Streams:
         self.newest = settings.newest if isinstance(settings, Combined) else 0
         self.settings: RankBased = settings.base if isinstance(settings, Combined) else settings
         by_mass = Proportional(alpha=1.0, eps=0.0, initial=self.settings.initial)
-        self.pair = Pair(capacity, num_envs, sampler=by_mass, fields=FEW, device=device, **more)
+        self.pair = StreamPair(capacity, num_envs, sampler=by_mass, fields=FEW, device=device, **more)
         self.capacity = self.pair.history.capacity
         self.buffer = TrajectoryReplayBuffer(capacity, num_envs, FEW, sampler=settings, device=device, seed=3, **more)
         self.masses = rank_masses(self.capacity, self.settings.alpha)

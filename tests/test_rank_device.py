@@ -1,6 +1,6 @@
 """Draws by rank through kernels, against plain models of lists and against the host code: the same integers.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from guards import Guards
-from guards import guards_fixture as guards_fixture
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 
@@ -20,12 +18,6 @@ from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, launch_r
 from gpu_replay.ops.rank_table import cumulative_masses
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import independent_ranks
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 class Ring:

@@ -1,6 +1,6 @@
 """Buffers that draw by rank through kernels, against buffers of the host code, call by call: the same integers.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from guards import guarded
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
-from test_kernels_in_buffers import BACKENDS, of_backend
+from test_kernels_in_buffers import BACKENDS, RANKED, call, check_state, of_backend
 from tolerances import close
 from trajectory_pair import FIELDS, Script
 
@@ -31,14 +30,6 @@ SAMPLERS: dict[str, Any] = {
     "combined": Combined(RankBased(normalize="buffer"), newest=2),
     "combined outdated": Combined(RankBased(resort_every=4), newest=3),
 }
-# many are equal; the ends of what a priority can be are among them
-PRIORITIES = (0.0, -0.0, 5e-324, 0.5, 1.0, -1.0, 2.0, 7.25, 1e-3, 1.7976931348623157e308)
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 def check_batches(drawn: Batch, found: Batch) -> None:
@@ -47,92 +38,6 @@ def check_batches(drawn: Batch, found: Batch) -> None:
     assert found.key.tolist() == drawn.key.tolist()
     assert torch.equal(found.probability.cpu(), drawn.probability)
     assert close(found.weight, drawn.weight, "weight")
-
-
-def check_states(host: Any, tested: Any) -> None:
-    """Fail unless both hold the same integers, also the list where it outlives a call."""
-    assert tested._counters.tolist() == host._counters.tolist()
-    mine, other = (buffer._state_tensors(host.added) for buffer in (tested, host))
-    assert mine.keys() == other.keys()
-    for name in mine.keys() - {"fields.obs", "fields.action", "fields.note"}:
-        # nothing is said of what comes after the end of the list
-        said = host._counters[Counter.RANKED] if name == "ranked" else len(mine[name])
-        assert torch.equal(mine[name][:said].cpu(), other[name][:said]), name
-    base = host.sampler.base if isinstance(host.sampler, Combined) else host.sampler
-    assert ("ranked" in mine) == (base.resort_every > 1)
-
-
-class Twins:
-    """A buffer of the host code and one of the kernels, which get the same random calls."""
-
-    def __init__(self, name: str, capacity: int, device: str) -> None:
-        self.random = random.Random(f"{name} {capacity}")
-        self.sampler, self.capacity = SAMPLERS[name], capacity
-        self.host, self.tested = (of_backend(each, device, capacity, NUMBER, self.sampler) for each in BACKENDS)
-
-    def priorities(self, count: int) -> torch.Tensor:
-        return torch.tensor(self.random.choices(PRIORITIES, k=count), dtype=torch.float64)
-
-    def call(self) -> None:
-        kind = self.random.choice(("add", "given", "sample", "sample", "sample", "update", "update", "clear", "move"))
-        getattr(self, kind)()
-        check_states(self.host, self.tested)
-
-    def add(self, given: bool = False) -> None:
-        rows = self.random.choice((1, 2, self.capacity // 2 + 1, self.capacity + 3))
-        priorities = self.priorities(rows) if given else None
-        first = self.host.added
-        for buffer in (self.host, self.tested):
-            own = None if priorities is None else priorities.to(buffer.device)
-            buffer.add(n=torch.arange(first, first + rows, device=buffer.device), priority=own)
-
-    def given(self) -> None:
-        self.add(given=True)
-
-    def sample(self) -> None:
-        newest = getattr(self.sampler, "newest", 0)
-        if len(self.host) < max(newest, 1):
-            return
-        batch = max(newest, self.random.choice((1, 5, 33)))
-        beta = self.random.choice((None, None, 0.7))
-        drawn, found = self.host.sample(batch, beta=beta), self.tested.sample(batch, beta=beta)
-        check_batches(drawn, found)
-        assert found.n.tolist() == drawn.key.tolist()
-
-    def update(self) -> None:
-        added = self.host.added
-        keys = [self.random.randrange(max(0, added - self.capacity - 2), added + 2) for _ in range(9)]
-        priorities = self.priorities(9)
-        for buffer in (self.host, self.tested):
-            buffer.update_priorities(torch.tensor(keys, device=buffer.device), priorities.to(buffer.device))
-
-    def clear(self) -> None:
-        if self.random.random() < 0.3:
-            self.host.clear()
-            self.tested.clear()
-
-    def move(self) -> None:
-        """The state of one becomes that of both."""
-        source, target = self.random.sample((self.host, self.tested), 2)
-        target.load_state_dict(source.state_dict())
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_random_calls_at_every_small_capacity(name: str, device: str) -> None:
-    # every size with one of the samplers, every sampler with small and large ones
-    for capacity in range(1 + list(SAMPLERS).index(name), 41, len(SAMPLERS)):
-        with guarded():
-            twins = Twins(name, capacity, device)
-            for _ in range(5):
-                twins.call()
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_random_calls_of_a_longer_life(name: str, device: str) -> None:
-    with guarded():
-        twins = Twins(name, 300, device)
-        for _ in range(20):
-            twins.call()
 
 
 def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: str) -> None:
@@ -216,18 +121,17 @@ def test_an_order_for_several_samples_is_sorted_when_it_is_time(
 @pytest.mark.parametrize("name", ["exact", "outdated", "combined outdated"])
 def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(name: str, device: str) -> None:
     """So it is after a graph that samples was captured: the sort is always made, and taken only when it is due."""
+    generator = random.Random(name)
     with guarded():
-        twins = Twins(name, 17, device)
-        twins.tested._engine.draws._ranks._unsure = True
+        host, tested = (of_backend(each, device, 17, NUMBER, SAMPLERS[name]) for each in BACKENDS)
+        tested._engine.draws._ranks._unsure = True
         for _ in range(50):
-            kind = twins.random.choice(("add", "given", "sample", "sample", "update", "clear"))
-            getattr(twins, kind)()
-            check_states(twins.host, twins.tested)
+            call(generator, host, tested, device, ("add", "given", "sample", "sample", "update", "clear"))
 
 
-@pytest.mark.parametrize("call", ["exact", "skip_sample"])
+@pytest.mark.parametrize("seen", ["exact", "skip_sample"])
 def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
-    call: str, device: str, monkeypatch: pytest.MonkeyPatch
+    seen: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time its graph is replayed a sample goes by that the host does not see, and a list may be out of date."""
     lengths = sorts_of(monkeypatch)
@@ -235,7 +139,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     buffer.add(n=torch.arange(30, device=device))
     buffer.sample(4)
     ranks: Any = buffer._engine.draws._ranks
-    getattr(ranks, call)(*((buffer._state.tree, 5) if call == "exact" else ()), capturing=True)
+    getattr(ranks, seen)(*((buffer._state.tree, 5) if seen == "exact" else ()), capturing=True)
     lengths.clear()
     made = ranks.list.slots.tolist()
     buffer.update_priorities(torch.arange(12, 15, device=device), torch.ones(3, device=device) * 9)
@@ -290,7 +194,7 @@ def test_random_streams(name: str, settings: str, device: str) -> None:
                 for drawn, found in zip(*batches, strict=True):
                     check_batches(drawn, found)
                     sampled += 1
-                check_states(host, tested)
+                check_state(host, tested)
                 if call % 7 == 3:
                     sampled += sequences(host, tested, 1 + call % 4)
                 if call % 20 == 19:
@@ -306,7 +210,7 @@ def sequences(host: Any, tested: Any, length: int) -> int:
     if added - first < length or host._engine.count_at_least(newest, (length - 1) * 3) < newest:
         return 0
     check_batches(host.sample_sequences(newest + 2, length), tested.sample_sequences(newest + 2, length))
-    check_states(host, tested)
+    check_state(host, tested)
     return 1
 
 
@@ -329,7 +233,7 @@ def test_a_list_of_starts_that_were_all_lost_leaves_the_oldest_one(device: str) 
     def sample() -> list[int]:
         drawn, found = host.sample(6), tested.sample(6)
         check_batches(drawn, found)
-        check_states(host, tested)
+        check_state(host, tested)
         return found.key.tolist()
 
     add(0)
@@ -350,11 +254,11 @@ def test_ranks_of_small_programs_in_a_large_ring(device: str, monkeypatch: pytes
         made = [of_backend(each, device, 2500, NUMBER, SAMPLERS["everything"]) for each in BACKENDS]
         generator = random.Random(0)
         for rows in (1020, 1500, 700):
-            numbers = torch.tensor(generator.choices(PRIORITIES, k=rows), dtype=torch.float64)
+            numbers = torch.tensor(generator.choices(RANKED, k=rows), dtype=torch.float64)
             drawn = []
             for buffer in made:
                 buffer.add(n=torch.arange(rows, device=buffer.device), priority=numbers.to(buffer.device))
                 drawn.append(buffer.sample(130))
             check_batches(*drawn)
-            check_states(*made)
+            check_state(*made)
     assert isinstance(made[0], ReplayBuffer)

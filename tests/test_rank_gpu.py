@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,15 +10,7 @@ from test_gpu import FIELDS, SAMPLERS, check_drawn, check_same, graph_of, number
 
 from gpu_replay import RankBased, ReplayBuffer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
-]
-
-
-@pytest.fixture(autouse=True)
-def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("capacity", [4_000, 100_003, 3_000_001])

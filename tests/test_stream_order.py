@@ -7,7 +7,6 @@ takes its turn is seen by watching who touches the buffer's memory.
 from __future__ import annotations
 
 import gc
-import os
 import random
 import weakref
 from collections.abc import Iterator
@@ -187,10 +186,6 @@ GOALS = {name: Field((2,), torch.float32) for name in ("obs.observation", "obs.a
 VIEWS = {"slice", "select", "view", "detach", "alias", "unsqueeze", "squeeze", "expand", "as_strided", "t", "transpose"}
 READ = {"tolist", "numpy", "item", "__int__", "__bool__", "__float__", "__array__"}
 
-compiled = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
-)
-
 
 class Watch:
     """Notes every operation and launch that touches a buffer's memory while nobody has the turn."""
@@ -342,7 +337,6 @@ BUFFERS: dict[str, Any] = {
 }
 
 
-@compiled
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
     with recorded() as launches:
@@ -365,7 +359,6 @@ def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
                 assert watch.touched, name
 
 
-@compiled
 def test_a_call_out_of_turn_is_seen() -> None:
     with recorded() as launches:
         buffer = of_transitions(Proportional())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from gpu_replay.study.analysis import (
     PAIRS,
@@ -18,6 +17,8 @@ from gpu_replay.study.analysis import (
     summarize,
 )
 from gpu_replay.study.run import RunId
+
+stats = pytest.importorskip("scipy.stats")
 
 NAN = float("nan")
 

@@ -145,6 +145,7 @@ def steps_saved(folder: Path) -> int:
     return max(map(int, names), default=0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     steps = ["--steps", "14000"]
@@ -166,6 +167,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
     flags = ["--num-envs", "4", "--capacity", "4000", "--warmup", "200", "--batch-size", "8", "--log-every", "100"]

@@ -54,7 +54,9 @@ def test_catch_is_learned() -> None:
     assert events.rows[-1]["td_error"] < 0.5
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "combined", "rank"])
+@pytest.mark.parametrize(
+    "sampler", ["rank", *(pytest.param(name, marks=pytest.mark.slow) for name in ("uniform", "combined"))]
+)
 def test_the_other_samplers_learn_too(sampler: str) -> None:
     _, events, _ = train(sampler=sampler, steps=12_000, epsilon_steps=6_000, eval_every=12_000)
     # chance gives -0.5, with a standard error of 0.06
@@ -226,7 +228,9 @@ def test_the_curve_has_lines_of_two_colours(finished: Path) -> None:
     assert {(31, 119, 180), (255, 127, 14)} <= colours
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number: signal.Signals, code: int) -> None:
     # a run that would take hours
     process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8")

@@ -1,6 +1,6 @@
 """What the host knows of a trajectory buffer on a device without asking: enough to rarely ask, never too much.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 
 import pytest
 import torch
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 
 from gpu_replay import Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
@@ -17,12 +16,6 @@ from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.ops.counters import Counter
 
 FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -7,62 +7,26 @@ test_trajectory_kernels_sample.py); the same tests run here too.
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
 
 import pytest
 import torch
-from test_gpu import graph_of, waiting_is_an_error
+from test_gpu import EVERYTHING, EXACT, SAMPLERS, graph_of, look_while_another_adds, powers, waiting_is_an_error
 from tolerances import close
 from torch import Tensor
 from trees import check_sums
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Latest,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import Counter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not run on the GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 FIELDS = {"obs": Field((12, 12), torch.uint8), "action": Field((), torch.int64), "note": Field((3,), torch.float32)}
-# masses that no library rounds differently come from powers of two and alpha 1
-EXACT = Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 40), eps=0.0)
-EVERYTHING = Proportional(1.0, LinearSchedule(0.4, 1.0, 30), 0.0, 2.0**12, initial="stored", normalize="buffer")
-SAMPLERS: dict[str, Any] = {
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "latest": Latest(),
-    "exact": EXACT,
-    "everything": EVERYTHING,
-    "independent": Proportional(alpha=1.0, eps=0.0, stratified=False),
-    "combined-uniform": Combined(Uniform()),
-    "combined-everything": Combined(EVERYTHING, newest=3),
-    "rank": RankBased(beta=LinearSchedule(0.0, 1.0, 40)),
-    "rank-outdated": RankBased(initial="stored", normalize="buffer", resort_every=3),
-    "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
-    "combined-rank": Combined(RankBased(resort_every=2), newest=3),
-}
 MODES: dict[str, dict[str, Any]] = {
     "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
 }
-
-
-@pytest.fixture(autouse=True)
-def default_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GPU_REPLAY_BACKEND", raising=False)
 
 
 class Streams:
@@ -116,11 +80,6 @@ class Streams:
                 check_sums(tree)
 
 
-def powers(keys: Tensor) -> Tensor:
-    """A priority for each key, a power of two from 2**-4 to 2**11, without waiting."""
-    return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
-
-
 def check_drawn(found: Any, expected: Any) -> None:
     """Fail unless both batches are the same, but for frames that mean nothing."""
     assert list(found) == list(expected)
@@ -134,36 +93,6 @@ def check_drawn(found: Any, expected: Any) -> None:
             assert torch.equal(mine[counts], value[counts])
         else:
             assert torch.equal(mine, value), name
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_same_draws_and_contents_as_the_host(name: str, mode: str) -> None:
-    streams = Streams(700, 11, SAMPLERS[name], mode)
-    gpu, host = streams.gpu, streams.host
-    for turn in range(40):
-        streams.add(1 + turn % 7, own=turn % 3 > 0)
-        if turn == 25:
-            for buffer in (gpu, host):
-                buffer.begin_episodes(torch.arange(11, device=buffer.device) % 2 == 0)
-        if turn == 30:
-            gpu.clear()
-            host.clear()
-            streams.add(6)
-        streams.check()
-        eligible = host.stats().eligible
-        assert gpu.stats().eligible == eligible
-        if eligible < 5:
-            continue
-        expected = host.sample(min(eligible, 129))
-        check_drawn(gpu.sample(min(eligible, 129)), expected)
-        keys = torch.cat((expected.key, expected.key[:9], expected.key + 13, expected.key - 300))
-        for buffer in (gpu, host):
-            buffer.update_priorities(keys.to(buffer.device), powers(keys + turn).to(buffer.device))
-        streams.check()
-        if turn % 5 == 4:
-            check_drawn(gpu.sample_sequences(4, 5, 2), host.sample_sequences(4, 5, 2))
-            check_drawn(gpu[expected.key.to("cuda")], host[expected.key])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -333,32 +262,14 @@ def test_threads_on_streams_of_their_own_never_tear_a_step() -> None:
     streams.add(20)
     buffer = streams.gpu
     torch.cuda.synchronize()
-    failures: list[str] = []
-    done = threading.Event()
 
-    def add() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for number in range(20, 300):
-                    buffer.add(**streams.step(number, "cuda"))
-        except Exception as error:
-            failures.append(repr(error))
-        finally:
-            done.set()
+    def look() -> Tensor:
+        batch = buffer.sample(1_024)
+        buffer.update_priorities(batch.key, powers(batch.key))
+        newest = (batch.key[:, None] * 31 + torch.arange(144, device="cuda")) % 251
+        return (batch.action == batch.key).all() & (batch.obs[:, -1].flatten(1) == newest).all()
 
-    thread = threading.Thread(target=add)
-    thread.start()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        while not done.is_set():
-            batch = buffer.sample(1_024)
-            buffer.update_priorities(batch.key, powers(batch.key))
-            newest = (batch.key[:, None] * 31 + torch.arange(144, device="cuda")) % 251
-            if not bool((batch.action == batch.key).all() & (batch.obs[:, -1].flatten(1) == newest).all()):
-                failures.append("torn")
-                break
-    thread.join()
-    assert failures == []
-    torch.cuda.synchronize()
+    look_while_another_adds(lambda turn: buffer.add(**streams.step(20 + turn, "cuda")), look)
     check_sums(buffer._state.masses)
 
 
@@ -378,19 +289,3 @@ def test_pinned_memory_may_be_filled_anew_at_once() -> None:
         pinned.fill_(99)
     for time in range(6):
         assert bool((buffer._storage.tensors["obs"][64 * time : 64 * (time + 1)] == time).all())
-
-
-def test_priorities_that_are_not_finite_count_as_none() -> None:
-    streams = Streams(200, 10, EXACT, "next_step", every=10**9)
-    step = streams.step(0, "cuda")
-    step |= {name: torch.zeros(10, dtype=torch.bool, device="cuda") for name in ("terminated", "truncated")}
-    bad = torch.tensor([float("nan"), float("inf"), 4.0, float("-inf"), 2.0] * 2, device="cuda")
-    for _ in range(4):
-        streams.gpu.add(**step | {"priority": bad})
-    found = streams.gpu[torch.arange(10, device="cuda")]
-    assert found.key.tolist() == list(range(10))
-    mass = streams.gpu._state.rule.mass
-    initial = [mass(priority) for priority in (1.0, 1.0, 4.0, 1.0, 2.0)] * 2
-    assert streams.gpu.masses()[:10].tolist() == initial
-    assert streams.gpu.stats().rejected_priorities == 4 * 6
-    check_sums(streams.gpu._state.masses)

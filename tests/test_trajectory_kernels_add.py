@@ -1,6 +1,6 @@
 """Kernels that follow the steps of a trajectory buffer, against the host code: equal bits, nothing written outside.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from devices import thinned
 from guards import guarded
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from tolerances import close
@@ -40,12 +40,6 @@ MODES: dict[str, dict[str, Any]] = {
     "few finals": {"autoreset": "disabled", "final_capacity": 2},
     "no finals": {"autoreset": "same_step", "final_capacity": 0},
 }
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 class Twins:
@@ -178,8 +172,7 @@ def live(twins: Twins, steps: int, end: float = 0.2, *, restless: float = 0.08) 
     twins.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SAMPLERS)
+@thinned("name, mode", SAMPLERS, MODES, times=2)
 def test_random_streams_leave_the_same_integers(name: str, mode: str, device: str) -> None:
     draw = random.Random(f"{name} {mode}")
     num_envs, turn = draw.randint(1, 7), draw.choice((2, 3, 5, 9))
@@ -210,11 +203,11 @@ def test_programs_as_small_as_on_a_gpu(mode: str, name: str, device: str, monkey
         live(twins, 11, restless=0.2)
 
 
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-@pytest.mark.parametrize("stack, n_step, turn", [(1, 40, 44), (40, 1, 44), (6, 8, 20)])
+@thinned("autoreset, sizes", ["next_step", "same_step"], [(1, 40, 44), (40, 1, 44), (6, 8, 20)])
 def test_windows_and_stacks_longer_than_a_program_sees_at_once(
-    stack: int, n_step: int, turn: int, autoreset: str, device: str
+    autoreset: str, sizes: tuple[int, int, int], device: str
 ) -> None:
+    stack, n_step, turn = sizes
     with guarded():
         settings = {"stack": stack, "n_step": n_step, "autoreset": autoreset}
         twins = Twins(device, 2 * turn, 2, SAMPLERS["combined-everything"], settings, **settings)
@@ -226,7 +219,7 @@ def test_windows_and_stacks_longer_than_a_program_sees_at_once(
         twins.check_batch(20)
 
 
-@pytest.mark.parametrize("num_envs, finals", [(5, 1), (7, 3), (130, 3), (130, 40)])
+@pytest.mark.parametrize("num_envs, finals", [(5, 1), (7, 3), (130, 3), pytest.param(130, 40, marks=pytest.mark.slow)])
 def test_final_observations_beyond_the_room_for_them(
     num_envs: int, finals: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

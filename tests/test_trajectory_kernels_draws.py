@@ -1,6 +1,6 @@
 """Kernels that draw starts of a trajectory buffer, against the host code: the same integers, none written outside.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from devices import thinned
 from guards import Guards
-from guards import guards_fixture as guards_fixture
-from interpreted import first_process, run_interpreted
 from interpreted import kernel_device as kernel_device
 from tolerances import close
 from trees import random_masses
@@ -32,12 +31,6 @@ from gpu_replay.samplers import Sampler
 
 CPU = torch.device("cpu")
 FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 class Ring(NamedTuple):
@@ -150,8 +143,7 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize("ring", RINGS)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@thinned("sampler, ring", SAMPLERS, RINGS, times=2)
 def test_draws(sampler: str, ring: str, device: str, guards: Guards) -> None:
     shape = RINGS[ring]
     drawers = Drawers(shape, SAMPLERS[sampler], device)
@@ -162,21 +154,25 @@ def test_draws(sampler: str, ring: str, device: str, guards: Guards) -> None:
     guards.check()
 
 
-@pytest.mark.parametrize("sampler", ["distinct", "stratified", "latest", "combined distinct", "combined stratified"])
-def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(sampler: str, device: str, guards: Guards) -> None:
+@thinned(
+    "sampler, added",
+    ["distinct", "stratified", "latest", "combined distinct", "combined stratified"],
+    [0, 1, 63, 64, 127],
+)
+def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
+    sampler: str, added: int, device: str, guards: Guards
+) -> None:
     """The seam of the ring lies everywhere in a block of the tree once, and so does the first slot left out."""
     chosen = SAMPLERS[sampler]
     newest = getattr(chosen, "newest", 0)
-    for added in (0, 1, 63, 64, 65, 127):
-        ring = Ring(2, 128, 256 + added)
-        drawers = Drawers(ring, chosen, device, seed=added)
-        for left in (0, 1, 50, 63, 64, 65, 90):
-            drawers.check(newest + 9, 2 * left, shifted=False)
+    drawers = Drawers(Ring(2, 128, 256 + added), chosen, device, seed=added)
+    for left in (0, 1, 50, 63, 64, 65, 90):
+        drawers.check(newest + 9, 2 * left, shifted=False)
 
 
 @pytest.mark.parametrize("sampler", ["distinct", "latest"])
 def test_all_there_are(sampler: str, device: str, guards: Guards) -> None:
-    for steps in (1, 2, 3, 127, 129):
+    for steps in (1, 2, 3, 129):
         drawers = Drawers(Ring(1, steps, 2 * steps + 1), SAMPLERS[sampler], device)
         drawers.check(drawers.eligible, 0, shifted=False)
 

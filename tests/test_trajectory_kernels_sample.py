@@ -1,18 +1,20 @@
 """Kernels that put batches of a trajectory buffer together, against the host code: the same bits, none outside.
 
-On CPU tensors the kernels are interpreted, in a process of their own; on a GPU the same tests run as they are.
+On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from devices import thinned
 from guards import SENTINEL, Guards, guarded
-from interpreted import INTERPRETED, first_process, run_interpreted
+from interpreted import INTERPRETED
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from tolerances import close
@@ -30,12 +32,6 @@ ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
 # of the random stream, where the words of shifts begin
 BLOCK = 1000
-
-
-@pytest.mark.slow
-@first_process
-def test_the_interpreted_kernels_in_a_process_of_their_own() -> None:
-    run_interpreted(__file__)
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -154,8 +150,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("n_step", range(1, 9))
-@pytest.mark.parametrize("mode", MODES)
+@thinned("mode, n_step", MODES, range(1, 9))
 def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards) -> None:
     # every length with two of the stacks, every stack with half of the lengths
     for stack in (1, 4) if n_step % 2 else (2, 8):
@@ -177,13 +172,13 @@ def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str,
         assert len(expected["discount"].unique()) > 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_envs, steps, played", [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
-def test_small_rings(num_envs: int, steps: int, played: int, mode: str, device: str, guards: Guards) -> None:
+@thinned("mode, sizes", MODES, [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
+def test_small_rings(mode: str, sizes: tuple[int, int, int], device: str, guards: Guards) -> None:
     """Windows and stacks longer than the ring, which end early."""
+    num_envs, steps, played = sizes
     for stack, n_step in ((1, 1), (3, 2), (5, 8), (2, 20)):
-        sizes = {"num_envs": num_envs, "steps": steps, "played": played}
-        streams = Streams(device, SMALL, stack=stack, n_step=n_step, end=0.6, **sizes, **MODES[mode])
+        shape = {"num_envs": num_envs, "steps": steps, "played": played}
+        streams = Streams(device, SMALL, stack=stack, n_step=n_step, end=0.6, **shape, **MODES[mode])
         if streams.buffer.stats().eligible:
             streams.check()
 
@@ -206,8 +201,18 @@ OBSERVATIONS = {
 }
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["", "sizes of a gpu"])
-@pytest.mark.parametrize("name", OBSERVATIONS)
+# large frames, and many programs of few bytes, take the interpreter seconds
+QUICK = [(name, False) for name in OBSERVATIONS if name not in ("84 x 84", "to half", "to bfloat16")]
+QUICK += [(name, True) for name in ("bytes 129", "to float", "brain scaled")]
+
+
+@pytest.mark.parametrize(
+    "name, on_gpu",
+    [
+        pytest.param(name, on_gpu, id=f"{name}{', sizes of a gpu' * on_gpu}", marks=() if quick else pytest.mark.slow)
+        for name, on_gpu, quick in ((*each, each in QUICK) for each in product(OBSERVATIONS, (False, True)))
+    ],
+)
 def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     field = OBSERVATIONS[name]
     if on_gpu:
@@ -237,11 +242,11 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
     streams.check_sequences(4, shifted=True)
 
 
-@pytest.mark.parametrize(
-    "field",
+@thinned(
+    "field, most",
     [Field((5, 6), torch.uint8), Field((3, 9, 4), torch.uint8, torch.float32, 1 / 255), Field((1, 1), torch.int32)],
+    [1, 7],
 )
-@pytest.mark.parametrize("most", [1, 7])
 def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> None:
     for stack in (1, 3):
         for mode in ("next_step", "same_step, zeros"):

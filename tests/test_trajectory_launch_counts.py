@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -22,10 +21,6 @@ from gpu_replay import (
     Uniform,
 )
 from gpu_replay.ops.counters import Counter
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="records launches that are compiled, not interpreted"
-)
 
 EVERYTHING = Proportional(
     beta=LinearSchedule(0.4, 1.0, 10), clip=2.0, initial="stored", normalize="buffer", stratified=False
@@ -135,12 +130,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code() -> None:
                 buffer.update_priorities(torch.arange(batch), torch.ones(batch))
             for launch in launches:
                 variants.setdefault(launch.name, set()).add(launch.variant)
-                specialised = [
-                    parameter.name
-                    for parameter, argument in zip(launch.kernel.params, launch.arguments, strict=False)
-                    if isinstance(argument, int) and not parameter.do_not_specialize
-                ]
-                assert specialised == [], launch.name
+                assert launch.specialised == [], launch.name
             launches.clear()
     assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
     assert len(variants) == 6
@@ -165,9 +155,7 @@ def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset:
                 assert names == ["draw_eligible_kernel", "gather_windows_kernel", "choose_goals_kernel"]
                 chosen = launches[-1]
                 variants.add(chosen.variant)
-                parameters = zip(chosen.kernel.params, chosen.arguments, strict=False)
-                numbers = [each for each, argument in parameters if isinstance(argument, int)]
-                assert len(numbers) == 6
-                assert all(each.do_not_specialize for each in numbers)
+                assert sum(isinstance(argument, int) for argument in chosen.arguments) == 6
+                assert chosen.specialised == []
             launches.clear()
     assert len(variants) == 1

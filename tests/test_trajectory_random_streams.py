@@ -14,14 +14,15 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from oracle import UNIT
 from tolerances import close
 from trajectory_oracle import Step, View
 from trajectory_pair import FIELDS, Pair, final_of, numbered
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, Uniform
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 
 pytestmark = pytest.mark.contract
 
@@ -207,16 +208,12 @@ def streams(name: str, autoreset: str, padding: str, device: str) -> int:
 
 
 @pytest.mark.parametrize("autoreset, padding", MODES)
-def test_random_streams_agree_with_the_oracle(autoreset: str, padding: str, device: str) -> None:
-    played = sum(streams(str(number), autoreset, padding, device) for number in range(scale(100, 3)))
-    assert played >= scale(300, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("autoreset, padding", MODES)
-def test_more_random_streams_agree_with_the_oracle(autoreset: str, padding: str, device: str, full: bool) -> None:
-    for number in range(scale(3000, 40) if full else scale(3, 1)):
-        streams(f"more {number}", autoreset, padding, device)
+def test_random_streams_agree_with_the_oracle(autoreset: str, padding: str, device: str, full: bool) -> None:
+    # on a GPU almost every setting is other code to compile, and the kernels' own tests are many
+    count = scale(200, 6) if full else scale(40, 3) if device == "cpu" else 5
+    names = (f"more {number}" if full else str(number) for number in range(count))
+    played = sum(streams(name, autoreset, padding, device) for name in names)
+    assert played >= 2 * count
 
 
 FLAGS = st.sampled_from([(False, False)] * 3 + [(True, False), (False, True), (True, True)])
@@ -231,14 +228,14 @@ EVENTS = st.lists(
 )
 
 
-@settings(
-    max_examples=scale(150, 4),
+@hypothesis.settings(
+    max_examples=15 if torch.cuda.is_available() else scale(40, 4),
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
-@given(
+@hypothesis.given(
     mode=st.sampled_from(MODES),
     num_envs=st.integers(1, 3),
     turn=st.integers(1, 9),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import scale, thinned
 from trajectory_pair import FIELDS, Pair, Script, final_of, numbered
 from transitions import EXACT, leaves
 
@@ -92,8 +92,7 @@ def reloaded(pair: Pair, **settings: Any) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("autoreset", MODES)
-@pytest.mark.parametrize("name", scale(list(KINDS), ["annealed"]))
+@thinned("name, autoreset", scale(list(KINDS), ["annealed"]), MODES)
 def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, autoreset: str, device: str) -> None:
     """At every place: in the middle of an episode, of a window, after an ending, with priorities that wait."""
     script = Script(seed=1, calls=60, num_envs=3)
@@ -119,8 +118,7 @@ def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, au
         same(twin, loaded)
 
 
-@pytest.mark.parametrize("autoreset", MODES)
-@pytest.mark.parametrize("name", scale(list(KINDS), ["annealed"]))
+@thinned("name, autoreset", scale(list(KINDS), ["annealed"]), MODES)
 def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, autoreset: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     script = Script(seed=3, calls=scale(80, 40), num_envs=3)

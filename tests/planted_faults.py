@@ -1,0 +1,182 @@
+"""Whether the tests catch faults: each of `planted_faults.toml` is planted in a copy of the checkout and tested there.
+
+    python tests/planted_faults.py [--only NAME ...] [--full]
+
+Its likely tests run first, then, if they pass, all tests of the default command, and with --full the slow ones. What
+caught it is written to `planted_faults.md`; in the end those tests must pass in a copy without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "planted_faults.toml"
+# the table itself names what is there without a fault
+DEFAULT = ("-n", "2", "--ignore=tests/test_planted_faults.py")
+SLOW = (*DEFAULT, "--full", "-m", "slow")
+LIBRARIES = ("torch", "scipy.stats", "numba", "triton", "gymnasium")
+# a fault can make a loop endless; that is noticed as well
+MOST_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, which stands once in `file`, becomes `new`; `tests` are tried first."""
+
+    name: str
+    area: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The test that caught a fault, or None, and the seconds that it took."""
+
+    fault: Fault
+    caught_by: str | None
+    seconds: float
+
+
+def faults() -> list[Fault]:
+    """All of the table."""
+    entries = tomllib.loads(TABLE.read_text())
+    return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in entries.items()]
+
+
+def copy_to(folder: Path) -> None:
+    """What the tests need of the checkout; times are kept, so that what is compiled and cached stays valid."""
+    for path in ROOT.iterdir():
+        if path.is_dir() and path.name in ("gpu_replay", "kernels", "bench", "tests", ".ci"):
+            shutil.copytree(path, folder / path.name)
+        elif path.is_file():
+            shutil.copy2(path, folder)
+
+
+def run_tests(folder: Path, arguments: Sequence[str], output: Path) -> None:
+    """In a process of its own: run pytest in a copy, and end with its status."""
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    os._exit(int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments])))
+
+
+def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
+    """The first test that fails in a copy; "timeout" where they do not end."""
+    output = folder / "output.txt"
+    # forked, so that the libraries are not imported for every fault
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
+    process.start()
+    process.join(MOST_SECONDS)
+    if process.is_alive():
+        process.kill()
+        return "timeout"
+    if process.exitcode == 0:
+        return None
+    text = output.read_text()
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"pytest ended with {process.exitcode}:\n{text[-3000:]}")
+    return found[1]
+
+
+def plant(fault: Fault, full: bool) -> Outcome:
+    """Plant one fault and look for a test that fails."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_to(folder)
+        path = folder / fault.file
+        text = path.read_text()
+        if text.count(fault.old) != 1:
+            raise ValueError(f"{fault.name}: the old text stands {text.count(fault.old)} times in {fault.file}.")
+        path.write_text(text.replace(fault.old, fault.new))
+        likely = [f"tests/{test}" for test in fault.tests]
+        for arguments in (likely, DEFAULT, *([SLOW] if full else [])):
+            caught_by = first_failure(folder, arguments)
+            if caught_by is not None:
+                break
+    return Outcome(fault, caught_by, time.monotonic() - started)
+
+
+def check_without_faults(outcomes: Sequence[Outcome]) -> None:
+    """Raise RuntimeError if a test that caught a fault fails without any as well."""
+    tests = {each.caught_by for each in outcomes if each.caught_by not in (None, "timeout")}
+    with tempfile.TemporaryDirectory() as name:
+        copy_to(Path(name))
+        if tests and (failed := first_failure(Path(name), sorted(filter(None, tests)))):
+            raise RuntimeError(f"{failed} fails without a fault as well.")
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """The table as Markdown, with where it comes from."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    caught = sum(each.caught_by is not None for each in outcomes)
+    lines = [
+        "# Planted faults",
+        "",
+        f"{caught} of {len(outcomes)} are caught. Each was planted alone in a copy of the checkout; the texts are in "
+        "`planted_faults.toml`, the seconds those of a busy machine.",
+        "",
+        f"Made by `{' '.join(['python', *sys.argv])}` at commit {commit.strip()}, {datetime.date.today()}.",
+        "",
+        "| area | fault | in | caught by | s |",
+        "|---|---|---|---|---:|",
+    ]
+    for each in outcomes:
+        test = f"`{each.caught_by.removeprefix('tests/')}`" if each.caught_by else "**nothing**"
+        lines.append(f"| {each.fault.area} | {each.fault.what} | `{each.fault.file}` | {test} | {each.seconds:.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults, or those whose area has this name")
+    parser.add_argument("--full", action="store_true", help="try the slow tests on what the default ones let pass")
+    parser.add_argument("--output", type=Path, default=TABLE.with_suffix(".md"))
+    options = parser.parse_args()
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    for library in LIBRARIES:
+        if importlib.util.find_spec(library.split(".")[0]) is not None:
+            importlib.import_module(library)
+    outcomes = []
+    for fault in faults():
+        if options.only and not {fault.name, fault.area} & set(options.only):
+            continue
+        outcomes.append(plant(fault, options.full))
+        print(f"{fault.name}: {outcomes[-1].caught_by}, {outcomes[-1].seconds:.0f} s", flush=True)
+    check_without_faults(outcomes)
+    options.output.write_text(page(outcomes))
+    return any(each.caught_by is None for each in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
