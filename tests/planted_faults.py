@@ -102,7 +102,7 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     if process.exitcode == 0:
         return None
     text = output.read_text()
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     if found is None:
         raise RuntimeError(f"pytest ended with {process.exitcode}:\n{text[-3000:]}")
     return found[1]
