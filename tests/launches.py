@@ -76,11 +76,18 @@ def _kind(argument: Any) -> str:
     return str(getattr(argument, "dtype", type(argument).__name__)).removeprefix("torch.")
 
 
+def kernel_class() -> Any:
+    """The class of all kernels of this process, whose method `run` launches."""
+    from triton import knobs
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return InterpretedFunction if knobs.runtime.interpret else JITFunction
+
+
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Within it buffers use the device code, and every launch is appended to the list instead of made."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
 
     from gpu_replay.ops import _backend
 
@@ -90,8 +97,7 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(self, tuple(grid), arguments, constants))
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (JITFunction, InterpretedFunction):
-            patch.setattr(kind, "run", record)
+        patch.setattr(kernel_class(), "run", record)
         patch.setattr(_backend, "_require_triton", lambda device: None)
         patch.setenv(_backend.VARIABLE, "triton")
         use_sizes_of_a_gpu(patch)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from launches import recorded
+from launches import kernel_class, recorded
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -262,16 +262,14 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
     """Within it the watch stands in for the order of the buffer, and all that is done to its memory is seen."""
     watch = Watch(buffer)
     buffer._stream_order.ordered = buffer._draws.ordered = watch.turn
-    from triton.runtime.jit import JITFunction
-
-    launch = JITFunction.run
+    launch = kernel_class().run
 
     def launched(self: Any, *arguments: Any, **named: Any) -> None:
         watch.look(self.__name__, arguments)
         launch(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch, Operations(watch), Reads(watch):
-        patch.setattr(JITFunction, "run", launched)
+        patch.setattr(kernel_class(), "run", launched)
         # launches that are not made count nothing
         patch.setattr(TrajectoryDeviceEngine, "count_at_least", lambda self, wanted, skipped: wanted)
         patch.setattr(DeviceEngine, "count_at_least", lambda self, wanted, skipped: wanted)
