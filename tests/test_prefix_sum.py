@@ -11,13 +11,16 @@ import torch
 from guards import guarded
 from interpreted import INTERPRETED
 
-from gpu_replay.ops import _backend, prefix_sum
+from gpu_replay.ops import prefix_sum
 from gpu_replay.ops.prefix_sum import block_sums, blocks_per_program, inclusive_prefix_sum, scan_block
 
 EXTREMES = (-(2**63), 2**63 - 1)
 
 
-@pytest.fixture(params=["host", *(["interpreted"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)])
+KERNELS = [*(["interpreted"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=["host", *KERNELS])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the numbers are; on the CPU the host code and the kernels take turns."""
     if request.param == "interpreted":
@@ -83,13 +86,13 @@ def test_other_numbers_of_dimensions_are_refused(shape: tuple[int, ...]) -> None
         inclusive_prefix_sum(torch.zeros(shape, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("block", [1, 16, 128, 4096])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 129, 4096, 8193])
 def test_sums_of_blocks(length: int, block: int, device: str) -> None:
     values = np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True)
-    backend = _backend.choose(torch.device(device))
     with guarded():
-        found = block_sums(torch.from_numpy(values).to(device), block, backend)
+        found = block_sums(torch.from_numpy(values).to(device), block)
     parts = [values[start : start + block].tolist() for start in range(0, length, block)]
     assert found.tolist() == [wrapped(sum(part)) for part in parts]
 
