@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launches import TARGETS, Launch, Resources, compile_for, recorded, resources
+from launches import TARGETS, Launch, Resources, compile_for, recorded, resources, rows_of
 
 from gpu_replay import (
     Combined,
@@ -90,7 +90,7 @@ MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
 }
 
 # those of which many keys are updated at once, too
-UPDATED, STREAMS_UPDATED = ("classic, 2 levels, all options", "by rank"), ("atari",)
+UPDATED = ("classic, 2 levels, all options", "by rank", "atari")
 
 ACTION = {"action": Field((), torch.int64)}
 VECTORS = {"obs": Field((4,), torch.float32), **ACTION}
@@ -139,11 +139,12 @@ MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any
 }
 
 
-def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels: int = 0) -> dict[str, list[Launch]]:
+def _launches(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer], levels: int = 0) -> dict[str, list[Launch]]:
     """The launches of each kind of call."""
     calls: dict[str, list[Launch]] = {}
     with recorded() as launches:
-        buffer = ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
+        buffer: Any = make()
+        launches.clear()
         tree = buffer._state.tree
         if tree is not None and levels:
             # a tree of that height without the memory below it
@@ -154,48 +155,26 @@ def _launches(capacity: int, fields: dict[str, Field], sampler: Sampler, levels:
             calls[call] = list(launches)
             launches.clear()
 
-        launches.clear()
-        rows = {name: torch.zeros((9, *field.shape), dtype=field.dtype) for name, field in fields.items()}
-        note("add", lambda: buffer.add(**rows))
-        note("add with priority", lambda: buffer.add(**rows, priority=torch.ones(9)))
-        note("sample", lambda: buffer.sample(5))
-        note("sample with beta", lambda: buffer.sample(5, beta=0.5))
-        note("update", lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
-    return calls
-
-
-def _stream_launches(
-    capacity: int, fields: dict[str, Field], sampler: Sampler, settings: dict[str, Any]
-) -> dict[str, list[Launch]]:
-    """The launches of each kind of call of a trajectory buffer."""
-    calls: dict[str, list[Launch]] = {}
-    with recorded() as launches:
-        buffer = TrajectoryReplayBuffer(capacity, 2, fields, sampler=sampler, device="cpu", **settings)
-
-        def note(call: str, made: Callable[[], object]) -> None:
-            made()
-            calls[call] = list(launches)
-            launches.clear()
-
-        launches.clear()
-        step = {name: torch.zeros((2, *field.shape), dtype=field.dtype) for name, field in fields.items()}
-        step["reward"] = torch.zeros(2)
-        step |= {name: torch.zeros(2, dtype=torch.bool) for name in ("terminated", "truncated")}
-        finals = {f"final_{name}": step[name] for name in buffer._streams.observations}
-        note("step", lambda: buffer.add(**step))
-        note("step with priority", lambda: buffer.add(**step, priority=torch.ones(2)))
-        note("step with final observation", lambda: buffer.add(**step, **finals))
-        # what no launch has counted
-        buffer._counters[Counter.ELIGIBLE] = 10
-        if buffer.relabel is None:
-            note("starts", lambda: buffer.sample(5))
-            note("sequences", lambda: buffer.sample_sequences(5, 2))
+        steps = isinstance(buffer, TrajectoryReplayBuffer)
+        add, sample, update = ("step", "starts", "update of starts") if steps else ("add", "sample", "update")
+        count = 2 if steps else 9
+        rows = rows_of(buffer, count)
+        note(add, lambda: buffer.add(**rows))
+        note(f"{add} with priority", lambda: buffer.add(**rows, priority=torch.ones(count)))
+        if not steps:
+            note(sample, lambda: buffer.sample(5))
+            note("sample with beta", lambda: buffer.sample(5, beta=0.5))
         else:
-            strategy = buffer.relabel.strategy
-            # rows that no launch has chosen cannot be rewritten
-            note("starts", lambda: buffer._engine.sample(5, None))
-            note("later goals", lambda: buffer._engine.choose_goals(torch.arange(5), 4, strategy))
-        note("update of starts", lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
+            note("step with final observation", lambda: buffer.add(**rows_of(buffer, count, final=True)))
+            # what no launch has counted
+            buffer._counters[Counter.ELIGIBLE] = 10
+            # goals that no launch has chosen cannot be rewritten
+            note(sample, lambda: buffer._engine.sample(5, None))
+            if buffer.relabel is None:
+                note("sequences", lambda: buffer.sample_sequences(5, 2))
+            else:
+                note("later goals", lambda: buffer._engine.choose_goals(torch.arange(5), 4, buffer.relabel.strategy))
+        note(update, lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
     return calls
 
 
@@ -224,20 +203,22 @@ def _scans() -> dict[str, list[Launch]]:
 @cache
 def cases(more: bool) -> dict[str, Launch]:
     """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
-    buffers = {**BUFFERS, **MORE_BUFFERS} if more else BUFFERS
-    found = {name: _launches(*settings) for name, settings in buffers.items()}
-    streams = {**TRAJECTORIES, **MORE_TRAJECTORIES} if more else TRAJECTORIES
-    found |= {name: _stream_launches(*settings) for name, settings in streams.items()}
+    makers: dict[str, Callable[[], Any]] = {
+        name: partial(ReplayBuffer, capacity, fields, sampler=sampler, device="cpu")
+        for name, (capacity, fields, sampler) in ({**BUFFERS, **MORE_BUFFERS} if more else BUFFERS).items()
+    } | {
+        name: partial(TrajectoryReplayBuffer, capacity, 2, fields, sampler=sampler, device="cpu", **settings)
+        for name, (capacity, fields, sampler, settings) in (
+            {**TRAJECTORIES, **MORE_TRAJECTORIES} if more else TRAJECTORIES
+        ).items()
+    }
+    found = {name: _launches(make) for name, make in makers.items()}
     for name in UPDATED:
-        capacity, given, sampler = buffers[name]
-        found[name] |= _updates(partial(ReplayBuffer, capacity, given, sampler=sampler, device="cpu"))
-    for name in STREAMS_UPDATED:
-        capacity, given, sampler, settings = streams[name]
-        made = partial(TrajectoryReplayBuffer, capacity, 2, given, sampler=sampler, device="cpu", **settings)
-        found[name] |= _updates(made)
+        found[name] |= _updates(makers[name])
     found["prefix sum"] = _scans()
     if more:
-        found["5 levels, all options"] = _launches(100, SMALL, EVERYTHING, levels=5)
+        make = partial(ReplayBuffer, 100, SMALL, sampler=EVERYTHING, device="cpu")
+        found["5 levels, all options"] = _launches(make, levels=5)
     named: dict[str, Launch] = {}
     variants = set()
     for name, calls in found.items():

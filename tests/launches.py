@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -102,6 +106,16 @@ def recorded() -> Iterator[list[Launch]]:
         patch.setenv(_backend.VARIABLE, "triton")
         use_sizes_of_a_gpu(patch)
         yield launches
+
+
+def rows_of(buffer: ReplayBuffer | TrajectoryReplayBuffer, rows: int, *, final: bool = False) -> dict[str, Tensor]:
+    """Zeros for an `add`; final: with final observations, where the buffer has any."""
+    given = {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
+    if isinstance(buffer, TrajectoryReplayBuffer):
+        given |= {f"final_{name}": given[name] for name in buffer._streams.observations if final}
+        given["reward"] = torch.zeros(rows)
+        given["terminated"] = given["truncated"] = torch.zeros(rows, dtype=torch.bool)
+    return given
 
 
 def use_sizes_of_a_gpu(patch: pytest.MonkeyPatch) -> None:

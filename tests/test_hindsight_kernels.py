@@ -17,6 +17,7 @@ from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsig
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from trajectory_pair import columns
+from twins import Twins
 
 from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.counters import Counter
@@ -33,55 +34,32 @@ STRATEGIES = ("future", "final", "episode")
 STREAMS = ("flags", "depth", "final", "owner", "spans", "parted")
 
 
-class Twins:
-    """A buffer of the host code and one of the kernels that live through the same; without a device only the first."""
+class Steps(Twins):
+    """Both live through the same."""
 
     def __init__(
         self, device: str, num_envs: int, steps: int, seed: object, fields: dict[str, Field] = GOALS, **settings: Any
     ) -> None:
-        self.draw, self.num_envs, self.fields = random.Random(str(seed)), num_envs, fields
-        made = []
-        for backend, place in (("host", "cpu"), ("triton", device))[: 2 if device else 1]:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("GPU_REPLAY_BACKEND", backend)
-                made.append(
-                    TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings)
-                )
-        self.both, self.host, self.tested = made, made[0], made[-1]
+        self.random, self.num_envs, self.fields = random.Random(str(seed)), num_envs, fields
+        super().__init__(
+            lambda place: TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings),
+            device,
+        )
 
     def live(self, calls: int, end: float) -> None:
         """Steps of all environments; now and then a `clear` or streams that are broken off."""
         for _ in range(calls):
-            chance = self.draw.random()
-            mask = torch.tensor([self.draw.random() < 0.4 for _ in range(self.num_envs)])
+            chance = self.random.random()
+            mask = torch.tensor([self.random.random() < 0.4 for _ in range(self.num_envs)])
             number = self.host.added // self.num_envs
-            final = self.draw.random() < 0.7
-            ends = [self.draw.choice(("T", "U", "TU")) if self.draw.random() < end else "" for _ in mask]
+            final = self.random.random() < 0.7
+            ends = [self.random.choice(("T", "U", "TU")) if self.random.random() < end else "" for _ in mask]
             steps = [goal_step(number, env, end=each, final=final, fields=self.fields) for env, each in enumerate(ends)]
-            for buffer in self.both:
-                if chance < 0.04:
-                    buffer.clear()
-                elif chance < 0.12:
-                    buffer.begin_episodes(mask.to(buffer.device))
-                given = {name: torch.from_numpy(value) for name, value in columns(steps, self.fields).items()}
-                buffer.add(**{name: value.to(buffer.device) for name, value in given.items()})
-
-    def check(self) -> None:
-        """Fail unless both know the same of every step."""
-        assert self.tested._counters.tolist() == self.host._counters.tolist()
-        for name in STREAMS:
-            mine = getattr(self.tested._streams.streams, name).cpu()
-            assert torch.equal(mine, getattr(self.host._streams.streams, name)), name
-        for name, pool in self.tested._streams.finals.items():
-            assert torch.equal(pool.cpu(), self.host._streams.finals[name])
-
-    def sample(self, batch: int) -> None:
-        """Fail unless both draw the same batch, names and bits."""
-        expected, found = self.host.sample(batch), self.tested.sample(batch)
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert found[name].dtype == value.dtype, name
-            assert torch.equal(found[name].cpu(), value), name
+            if chance < 0.04:
+                self.call("clear")
+            elif chance < 0.12:
+                self.call("begin_episodes", mask)
+            self.insert(**{name: torch.from_numpy(value) for name, value in columns(steps, self.fields).items()})
 
 
 def sizes(full: bool) -> list[tuple[int, int, float, int]]:
@@ -99,7 +77,7 @@ def test_streams_are_followed_as_on_the_host(
     with guarded() as guards:
         for num_envs, steps, end, played in [(300, 2, 0.3, 4)] if on_gpu else [*sizes(full), (1, 1, 0.5, 3)]:
             settings = {"relabel": hindsight(), "sampler": SAMPLERS["uniform"], **MODES[mode]}
-            twins = Twins(device, num_envs, steps, (mode, num_envs), **settings)
+            twins = Steps(device, num_envs, steps, (mode, num_envs), **settings)
             for _ in range(played):
                 twins.live(1, end)
                 twins.check()
@@ -123,10 +101,10 @@ def test_goals_are_those_of_the_host(
             [(3, 12, 0.12)] if on_gpu else [(1, 1, 0.5), (1, 7, 0.2), (3, 13, 0.1), (40, 4, 0.3)]
         ):
             settings = {"relabel": hindsight(strategy), "sampler": SAMPLERS["uniform"], **MODES[mode]}
-            host = Twins("", num_envs, steps, (mode, strategy), **settings)
+            host = Steps("", num_envs, steps, (mode, strategy), **settings)
             shape = host.host._shape
             for batch in (400 if on_gpu else 150, 1, 9):
-                host.live(host.draw.randint(1, 2 * steps + 2), end)
+                host.live(host.random.randint(1, 2 * steps + 2), end)
                 marks = host.host._state.eligible_tree
                 assert marks is not None
                 slots = np.flatnonzero(marks.masses[: shape.slots].numpy())
@@ -159,10 +137,10 @@ def test_every_sampler_goes_on_alike(name: str, device: str) -> None:
     strategy = "final" if name == "latest" else "future"
     fields = {**GOALS, "obs.picture": Field((4, 5), torch.int16)}
     settings = {"sampler": SAMPLERS[name], "relabel": hindsight(strategy, 0.5), "random_shift": 2}
-    twins = Twins(device, 4, 5, name, fields, **settings)
+    twins = Steps(device, 4, 5, name, fields, **settings)
     twins.live(6, 0.1)
-    twins.sample(9)
-    twins.sample(4)
+    twins.draw(9, loose=())
+    twins.draw(4, loose=())
     twins.check()
 
 
@@ -175,16 +153,16 @@ def test_goals_are_cast_and_scaled_alike(device: str) -> None:
         return reward_of(achieved, desired)
 
     for mode in ("next_step", "same_step"):
-        twins = Twins(device, 6, 5, mode, fields, stack=2, relabel=hindsight(reward_fn=reward_fn), **MODES[mode])
+        twins = Steps(device, 6, 5, mode, fields, stack=2, relabel=hindsight(reward_fn=reward_fn), **MODES[mode])
         twins.live(5, 0.3)
-        twins.sample(9)
+        twins.draw(9, loose=())
 
 
 def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str) -> None:
     """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
     generator = np.random.default_rng(0)
     for mode in ("next_step", "same_step"):
-        twins = Twins(device, 3, 6, mode, relabel=hindsight(), **MODES[mode])
+        twins = Steps(device, 3, 6, mode, relabel=hindsight(), **MODES[mode])
         buffer = twins.tested
         streams, slots = buffer._streams.streams, buffer.capacity
         for added in (0, 18, 33):

@@ -16,9 +16,9 @@ from devices import thinned
 from guards import Guards, guarded
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
-from tolerances import close
 from torch import Tensor
 from trees import check_sums
+from twins import Twins
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import NO_MASS, Counter
@@ -26,7 +26,7 @@ from gpu_replay.ops.mass_tree import DIRTY
 from gpu_replay.ops.ring import as_numpy, gather_rows, launch_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
-BACKENDS = ("host", "triton")
+NUMBER = {"n": Field((), torch.int64)}
 
 
 # rows
@@ -75,16 +75,10 @@ def test_gathered_rows(name: str, batch: int, device: str, guards: Guards) -> No
 @pytest.mark.parametrize("name", ROWS)
 def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> None:
     field = ROWS[name]
-    fields = {"x": field, "n": ROWS["scalars"]}
-    buffers = [of_backend(backend, device, capacity, fields) for backend in BACKENDS]
+    both = twins(device, capacity, {"x": field, "n": ROWS["scalars"]})
     for rows in (2, 36, 2 * capacity + 3, 1):
-        values = {"x": rows_of(field, rows, rows), "n": torch.arange(rows)}
-        host, tested = (buffer.add(**{n: v.to(buffer.device) for n, v in values.items()}) for buffer in buffers)
-        assert tested.tolist() == host.tolist()
-        for part in ("x", "n"):
-            host_rows, tested_rows = (buffer._storage.tensors[part] for buffer in buffers)
-            used = min(capacity, buffers[0].added)
-            assert torch.equal(tested_rows[:used].cpu(), host_rows[:used])
+        both.insert(x=rows_of(field, rows, rows), n=torch.arange(rows))
+        both.check()
     guards.check()
 
 
@@ -92,13 +86,11 @@ def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> 
 def test_rows_longer_than_a_program_of_a_gpu_moves(field: Field, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_sizes_of_a_gpu(monkeypatch)
     with guarded():
-        host, tested = (of_backend(each, device, 5, {"x": field}) for each in BACKENDS)
+        both = twins(device, 5, {"x": field})
         for rows in (3, 4, 7):
-            values = rows_of(field, rows, rows)
-            for buffer in (host, tested):
-                buffer.add(x=values.to(buffer.device))
-            assert torch.equal(tested.sample(3).x.cpu(), host.sample(3).x)
-        assert torch.equal(tested._storage.tensors["x"].cpu(), host._storage.tensors["x"])
+            both.insert(x=rows_of(field, rows, rows))
+            both.draw(3)
+        both.check()
 
 
 # whole buffers
@@ -127,94 +119,60 @@ RANKED = (0.0, -0.0, 5e-324, 0.5, 1.0, -1.0, 2.0, 7.25, 1e-3, 1.7976931348623157
 CALLS = ("add", "add", "given", "sample", "sample", "sample", "update", "update", "clear", "move")
 
 
-def of_backend(backend: str, device: str, capacity: int, fields: dict[str, Field], sampler: Any = None) -> ReplayBuffer:
-    """A buffer of the host code, or one of the kernels on the device under test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPU_REPLAY_BACKEND", backend)
-        place = "cpu" if backend == "host" else device
-        return ReplayBuffer(capacity, fields, sampler=sampler or Latest(), device=place, seed=capacity)
+def twins(device: str, capacity: int, fields: dict[str, Field], sampler: Any = None) -> Twins:
+    return Twins(
+        lambda place: ReplayBuffer(capacity, fields, sampler=sampler or Latest(), device=place, seed=capacity), device
+    )
 
 
-def check_state(host: Any, tested: Any) -> None:
-    """Fail unless both buffers hold the same integers, also the list of ranks where it outlives a call."""
-    assert tested._counters.tolist() == host._counters.tolist()
-    mine, other = (buffer._state_tensors(host.added) for buffer in (tested, host))
-    assert mine.keys() == other.keys()
-    for name in mine.keys() - {f"fields.{field}" for field in host.fields}:
-        # nothing is said of what comes after the end of the list
-        said = host._counters[Counter.RANKED] if name == "ranked" else len(mine[name])
-        assert torch.equal(mine[name][:said].cpu(), other[name][:said]), name
-    base = getattr(host.sampler, "base", host.sampler)
-    assert ("ranked" in mine) == (getattr(base, "resort_every", 1) > 1)
-    if tested._state.tree is not None:
-        assert torch.equal(tested._state.tree.masses.cpu(), host._state.tree.masses)
-        check_sums(tested._state.tree)
-        assert (tested._engine.draws.masses.stamps == -1).all()
-
-
-def some_priorities(generator: random.Random, count: int, device: str, sampler: Any = None) -> list[float]:
+def some_priorities(generator: random.Random, count: int, device: str, sampler: Any = None) -> Tensor:
     """Priorities over ten orders of magnitude; on a GPU powers of 4, of which no library rounds a root differently."""
     if isinstance(getattr(sampler, "base", sampler), RankBased):
-        return generator.choices(RANKED, k=count)
-    if device == "cpu":
-        return [generator.choice((1, -1)) * 10 ** generator.uniform(-5, 5) for _ in range(count)]
-    return [4.0 ** generator.randint(-8, 8) for _ in range(count)]
+        drawn = generator.choices(RANKED, k=count)
+    elif device == "cpu":
+        drawn = [generator.choice((1, -1)) * 10 ** generator.uniform(-5, 5) for _ in range(count)]
+    else:
+        drawn = [4.0 ** generator.randint(-8, 8) for _ in range(count)]
+    return torch.tensor(drawn, dtype=torch.float64)
 
 
-def call(
-    generator: random.Random, host: ReplayBuffer, tested: ReplayBuffer, device: str, calls: Sequence[str] = CALLS
-) -> None:
+def call(generator: random.Random, both: Twins, device: str, calls: Sequence[str] = CALLS) -> None:
     """One random call to both buffers, with the same arguments, after which they hold the same integers."""
-    capacity, added, sampler = host.capacity, host.added, host.sampler
+    host, sampler = both.host, both.host.sampler
+    capacity, added, newest = host.capacity, host.added, getattr(sampler, "newest", 0)
     kind = generator.choice(calls)
     if kind in ("add", "given"):
         rows = generator.choice((1, 2, capacity // 2 + 1, capacity, 2 * capacity + 1))
-        numbers = some_priorities(generator, rows, device, sampler)
-        given = torch.tensor(numbers, dtype=torch.float64) if kind == "given" else None
-        keys = [
-            buffer.add(
-                n=torch.arange(added, added + rows, device=buffer.device),
-                priority=None if given is None else given.to(buffer.device),
-            )
-            for buffer in (host, tested)
-        ]
-        assert keys[1].tolist() == keys[0].tolist()
+        given = some_priorities(generator, rows, device, sampler) if kind == "given" else None
+        both.insert(n=torch.arange(added, added + rows), priority=given)
     elif kind == "sample" and len(host):
-        batch = min(generator.choice((3, 33, 129)), len(host) if isinstance(host.sampler, Uniform | Latest) else 129)
-        batch = max(1, min(batch, len(host) + 2) if isinstance(host.sampler, Combined) else batch)
-        if isinstance(host.sampler, Combined) and (len(host) < host.sampler.newest or batch < host.sampler.newest):
-            return
-        beta = generator.choice((None, None, 0.7))
-        drawn, found = host.sample(batch, beta=beta), tested.sample(batch, beta=beta)
-        assert found.key.tolist() == drawn.key.tolist() == found.n.tolist()
-        assert close(found.probability, drawn.probability, "probability")
-        assert close(found.weight, drawn.weight, "weight")
+        batch = min(generator.choice((3, 33, 129)), len(host) if isinstance(sampler, Uniform | Latest) else 129)
+        batch = max(1, min(batch, len(host) + 2) if newest else batch)
+        if len(host) >= newest and batch >= newest:
+            drawn = both.draw(batch, beta=generator.choice((None, None, 0.7)))
+            assert drawn.n.tolist() == drawn.key.tolist()
     elif kind == "update" and added:
         oldest, count = max(0, added - capacity - 2), generator.choice((1, 40, 129))
         keys = [generator.randrange(oldest, added + 2) for _ in range(count)]
         keys += keys[: len(keys) // 2]
-        priorities = torch.tensor(some_priorities(generator, len(keys), device, sampler), dtype=torch.float64)
-        for buffer in (host, tested):
-            buffer.update_priorities(torch.tensor(keys, device=buffer.device), priorities.to(buffer.device))
+        both.update(torch.tensor(keys), some_priorities(generator, len(keys), device, sampler))
     elif kind == "clear" and generator.random() < 0.3:
-        host.clear()
-        tested.clear()
+        both.call("clear")
     elif kind == "move":
         # the state of one becomes that of both
-        source, target = generator.sample((host, tested), 2)
+        source, target = generator.sample(both.both, 2)
         target.load_state_dict(source.state_dict())
-    check_state(host, tested)
+    both.check()
 
 
 @thinned("name, capacity", SAMPLERS, [1, 2, 17, 40, 128, 129, 300], times=3)
 def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: str) -> None:
     generator = random.Random(f"{name} {capacity}")
-    fields = {"n": Field((), torch.int64)}
     with guarded() as guards:
-        host, tested = (of_backend(each, device, capacity, fields, SAMPLERS[name]) for each in BACKENDS)
+        both = twins(device, capacity, NUMBER, SAMPLERS[name])
         assert len(guards) >= 6
         for _ in range(16):
-            call(generator, host, tested, device)
+            call(generator, both, device)
 
 
 @pytest.mark.parametrize("name", ["uniform", "everything", "rank"])
@@ -223,90 +181,81 @@ def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
 ) -> None:
     use_sizes_of_a_gpu(monkeypatch)
     generator = random.Random(name)
-    fields = {"n": Field((), torch.int64), "x": Field((24,), torch.float32)}
     with guarded():
-        host, tested = (of_backend(each, device, 2500, fields, SAMPLERS[name]) for each in BACKENDS)
+        both = twins(device, 2500, {**NUMBER, "x": Field((24,), torch.float32)}, SAMPLERS[name])
         # one block more than the rows fill, at both ends of a segment, and in two segments
         for rows in (1020, 1024, 1, 8 * 128, 600, 2501):
-            first = host.added
-            given = torch.tensor(some_priorities(generator, rows, device), dtype=torch.float64)
-            for buffer in (host, tested):
-                n = torch.arange(first, first + rows, device=buffer.device)
-                buffer.add(n=n, x=n[:, None] % 1000 + torch.zeros(24, device=buffer.device), priority=given)
-            check_state(host, tested)
+            n = torch.arange(both.host.added, both.host.added + rows)
+            both.insert(n=n, x=n[:, None] % 1000 + torch.zeros(24), priority=some_priorities(generator, rows, device))
+            both.check()
         for batch in (9, 130):
-            drawn, found = host.sample(batch), tested.sample(batch)
-            assert found.key.tolist() == drawn.key.tolist() == found.n.tolist()
-            assert torch.equal(found.x.cpu(), drawn.x)
-            assert close(found.weight, drawn.weight, "weight")
+            drawn = both.draw(batch)
+            assert drawn.n.tolist() == drawn.key.tolist()
             keys = torch.cat((drawn.key, drawn.key[:50]))
-            numbers = torch.tensor(some_priorities(generator, len(keys), device), dtype=torch.float64)
-            for buffer in (host, tested):
-                buffer.update_priorities(keys.to(buffer.device), numbers.to(buffer.device))
-            check_state(host, tested)
+            both.update(keys, some_priorities(generator, len(keys), device))
+            both.check()
 
 
 @pytest.mark.parametrize("batch", [*SIZES, 1024, 1025])
 def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: str) -> None:
-    fields = {"n": Field((), torch.int64)}
     with guarded():
-        host, tested = (of_backend(each, device, 20_000, fields, EVERYTHING) for each in BACKENDS)
+        both = twins(device, 20_000, NUMBER, EVERYTHING)
         generator = np.random.default_rng(batch)
+        both.insert(n=torch.arange(batch + 5))
         keys = torch.from_numpy(generator.integers(-3, 60 + batch // 4, batch))
-        priorities = torch.from_numpy(4.0 ** generator.integers(-8, 8, batch))
-        for buffer in (host, tested):
-            buffer.add(n=torch.arange(batch + 5, device=buffer.device))
-            buffer.update_priorities(keys.to(buffer.device), priorities.to(buffer.device))
-        check_state(host, tested)
-        assert host.stats().stale_updates > 0 or batch < 3
+        both.update(keys, torch.from_numpy(4.0 ** generator.integers(-8, 8, batch)))
+        both.check()
+        assert both.host.stats().stale_updates > 0 or batch < 3
 
 
 def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(device: str) -> None:
     priorities = torch.full((1000,), 2.0, dtype=torch.float64)
     priorities[700] = 64.0
     with guarded():
-        host, tested = (of_backend(each, device, 1000, {"n": Field((), torch.int64)}, EVERYTHING) for each in BACKENDS)
-        for buffer in (host, tested):
-            buffer.add(n=torch.arange(1000, device=buffer.device), priority=priorities.to(buffer.device))
-            # the first looks at all blocks, the second only at the one that has changed since
-            for number in (1000, 1001):
-                key = buffer.add(n=torch.tensor([number], device=buffer.device))
-                assert buffer.masses()[number - 1000].item() == buffer._state.rule.mass(64.0)
-                buffer.update_priorities(key, torch.ones(1, device=buffer.device))
-        check_state(host, tested)
-        # and it is forgotten with its transition
-        for buffer in (host, tested):
-            buffer.add(n=torch.arange(1002, 1702, device=buffer.device))
-            keys = torch.arange(1000, 1702, device=buffer.device)
-            buffer.update_priorities(keys, torch.full((702,), 4.0, device=buffer.device))
-            buffer.add(n=torch.tensor([1702], device=buffer.device))
-        check_state(host, tested)
+        both = twins(device, 1000, NUMBER, EVERYTHING)
+        tested = both.tested
+        both.insert(n=torch.arange(1000), priority=priorities)
+        # the first looks at all blocks, the second only at the one that has changed since
+        for number in (1000, 1001):
+            key = both.insert(n=torch.tensor([number]))
+            assert tested.masses()[number - 1000].item() == tested._state.rule.mass(64.0)
+            both.update(key, torch.ones(1))
+        both.check()
+        # and it goes with its transition
+        both.insert(n=torch.arange(1002, 1702))
+        both.update(torch.arange(1000, 1702), torch.full((702,), 4.0))
+        both.insert(n=torch.tensor([1702]))
+        both.check()
         assert tested.masses()[702].item() == tested._state.rule.mass(4.0)
         assert tested._state.tree.high.tolist().count(DIRTY) == 1
 
 
-def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(device: str) -> None:
-    """On the device nobody can raise: such an entry keeps its mass, also if an earlier one of its key was finite."""
+@pytest.mark.parametrize("name", ["everything", "rank"])
+def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(name: str, device: str) -> None:
+    """Kernels cannot raise: such an entry keeps its mass or its rank, also if an earlier one of its key was finite."""
     with guarded():
-        tested = of_backend("triton", device, 129, {"n": Field((), torch.int64)}, EVERYTHING)
+        tested = twins(device, 129, NUMBER, SAMPLERS[name]).tested
         engine = tested._engine
         given = torch.tensor([4.0, float("nan"), 16.0, float("inf")], dtype=torch.float64, device=device)
         engine.append({"n": torch.arange(4, device=device)}, 4, given)
-        before = tested.masses()[:4].tolist()
+        before = tested._state.tree.masses[:4].tolist()
         # the initial priority where the given one was not finite
         assert before == [tested._state.rule.mass(priority) for priority in (4.0, 1.0, 16.0, 1.0)]
         keys = torch.tensor([0, 2, 2, 0], device=device)
         given = torch.tensor([1.0, 1.0, float("-inf"), float("nan")], dtype=torch.float64, device=device)
         engine.draws.update(keys, given)
-        assert tested.masses()[:4].tolist() == before
+        assert tested._state.tree.masses[:4].tolist() == before
         assert tested.stats().rejected_priorities == 4
         check_sums(tested._state.tree)
         assert (engine.draws.masses.stamps == -1).all()
+        if name == "rank":
+            tested.sample(4)
+            assert engine.draws._ranks.list.slots[:4].tolist() == [2, 0, 1, 3]
 
 
 def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None:
     with guarded():
-        tested = of_backend("triton", device, 129, {"n": Field((), torch.int64)}, EVERYTHING)
+        tested = twins(device, 129, NUMBER, EVERYTHING).tested
         tested.add(n=torch.arange(300, device=device), priority=torch.ones(300, device=device))
         tested.sample(20)
         counters = tested._counters.tolist()

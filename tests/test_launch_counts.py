@@ -1,42 +1,54 @@
-"""A call makes few launches, whatever the fields, the size of the tree and the sampler: counted, not timed."""
+"""A call makes few launches, whatever the fields, windows, sampler and size of the tree: counted, not timed."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from launches import Launch, recorded
-from torch import Tensor
+from launches import recorded, rows_of
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.ops.counters import Counter
 
-SAMPLERS = {
+BETA = LinearSchedule(0.4, 1.0, 10)
+EVERYTHING = Proportional(beta=BETA, clip=2.0, initial="stored", normalize="buffer", stratified=False)
+SAMPLERS: dict[str, Any] = {
     "uniform": Uniform(),
     "replacement": Uniform(replacement=True),
     "latest": Latest(),
     "proportional": Proportional(),
-    "everything": Proportional(
-        beta=LinearSchedule(0.4, 1.0, 10), clip=2.0, initial="stored", normalize="buffer", stratified=False
-    ),
+    "everything": EVERYTHING,
     "numbered": Proportional(initial=0.5),
     "combined-uniform": Combined(Uniform()),
     "combined-replacement": Combined(Uniform(replacement=True), newest=2),
-    "combined-proportional": Combined(Proportional(normalize="buffer", initial="stored"), newest=3),
+    "combined-everything": Combined(EVERYTHING, newest=3),
 }
-BY_RANK = {
+BY_RANK: dict[str, Any] = {
     "rank": RankBased(),
-    "rank-everything": RankBased(
-        beta=LinearSchedule(0.4, 1.0, 10), initial="stored", normalize="buffer", stratified=False, resort_every=2
-    ),
+    "rank-everything": RankBased(beta=BETA, initial="stored", normalize="buffer", stratified=False, resort_every=2),
     "combined-rank": Combined(RankBased(normalize="buffer", initial="stored"), newest=3),
 }
+ALL = {**SAMPLERS, **BY_RANK}
 # with the fan-out of the kernels these give trees of one, two, three and four levels
 CAPACITIES = {100: 1, 5_000: 2, 20_000: 3, 2_100_000: 4}
-
-
-def values(buffer: ReplayBuffer, rows: int) -> dict[str, Tensor]:
-    return {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
+ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+MANY = {
+    **{f"obs.part{i}": Field(((4, 6), (), (3,))[i % 3], (torch.float32, torch.uint8)[i % 2]) for i in range(6)},
+    **{f"action.part{i}": Field(((), (5,))[i % 2], (torch.int64, torch.bfloat16)[i % 2]) for i in range(6)},
+}
 
 
 def some_fields(count: int) -> dict[str, Field]:
@@ -45,61 +57,85 @@ def some_fields(count: int) -> dict[str, Field]:
     return {f"f{i}": Field(shapes[i % 4], dtypes[i % 5]) for i in range(count)}
 
 
-def of_each_call(buffer: ReplayBuffer, launches: list[Launch], rows: int, *, given: bool) -> dict[str, list[str]]:
-    """Names of the kernels that each call launches, in order."""
-    counted = {}
-
-    def count(call: str) -> None:
-        counted[call] = [launch.name for launch in launches]
-        launches.clear()
-
-    launches.clear()
-    buffer.add(**values(buffer, rows), priority=torch.ones(rows) if given else None)
-    count("add")
-    buffer.sample(min(rows, 5))
-    count("sample")
-    buffer.sample(min(rows, 5), beta=0.5)
-    count("sample with beta")
-    buffer.update_priorities(torch.arange(3), torch.ones(3))
-    count("update")
-    return counted
+def of_steps(capacity: int, num_envs: int, fields: Any, sampler: Any, **settings: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, sampler=sampler, device="cpu", **settings)
+    # launches that are not made count nothing
+    buffer._counters[Counter.ELIGIBLE] = num_envs
+    return buffer
 
 
-def check(counted: dict[str, list[str]]) -> None:
-    assert {call: len(kernels) for call, kernels in counted.items()} == {
-        "add": 2,
-        "sample": 2,
-        "sample with beta": 2,
-        "update": 1,
+def check(buffer: Any, launches: list[Any], rows: int, *, given: bool, kept: bool = False) -> None:
+    """Fail unless each call launches, in order, what it must: sorts by PyTorch are among it.
+
+    given: whether rows come with priorities; kept: whether final observations are stored.
+    """
+    steps = isinstance(buffer, TrajectoryReplayBuffer)
+    base = getattr(buffer.sampler, "base", buffer.sampler)
+    by_rank, by_mass = isinstance(base, RankBased), isinstance(base, Proportional)
+    if by_rank:
+        drawn = ["rank_draw_kernel"]
+    elif steps:
+        drawn = ["draw_by_mass_kernel" if by_mass else "draw_eligible_kernel"]
+    else:
+        drawn = ["stratified_draw_kernel" if by_mass else "uniform_draw_kernel"]
+    drawn += ["gather_windows_kernel" if steps else "gather_kernel"]
+    # made anew after an add or an update; a sequence has an order of its own
+    order = ["arrange_kernel", "sort", "list_kernel"] if by_rank else []
+    add = ["write_kernel", "add_step_kernel" if steps else "insert_kernel"]
+    priority = torch.ones(rows) if given else None
+    finals = rows_of(buffer, rows, final=True)
+    calls: dict[str, tuple[Any, list[str]]] = {
+        "add": (lambda: buffer.add(**rows_of(buffer, rows), priority=priority), add),
+        "finals": (lambda: buffer.add(**finals, priority=priority), [*add, *["keep_finals_kernel"] * kept]),
+        "sample": (lambda: buffer.sample(5), [*order, *drawn]),
+        "sample with beta": (lambda: buffer.sample(5, beta=0.5), drawn),
+        "sequences": (lambda: buffer.sample_sequences(5, 2), [*order, *drawn]),
+        "update": (lambda: buffer.update_priorities(torch.arange(3), torch.ones(3)), ["update_kernel"]),
+        "sample after update": (lambda: buffer.sample(5), [*order, *drawn]),
     }
+    if not steps:
+        del calls["finals"], calls["sequences"]
+    sort = torch.sort
+    with pytest.MonkeyPatch.context() as patch:
+        note = SimpleNamespace(name="sort")
+        patch.setattr(torch, "sort", lambda *given, **named: (launches.append(note), sort(*given, **named))[1])
+        for name, (call, expected) in calls.items():
+            launches.clear()
+            call()
+            assert [launch.name for launch in launches] == expected, name
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["initial", "given"])
-@pytest.mark.parametrize("count", [1, 5, 20])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_launches_do_not_depend_on_the_number_of_fields(sampler: str, count: int, given: bool) -> None:
+@pytest.mark.parametrize(
+    ("sampler", "capacity", "count", "given"),
+    [
+        *((name, 100, count, given) for name in SAMPLERS for count in (1, 5, 20) for given in (False, True)),
+        *(("everything", capacity, 2, True) for capacity in CAPACITIES),
+        *((name, *sizes, True) for name in BY_RANK for sizes in ((100, 20), (5_000, 1), (20_000, 1), (2_100_000, 1))),
+    ],
+)
+def test_launches_do_not_depend_on_fields_and_levels(sampler: str, capacity: int, count: int, given: bool) -> None:
     with recorded() as launches:
-        buffer = ReplayBuffer(100, some_fields(count), sampler=SAMPLERS[sampler], device="cpu")
-        check(of_each_call(buffer, launches, 10, given=given))
+        buffer = ReplayBuffer(capacity, some_fields(count), sampler=ALL[sampler], device="cpu")
+        if sampler == "everything":
+            assert len(buffer._state.masses.levels) == CAPACITIES[capacity]
+        check(buffer, launches, 10 if capacity == 100 else 4_000, given=given)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_launches_do_not_depend_on_the_levels_of_the_tree(capacity: int) -> None:
-    with recorded() as launches:
-        buffer = ReplayBuffer(capacity, some_fields(2), sampler=SAMPLERS["everything"], device="cpu")
-        assert len(buffer._state.masses.levels) == CAPACITIES[capacity]
-        counted = of_each_call(buffer, launches, 4_000, given=True)
-    assert counted == {
-        "add": ["write_kernel", "insert_kernel"],
-        "sample": ["stratified_draw_kernel", "gather_kernel"],
-        "sample with beta": ["stratified_draw_kernel", "gather_kernel"],
-        "update": ["update_kernel"],
-    }
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("fields", [ATARI, MANY], ids=["atari", "many fields"])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("numbered", "combined-replacement")])
+def test_launches_do_not_depend_on_windows(name: str, fields: dict[str, Field], autoreset: str) -> None:
+    # trees of one, two and three levels
+    for capacity, stack, n_step in ((100, 1, 1), (5_000, 4, 3), (20_000, 8, 40)):
+        with recorded() as launches:
+            settings = {"autoreset": autoreset, "random_shift": 2, "stack": stack, "n_step": n_step}
+            buffer = of_steps(capacity, 10, fields, ALL[name], **settings)
+            check(buffer, launches, 10, given=n_step > 1, kept=autoreset == "same_step")
 
 
 @pytest.mark.parametrize("batch, launched", [(1, 1), (256, 1), (257, 1), (1024, 1), (1025, 2), (65_536, 2)])
 def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: int, launched: int) -> None:
-    for sampler in (SAMPLERS["everything"], BY_RANK["rank"]):
+    for sampler in (EVERYTHING, BY_RANK["rank"]):
         with recorded() as launches:
             buffer = ReplayBuffer(5_000, some_fields(1), sampler=sampler, device="cpu")
             launches.clear()
@@ -108,41 +144,14 @@ def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: in
             assert [launch.constants["SETTLES"] for launch in launches[launched - 1 :]] == [launched == 1]
 
 
-@pytest.mark.parametrize("capacity, count", [(100, 20), (5_000, 1), (20_000, 1), (2_100_000, 1)])
-@pytest.mark.parametrize("sampler", BY_RANK)
-def test_draws_by_rank_are_two_launches_after_two_for_an_order_that_is_out_of_date(
-    sampler: str, capacity: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sorts = []
-    plain = torch.sort
-    with recorded() as launches:
-        monkeypatch.setattr(
-            torch, "sort", lambda *given, **named: (sorts.append(len(launches)), plain(*given, **named))[1]
-        )
-        buffer = ReplayBuffer(capacity, some_fields(count), sampler=BY_RANK[sampler], device="cpu")
-        launches.clear()
-        counted = of_each_call(buffer, launches, 10, given=True)
-        buffer.sample(5)
-    drawn = ["rank_draw_kernel", "gather_kernel"]
-    assert counted == {
-        "add": ["write_kernel", "insert_kernel"],
-        "sample": ["arrange_kernel", "list_kernel", *drawn],
-        "sample with beta": drawn,
-        "update": ["update_kernel"],
-    }
-    # both were followed by an update or came to their end
-    assert [launch.name for launch in launches] == ["arrange_kernel", "list_kernel", *drawn]
-    assert sorts == [1, 1]
-
-
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 250])
-@pytest.mark.parametrize("sampler", [*SAMPLERS, *BY_RANK])
+@pytest.mark.parametrize("sampler", ALL)
 def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, rows: int) -> None:
     with recorded() as launches:
-        buffer = ReplayBuffer(100, some_fields(3), sampler={**SAMPLERS, **BY_RANK}[sampler], device="cpu")
-        buffer.add(**values(buffer, 70))
+        buffer = ReplayBuffer(100, some_fields(3), sampler=ALL[sampler], device="cpu")
+        buffer.add(**rows_of(buffer, 70))
         launches.clear()
-        buffer.add(**values(buffer, rows))
+        buffer.add(**rows_of(buffer, rows))
         assert [launch.name for launch in launches] == ["write_kernel", "insert_kernel"]
 
 
@@ -153,24 +162,66 @@ def test_an_update_of_nothing_launches_nothing() -> None:
     assert launches == []
 
 
-@pytest.mark.parametrize("sampler", [SAMPLERS["everything"], BY_RANK["combined-rank"]], ids=["mass", "rank"])
+@pytest.mark.parametrize("sampler", [EVERYTHING, BY_RANK["combined-rank"]], ids=["mass", "rank"])
 def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any) -> None:
     """Compiling takes a second, in which training stands: sizes and counts must not ask for it again, but for updates,
     of which few, many, and more keys than one program takes are different code."""
     variants, updates = set(), set()
     with recorded() as launches:
         buffer = ReplayBuffer(5_000, some_fields(5), sampler=sampler, device="cpu")
-        launches.clear()
         for rows in (4, 6, 16, 31, 128, 1000, 6_000):
-            buffer.add(**values(buffer, rows), priority=torch.ones(rows))
+            launches.clear()
+            buffer.add(**rows_of(buffer, rows), priority=torch.ones(rows))
             buffer.sample(rows)
-            keys = torch.arange(rows)
-            buffer.update_priorities(keys, torch.ones(rows))
+            buffer.update_priorities(torch.arange(rows), torch.ones(rows))
             updated = [launch for launch in launches if launch.name in ("settle_kernel", "update_kernel")]
             updates.add(tuple(launch.variant for launch in updated))
             variants.add(tuple(launch.variant for launch in launches if launch not in updated))
             for launch in launches:
                 assert launch.specialised == [], launch.name
-            launches.clear()
     assert len(variants) == 1
     assert len(updates) == 3
+
+
+def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code() -> None:
+    variants: dict[str, set[str]] = {}
+    with recorded() as launches:
+        for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
+            buffer = of_steps(num_envs * steps, num_envs, ATARI, ALL["combined-everything"], autoreset="same_step")
+            assert len(buffer._state.masses.levels) == 2
+            # more keys in an update are different code
+            for batch in (4, 16, 31, 250):
+                buffer._counters[Counter.ELIGIBLE] = 300
+                buffer.add(**rows_of(buffer, num_envs, final=True), priority=torch.ones(num_envs))
+                buffer.sample(batch)
+                buffer.update_priorities(torch.arange(batch), torch.ones(batch))
+        for launch in launches:
+            variants.setdefault(launch.name, set()).add(launch.variant)
+            assert launch.specialised == [], launch.name
+    assert {name: len(found) for name, found in variants.items()} == dict.fromkeys(variants, 1)
+    assert len(variants) == 6
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset: str) -> None:
+    goals = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")}
+    fields, variants = {**goals, "action": Field((), torch.int64)}, set()
+    with recorded() as launches:
+        for num_envs, steps in ((1, 4_000), (16, 250), (50, 81)):
+            relabel = Hindsight(reward_fn=torch.dist)
+            buffer = of_steps(num_envs * steps, num_envs, fields, Uniform(), autoreset=autoreset, relabel=relabel)
+            launches.clear()
+            buffer.add(**rows_of(buffer, num_envs))
+            assert [launch.name for launch in launches] == ["write_kernel", "add_step_kernel"]
+            for batch in (1, 16, 300):
+                launches.clear()
+                # what is chosen is found by launches that are not made here
+                keys = buffer._engine.sample(batch, None)["key"]
+                buffer._engine.choose_goals(keys, batch, relabel.strategy)
+                names = [launch.name for launch in launches]
+                assert names == ["draw_eligible_kernel", "gather_windows_kernel", "choose_goals_kernel"]
+                chosen = launches[-1]
+                variants.add(chosen.variant)
+                assert sum(isinstance(argument, int) for argument in chosen.arguments) == 6
+                assert chosen.specialised == []
+    assert len(variants) == 1

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from launches import kernel_class, recorded
+from launches import kernel_class, recorded, rows_of
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -292,23 +292,13 @@ def of_goals(sampler: Any) -> TrajectoryReplayBuffer:
     return TrajectoryReplayBuffer(30, 3, fields, sampler=sampler, device="cpu", relabel=relabel)
 
 
-def given(buffer: Any) -> dict[str, Tensor]:
-    """Values for an `add` of three rows."""
-    rows = {name: torch.zeros((3, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
-    if isinstance(buffer, TrajectoryReplayBuffer):
-        rows |= {f"final_{name}": rows[name] for name in buffer._streams.observations}
-        rows |= {"reward": torch.zeros(3)}
-        rows |= dict.fromkeys(("terminated", "truncated"), torch.zeros(3, dtype=torch.bool))
-    return rows
-
-
 def read_keys(buffer: Any) -> None:
     with pytest.raises(KeyError):
         buffer[[1]]
 
 
 CALLS: dict[str, Any] = {
-    "add": lambda buffer: buffer.add(**given(buffer), priority=torch.ones(3)),
+    "add": lambda buffer: buffer.add(**rows_of(buffer, 3, final=True), priority=torch.ones(3)),
     "sample": lambda buffer: buffer.sample(5),
     "sample_sequences": lambda buffer: buffer.sample_sequences(2, 1),
     "update_priorities": lambda buffer: buffer.update_priorities(torch.arange(3), torch.ones(3)),
@@ -339,7 +329,7 @@ BUFFERS: dict[str, Any] = {
 def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
     with recorded() as launches:
         buffer = BUFFERS[kind]()
-        buffer.add(**given(buffer))
+        buffer.add(**rows_of(buffer, 3, final=True))
         calls = {**CALLS, "save": lambda buffer: buffer.save(tmp_path / "saved")}
         if isinstance(buffer, ReplayBuffer):
             del calls["sample_sequences"], calls["begin_episodes"]
@@ -363,7 +353,7 @@ def test_a_call_out_of_turn_is_seen() -> None:
         with watched(buffer, launches) as watch:
             buffer._counters.tolist()
             buffer._storage.times_sampled.zero_()
-            buffer._draws.write(given(buffer), None)
+            buffer._draws.write(rows_of(buffer, 3), None)
             torch.ones(3).zero_()
             buffer._storage.times_sampled[:3]
         assert watch.astray == ["tolist", "aten.zero_.default", "write_kernel"]

@@ -14,9 +14,9 @@ from devices import thinned
 from guards import guarded
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
-from tolerances import close
 from torch import Tensor
 from trees import check_sums
+from twins import Twins
 
 from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops import eligibility
@@ -42,39 +42,34 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Twins:
-    """A buffer of the host code and one of the kernels; every call goes to both, and leaves the same in both."""
+class Steps(Twins):
+    """Both get the same steps."""
 
     def __init__(self, device: str, capacity: int, num_envs: int, sampler: Any, seed: object, **settings: Any) -> None:
-        self.draw = random.Random(str(seed))
+        self.random, self.num_envs = random.Random(str(seed)), num_envs
         self.exact = device != "cpu"
-        made = []
-        for backend, place in (("host", "cpu"), ("triton", device)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("GPU_REPLAY_BACKEND", backend)
-                made.append(
-                    TrajectoryReplayBuffer(
-                        capacity, num_envs, FIELDS, sampler=sampler, device=place, seed=7, **settings
-                    )
-                )
-        self.host, self.tested = made
-        self.num_envs = num_envs
+        super().__init__(
+            lambda place: TrajectoryReplayBuffer(
+                capacity, num_envs, FIELDS, sampler=sampler, device=place, seed=7, **settings
+            ),
+            device,
+        )
 
     def priorities(self, count: int) -> Tensor:
         """Over ten orders of magnitude; on a GPU powers of 4, of which no library rounds a root differently."""
         if self.exact:
-            return torch.tensor([4.0 ** self.draw.randint(-8, 8) for _ in range(count)], dtype=torch.float64)
-        return torch.tensor([10 ** self.draw.uniform(-5, 5) for _ in range(count)], dtype=torch.float64)
+            return torch.tensor([4.0 ** self.random.randint(-8, 8) for _ in range(count)], dtype=torch.float64)
+        return torch.tensor([10 ** self.random.uniform(-5, 5) for _ in range(count)], dtype=torch.float64)
 
     def add(self, end: float = 0.2, *, final: bool = False, own: bool = False) -> None:
         """One step of all environments, a share `end` of which ends: terminated, truncated or, more rarely, both."""
         envs, step = self.num_envs, self.host.added // self.num_envs
         place = torch.stack((torch.full((envs,), step + 1), torch.arange(envs), torch.full((envs,), 5)), 1).float()
-        ends = [self.draw.choice("TTUUB") if self.draw.random() < end else "" for _ in range(envs)]
+        ends = [self.random.choice("TTUUB") if self.random.random() < end else "" for _ in range(envs)]
         given: dict[str, Any] = {
             "obs": place,
             "action": torch.arange(envs) + step * envs,
-            "reward": torch.tensor([self.draw.gauss(0, 1) for _ in range(envs)]),
+            "reward": torch.tensor([self.random.gauss(0, 1) for _ in range(envs)]),
             "terminated": torch.tensor([kind in ("T", "B") for kind in ends]),
             "truncated": torch.tensor([kind in ("U", "B") for kind in ends]),
         }
@@ -83,89 +78,36 @@ class Twins:
         if final:
             # garbage in the rows of environments that go on
             given["final_obs"] = torch.where(given["truncated"][:, None], -place, float("nan"))
-        keys = [
-            buffer.add(**{name: value.to(buffer.device) for name, value in given.items()})
-            for buffer in (self.host, self.tested)
-        ]
-        assert keys[1].tolist() == keys[0].tolist()
+        self.insert(**given)
 
-    def update(self, keys: list[int]) -> None:
-        numbers = self.priorities(len(keys))
-        for buffer in (self.host, self.tested):
-            buffer.update_priorities(torch.tensor(keys, device=buffer.device), numbers.to(buffer.device))
-
-    def any_keys(self) -> list[int]:
+    def any_keys(self) -> Tensor:
         """Keys, repeated ones, ineligible ones and some that are not live."""
         added = self.host.added
-        keys = [self.draw.randint(max(-2, added - self.host.capacity - 3), added + 2) for _ in range(20)]
-        return keys + keys[:5]
-
-    def begin(self) -> None:
-        mask = torch.tensor([self.draw.random() < 0.5 for _ in range(self.num_envs)])
-        for buffer in (self.host, self.tested):
-            buffer.begin_episodes(mask.to(buffer.device))
-
-    def clear(self) -> None:
-        for buffer in (self.host, self.tested):
-            buffer.clear()
-
-    def check(self) -> None:
-        """Fail unless both hold the same bits."""
-        host, tested = self.host, self.tested
-        assert tested._counters.tolist() == host._counters.tolist()
-        stored = min(host.added, host.capacity)
-        for name, mine in tested._storage.tensors.items():
-            assert torch.equal(mine[:stored].cpu(), host._storage.tensors[name][:stored]), name
-        assert torch.equal(tested._storage.times_sampled.cpu(), host._storage.times_sampled)
-        for name in ("flags", "depth", "pending", "final", "owner"):
-            mine, other = getattr(tested._streams.streams, name), getattr(host._streams.streams, name)
-            assert torch.equal(mine.cpu(), other), name
-        for name, pool in tested._streams.finals.items():
-            assert torch.equal(pool.cpu(), host._streams.finals[name])
-        for mine, other in (
-            (tested._state.tree, host._state.tree),
-            (tested._state.eligible_tree, host._state.eligible_tree),
-        ):
-            if mine is not None:
-                assert torch.equal(mine.masses.cpu(), other.masses)
-                check_sums(mine)
-        if tested._engine.draws.masses is not None:
-            assert (tested._engine.draws.masses.stamps == -1).all()
+        keys = [self.random.randint(max(-2, added - self.host.capacity - 3), added + 2) for _ in range(20)]
+        return torch.tensor(keys + keys[:5])
 
     def check_batch(self, batch: int) -> None:
         """Fail unless both draw the same starts, if there are enough."""
-        newest = self.host.sampler.newest if isinstance(self.host.sampler, Combined) else 0
-        eligible = self.host.stats().eligible
+        newest, eligible = getattr(self.host.sampler, "newest", 0), self.host.stats().eligible
         assert self.tested.stats().eligible == eligible
-        if eligible < max(newest, 1):
-            return
-        batch = min(batch, eligible)
-        drawn, found = self.host.sample(max(batch, newest)), self.tested.sample(max(batch, newest))
-        assert list(found) == list(drawn)
-        for name, value in found.items():
-            if name in ("probability", "weight"):
-                assert close(value, drawn[name], name)
-            elif name.startswith("next_"):
-                # without meaning where the discount is 0
-                counts = drawn.discount > 0
-                assert torch.equal(value.cpu()[counts], drawn[name][counts]), name
-            else:
-                assert torch.equal(value.cpu(), drawn[name]), name
+        if eligible >= max(newest, 1):
+            self.draw(max(min(batch, eligible), newest))
 
 
-def live(twins: Twins, steps: int, end: float = 0.2, *, restless: float = 0.08) -> None:
+def live(twins: Steps, steps: int, end: float = 0.2, *, restless: float = 0.08) -> None:
     """Random steps, with everything else that can happen between them, compared one by one."""
-    draw = twins.draw
+    draw = twins.random
     for _ in range(steps):
         twins.add(end, final=draw.random() < 0.6, own=draw.random() < 0.4)
         twins.check()
         if draw.random() < 0.3:
-            twins.update(twins.any_keys())
+            keys = twins.any_keys()
+            twins.update(keys, twins.priorities(len(keys)))
             twins.check()
         if draw.random() < restless:
-            twins.begin()
+            twins.call("begin_episodes", torch.tensor([draw.random() < 0.5 for _ in range(twins.num_envs)]))
         if draw.random() < restless / 2:
-            twins.clear()
+            twins.call("clear")
         if draw.random() < 0.15:
             twins.check_batch(9)
     twins.check_batch(33)
@@ -178,7 +120,7 @@ def test_random_streams_leave_the_same_integers(name: str, mode: str, device: st
     num_envs, turn = draw.randint(1, 7), draw.choice((2, 3, 5, 9))
     settings = {"stack": draw.randint(1, 5), "n_step": draw.randint(1, 5), **MODES[mode]}
     with guarded() as guards:
-        twins = Twins(device, turn * num_envs + num_envs - 1, num_envs, SAMPLERS[name], settings, **settings)
+        twins = Steps(device, turn * num_envs + num_envs - 1, num_envs, SAMPLERS[name], settings, **settings)
         assert len(guards) >= 10
         live(twins, turn + 9)
 
@@ -188,7 +130,7 @@ def test_random_streams_leave_the_same_integers(name: str, mode: str, device: st
 def test_a_ring_of_one_step(autoreset: str, num_envs: int, device: str) -> None:
     """What the step before left lies in the very slots that are written."""
     with guarded():
-        twins = Twins(device, num_envs, num_envs, EVERYTHING, num_envs, autoreset=autoreset, stack=2)
+        twins = Steps(device, num_envs, num_envs, EVERYTHING, num_envs, autoreset=autoreset, stack=2)
         live(twins, 6, 0.4)
 
 
@@ -199,7 +141,7 @@ def test_programs_as_small_as_on_a_gpu(mode: str, name: str, device: str, monkey
     use_sizes_of_a_gpu(monkeypatch)
     assert eligibility.envs_per_program(130, 4, True) == 64
     with guarded():
-        twins = Twins(device, 600, 130, SAMPLERS[name], mode, stack=4, n_step=3, **MODES[mode])
+        twins = Steps(device, 600, 130, SAMPLERS[name], mode, stack=4, n_step=3, **MODES[mode])
         live(twins, 11, restless=0.2)
 
 
@@ -210,9 +152,9 @@ def test_windows_and_stacks_longer_than_a_program_sees_at_once(
     stack, n_step, turn = sizes
     with guarded():
         settings = {"stack": stack, "n_step": n_step, "autoreset": autoreset}
-        twins = Twins(device, 2 * turn, 2, SAMPLERS["combined-everything"], settings, **settings)
+        twins = Steps(device, 2 * turn, 2, SAMPLERS["combined-everything"], settings, **settings)
         for step in range(turn + 8):
-            twins.add(0.02, final=True, own=twins.draw.random() < 0.5)
+            twins.add(0.02, final=True, own=twins.random.random() < 0.5)
             if step % 6 == 0 or step > turn:
                 twins.check()
         assert twins.host.stats().eligible > 0
@@ -227,7 +169,7 @@ def test_final_observations_beyond_the_room_for_them(
     use_sizes_of_a_gpu(monkeypatch)
     with guarded():
         settings = {"autoreset": "same_step", "final_capacity": finals}
-        twins = Twins(device, 3 * num_envs, num_envs, Latest(), settings, **settings)
+        twins = Steps(device, 3 * num_envs, num_envs, Latest(), settings, **settings)
         kept = []
         for step in range(14):
             twins.add((0.0, 0.3, 1.0)[step % 3], final=step % 5 != 3)
@@ -241,7 +183,7 @@ def test_final_observations_beyond_the_room_for_them(
 def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
     """On the device nobody can raise; what comes with a dead step is not even looked at."""
     with guarded():
-        twins = Twins(device, 20, 4, SAMPLERS["running"], 0)
+        twins = Steps(device, 20, 4, SAMPLERS["running"], 0)
         engine, mass = twins.tested._engine, twins.tested._state.rule.mass
         numbers = [4.0, float("nan"), float("inf"), 16.0]
         ends = [[False, False, False, True], [False] * 4]
@@ -262,16 +204,14 @@ def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
 
 def test_an_update_never_wakes_a_start(device: str) -> None:
     with guarded():
-        twins = Twins(device, 40, 4, EVERYTHING, 1, n_step=3)
+        twins = Steps(device, 40, 4, EVERYTHING, 1, n_step=3)
         for _ in range(13):
             twins.add(0.2)
         before = twins.tested.masses()
         barred = [key for key in range(12, 52) if before[key % 40] == 0]
         top = int(twins.tested._counters[Counter.MAX_MASS])
         assert len(barred) >= 8
-        for buffer in (twins.host, twins.tested):
-            keys = torch.tensor(barred * 2, device=buffer.device)
-            buffer.update_priorities(keys, torch.full((len(keys),), 1e6, device=buffer.device))
+        twins.update(torch.tensor(barred * 2), torch.full((2 * len(barred),), 1e6))
         assert torch.equal(twins.tested.masses(), before)
         assert int(twins.tested._counters[Counter.MAX_MASS]) == top
         assert twins.tested.stats().stale_updates == 0

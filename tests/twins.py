@@ -1,0 +1,106 @@
+"""A buffer of the host code beside one of the kernels: they get the same calls, and must hold the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tolerances import close
+from torch import Tensor
+from trees import check_sums
+
+from gpu_replay import Batch, RankBased
+from gpu_replay.ops.counters import Counter
+
+LOOSE = ("probability", "weight", "next_")
+
+
+class Twins:
+    """`host` is on the CPU, `tested` on the device under test, or the same where there is none.
+
+    make: a buffer on the device that it is given.
+    """
+
+    def __init__(self, make: Callable[[str], Any], device: str) -> None:
+        made = []
+        for backend, place in (("host", "cpu"), ("triton", device))[: 2 if device else 1]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("GPU_REPLAY_BACKEND", backend)
+                made.append(make(place))
+        self.both, self.host, self.tested = made, made[0], made[-1]
+
+    def call(self, name: str, *given: Any, **named: Any) -> list[Any]:
+        """The results of one method of both, whose tensors are moved to the device of each."""
+        found = []
+        for buffer in self.both:
+            values = [value.to(buffer.device) if isinstance(value, Tensor) else value for value in given]
+            more = {n: value.to(buffer.device) if isinstance(value, Tensor) else value for n, value in named.items()}
+            found.append(getattr(buffer, name)(*values, **more))
+        return found
+
+    def insert(self, **rows: Any) -> Tensor:
+        """Add the same rows to both; returns their keys."""
+        keys = self.call("add", **rows)
+        assert keys[-1].tolist() == keys[0].tolist()
+        return keys[0]
+
+    def update(self, keys: Tensor, priorities: Tensor) -> None:
+        self.call("update_priorities", keys, priorities)
+
+    def draw(self, *given: Any, loose: tuple[str, ...] = LOOSE, **named: Any) -> Batch:
+        """Fail unless both draw the same batch; returns that of the host."""
+        expected, found = self.call("sample", *given, **named)
+        check_batches(found, expected, loose)
+        if isinstance(getattr(self.host.sampler, "base", self.host.sampler), RankBased):
+            # quotients of the same integers
+            assert torch.equal(found.probability.cpu(), expected.probability)
+        return expected
+
+    def check(self) -> None:
+        check_same(self.tested, self.host)
+
+
+def check_batches(found: Batch, expected: Batch, loose: tuple[str, ...] = LOOSE) -> None:
+    """Fail unless two batches have the same names, types and bits.
+
+    loose: beginnings of names that are compared within a tolerance, or only where they mean something.
+    """
+    assert list(found) == list(expected)
+    assert found.key.tolist() == expected.key.tolist()
+    for name, value in expected.items():
+        mine = found[name].cpu()
+        assert mine.dtype == value.dtype, name
+        if not name.startswith(loose):
+            assert torch.equal(mine, value), name
+        elif not name.startswith("next_"):
+            assert close(mine, value, name), name
+        else:
+            # without meaning where the discount is 0
+            counts = expected.discount > 0
+            assert torch.equal(mine[counts], value[counts]), name
+
+
+def check_same(tested: Any, host: Any) -> None:
+    """Fail unless both hold the same integers and rows, all sums are right and no stamp of an update is left behind."""
+    assert tested._counters.tolist() == host._counters.tolist()
+    mine, other = (buffer._state_tensors(host.capacity) for buffer in (tested, host))
+    assert mine.keys() == other.keys()
+    stored = min(host.added, host.capacity)
+    for name, tensor in mine.items():
+        # nothing is said of rows that were never written, nor of what comes after the end of the list of ranks
+        said = host._counters[Counter.RANKED] if name == "ranked" else stored if name[:7] == "fields." else len(tensor)
+        assert torch.equal(tensor[:said].cpu(), other[name][:said]), name
+    base = getattr(host.sampler, "base", host.sampler)
+    assert ("ranked" in mine) == (getattr(base, "resort_every", 1) > 1)
+    for name in ("tree", "eligible_tree"):
+        tree, expected = (getattr(buffer._state, name, None) for buffer in (tested, host))
+        if tree is not None:
+            assert torch.equal(tree.masses.cpu(), expected.masses)
+            check_sums(tree)
+    if tested._plan.kind == "mass":
+        assert torch.equal(tested.masses(), tested._state.tree.masses)
+        assert tested.total_mass() == host.total_mass()
+    if tested._engine.draws.masses is not None:
+        assert (tested._engine.draws.masses.stamps == -1).all()
