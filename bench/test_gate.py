@@ -62,7 +62,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 GPU_TESTS: dict[str, tuple[str, ...]] = {
     "empty": (f"{_ANSWERS[0]}_on_a_gpu",),
     **dict.fromkeys(("add", "sample", "update", "cycle", "draw", "draw-update"), ("tests/test_gpu.py",)),
-    **dict.fromkeys(("frames", "frame-add", "frame-cycle"), ("tests/test_trajectory_gpu.py",)),
+    **dict.fromkeys(("frames", "frame-add", "frame-cycle"), ("tests/test_gpu.py",)),
     "rank-draw": ("tests/test_rank_gpu.py",),
 }
 # on a CPU host code is measured, on a GPU kernels; the interpreter is neither and takes long

@@ -1,6 +1,6 @@
 """What only a GPU shows of `buffer.capture` and of calls from several streams.
 
-The order of work is tested without one (test_turns.py), and so is what a step does (test_capture.py).
+The order of work is tested without one (test_stream_order.py), and so is what a step does (test_capture.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_gpu as transitions
-import test_trajectory_gpu as steps
 import torch
-from test_gpu import look_while_another_adds, numbered, pair, powers, waiting_is_an_error
+from gpu_twins import (
+    EXACT,
+    FIELDS,
+    MODES,
+    NUMBER,
+    SAMPLERS,
+    OnGpu,
+    busy,
+    look_while_another_adds,
+    powers,
+    scalar,
+    waiting_is_an_error,
+)
+from test_gpu import check_stats
 from torch import Tensor
 from trees import check_sums
+from twins import check_batches
 
 from gpu_replay import Batch, Field, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.graphs.cuda_graph import WARM_UPS
@@ -31,71 +43,70 @@ def priorities_and_batch(batch: Batch) -> tuple[Tensor, Batch]:
     return powers(batch.key), batch
 
 
-def busy() -> None:
-    """Some ten milliseconds of work on the current stream."""
-    square = torch.randn(4096, 4096, device="cuda")
-    for _ in range(40):
-        square = square @ square / 4096
+def warm(step: Any, more: int = 0) -> None:
+    """Call a step until it is captured, and so often again."""
+    for _ in range(WARM_UPS + more):
+        step()
+
+
+def full(sampler: Any = EXACT, rows: int = 300) -> OnGpu:
+    """A ring of so many transitions."""
+    both = OnGpu(rows, rows, sampler)
+    both.add(own=False)
+    return both
 
 
 # a step
 
 
-@pytest.mark.parametrize("name", transitions.SAMPLERS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_replayed_steps_are_those_of_the_host(name: str) -> None:
-    gpu, host = pair(1000, transitions.SAMPLERS[name])
-    for buffer in (gpu, host):
-        buffer.add(**numbered(0, 700, buffer.device))
+    both = OnGpu(1000, 700, SAMPLERS[name])
+    both.add(own=False)
+    gpu, host = both.gpu, both.host
     step = gpu.capture(128, priorities_and_batch)
-
-    def both() -> None:
+    for time in range(WARM_UPS + REPLAYS):
         found, expected = step(), host.sample(128)
-        host.update_priorities(expected.key, powers(expected.key))
-        transitions.check_drawn(found, expected)
-
-    for turn in range(WARM_UPS + REPLAYS):
-        both()
-        assert step.captured == (turn >= WARM_UPS)
-        if turn % 4 == 3:
+        both.update_drawn(expected.key)
+        check_batches(found, expected)
+        assert step.captured == (time >= WARM_UPS)
+        if time % 4 == 3:
             # past the end of the ring, between replays
-            for buffer in (gpu, host):
-                buffer.add(**numbered(buffer.added, 37, buffer.device))
-        if turn == 30:
+            both.add(rows=37, own=False)
+        if time == 30:
             gpu.load_state_dict(host.state_dict())
-        if turn == 40:
-            for buffer in (gpu, host):
-                buffer.clear()
-                buffer.add(**numbered(buffer.added, 150, buffer.device))
+        if time == 40:
+            both.call("clear")
+            both.add(rows=150, own=False)
     assert step.replays == REPLAYS
     # the schedule has gone on, also past its end
     assert int(gpu._counters[Counter.STEP]) == WARM_UPS + REPLAYS
-    transitions.check_same(gpu, host)
-    transitions.check_stats(gpu, host)
-    transitions.check_drawn(gpu.sample(33), host.sample(33))
+    both.check()
+    check_stats(both)
+    both.draw(33)
 
 
-@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["uniform", "exact", "everything", "combined-everything", "rank", "rank-outdated"])
 def test_replayed_steps_that_add_are_those_of_the_host(name: str, mode: str) -> None:
-    streams = steps.Streams(1000, 8, transitions.SAMPLERS[name], mode, random_shift=1)
-    gpu, host = streams.gpu, streams.host
-    streams.add(40)
-    number = torch.full((), 40, dtype=torch.int64, device="cuda")
+    both, first = OnGpu(1000, 8, SAMPLERS[name], mode, random_shift=1), scalar(320)
+    both.add(40)
+    gpu, host = both.gpu, both.host
 
     def learn(batch: Batch) -> tuple[Tensor, Batch]:
-        gpu.add(**streams.step(number, "cuda"))
-        number.add_(1)
+        gpu.add(**both.given(first))
+        first.add_(8)
         return powers(batch.key), batch
 
     step = gpu.capture(96, learn)
     for time in range(150):
         found, expected = step(), host.sample(96)
-        host.add(**streams.step(40 + time, "cpu"))
-        host.update_priorities(expected.key, powers(expected.key))
-        steps.check_drawn(found, expected)
+        host.add(**both.given(320 + 8 * time, "cpu"))
+        both.update_drawn(expected.key)
+        check_batches(found, expected)
         if time == 100:
             gpu.load_state_dict(host.state_dict())
-    streams.check()
+    both.check()
     assert gpu.added == host.added
     # the host counted the adds: it knows of enough without asking
     gpu._engine.count_at_least(10**9, 0)
@@ -106,27 +117,17 @@ def test_replayed_steps_that_add_are_those_of_the_host(name: str, mode: str) -> 
         step()
 
 
-@pytest.mark.parametrize("name", transitions.SAMPLERS)
-def test_replays_wait_for_nothing(name: str) -> None:
-    buffer = ReplayBuffer(1000, transitions.FIELDS, sampler=transitions.SAMPLERS[name], device="cuda")
-    buffer.add(**numbered(0, 600, "cuda"))
-    rows = numbered(600, 7, "cuda")
-    step = buffer.capture(64, priorities_and_batch)
-    for _ in range(WARM_UPS + 1):
-        step()
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_replays_wait_for_nothing_and_take_no_more_memory(name: str) -> None:
+    both = full(SAMPLERS[name], 600)
+    rows = both.given(600, rows=7, own=False)
+    step = both.gpu.capture(64, priorities_and_batch)
+    warm(step, 1)
     with waiting_is_an_error():
         for _ in range(20):
             step()
-            buffer.add(**rows)
+            both.gpu.add(**rows)
     assert step.replays == 21
-
-
-def test_replays_take_no_more_memory() -> None:
-    buffer = ReplayBuffer(1000, transitions.FIELDS, sampler=transitions.EVERYTHING, device="cuda")
-    buffer.add(**numbered(0, 600, "cuda"))
-    step = buffer.capture(64, priorities_and_batch)
-    for _ in range(WARM_UPS + 2):
-        step()
     before = torch.cuda.memory_allocated()
     for _ in range(50):
         step()
@@ -134,15 +135,13 @@ def test_replays_take_no_more_memory() -> None:
 
 
 def test_after_clear_a_step_has_nothing_to_draw() -> None:
-    buffer = ReplayBuffer(300, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
-    buffer.add(**numbered(0, 300, "cuda"))
-    step = buffer.capture(32, priorities_and_batch)
-    for _ in range(WARM_UPS + 2):
-        step()
-    buffer.clear()
+    both = full()
+    step = both.gpu.capture(32, priorities_and_batch)
+    warm(step, 2)
+    both.call("clear")
     with pytest.raises(RuntimeError, match="the buffer holds no transitions"):
         step()
-    buffer.add(**numbered(300, 40, "cuda"))
+    both.add(rows=40, own=False)
     assert set(step().key.tolist()) <= set(range(300, 340))
 
 
@@ -185,8 +184,8 @@ def test_a_network_learns_what_it_learns_in_a_loop() -> None:
 
 @pytest.mark.parametrize("what", ["item", "mask", "copy", "host add"])
 def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
-    buffer = ReplayBuffer(300, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
-    buffer.add(**numbered(0, 300, "cuda"))
+    both = full()
+    buffer = both.gpu
 
     def learn(batch: Batch) -> Tensor:
         if what == "item":
@@ -196,12 +195,11 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
         elif what == "copy":
             torch.tensor([1.0, 2.0], device="cuda")
         else:
-            buffer.add(**numbered(300, 2, "cpu"))
+            buffer.add(**both.given(300, "cpu", rows=2))
         return powers(batch.key)
 
     step = buffer.capture(32, learn)
-    for _ in range(WARM_UPS):
-        step()
+    warm(step)
     before = buffer._counters.tolist()
     error, message = (RuntimeError, "learn cannot be captured as a CUDA graph: .*take out of learn")
     if what == "host add":
@@ -219,8 +217,8 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
 
 
 def test_one_thread_adds_while_another_captures_and_replays() -> None:
-    buffer = ReplayBuffer(5_000, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
-    buffer.add(**numbered(0, 5_000, "cuda"))
+    both = full(rows=5_000)
+    buffer = both.gpu
 
     def learn(batch: Batch) -> tuple[Tensor, Tensor]:
         whole = (batch.n == batch.key).all() & (batch.x[:, 0] == batch.n.float()).all()
@@ -228,7 +226,7 @@ def test_one_thread_adds_while_another_captures_and_replays() -> None:
 
     step = buffer.capture(2_048, learn)
     look_while_another_adds(
-        lambda turn: buffer.add(**numbered(5_000 + 4_000 * turn, 4_000, "cuda")), step, lambda: step.captured
+        lambda time: buffer.add(**both.given(5_000 + 4_000 * time, rows=4_000)), step, lambda: step.captured
     )
     assert step.captured
     check_sums(buffer._state.masses)
@@ -250,27 +248,26 @@ LOOKS: dict[str, Look] = {
 def test_a_look_from_another_stream_sees_all_that_was_added(look: str) -> None:
     found = []
     for late in (True, False):
-        buffer = ReplayBuffer(500, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
-        rows = numbered(0, 300, "cuda")
+        both = OnGpu(500, 300, EXACT)
+        rows = both.given(0, own=False)
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             if late:
                 busy()
-            buffer.add(**rows)
+            both.gpu.add(**rows)
         if not late:
             torch.cuda.synchronize()
-        found.append(LOOKS[look](buffer))
+        found.append(LOOKS[look](both.gpu))
         torch.cuda.synchronize()
     assert found[0] == found[1]
 
 
 def test_a_new_buffer_is_whole_on_every_stream() -> None:
     """What it is filled with at first was sent on the stream that made it."""
-    side = torch.cuda.Stream()
-    rows = numbered(0, 300, "cuda")
+    side, rows = torch.cuda.Stream(), full().given(0, own=False)
     torch.cuda.synchronize()
     busy()
-    buffer = ReplayBuffer(500, transitions.FIELDS, sampler=transitions.EXACT, device="cuda")
+    buffer = ReplayBuffer(500, FIELDS, sampler=EXACT, device="cuda")
     with torch.cuda.stream(side):
         buffer.add(**rows)
         assert buffer.sample(100).n.shape == (100,)
@@ -281,7 +278,7 @@ def test_a_new_buffer_is_whole_on_every_stream() -> None:
 
 def test_memory_of_a_buffer_has_no_new_owner_while_another_stream_writes_into_it() -> None:
     size = 1 << 22
-    buffer = ReplayBuffer(size, {"n": Field((), torch.int64)}, device="cuda")
+    buffer = ReplayBuffer(size, NUMBER, device="cuda")
     rows = torch.zeros(size, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -297,7 +294,7 @@ def test_memory_of_a_buffer_has_no_new_owner_while_another_stream_writes_into_it
 @pytest.mark.parametrize("call", ["add", "update"])
 def test_memory_of_values_has_no_new_owner_before_they_are_read(call: str) -> None:
     size = 1 << 22
-    buffer = ReplayBuffer(size, {"n": Field((), torch.int64)}, sampler=transitions.EXACT, device="cuda")
+    buffer = ReplayBuffer(size, NUMBER, sampler=EXACT, device="cuda")
     keys = buffer.add(n=torch.arange(size, device="cuda"))
     n = torch.full((size,), 3, dtype=torch.int64, device="cuda")
     priorities = torch.full((size,), 4.0, device="cuda")

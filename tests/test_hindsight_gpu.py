@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_twins import graph_of, waiting_is_an_error
 from hindsight_oracle import DESIRED, GOALS, goal_step, hindsight, reward_of
-from test_gpu import graph_of, waiting_is_an_error
 from trajectory_pair import columns
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from test_gpu import FIELDS, SAMPLERS, check_drawn, check_same, graph_of, numbered, pair, powers
+from gpu_twins import NUMBER, SAMPLERS, OnGpu, graph_of, powers
+from twins import check_batches
 
 from gpu_replay import RankBased, ReplayBuffer
 
@@ -16,23 +15,19 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [4_000, 100_003, 3_000_001])
 def test_a_sort_of_any_size_ranks_as_the_host_does(capacity: int) -> None:
     """Small sorts are other code than large ones; most codes here are equal, and the oldest of those come first."""
-    for sampler in (SAMPLERS["rank"], SAMPLERS["rank-outdated"]):
-        gpu, host = pair(capacity, sampler, {"n": FIELDS["n"]})
+    for name in ("rank", "rank-outdated"):
+        both = OnGpu(capacity, 1, SAMPLERS[name], fields=NUMBER)
         for rows in (capacity // 3, capacity, 17):
-            for buffer in (gpu, host):
-                n = torch.arange(rows, device=buffer.device) + buffer.added
-                buffer.add(n=n, priority=powers(n))
+            both.add(rows=rows)
             for _ in range(4):
-                found, expected = gpu.sample(4096), host.sample(4096)
-                assert found.key.tolist() == expected.key.tolist()
-                for buffer in (gpu, host):
-                    buffer.update_priorities(expected.key.to(buffer.device), powers(expected.key + 1).to(buffer.device))
-        check_same(gpu, host)
+                keys = both.draw(4096).key
+                both.update(keys, powers(keys + 1))
+        both.check()
 
 
 def test_what_a_sort_takes_is_given_back_and_stays_below_what_is_said() -> None:
     capacity = 1_000_003
-    buffer = ReplayBuffer(capacity, {"n": FIELDS["n"]}, sampler=RankBased(), device="cuda")
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=RankBased(), device="cuda")
     buffer.add(n=torch.arange(capacity, device="cuda"))
     # kernels are compiled, and memory of the sort is found, by the first draw
     buffer.sample(64)
@@ -48,33 +43,29 @@ def test_what_a_sort_takes_is_given_back_and_stays_below_what_is_said() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_calls_and_replays_in_turn_draw_what_the_host_draws(every: int) -> None:
     """Neither sees the other: an order must be made anew by whichever comes when it is time."""
-    gpu, host = pair(500, RankBased(resort_every=every))
-    for buffer in (gpu, host):
-        buffer.add(**numbered(0, 620, buffer.device))
+    both = OnGpu(500, 5, RankBased(resort_every=every))
+    both.add(124, own=False)
     # each call is made once before it is captured
-    drawn, batch = graph_of(lambda: gpu.sample(65))
-    host.sample(65)
+    drawn, batch = graph_of(lambda: both.gpu.sample(65))
+    both.host.sample(65)
     keys = torch.arange(200, 260, device="cuda")
     priorities = powers(keys)
-    changed, _ = graph_of(lambda: gpu.update_priorities(keys, priorities))
-    host.update_priorities(keys.cpu(), powers(keys).cpu())
+    changed, _ = graph_of(lambda: both.gpu.update_priorities(keys, priorities))
+    both.update_drawn(keys.cpu())
     for time in range(40):
         call = (time * 7919 + 5) % 6
         if call == 0:
             priorities.copy_(powers(keys + time))
             changed.replay()
-            host.update_priorities(keys.cpu(), powers(keys + time).cpu())
+            both.host.update_priorities(keys.cpu(), powers(keys + time).cpu())
         elif call in (1, 2):
             drawn.replay()
-            check_drawn(batch, host.sample(65))
+            check_batches(batch, both.host.sample(65))
         elif call == 3:
-            check_drawn(gpu.sample(33), host.sample(33))
+            both.draw(33)
         elif call == 4:
-            for buffer in (gpu, host):
-                rows: dict[str, Any] = numbered(buffer.added, 5, buffer.device)
-                buffer.add(**rows, priority=powers(rows["n"]))
+            both.add()
         else:
-            for buffer in (gpu, host):
-                own = torch.arange(buffer.added - 40, buffer.added, device=buffer.device)
-                buffer.update_priorities(own, powers(own + time))
-    check_same(gpu, host)
+            own = torch.arange(both.host.added - 40, both.host.added)
+            both.update(own, powers(own + time))
+    both.check()

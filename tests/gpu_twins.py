@@ -1,0 +1,188 @@
+"""Buffers on a GPU beside those of the host code, of transitions and of steps; graphs, waits and threads."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from twins import Twins
+
+from gpu_replay import (
+    Combined,
+    Field,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+
+FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
+NUMBER = {"n": FIELDS["n"]}
+STEP_FIELDS = {
+    "obs": Field((12, 12), torch.uint8),
+    "action": Field((), torch.int64),
+    "note": Field((3,), torch.float32),
+}
+# masses that no library rounds differently come from powers of two and alpha 1
+EXACT = Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 40), eps=0.0)
+EVERYTHING = Proportional(1.0, LinearSchedule(0.4, 1.0, 30), 0.0, 2.0**12, initial="stored", normalize="buffer")
+SAMPLERS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "latest": Latest(),
+    "exact": EXACT,
+    "everything": EVERYTHING,
+    "independent": Proportional(alpha=1.0, eps=0.0, stratified=False),
+    "combined-uniform": Combined(Uniform()),
+    "combined-everything": Combined(EVERYTHING, newest=3),
+    "rank": RankBased(beta=LinearSchedule(0.0, 1.0, 40)),
+    "rank-outdated": RankBased(initial="stored", normalize="buffer", resort_every=3),
+    "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
+    "combined-rank": Combined(RankBased(resort_every=2), newest=3),
+}
+# of buffers of steps
+MODES: dict[str, dict[str, Any]] = {
+    "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
+    "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
+}
+KINDS = ("transitions", *MODES)
+
+
+def powers(keys: Tensor) -> Tensor:
+    """A priority for each key, a power of two from 2**-4 to 2**11, without waiting."""
+    return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
+
+
+def scalar(value: int) -> Tensor:
+    """A number on the device."""
+    return torch.full((), value, dtype=torch.int64, device="cuda")
+
+
+class OnGpu(Twins):
+    """`gpu` and `host`, of transitions or of steps of `rows` environments; each row has its key in every value."""
+
+    def __init__(
+        self,
+        capacity: int,
+        rows: int,
+        sampler: Any,
+        kind: str = "transitions",
+        *,
+        fields: dict[str, Field] = FIELDS,
+        every: int = 13,
+        **more: Any,
+    ) -> None:
+        self.kind, self.rows, self.every, self.fields = kind, rows, every, fields
+        settings = {**MODES.get(kind, {}), **more}
+
+        def make(place: str) -> ReplayBuffer | TrajectoryReplayBuffer:
+            if kind == "transitions":
+                return ReplayBuffer(capacity, fields, sampler=sampler, device=place, seed=5)
+            return TrajectoryReplayBuffer(
+                capacity, rows, STEP_FIELDS, sampler=sampler, device=place, seed=5, **settings
+            )
+
+        super().__init__(make, "cuda")
+        self.gpu = self.tested
+
+    def given(
+        self, first: int | Tensor, device: torch.device | str = "cuda", *, own: bool = True, rows: int = 0
+    ) -> dict[str, Tensor]:
+        """Rows from this key on, which may be on the device; `own` gives each a priority."""
+        key = torch.arange(rows or self.rows, device=device) + first
+        priority = {"priority": powers(key)} if own else {}
+        if self.kind == "transitions":
+            row = {"x": key[:, None].float() + torch.arange(4, device=device) / 4, "n": key}
+            return {name: row[name] for name in self.fields} | priority
+        hashed = key * 7919 % 1009 % self.every
+        place = torch.arange(144, device=device)
+        step = {
+            "obs": ((key[:, None] * 31 + place) % 251).to(torch.uint8).view(-1, 12, 12),
+            "action": key,
+            "note": key[:, None].float() + torch.arange(3, device=device) / 4,
+            "reward": (key % 17).float() / 3,
+            "terminated": hashed == 1,
+            "truncated": (hashed == 2) | (key * 104729 % 211 == 5),
+        }
+        return step | ({} if self.kind == "next_step" else {"final_obs": 255 - step["obs"]}) | priority
+
+    def add(self, times: int = 1, *, own: bool = True, rows: int = 0) -> None:
+        """The next rows to both, so many times."""
+        for _ in range(times):
+            for buffer in self.both:
+                buffer.add(**self.given(buffer.added, buffer.device, own=own, rows=rows))
+
+    def update_drawn(self, keys: Tensor) -> None:
+        """The host's part of a step that updates what it drew."""
+        self.host.update_priorities(keys, powers(keys))
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch says once that this mode does not see everything
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def graph_of(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Make the call once on a stream of its own, so that all is compiled, then capture it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+def busy() -> None:
+    """Some ten milliseconds of work on the current stream, so that what does not wait for it comes too early."""
+    square = torch.randn(4096, 4096, device="cuda")
+    for _ in range(40):
+        square = square @ square / 4096
+
+
+def look_while_another_adds(
+    add: Callable[[int], Any], look: Callable[[], Any], enough: Callable[[], bool] = lambda: True
+) -> None:
+    """Add 200 times, or until there was enough, in a thread and a stream; fail if a look in another one is not true."""
+    failures: list[str] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                time = 0
+                while (time < 200 or not enough()) and not failures:
+                    add(time)
+                    time += 1
+        except Exception as error:
+            failures.append(repr(error))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        while not done.is_set() and not failures:
+            if not bool(look()):
+                failures.append("torn")
+    thread.join()
+    assert failures == []
+    torch.cuda.synchronize()
