@@ -15,66 +15,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "gpu_replay"
 MODULES = (
-    "buffer",
-    "trajectory_buffer",
-    "base_buffer",
-    "engines/device",
-    "engines/device_sampler",
-    "engines/device_trajectory",
-    "graphs/custom_ops",
-    "graphs/learning_step",
-    "graphs/cuda_graph",
-    "stream_order",
-    "validation",
-    "batch",
-    "hindsight",
-    "ops/priorities",
-    "ops/eligibility",
-    "ops/eligible_draw",
-    "ops/frames",
-    "ops/hindsight",
-    "ops/prefix_sum",
-    "ops/rank_draw",
-    "ops/ring",
-    "ops/stratified_draw",
-    "ops/uniform_draw",
-    "ops/weights",
-    "ops/mass_tree",
+    *("buffer", "trajectory_buffer", "base_buffer", "stream_order", "validation", "batch", "hindsight"),
+    *("engines/device", "engines/device_sampler", "engines/device_trajectory"),
+    *("graphs/custom_ops", "graphs/learning_step", "graphs/cuda_graph"),
+    *("ops/priorities", "ops/eligibility", "ops/eligible_draw", "ops/frames", "ops/hindsight", "ops/prefix_sum"),
+    *("ops/rank_draw", "ops/ring", "ops/stratified_draw", "ops/uniform_draw", "ops/weights", "ops/mass_tree"),
 )
-ROOTS = (
-    "add",
-    "sample",
-    "sample_sequences",
-    "update_priorities",
-    "begin_episodes",
-    "_add",
-    "_sample",
-    "_update",
-)
+ROOTS = ("add", "sample", "sample_sequences", "update_priorities", "begin_episodes", "_add", "_sample", "_update")
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
 STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "on_replay", "ordered", "close")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "nonzero",
-    "argwhere",
-    "masked_select",
-    "unique",
-    "unique_consecutive",
-    "bincount",
-    "equal",
-    "allclose",
-    "synchronize",
-    "is_nonzero",
-    "tensor",
-    "as_tensor",
-    "from_numpy",
-    "asarray",
-    "pin_memory",
+    *("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"),
+    *("bincount", "equal", "allclose", "synchronize", "is_nonzero"),
+    *("tensor", "as_tensor", "from_numpy", "asarray", "pin_memory"),
 }
 CONVERSIONS = {"bool", "int", "float", "complex", "print"}
 # what makes a mask, besides comparisons
