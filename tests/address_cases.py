@@ -338,12 +338,7 @@ def rank_draw_kernel(memory: SparseMemory) -> None:
     assert found.value.tolist() == [1] * 12
     samples_at(times_sampled, slots)
     memory.check(
-        "rank_draw_kernel",
-        past=FAR,
-        sums=sums,
-        list=ranked.slots,
-        codes=tree.levels[0],
-        times_sampled=times_sampled,
+        "rank_draw_kernel", past=FAR, sums=sums, list=ranked.slots, codes=tree.levels[0], times_sampled=times_sampled
     )
 
 

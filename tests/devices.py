@@ -19,8 +19,7 @@ Amount = TypeVar("Amount")
 INTERPRETED = os.environ.get("GPU_REPLAY_BACKEND") == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 statistical = pytest.mark.skipif(
-    INTERPRETED,
-    reason="thousands of samples; kernels draw what the host draws, see test_kernels_in_buffers.py",
+    INTERPRETED, reason="thousands of samples; kernels draw what the host draws, see test_kernels_in_buffers.py"
 )
 host_only = pytest.mark.skipif(INTERPRETED, reason="measures the process, not the kernels")
 

@@ -165,11 +165,7 @@ def play(buffer: ReplayBuffer, backend: str | None, count: int, batch_size: int)
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [
-        pytest.param(SAMPLERS["proportional"], id="proportional"),
-        pytest.param(SAMPLERS["rank"], id="rank"),
-    ],
+    "sampler", [pytest.param(SAMPLERS["proportional"], id="proportional"), pytest.param(SAMPLERS["rank"], id="rank")]
 )
 def test_learning_steps_leave_behind_what_eager_ones_do(sampler: Any) -> None:
     buffer, eager = filled(sampler), filled(sampler)

@@ -53,10 +53,7 @@ def test_blocks_that_one_program_inserts_do_not_depend_on_the_rows() -> None:
 @pytest.mark.parametrize("shifted", [False, True])
 def test_a_tile_holds_a_row_in_pieces_of_a_few_words_a_thread(name: str, shifted: bool) -> None:
     field = {**FIELDS, **PICTURES}[name]
-    for chosen in (
-        lambda rows: tile_for(field, rows, False),
-        lambda rows: frame_tile(field, rows, shifted, False),
-    ):
+    for chosen in (lambda rows: tile_for(field, rows, False), lambda rows: frame_tile(field, rows, shifted, False)):
         tiles = {chosen(rows) for rows in SIZES}
         assert len(tiles) == 1
         (tile,) = tiles

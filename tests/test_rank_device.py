@@ -209,14 +209,7 @@ def test_slots_that_cannot_be_drawn_pass_their_draw_on(slots: int, gone: float, 
         for stratified in (True, False):
             for drawn, batch in ((33, 33), (5, 6)):
                 check_draws(
-                    ring,
-                    made,
-                    drawn,
-                    batch,
-                    alpha=0.7,
-                    stratified=stratified,
-                    lowest_of_all=False,
-                    outdated=True,
+                    ring, made, drawn, batch, alpha=0.7, stratified=stratified, lowest_of_all=False, outdated=True
                 )
     guards.check()
 
