@@ -53,9 +53,9 @@ ROWS = 8
 TURNS, CALLS = scale((12, 16), (4, 4))
 
 
-def add(buffer: Any, turn: int) -> None:
+def add(buffer: Any, turn: int | Tensor) -> None:
     """Three rows with the number of the turn."""
-    number = torch.full((3,), turn, device=buffer.device)
+    number = torch.zeros(3, dtype=torch.int64, device=buffer.device) + turn
     if isinstance(buffer, ReplayBuffer):
         buffer.add(number=number)
     else:
@@ -109,11 +109,7 @@ def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
     number = torch.full((3,), TURNS, device=device)
 
     def learn(batch: Batch) -> Tensor:
-        flags = number < 0
-        if kind == "transitions":
-            buffer.add(number=number)
-        else:
-            buffer.add(obs=number, action=number, reward=number, terminated=flags, truncated=flags)
+        add(buffer, number)
         number.add_(1)
         return powers(batch)
 

@@ -12,6 +12,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,11 +165,9 @@ def play(buffer: ReplayBuffer, backend: str | None, count: int, batch_size: int)
     return results
 
 
-@pytest.mark.parametrize(
-    "sampler", [pytest.param(SAMPLERS["proportional"], id="proportional"), pytest.param(SAMPLERS["rank"], id="rank")]
-)
-def test_learning_steps_leave_behind_what_eager_ones_do(sampler: Any) -> None:
-    buffer, eager = filled(sampler), filled(sampler)
+@pytest.mark.parametrize("name", ["proportional", "rank"])
+def test_learning_steps_leave_behind_what_eager_ones_do(name: str) -> None:
+    buffer, eager = filled(SAMPLERS[name]), filled(SAMPLERS[name])
     assert same(tuple(play(buffer, "aot_eager", 5, 8)), tuple(play(eager, None, 5, 8)))
     check_left(buffer, eager)
     # and go on together
@@ -354,15 +353,31 @@ def checked(operators: Operators, operator: Any, *arguments: Any) -> None:
     torch.library.opcheck(operator, (operators.token, operators.name, *arguments))
 
 
+def with_goals() -> TrajectoryReplayBuffer:
+    """Streams of steps whose goals are rewritten in hindsight."""
+    relabel = Hindsight("now", "goal", reward_fn=lambda now, goal: -(now - goal).abs().sum(1))
+    fields = {"obs.now": STEP_FIELDS["obs"], "obs.goal": STEP_FIELDS["obs"], "action": STEP_FIELDS["action"]}
+    buffer = TrajectoryReplayBuffer(20 * ENVS, ENVS, fields, relabel=relabel, stack=2)
+    for number in range(20):
+        step = steps(number)
+        now = step.pop("obs")
+        buffer.add(**step, **{"obs.now": now, "obs.goal": now + 1})
+    return buffer
+
+
 @pytest.mark.parametrize(
-    "make, sampler",
+    "make",
     [
-        *(pytest.param(filled, sampler, id=f"transitions-{name}") for name, sampler in SAMPLERS.items()),
-        *(pytest.param(streamed, SAMPLERS[name], id=f"streams-{name}") for name in ("proportional", "combined")),
+        *(pytest.param(partial(filled, sampler), id=f"transitions-{name}") for name, sampler in SAMPLERS.items()),
+        *(
+            pytest.param(partial(streamed, SAMPLERS[name]), id=f"streams-{name}")
+            for name in ("proportional", "combined")
+        ),
+        with_goals,
     ],
 )
-def test_draws_are_operators_that_are_what_they_say(make: Callable[..., Replay], sampler: Any) -> None:
-    rewound = Rewound(make(sampler))
+def test_draws_are_operators_that_are_what_they_say(make: Callable[[], Replay]) -> None:
+    rewound = Rewound(make())
     draw = rewound.buffer._batch_kind
     assert list(rewound.buffer.sample(6)) == list(draw.names)
     checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, None)
@@ -372,18 +387,6 @@ def test_draws_of_sequences_and_with_an_exponent_are_what_they_say() -> None:
     rewound = Rewound(streamed(n_step=1))
     operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._sequence_kind
     checked(operators, draw.draw, draw.layout, 5, 4, 2, torch.tensor(0.3, dtype=torch.float64))
-
-
-def test_draws_with_hindsight_are_what_they_say() -> None:
-    relabel = Hindsight("now", "goal", reward_fn=lambda now, goal: -(now - goal).abs().sum(1))
-    fields = {"obs.now": STEP_FIELDS["obs"], "obs.goal": STEP_FIELDS["obs"], "action": STEP_FIELDS["action"]}
-    buffer = TrajectoryReplayBuffer(20 * ENVS, ENVS, fields, relabel=relabel, stack=2)
-    for number in range(20):
-        step = steps(number)
-        now = step.pop("obs")
-        buffer.add(**step, **{"obs.now": now, "obs.goal": now + 1})
-    rewound, draw = Rewound(buffer), buffer._batch_kind
-    checked(Operators(rewound, buffer.device), draw.draw, draw.layout, 6, None, 0, None)
 
 
 @pytest.mark.parametrize("priorities", [None, torch.arange(3.0)], ids=["without", "with"])

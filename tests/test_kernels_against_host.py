@@ -33,18 +33,24 @@ SIZES = (1, 2, 127, 128, 129, 4095)
 # the tree, and draws from it
 
 
-def tree_of(masses: np.ndarray, device: str, **edges: bool) -> MassTree:
-    tree = MassTree(masses.size, torch.device(device), "triton", **edges)
+def tree_of(masses: np.ndarray, device: str = "", **edges: bool) -> MassTree:
+    """A tree of the kernels on a device, or of the host."""
+    tree = MassTree(masses.size, torch.device(device or "cpu"), "triton" if device else "host", **edges)
     tree.masses.copy_(torch.from_numpy(masses))
     tree.build()
     return tree
 
 
-def host_tree_of(masses: np.ndarray) -> MassTree:
-    tree = MassTree(masses.size, CPU, "host")
-    tree.masses.copy_(torch.from_numpy(masses))
-    tree.build()
-    return tree
+def memory_of(slots: int, device: str, *, seed: int = 0, **values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counters with these values, and how often each slot was drawn."""
+    counters = new_counters(torch.device(device), seed)
+    for name, value in values.items():
+        counters[getattr(Counter, name)] = value
+    return counters, torch.zeros(slots, dtype=torch.int32, device=device)
+
+
+def at(counters: torch.Tensor, *names: str) -> list[int]:
+    return [int(counters[getattr(Counter, name)]) for name in names]
 
 
 @pytest.mark.parametrize("slots", [*SIZES, 20_000, 100_003])
@@ -62,12 +68,10 @@ def test_building_a_tree(slots: int, device: str, guards: Guards) -> None:
 def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, device: str, guards: Guards) -> None:
     masses = random_masses(slots, slots + batch, 2**62 // slots)
     tree = tree_of(masses, device, low=True)
-    counters = new_counters(torch.device(device), seed=-9)
     added, block = 3 * slots + max(slots // 3, batch), 7
-    counters[Counter.ADDED], counters[Counter.RANDOM] = added, block
-    times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(slots, device, seed=-9, ADDED=added, RANDOM=block)
     doubles = HostWords(-9).doubles(block, drawn)
-    expected, drawn_masses, total = draw_slots(host_tree_of(masses), doubles, stratified)
+    expected, drawn_masses, total = draw_slots(tree_of(masses), doubles, stratified)
     newest = np.arange(added - (batch - drawn), added)
     slots_expected = np.concatenate((expected, newest % slots))
 
@@ -96,13 +100,11 @@ def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: s
     """With as many draws as there is mass, every unit is a target once."""
     masses = np.tile([0, 1, 0, 0, 2], 150)
     tree = tree_of(masses, device)
-    counters = new_counters(torch.device(device), seed=0)
-    counters[Counter.ADDED] = masses.size
-    times_sampled = torch.zeros(masses.size, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(masses.size, device, ADDED=masses.size)
     found, *_ = launch_stratified_draw(
         tree, counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
     )
-    expected, *_ = draw_slots(host_tree_of(masses), HostWords(0).doubles(0, batch), True)
+    expected, *_ = draw_slots(tree_of(masses), HostWords(0).doubles(0, batch), True)
     assert found.tolist() == expected.tolist()
     if batch == masses.sum():
         assert times_sampled.tolist() == masses.tolist()
@@ -130,8 +132,7 @@ def test_a_point_in_a_width_stays_below_it_whatever_is_rounded(device: str) -> N
 def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guards) -> None:
     masses = np.full(1000, 50, dtype=np.int64)
     tree = tree_of(masses, device, low=True)
-    counters = new_counters(torch.device(device), seed=0)
-    times_sampled = torch.zeros(1000, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(1000, device)
     draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
     launch_stratified_draw(tree, counters, times_sampled, **draw)
     assert int(counters[Counter.LOWEST]) == 50
@@ -149,8 +150,7 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
 def test_draws_from_a_tree_without_mass_stay_inside(slots: int, device: str, guards: Guards) -> None:
     """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
     tree = tree_of(np.zeros(slots, dtype=np.int64), device)
-    counters = new_counters(torch.device(device), seed=0)
-    times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(slots, device)
     found, *_ = launch_stratified_draw(tree, counters, times_sampled, 9, 12, stratified=True, lowest_of_all=False)
     assert int(found.min()) >= 0
     assert int(found.max()) < slots
@@ -171,22 +171,19 @@ def weights(
 def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
     masses = random_masses(batch, batch, 2**40)
     lowest = int(masses[masses > 0].min())
-    counters = new_counters(torch.device(device), seed=0)
-    counters[Counter.LOWEST] = lowest
+    counters, _ = memory_of(0, device, LOWEST=lowest)
     weight = weights(torch.from_numpy(masses).to(device), counters, None, beta, batch)
     drawn = masses > 0
     expected = np.ones(batch, dtype=np.float32)
     with np.errstate(under="ignore", over="ignore"):
         expected[drawn] = importance_weights(masses[drawn], lowest, beta)
     assert close(weight, expected.tolist(), "weight")
-    moved = [int(counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.LOWEST, Counter.RANDOM)]
-    assert moved == [1, 0, NO_MASS, -(-batch // 4)]
+    assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [1, 0, NO_MASS, -(-batch // 4)]
 
 
 def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
     beta, ratio = 0.3, 2.0**-40
-    counters = new_counters(torch.device(device), seed=0)
-    counters[Counter.LOWEST] = 1
+    counters, _ = memory_of(0, device, LOWEST=1)
     weight = weights(torch.tensor([2**40], device=device), counters, None, beta, 1)
     # the nearest float32 to 0.3 would give this off by 2.2e-7
     assert abs(float(weight[0]) / ratio**beta - 1) < 6.1e-8
@@ -221,9 +218,9 @@ def test_uniform_draws(
     count: int, capacity: int, drawn: int, batch: int, replacement: bool, device: str, guards: Guards
 ) -> None:
     added, block = 5 * capacity + 1, 3
-    counters = new_counters(torch.device(device), seed=2**63 + 5)
-    counters[Counter.ADDED], counters[Counter.FIRST], counters[Counter.RANDOM] = added, added - count, block
-    times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(
+        capacity, device, seed=2**63 + 5, ADDED=added, FIRST=added - count, RANDOM=block
+    )
     slots, keys, probability, weight, _ = launch_uniform_draw(
         counters, times_sampled, drawn, batch, capacity, replacement=replacement
     )
@@ -239,25 +236,20 @@ def test_uniform_draws(
     assert weight.tolist() == [1.0] * batch
     assert times_sampled.tolist() == np.bincount(expected % capacity, minlength=capacity).tolist()
     used = drawn if replacement else PERMUTATION_WORDS
-    moved = [int(counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.RANDOM)]
-    assert moved == [1, 0, block + -(-used // 4)]
+    assert at(counters, "STEP", "TICKET", "RANDOM") == [1, 0, block + -(-used // 4)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 70])
 def test_more_distinct_draws_than_there_are_end_and_stay_inside(count: int, device: str, guards: Guards) -> None:
     """Only a graph replayed after a `clear` can ask for them."""
-    counters = new_counters(torch.device(device), seed=1)
-    counters[Counter.ADDED], counters[Counter.FIRST] = 200, 200 - count
-    times_sampled = torch.zeros(129, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(129, device, seed=1, ADDED=200, FIRST=200 - count)
     slots, keys, *_ = launch_uniform_draw(counters, times_sampled, 120, 128, 129, replacement=False)
     assert slots.tolist() == [key % 129 for key in keys.tolist()]
     assert set(keys.tolist()[:120]) == set(range(200 - count, 200) if count else [200])
 
 
 def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
-    counters = new_counters(torch.device(device), seed=1)
-    counters[Counter.ADDED] = 5
-    times_sampled = torch.zeros(50, dtype=torch.int32, device=device)
+    counters, times_sampled = memory_of(50, device, seed=1, ADDED=5)
     slots, keys, *_ = launch_uniform_draw(counters, times_sampled, 0, 9, 50, replacement=False)
     assert slots.tolist() == keys.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 

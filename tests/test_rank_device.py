@@ -13,6 +13,7 @@ from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
+from gpu_replay.ops.draws import DeviceDraws
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, launch_rank_draw
 from gpu_replay.ops.rank_table import cumulative_masses
@@ -44,6 +45,10 @@ class Ring:
 
     def key(self, slot: int) -> int:
         return self.added - self.slots + self.age(slot)
+
+    def draw(self, sums: torch.Tensor, made: RankList, drawn: int, batch: int, **form: bool) -> DeviceDraws:
+        tree, counters, times_sampled = self.tree, self.counters, self.times_sampled
+        return launch_rank_draw(sums, made, tree, None, counters, times_sampled, drawn, batch, **form)
 
     def targets(self, total: int, drawn: int, stratified: bool) -> list[int]:
         doubles = HostWords(self.seed).doubles(self.block, drawn)
@@ -104,27 +109,16 @@ def check_draws(
     drawn: int,
     batch: int,
     *,
-    alpha: float,
-    stratified: bool,
-    lowest_of_all: bool,
+    alpha: float = 0.7,
+    stratified: bool = True,
+    lowest_of_all: bool = False,
     outdated: bool = False,
 ) -> None:
     """Draw, and compare with the search of a plain list."""
     listed = made.slots.tolist()[: int(made.listed)]
     sums = cumulative_masses(ring.slots, alpha)
-    found = launch_rank_draw(
-        torch.from_numpy(sums).to(made.slots.device),
-        made,
-        ring.tree,
-        None,
-        ring.counters,
-        ring.times_sampled,
-        drawn,
-        batch,
-        stratified=stratified,
-        lowest_of_all=lowest_of_all,
-        outdated=outdated,
-    )
+    form = {"stratified": stratified, "lowest_of_all": lowest_of_all, "outdated": outdated}
+    found = ring.draw(torch.from_numpy(sums).to(made.slots.device), made, drawn, batch, **form)
     total = int(sums[len(listed) - 1])
     ranks = [int(np.searchsorted(sums, target, "right")) for target in ring.targets(total, drawn, stratified)]
     masses = [int(sums[rank] - (sums[rank - 1] if rank else 0)) for rank in ranks]
@@ -159,15 +153,8 @@ def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guard
         made = DeviceRanks(slots, alpha, 1, ring.counters).current(ring.tree, False)
         for drawn, newest in ((1, 0), (9, 1), (70, 0)):
             for lowest_of_all in (False, True):
-                check_draws(
-                    ring,
-                    made,
-                    drawn,
-                    drawn + min(newest, slots),
-                    alpha=alpha,
-                    stratified=stratified,
-                    lowest_of_all=lowest_of_all,
-                )
+                form = {"alpha": alpha, "stratified": stratified, "lowest_of_all": lowest_of_all}
+                check_draws(ring, made, drawn, drawn + min(newest, slots), **form)
     guards.check()
 
 
@@ -177,7 +164,7 @@ def test_draws_by_programs_as_small_as_on_a_gpu(device: str, monkeypatch: pytest
     made = DeviceRanks(3000, 0.7, 1, ring.counters).current(ring.tree, False)
     check_list(ring, made, 0)
     for drawn, batch in ((8, 8), (16, 25), (33, 34)):
-        check_draws(ring, made, drawn, batch, alpha=0.7, stratified=True, lowest_of_all=batch == 25)
+        check_draws(ring, made, drawn, batch, lowest_of_all=batch == 25)
 
 
 @pytest.mark.parametrize("slots", [1, 31, 32, 33, 1024, 1025, 2**15, 2**15 + 1, 2**31 - 1])
@@ -208,9 +195,7 @@ def test_slots_that_cannot_be_drawn_pass_their_draw_on(slots: int, gone: float, 
         ring.tree.masses.copy_(torch.tensor(ring.codes))
         for stratified in (True, False):
             for drawn, batch in ((33, 33), (5, 6)):
-                check_draws(
-                    ring, made, drawn, batch, alpha=0.7, stratified=stratified, lowest_of_all=False, outdated=True
-                )
+                check_draws(ring, made, drawn, batch, stratified=stratified, outdated=True)
     guards.check()
 
 
@@ -223,19 +208,7 @@ def test_draws_where_nothing_can_be_drawn_stay_inside(listed: int, outdated: boo
     made = ranks.current(ring.tree, False)
     assert made.listed.tolist() == [listed]
     ring.tree.clear()
-    found = launch_rank_draw(
-        ranks.sums,
-        made,
-        ring.tree,
-        None,
-        ring.counters,
-        ring.times_sampled,
-        7,
-        9,
-        stratified=True,
-        lowest_of_all=True,
-        outdated=outdated,
-    )
+    found = ring.draw(ranks.sums, made, 7, 9, stratified=True, lowest_of_all=True, outdated=outdated)
     assert 0 <= int(found.slots.min()) <= int(found.slots.max()) < 40
     assert int(ring.times_sampled.sum()) == 9
     assert bool(found.probability.isfinite().all())
