@@ -77,6 +77,35 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(
 STREAM = ".....T.........."
 
 
+def goals(pair: Pair) -> dict[int, list[int]]:
+    """What the starts of a small buffer want after a sample of 60."""
+    batch = pair.buffer.sample(60)
+    return dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
+
+
+# the goal after an ending is that of the final observation: the dead step 3 carries it, or it was given; where nobody
+# saw it, the last step keeps the goal it was given, and the others get the newest that is stored
+FINALS: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {
+    "next_step": ({}, {0: [4, 1], 1: [4, 1], 2: [4, 1]}),
+    **{
+        f"{mode}, {rows} rows": ({"autoreset": mode, "final_capacity": rows}, wanted)
+        for mode in ("same_step", "disabled")
+        for rows, wanted in (
+            (None, {0: [-3, -1], 1: [-3, -1], 2: [-3, -1], 3: [5, 1]}),
+            (0, {0: [3, 1], 1: [3, 1], 2: [2002, 3000], 3: [5, 1]}),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", FINALS)
+def test_the_goal_after_an_ending_is_that_of_the_final_observation(name: str, device: str) -> None:
+    settings, wanted = FINALS[name]
+    pair = stream("..T..", device, "final", **settings)
+    found = goals(pair)
+    assert {key: found[key] for key in wanted} == wanted
+
+
 def stream(letters: str, device: str, strategy: str, capacity: int = 12, **settings: Any) -> Pair:
     """One environment that took these steps: T terminated, U truncated."""
     given = {"sampler": Uniform(replacement=True), "relabel": hindsight(strategy), **settings}
@@ -88,8 +117,8 @@ def stream(letters: str, device: str, strategy: str, capacity: int = 12, **setti
 
 
 @statistical
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_goals_are_uniform(strategy: str, device: str) -> None:
+@pytest.mark.parametrize("strategy, first, middle", [("future", 8, 5), ("final", 1, 1), ("episode", 8, 8)])
+def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) -> None:
     """Of the 12 steps that are stored, two end an episode whose first steps are overwritten; the next one runs."""
     pair = stream(STREAM, device, strategy)
     view = pair.history.view()
@@ -97,47 +126,18 @@ def test_goals_are_uniform(strategy: str, device: str) -> None:
     assert sorted(seen) == view.eligible() == [4, 5, *range(7, 15)]
     for key, counts in seen.items():
         allowed = goals_of(view, key, strategy)
-        if len(allowed) == 1:
-            assert set(counts) == set(allowed)
-        else:
+        assert set(counts) == set(allowed)
+        if len(allowed) > 1:
             check_counts(counts, dict.fromkeys(allowed, 1))
-    expected = {"future": 8, "final": 1, "episode": 8}[strategy]
-    assert len(seen[7]) == expected
-    assert len(seen[10]) == {"future": 5, "final": 1, "episode": 8}[strategy]
-
-
-def test_the_goal_after_an_ending_is_that_of_the_final_observation(device: str) -> None:
-    # the dead step 3 carries it
-    pair = stream("..T..", device, "final")
-    batch = pair.buffer.sample(60)
-    goals = dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
-    assert [goals[key] for key in (0, 1, 2)] == [[4, 1]] * 3
-    for mode in ("same_step", "disabled"):
-        pair = stream("..T..", device, "final", autoreset=mode)
-        batch = pair.buffer.sample(60)
-        goals = dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
-        assert [goals[key] for key in (0, 1, 2)] == [[-3, -1]] * 3
-        assert goals[3] == [5, 1]
-
-
-@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
-def test_an_ending_that_nobody_saw_gives_no_goal(autoreset: str, device: str) -> None:
-    pair = stream("..T", device, "final", autoreset=autoreset, final_capacity=0)
-    batch = pair.buffer.sample(60)
-    goals = dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
-    # the last step keeps the goal it was given, the others get the newest that is stored
-    assert goals == {0: [3, 1], 1: [3, 1], 2: [2002, 3000]}
-    kept = batch.key == 2
-    assert batch.reward[kept].tolist() == [2.0] * int(kept.sum())
+    assert (len(seen[7]), len(seen[10])) == (first, middle)
 
 
 def test_a_termination_waits_for_its_final_observation(device: str) -> None:
     pair = stream("..T", device, "future")
     rows = rewritten(pair.buffer.sample(50), pair.history.view())
-    keys = pair.buffer.sample(50).key
     assert any(rows)
     assert not all(rows)
-    assert 2 in keys.tolist()
+    assert 2 in pair.buffer.sample(50).key.tolist()
     pair.add([goal_step(3, 0)])
     assert all(rewritten(pair.buffer.sample(50), pair.history.view()))
 
@@ -171,10 +171,7 @@ def test_exactly_the_share_is_rewritten(ratio: float, device: str) -> None:
 def test_rows_are_a_random_set(device: str) -> None:
     pair = stream("." * 12, device, "final", relabel=hindsight("final", 0.5), sampler=Proportional())
     view = pair.history.view()
-    chosen: Counter[Any] = Counter()
-    for _ in range(1500):
-        rows = rewritten(pair.buffer.sample(6), view)
-        chosen[tuple(row for row, changed in enumerate(rows) if changed)] += 1
+    chosen = Counter(tuple(rewritten(pair.buffer.sample(6), view)) for _ in range(1500))
     # each of the 20 sets of three rows
     check_counts(chosen, dict.fromkeys(chosen, 1))
     assert len(chosen) == 20

@@ -24,9 +24,14 @@ def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: A
     given: dict[str, Any] = {"fields": GOALS, "relabel": hindsight(), "device": device, **settings}
     buffer = TrajectoryReplayBuffer(capacity, 2, **given)
     for number in range(played):
-        step = [goal_step(number, env, end="T" if number == 5 else "", final=True) for env in range(2)]
-        buffer.add(**columns(step, GOALS))
+        add(buffer, number, "T" if number == 5 else "")
     return buffer
+
+
+def add(buffer: TrajectoryReplayBuffer, number: int, *ends: str) -> None:
+    """A step of both environments, with what ends it, in both or in each."""
+    steps = [goal_step(number, env, end=ends[env % len(ends)], final=True) for env in range(2)]
+    buffer.add(**columns(steps, GOALS))
 
 
 def same(one: Any, other: Any) -> None:
@@ -41,6 +46,7 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
+        ({}, TypeError, "reward_fn"),
         ({"achieved": 3}, TypeError, "achieved must be the name"),
         ({"desired": "achieved_goal"}, ValueError, "two fields"),
         ({"desired": "obs.achieved_goal"}, ValueError, "two fields"),
@@ -56,12 +62,7 @@ def same(one: Any, other: Any) -> None:
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Hindsight(**{"reward_fn": reward_of, **settings})
-
-
-def test_a_reward_function_is_needed() -> None:
-    with pytest.raises(TypeError, match="reward_fn"):
-        Hindsight()  # type: ignore[call-arg]
+        Hindsight(**({"reward_fn": reward_of, **settings} if settings else {}))
 
 
 @pytest.mark.parametrize(
@@ -86,26 +87,23 @@ def test_buffers_that_cannot_be_relabelled(settings: dict[str, Any], error: type
         TrajectoryReplayBuffer(**{"capacity": 8, "num_envs": 2, "fields": GOALS, "relabel": hindsight(), **settings})
 
 
-def test_names_with_and_without_their_prefix_mean_the_same(device: str) -> None:
+def test_names_with_and_without_their_prefix_mean_the_same_and_sequences_are_refused(device: str) -> None:
     short, long = (
         made(device, relabel=hindsight(achieved=a, desired=d))
-        for a, d in (
-            ("achieved_goal", "desired_goal"),
-            (ACHIEVED, DESIRED),
-        )
+        for a, d in (("achieved_goal", "desired_goal"), (ACHIEVED, DESIRED))
     )
     assert short._config() == long._config()
+    with pytest.raises(ValueError, match="sample_sequences cannot relabel"):
+        short.sample_sequences(2, 3)
     same(short.sample(8), long.sample(8))
 
 
-def test_sequences_are_refused(device: str) -> None:
-    buffer = made(device)
-    with pytest.raises(ValueError, match="sample_sequences cannot relabel"):
-        buffer.sample_sequences(2, 3)
-    assert len(buffer.sample(4)) == 4
-
-
 # what user functions may do
+
+
+def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("no such goal")
+
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (lambda a, d: None, TypeError, r"one value for each of 8 rows.*found NoneType"),
@@ -114,36 +112,31 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "too few": (lambda a, d: a[1:, 0].float(), ValueError, r"found shape \[7\]"),
     "complex": (lambda a, d: a[:, 0].to(torch.complex64), TypeError, "real numbers"),
     "a scalar": (lambda a, d: a.float().mean(), ValueError, r"found shape \[\]"),
+    "an error": (fails, ArithmeticError, "no such goal"),
+    "terminated: floats": (lambda a, d: (a == d).all(1).float(), TypeError, "terminated_fn .* must return bool"),
+    "terminated: a column too many": (lambda a, d: a == d, ValueError, r"terminated_fn.*found shape \[8, 2\]"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_rewards_that_cannot_be_used(name: str, device: str) -> None:
+def test_rewards_and_endings_that_cannot_be_used(name: str, device: str) -> None:
     function, error, words = BAD[name]
-    broken, good = made(device, relabel=hindsight(reward_fn=function)), made(device)
+    broken = made(device, relabel=hindsight(**{"terminated_fn" if "terminated" in name else "reward_fn": function}))
+    good = made(device)
     for buffer in (broken, good):
-        buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
+        add(buffer, 9, "")
+    stored = {each: tensor.clone() for each, tensor in broken.state_dict()["tensors"].items()}
     with pytest.raises(error, match=words):
         broken.sample(8)
+    after = broken.state_dict()["tensors"]
+    assert all(torch.equal(after[each], tensor) for each, tensor in stored.items() if each != "times_sampled")
     good.sample(8)
     # the draw was made, and the next one is the one that comes after it
     assert broken.state_dict()["counters"] == good.state_dict()["counters"]
     broken._relabel = good.relabel
+    for buffer in (broken, good):
+        add(buffer, 10, "")
     same(broken.sample(8), good.sample(8))
-
-
-def test_a_function_that_raises_leaves_the_buffer_as_it_is(device: str) -> None:
-    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("no such goal")
-
-    buffer = made(device, relabel=hindsight(reward_fn=fails))
-    stored = {name: tensor.clone() for name, tensor in buffer.state_dict()["tensors"].items()}
-    with pytest.raises(ArithmeticError, match="no such goal"):
-        buffer.sample(8)
-    after = buffer.state_dict()["tensors"]
-    assert all(torch.equal(after[name], tensor) for name, tensor in stored.items() if name != "times_sampled")
-    buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
-    assert len(buffer) == 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
@@ -180,25 +173,11 @@ def test_a_function_that_works_in_place_spoils_nothing(device: str) -> None:
         desired.fill_(-7)
         return reward
 
-    def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        return (achieved == desired).all(dim=1)
-
     one, other = (
-        made(device, relabel=hindsight(reward_fn=each, terminated_fn=reached)) for each in (reward_of, in_place)
+        made(device, relabel=hindsight(reward_fn=each, terminated_fn=lambda a, d: (a == d).all(dim=1)))
+        for each in (reward_of, in_place)
     )
     same(one.sample(8), other.sample(8))
-
-
-@pytest.mark.parametrize(
-    ("function", "error", "words"),
-    [
-        (lambda a, d: (a == d).all(dim=1).float(), TypeError, "terminated_fn of Hindsight must return bool"),
-        (lambda a, d: a == d, ValueError, r"terminated_fn.*found shape \[8, 2\]"),
-    ],
-)
-def test_endings_that_cannot_be_used(function: Any, error: type[Exception], words: str, device: str) -> None:
-    with pytest.raises(error, match=words):
-        made(device, relabel=hindsight(terminated_fn=function)).sample(8)
 
 
 def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
@@ -211,12 +190,12 @@ def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
 
     buffer = made(device, relabel=hindsight(reward_fn=slow))
 
-    def add() -> None:
+    def run() -> None:
         assert begun.wait(30)
-        buffer.add(**columns([goal_step(9, 0), goal_step(9, 1)], GOALS))
+        add(buffer, 9, "")
         added.set()
 
-    thread = threading.Thread(target=add)
+    thread = threading.Thread(target=run)
     thread.start()
     assert len(buffer.sample(8)) == 8
     thread.join()
@@ -238,16 +217,10 @@ def test_a_missing_final_observation_of_a_termination_is_named(autoreset: str) -
 
 
 def test_settings_and_memory(device: str) -> None:
-    buffer = made(device, relabel=hindsight("episode", 0.25))
-    assert buffer._config()["relabel"] == {
-        "achieved": "achieved_goal",
-        "desired": "desired_goal",
-        "ratio": 0.25,
-        "strategy": "episode",
-    }
-    plain = made(device, relabel=None)
-    assert plain._config()["relabel"] is None
-    assert plain.relabel is None
+    buffer, plain = made(device, relabel=hindsight("episode", 0.25)), made(device, relabel=None)
+    names = {"achieved": "achieved_goal", "desired": "desired_goal"}
+    assert buffer._config()["relabel"] == names | {"ratio": 0.25, "strategy": "episode"}
+    assert (plain._config()["relabel"], plain.relabel) == (None, None)
     # a number for each step and for each environment
     assert buffer.nbytes - plain.nbytes == 4 * (24 + 2) == sum(buffer._sizes().values()) - sum(plain._sizes().values())
     assert "Hindsight" in gpu_replay.__all__
@@ -273,29 +246,31 @@ def test_what_is_loaded_goes_on_as_it_was(mode: str, way: str, device: str, tmp_
             loaded = TrajectoryReplayBuffer(18, 2, seed=9, **settings)
             # what it held before is forgotten
             for number in range(7):
-                loaded.add(**columns([goal_step(number, env, end="T", final=True) for env in range(2)], GOALS))
+                add(loaded, number, "T")
             loaded.load_state_dict(buffer.state_dict())
         # both go on, over the seam
         for number in range(scale(12, 4)):
             for each in (buffer, loaded):
                 count = pair.history.count + number
-                ends = ["T" if (count + env) % 5 == 0 else "" for env in range(2)]
-                each.add(**columns([goal_step(count, env, end=ends[env], final=True) for env in range(2)], GOALS))
+                add(each, count, *("T" if (count + env) % 5 == 0 else "" for env in range(2)))
             if buffer.stats().eligible >= 1:
                 same(buffer.sample(7), loaded.sample(7))
+
+
+LOADS: list[tuple[str, Any, type[Exception], str]] = [
+    ("goals", None, ValueError, r"reward_fn is code and is not saved.*load\(path, relabel="),
+    ("goals", hindsight("final"), ValueError, "strategy='future'"),
+    ("goals", reward_of, TypeError, "relabel must be Hindsight"),
+    ("plain", hindsight(), ValueError, "saved without relabel"),
+]
 
 
 def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:
     made().save(tmp_path / "goals")
     made(relabel=None).save(tmp_path / "plain")
-    with pytest.raises(ValueError, match=r"reward_fn is code and is not saved.*load\(path, relabel="):
-        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu")
-    with pytest.raises(ValueError, match="strategy='future'"):
-        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu", relabel=hindsight("final"))
-    with pytest.raises(ValueError, match="saved without relabel"):
-        TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu", relabel=hindsight())
-    with pytest.raises(TypeError, match="relabel must be Hindsight"):
-        TrajectoryReplayBuffer.load(tmp_path / "goals", "cpu", relabel=reward_of)  # type: ignore[arg-type]
+    for name, relabel, error, message in LOADS:
+        with pytest.raises(error, match=message):
+            TrajectoryReplayBuffer.load(tmp_path / name, "cpu", relabel=relabel)
     with pytest.raises(ValueError, match="relabel is None here"):
         made(relabel=None).load_state_dict(made().state_dict())
     assert TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu").relabel is None

@@ -15,8 +15,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from distribution import check_counts
-from numpy.random import Philox
-from oracle import UNIT, OracleBuffer, place, stratum
+from oracle import UNIT, OracleBuffer, stratum
 from tolerances import close
 from transitions import EXACT, NUMBER, fill, make, with_masses
 
@@ -42,29 +41,30 @@ def played(masses: list[int], settings: Proportional, seed: int) -> OracleBuffer
 
 
 @pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
-@pytest.mark.parametrize("capacity", AWKWARD)
+@pytest.mark.parametrize("capacity", [*AWKWARD, -3, -129, -5000])
 def test_draws_probabilities_and_weights_are_those_of_the_oracle(
     capacity: int, settings: Proportional, device: str
 ) -> None:
-    masses = spread_masses(capacity, capacity, 5.0)
+    # below 0: so many slots of the smallest mass, where every target is on a border
+    masses = [1] * -capacity if capacity < 0 else spread_masses(capacity, capacity, 5.0)
     buffer = with_masses(masses, settings, device=device, seed=capacity)
     oracle = played(masses, settings, capacity)
     for count in (1, 3, 4, 5, 64, 257):
         batch, drawn = buffer.sample(count), oracle.sample(count)
-        assert batch.key.tolist() == drawn.keys
-        assert batch.number.tolist() == drawn.keys
+        assert batch.key.tolist() == batch.number.tolist() == drawn.keys
         assert close(batch.probability, drawn.probability, "probability")
         assert close(batch.weight, drawn.weight, "weight")
+    if not settings.stratified and capacity >= 1000:
+        # successive samples are new draws
+        assert len({tuple(buffer.sample(16).key.tolist()) for _ in range(scale(50, 5))}) == scale(50, 5)
 
 
 @pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
 def test_frequencies_are_the_exact_probabilities(settings: Proportional, device: str) -> None:
     masses = spread_masses(97, 5, 3.0)
     buffer = with_masses(masses, settings, device=device, seed=11)
-    counts: Counter[int] = Counter()
-    for _ in range(scale(250, 10)):
-        counts.update(buffer.sample(scale(4096, 1024)).key.tolist())
-    check_counts(counts, dict(enumerate(masses)))
+    keys = torch.cat([buffer.sample(scale(4096, 1024)).key for _ in range(scale(250, 10))])
+    check_counts(Counter(keys.tolist()), dict(enumerate(masses)))
 
 
 def test_every_row_of_a_stratified_batch_follows_its_own_stratum(device: str) -> None:
@@ -81,19 +81,12 @@ def test_every_row_of_a_stratified_batch_follows_its_own_stratum(device: str) ->
         check_counts(Counter(keys), overlap)
 
 
-@pytest.mark.parametrize("count", [1, 2, 10, 50, 100])
-def test_one_draw_in_each_of_the_equal_parts(count: int, device: str) -> None:
-    buffer = with_masses([3 * UNIT] * 100, device=device)
-    for _ in range(scale(20, 3)):
-        assert [key * count // 100 for key in buffer.sample(count).key.tolist()] == list(range(count))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_one_draw_in_each_part_of_unequal_masses(seed: int, device: str) -> None:
-    masses = spread_masses(37, seed, 4.0)
-    buffer = with_masses(masses, device=device, seed=seed)
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_one_draw_in_each_part_of_the_mass(seed: int | None, device: str) -> None:
+    masses = [3 * UNIT] * 100 if seed is None else spread_masses(37, seed, 4.0)
+    buffer = with_masses(masses, device=device, seed=seed or 0)
     ends = list(accumulate(masses))
-    for count in (2, 5, 64, 100):
+    for count in (1, 2, 5, 10, 50, 64, 100):
         for part, key in enumerate(buffer.sample(count).key.tolist()):
             low, high = stratum(part, count, ends[-1])
             assert ends[key] > low
@@ -105,24 +98,12 @@ def test_batch_larger_than_what_is_stored(device: str) -> None:
     assert Counter(buffer.sample(400).key.tolist()) == {0: 100, 1: 100, 2: 200}
 
 
-def test_more_draws_than_units_of_mass(device: str) -> None:
-    buffer = with_masses([1, 1, 1], device=device, seed=4)
-    oracle = played([1, 1, 1], EXACT, 4)
-    for count in (1, 2, 3, 10):
-        keys = buffer.sample(count).key.tolist()
-        assert keys == oracle.sample(count).keys
-    assert set(keys) == {0, 1, 2}
-
-
 def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) -> None:
     masses = [UNIT, 2 * UNIT, 3 * UNIT]
     buffer = with_masses(masses, INDEPENDENT, device=device, seed=9)
-    pairs: Counter[tuple[int, int]] = Counter()
-    for _ in range(scale(100, 8)):
-        keys = buffer.sample(256).key.tolist()
-        pairs.update(zip(keys[::2], keys[1::2], strict=True))
+    keys = torch.cat([buffer.sample(256).key for _ in range(scale(100, 8))]).tolist()
     expected = {(one, two): masses[one] * masses[two] for one in range(3) for two in range(3)}
-    check_counts(pairs, expected)
+    check_counts(Counter(zip(keys[::2], keys[1::2], strict=True)), expected)
 
 
 # a mass of 1 puts every target on a border between two slots
@@ -131,21 +112,6 @@ def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) 
 def test_every_slot_from_first_to_last_is_reachable(size: int, mass: int, device: str) -> None:
     buffer = with_masses([mass] * size, device=device)
     assert buffer.sample(size).key.tolist() == list(range(size))
-
-
-@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
-@pytest.mark.parametrize("size", [129, 4097, 70_001])
-def test_with_masses_of_one_a_draw_is_its_target(size: int, settings: Proportional, device: str) -> None:
-    buffer = with_masses([1] * size, settings, device=device, seed=5)
-    words = Philox(key=[5, 0])
-    for count in (1, 5, 100, 1000):
-        bits = words.random_raw(-(-count // 4) * 4)[:count].tolist()
-        if settings.stratified:
-            parts = [stratum(row, count, size) for row in range(count)]
-            targets = [low + place(word, high - low) for (low, high), word in zip(parts, bits, strict=True)]
-        else:
-            targets = [place(word, size) for word in bits]
-        assert buffer.sample(count).key.tolist() == targets
 
 
 def test_last_of_100_003_equal_masses_is_reachable(device: str) -> None:
@@ -257,31 +223,8 @@ def test_buffer_weights_follow_the_lowest_mass_as_it_changes(device: str) -> Non
     assert close(batch.weight, [{1: 1 / 16, 2: 1 / 4, 3: 1.0, 4: 1 / 3}[key] for key in batch.key.tolist()], "weight")
 
 
-def test_equal_masses_weigh_one(device: str) -> None:
-    for settings in (Proportional(), Proportional(normalize="buffer")):
-        buffer = make(10, settings, device=device)
-        fill(buffer, 7)
-        batch = buffer.sample(20)
-        assert batch.weight.tolist() == [1.0] * 20
-        assert close(batch.probability, [1 / 7] * 20, "probability")
-
-
 def test_seeds_give_different_draws_and_equal_seeds_equal_ones(device: str) -> None:
     masses = spread_masses(1000, 1, 1.0)
     draws = [with_masses(masses, device=device, seed=seed).sample(64).key.tolist() for seed in (0, 0, 1, 2**63, -1)]
     assert draws[0] == draws[1]
     assert len({tuple(keys) for keys in draws}) == 4
-
-
-def test_successive_samples_are_new_draws(device: str) -> None:
-    buffer = with_masses([UNIT] * 1000, INDEPENDENT, device=device)
-    seen = {tuple(buffer.sample(16).key.tolist()) for _ in range(scale(50, 5))}
-    assert len(seen) == scale(50, 5)
-
-
-def test_what_was_never_given_mass_is_never_drawn_while_the_ring_fills(device: str) -> None:
-    buffer = make(1000, EXACT, device=device)
-    for count in (1, 2, 125, 128, 129, 600):
-        fill(buffer, count)
-        keys = buffer.sample(buffer.added).key.tolist()
-        assert keys == list(range(min(buffer.added, 1000)))
