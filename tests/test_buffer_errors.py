@@ -164,6 +164,8 @@ def test_update_refuses_and_changes_nothing(
     assert contents(buffer, prioritized=sampler is EXACT) == before
 
 
+BAD_PROPORTIONAL = {"alpha": [-0.1, float("nan")], "beta": [-1.0], "eps": [-1e-9], "clip": [0.0]}
+BAD_PROPORTIONAL |= {"initial": ["largest", float("inf")], "normalize": ["none"]}
 BAD_KEYS = [torch.tensor([0.0]), torch.tensor([True]), np.array([0.5]), [0.5], 1.0, "0", None, True]
 
 
@@ -189,14 +191,11 @@ BAD_SETTINGS: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: Field(4, torch.float32), LOSSY, "4"),
     (lambda: Field((3, -1), torch.float32), ValueError, "-1"),
     (lambda: Field((), torch.uint8, None, float("nan")), ValueError, "scale"),
-    (lambda: Proportional(alpha=-0.1), ValueError, "alpha"),
-    (lambda: Proportional(alpha=float("nan")), ValueError, "alpha"),
-    (lambda: Proportional(beta=-1.0), ValueError, "beta"),
-    (lambda: Proportional(eps=-1e-9), ValueError, "eps"),
-    (lambda: Proportional(clip=0.0), ValueError, "clip"),
-    (lambda: Proportional(initial="largest"), ValueError, r"initial.*largest"),
-    (lambda: Proportional(initial=float("inf")), ValueError, "initial"),
-    (lambda: Proportional(normalize="none"), ValueError, r"normalize.*none"),
+    *(
+        (lambda name=name, value=value: Proportional(**{name: value}), ValueError, rf"{name}.*{value}")
+        for name, values in BAD_PROPORTIONAL.items()
+        for value in values
+    ),
     (lambda: Proportional(stratified=1), TypeError, "stratified"),
     (lambda: Uniform(replacement="no"), TypeError, "replacement"),
     (lambda: Combined(Uniform(), newest=0), ValueError, "newest"),

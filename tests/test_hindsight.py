@@ -77,12 +77,6 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(
 STREAM = ".....T.........."
 
 
-def goals(pair: Pair) -> dict[int, list[int]]:
-    """What the starts of a small buffer want after a sample of 60."""
-    batch = pair.buffer.sample(60)
-    return dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
-
-
 # the goal after an ending is that of the final observation: the dead step 3 carries it, or it was given; where nobody
 # saw it, the last step keeps the goal it was given, and the others get the newest that is stored
 FINALS: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {
@@ -101,8 +95,8 @@ FINALS: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {
 @pytest.mark.parametrize("name", FINALS)
 def test_the_goal_after_an_ending_is_that_of_the_final_observation(name: str, device: str) -> None:
     settings, wanted = FINALS[name]
-    pair = stream("..T..", device, "final", **settings)
-    found = goals(pair)
+    batch = stream("..T..", device, "final", **settings).buffer.sample(60)
+    found = dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
     assert {key: found[key] for key in wanted} == wanted
 
 
@@ -142,20 +136,17 @@ def test_a_termination_waits_for_its_final_observation(device: str) -> None:
     assert all(rewritten(pair.buffer.sample(50), pair.history.view()))
 
 
+@pytest.mark.parametrize("stack", [1, 3])
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled, few finals"])
-def test_next_obs_of_a_termination_is_its_final_observation(mode: str, device: str) -> None:
-    for stack in (1, 3):
-        pair = stream("..T.....TT..", device, "future", stack=stack, **MODES[mode])
-        view = pair.history.view()
-        batch = pair.buffer[view.eligible()]
-        looked = 0
-        for row, key in enumerate(batch.key.tolist()):
-            expected = after(view, 0, key)
-            if expected is not None:
-                newest = batch[f"next_{ACHIEVED}"][row].reshape(-1, 2)[-1].tolist()
-                assert tuple(newest) == expected
-                looked += bool(batch.terminated[row])
-        assert looked >= 2
+def test_next_obs_of_a_termination_is_its_final_observation(mode: str, stack: int, device: str) -> None:
+    pair = stream("..T.....TT..", device, "future", stack=stack, **MODES[mode])
+    view = pair.history.view()
+    batch = pair.buffer[view.eligible()]
+    expected = [after(view, 0, key) for key in batch.key.tolist()]
+    newest = batch[f"next_{ACHIEVED}"].reshape(len(batch), -1, 2)[:, -1].tolist()
+    assert all(place is None or tuple(found) == place for found, place in zip(newest, expected, strict=True))
+    ended = zip(expected, batch.terminated.tolist(), strict=True)
+    assert sum(place is not None and terminated for place, terminated in ended) >= 2
 
 
 @pytest.mark.parametrize("ratio", scale([0.0, 0.1, 0.25, 0.5, 0.8, 1.0], [0.5]))
@@ -217,41 +208,35 @@ def test_the_draw_is_the_one_without_hindsight(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("padding", ["reset", "zero"])
-def test_goals_of_stacks(padding: str, device: str) -> None:
-    for mode in ("next_step", "same_step"):
-        pair = stream(STREAM, device, "episode", stack=3, padding=padding, autoreset=mode)
-        batch = pair.buffer.sample(scale(200, 30))
-        view = pair.history.view()
-        assert batch[DESIRED].shape == (len(batch), 3, 2)
-        seen = check_batch(batch, view, "episode")
-        assert len(seen) >= 5
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_goals_of_stacks(mode: str, padding: str, device: str) -> None:
+    pair = stream(STREAM, device, "episode", stack=3, padding=padding, autoreset=mode)
+    batch = pair.buffer.sample(scale(200, 30))
+    assert batch[DESIRED].shape == (len(batch), 3, 2)
+    assert len(check_batch(batch, pair.history.view(), "episode")) >= 5
 
 
-def test_goals_leave_as_their_fields_say(device: str) -> None:
-    fields = {
-        **GOALS,
-        ACHIEVED: Field((2,), torch.int16, torch.float64, 0.5),
-        DESIRED: Field((2,), torch.int16, torch.float64, 0.5),
-    }
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_goals_leave_as_their_fields_say(autoreset: str, device: str) -> None:
+    fields = GOALS | dict.fromkeys((ACHIEVED, DESIRED), Field((2,), torch.int16, torch.float64, 0.5))
     seen = []
 
     def note(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
         seen.append((achieved.clone(), desired.clone()))
         return reward_of(achieved, desired)
 
-    for autoreset in ("next_step", "same_step"):
-        pair = Pair(12, 1, fields=fields, device=device, autoreset=autoreset, relabel=hindsight(reward_fn=note))
-        for number in range(9):
-            pair.add([goal_step(number, 0, end="T" if number == 5 else "", final=autoreset == "same_step")])
-        batch = pair.buffer.sample(6)
-        achieved, desired = seen.pop()
-        assert achieved.dtype == desired.dtype == batch[DESIRED].dtype == torch.float64
-        rows = {tuple(row) for row in batch[DESIRED].tolist()}
-        assert {tuple(row) for row in desired.tolist()} == rows
-        # of steps of 1 and environments of 1, halved
-        assert {abs(row[1]) for row in rows} == {0.5}
-        assert sorted(achieved[:, 0].tolist()) == sorted(batch[f"next_{ACHIEVED}"][:, 0].tolist())
-        assert sorted(batch.reward.tolist()) == sorted(reward_of(achieved, desired).tolist())
+    pair = Pair(12, 1, fields=fields, device=device, autoreset=autoreset, relabel=hindsight(reward_fn=note))
+    for number in range(9):
+        pair.add([goal_step(number, 0, end="T" if number == 5 else "", final=autoreset == "same_step")])
+    batch = pair.buffer.sample(6)
+    achieved, desired = seen.pop()
+    assert achieved.dtype == desired.dtype == batch[DESIRED].dtype == torch.float64
+    rows = {tuple(row) for row in batch[DESIRED].tolist()}
+    assert {tuple(row) for row in desired.tolist()} == rows
+    # of steps of 1 and environments of 1, halved
+    assert {abs(row[1]) for row in rows} == {0.5}
+    assert sorted(achieved[:, 0].tolist()) == sorted(batch[f"next_{ACHIEVED}"][:, 0].tolist())
+    assert sorted(batch.reward.tolist()) == sorted(reward_of(achieved, desired).tolist())
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])

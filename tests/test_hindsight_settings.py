@@ -14,6 +14,7 @@ from devices import device_fixture as device_fixture
 from devices import scale
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsight, live_with_goals, reward_of
 from trajectory_pair import Pair, columns
+from transitions import same
 
 import gpu_replay
 from gpu_replay import Combined, Field, Hindsight, Proportional, TrajectoryReplayBuffer, Uniform
@@ -34,12 +35,6 @@ def add(buffer: TrajectoryReplayBuffer, number: int, *ends: str) -> None:
     buffer.add(**columns(steps, GOALS))
 
 
-def same(one: Any, other: Any) -> None:
-    assert list(one) == list(other)
-    for name, value in one.items():
-        assert torch.equal(value.cpu(), other[name].cpu()), name
-
-
 # what is refused
 
 
@@ -52,11 +47,8 @@ def same(one: Any, other: Any) -> None:
         ({"desired": "obs.achieved_goal"}, ValueError, "two fields"),
         ({"reward_fn": None}, TypeError, "reward_fn must be a function"),
         ({"terminated_fn": 1.0}, TypeError, "terminated_fn must be a function"),
-        ({"ratio": "all"}, TypeError, "ratio must be a number"),
-        ({"ratio": True}, TypeError, "ratio must be a number"),
-        ({"ratio": 1.01}, ValueError, "ratio must be from 0 to 1"),
-        ({"ratio": -0.1}, ValueError, "ratio must be from 0 to 1"),
-        ({"ratio": float("nan")}, ValueError, "ratio must be from 0 to 1"),
+        *(({"ratio": value}, TypeError, "ratio must be a number") for value in ("all", True)),
+        *(({"ratio": value}, ValueError, "ratio must be from 0 to 1") for value in (1.01, -0.1, float("nan"))),
         ({"strategy": "random"}, ValueError, "'future', 'final' or 'episode'; found 'random'"),
     ],
 )

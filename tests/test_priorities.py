@@ -124,18 +124,6 @@ def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
     assert units(buffer) == units(twin)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_on_cuda_a_priority_that_is_not_finite_keeps_the_old_one_and_is_counted(value: float) -> None:
-    buffer = make(4, EXACT, device="cuda")
-    fill(buffer, 4, priority=[1, 2, 3, 4])
-    update(buffer, [0, 1, 2], [8.0, value, 0.5])
-    assert units(buffer) == [8, 2, 0.5, 4]
-    assert buffer.stats().rejected_priorities == 1
-    fill(buffer, 1)
-    assert units(buffer) == [8, 2, 0.5, 4]
-
-
 def test_sign_of_a_priority_is_dropped(device: str) -> None:
     buffer = make(4, EXACT, device=device)
     fill(buffer, 3, priority=[-2.0, 3.0, -0.0])

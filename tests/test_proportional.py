@@ -93,11 +93,6 @@ def test_one_draw_in_each_part_of_the_mass(seed: int | None, device: str) -> Non
             assert ends[key] - masses[key] < high
 
 
-def test_batch_larger_than_what_is_stored(device: str) -> None:
-    buffer = with_masses([UNIT, UNIT, 2 * UNIT], device=device)
-    assert Counter(buffer.sample(400).key.tolist()) == {0: 100, 1: 100, 2: 200}
-
-
 def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) -> None:
     masses = [UNIT, 2 * UNIT, 3 * UNIT]
     buffer = with_masses(masses, INDEPENDENT, device=device, seed=9)

@@ -38,10 +38,11 @@ def test_beta_advances_by_one_with_each_sample(device: str) -> None:
     assert close([measured_beta(buffer) for _ in range(6)], [0.25, 0.5, 0.75, 1.0, 1.0, 1.0], "weight")
 
 
-def test_beta_does_not_advance_with_other_calls(device: str) -> None:
+def test_beta_does_not_advance_with_other_calls_and_a_clear_does_not_rewind_it(device: str) -> None:
     buffer = annealed(3, device=device)
     first = measured_beta(buffer)
-    keys = fill(buffer, 2, priority=[1, 4])
+    buffer.clear()
+    keys = fill(buffer, 2, priority=[4, 1])
     buffer.update_priorities(keys, keys * 0 + 1)
     buffer.update_priorities(keys, (keys - keys.min()) * 3 + 1)
     buffer.stats()
@@ -61,11 +62,3 @@ def test_beta_of_a_call_overrides_the_setting_and_a_schedule_goes_on(beta: Any, 
     for _ in range(4):
         twin.sample(8)
     assert buffer.sample(16, beta=3.0).key.tolist() == twin.sample(16).key.tolist()
-
-
-def test_clear_does_not_rewind_the_schedule(device: str) -> None:
-    buffer = annealed(3, device=device)
-    measured_beta(buffer)
-    buffer.clear()
-    fill(buffer, 2, priority=[1, 4])
-    assert close([measured_beta(buffer)], [0.5], "weight")

@@ -9,13 +9,12 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from transitions import EXACT, NUMBER, SAMPLERS, STORED, check_rows, contents, fill, leaves, make, same_draws
+from transitions import ANNEALED, EXACT, NUMBER, SAMPLERS, STORED, check_rows, contents, fill, leaves, make, same_draws
 
 from gpu_replay import Combined, Field, LinearSchedule, Proportional, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
-ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
 KINDS = SAMPLERS | {"annealed": ANNEALED, "stored": Proportional(alpha=1.0, eps=0.0, initial="stored")}
 
 

@@ -1,17 +1,19 @@
-"""Threads: one adds while another samples and updates, and no transition is ever torn."""
+"""Threads: one adds while another samples and updates, and no transition, stack or window is ever torn."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 
-from gpu_replay import Batch, Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -33,38 +35,19 @@ def eager_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def rows(first: int, count: int, device: str) -> dict[str, torch.Tensor]:
-    """So many transitions, each field full of the transition's number."""
-    number = torch.arange(first, first + count, device=device)
-    return {
-        name: number.reshape(-1, *[1] * len(field.shape)).expand(-1, *field.shape).to(field.dtype)
-        for name, field in WIDE.items()
-    }
-
-
-def check_whole(batch: Batch) -> None:
-    """Fail unless every number in a row is the key of the row."""
-    for name, field in WIDE.items():
-        values = batch[name].long().reshape(-1, field.elements)
-        assert torch.equal(values, batch.key[:, None].expand(-1, field.elements)), name
-
-
 class Adder:
-    """A thread that adds until it is told to stop, from the number `first` on, and keeps the error that ended it."""
+    """Calls `add` in another thread until it is told to stop, and keeps the error that ended it."""
 
-    def __init__(self, buffer: ReplayBuffer, device: str, first: int = START) -> None:
-        self.buffer, self.device, self.first = buffer, device, first
-        self.keys: list[int] = []
+    def __init__(self, add: Callable[[], object]) -> None:
+        self.add = add
         self.error: Exception | None = None
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         try:
-            count = 0
             while not self.stop.is_set():
-                count = count % 23 + 1
-                self.keys += self.buffer.add(**rows(self.first + len(self.keys), count, self.device)).tolist()
+                self.add()
         except Exception as error:
             self.error = error
 
@@ -80,26 +63,52 @@ class Adder:
             raise self.error
 
 
+def rows(first: int, count: int, device: str) -> dict[str, torch.Tensor]:
+    """So many transitions, each field full of the transition's number."""
+    number = torch.arange(first, first + count, device=device)
+    return {
+        name: number.reshape(-1, *[1] * len(field.shape)).expand(-1, *field.shape).to(field.dtype)
+        for name, field in WIDE.items()
+    }
+
+
+def check_whole(batch: Any) -> None:
+    """Fail unless every number in a row is the key of the row."""
+    for name, field in WIDE.items():
+        values = batch[name].long().reshape(-1, field.elements)
+        assert torch.equal(values, batch.key[:, None].expand(-1, field.elements)), name
+
+
+def adding(buffer: ReplayBuffer, device: str) -> Adder:
+    """Adds 1 to 23 transitions at a time, whose numbers are their keys."""
+    counts = itertools.cycle(range(1, 24))
+
+    def add() -> None:
+        first, count = buffer.added, next(counts)
+        assert buffer.add(**rows(first, count, device)).tolist() == list(range(first, first + count))
+
+    return Adder(add)
+
+
+def made(device: str, sampler: Any = None, capacity: int = START) -> ReplayBuffer:
+    settings = Proportional(alpha=1.0, eps=0.0, initial=1.0) if sampler is None else sampler
+    buffer = ReplayBuffer(capacity, WIDE, sampler=settings, device=device)
+    buffer.add(**rows(0, START, device))
+    return buffer
+
+
+RANKS = [RankBased(), RankBased(resort_every=5)]
+
+
 @pytest.mark.parametrize(
     "sampler",
-    [
-        Proportional(),
-        RankBased(),
-        RankBased(resort_every=5),
-        Uniform(),
-        Uniform(replacement=True),
-        Latest(),
-        Combined(Proportional(), 3),
-    ],
+    [Proportional(), *RANKS, Uniform(), Uniform(replacement=True), Latest(), Combined(Proportional(), 3)],
     ids=repr,
 )
-def test_no_transition_is_torn_while_another_thread_adds(
-    sampler: Proportional | RankBased | Uniform | Latest | Combined, device: str
-) -> None:
-    buffer = ReplayBuffer(START, WIDE, sampler=sampler, device=device)
-    buffer.add(**rows(0, START, device))
+def test_no_transition_is_torn_while_another_thread_adds(sampler: Any, device: str) -> None:
+    buffer = made(device, sampler)
     newest = 0
-    with Adder(buffer, device) as adder:
+    with adding(buffer, device):
         for _ in range(scale(300, 4)):
             batch = buffer.sample(24)
             check_whole(batch)
@@ -109,16 +118,14 @@ def test_no_transition_is_torn_while_another_thread_adds(
             assert keys.max().item() >= newest - START
             newest = max(newest, keys.max().item())
             buffer.update_priorities(keys, keys.double() % 5 + 0.5)
-    assert adder.keys == list(range(START, buffer.added))
     assert buffer.added > START
     check_whole(buffer[list(range(buffer.added - START, buffer.added))])
 
 
 def test_masses_and_total_stay_exact_while_another_thread_adds(device: str) -> None:
     # large enough for sums above the masses
-    buffer = ReplayBuffer(5003, WIDE, sampler=Proportional(), device=device)
-    buffer.add(**rows(0, START, device))
-    with Adder(buffer, device):
+    buffer = made(device, Proportional(), 5003)
+    with adding(buffer, device):
         for _ in range(scale(300, 4)):
             keys = buffer.sample(64).key
             buffer.update_priorities(keys, torch.rand(64, device=device) * 10)
@@ -128,26 +135,22 @@ def test_masses_and_total_stay_exact_while_another_thread_adds(device: str) -> N
 
 
 def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) -> None:
-    settings = Proportional(alpha=1.0, eps=0.0, initial=1.0)
-    buffer = ReplayBuffer(START, WIDE, sampler=settings, device=device)
-    buffer.add(**rows(0, START, device))
+    buffer = made(device)
     for _ in range(scale(60, 2)):
-        with Adder(buffer, device, first=buffer.added):
+        with adding(buffer, device):
             for _ in range(5):
                 newest = buffer.added - 1
                 keys = torch.arange(newest - START + 1, newest + 1, device=device)
                 buffer.update_priorities(keys, torch.full((START,), 7.0, device=device))
         masses = buffer.masses().tolist()
-        for key in range(newest + 1, buffer.added):
-            if key >= buffer.added - START:
-                assert masses[key % START] == 2**20, f"key {key} was never updated"
+        for key in range(max(newest + 1, buffer.added - START), buffer.added):
+            assert masses[key % START] == 2**20, f"key {key} was never updated"
 
 
 def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -> None:
-    buffer = ReplayBuffer(START, WIDE, sampler=Proportional(alpha=1.0, eps=0.0, initial=1.0), device=device)
-    buffer.add(**rows(0, START, device))
+    buffer = made(device)
     late = torch.arange(START, device=device)
-    with Adder(buffer, device) as adder:
+    with adding(buffer, device) as adder:
         while buffer.added < 2 * START and adder.thread.is_alive():
             pass
         for _ in range(scale(200, 4)):
@@ -157,9 +160,8 @@ def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -
 
 
 def test_looking_while_another_thread_adds(device: str) -> None:
-    buffer = ReplayBuffer(START, WIDE, sampler=Proportional(), device=device)
-    buffer.add(**rows(0, START, device))
-    with Adder(buffer, device):
+    buffer = made(device, Proportional())
+    with adding(buffer, device):
         for _ in range(scale(200, 4)):
             stats = buffer.stats()
             assert (stats.size, stats.max_age) == (START, START - 1)
@@ -169,3 +171,43 @@ def test_looking_while_another_thread_adds(device: str) -> None:
                 check_whole(buffer[[newest]])
             except KeyError:
                 assert buffer.added - newest > START
+
+
+ENVS, STACK, WINDOW = 3, 4, 2
+SIDE = (9, 7)
+
+
+def add_step(buffer: TrajectoryReplayBuffer, device: str) -> None:
+    """One step of all environments in which every number is that of the step; no episode ever ends."""
+    number = torch.full((ENVS,), buffer.added // ENVS, device=device)
+    obs = number.reshape(-1, 1, 1).expand(ENVS, *SIDE).to(torch.int32)
+    buffer.add(obs=obs, action=number, reward=number.float(), terminated=number < 0, truncated=number < 0)
+
+
+def check_stacks(batch: Any) -> None:
+    """Fail unless every frame, action and reward belongs to the step that the key says."""
+    step = batch.key.cpu() // ENVS
+    back = torch.arange(STACK - 1, -1, -1)
+    frames = (step[:, None] - back).clamp(min=0)[:, :, None, None].expand(-1, -1, *SIDE)
+    assert torch.equal(batch.obs.cpu().long(), frames)
+    after = (step[:, None] + WINDOW - back).clamp(min=0)[:, :, None, None].expand(-1, -1, *SIDE)
+    assert torch.equal(batch.next_obs.cpu().long(), after)
+    assert torch.equal(batch.action.cpu(), step)
+    assert torch.equal(batch.reward.cpu(), (step + 0.5 * (step + 1)).float())
+
+
+@pytest.mark.parametrize("sampler", [Uniform(), Proportional(), RankBased()], ids=["uniform", "proportional", "rank"])
+def test_no_stack_or_window_is_torn_while_another_thread_adds(sampler: Any, device: str) -> None:
+    fields = {"obs": Field(SIDE, torch.int32), "action": Field((), torch.int64)}
+    settings: dict[str, Any] = {"stack": STACK, "n_step": WINDOW, "gamma": 0.5, "sampler": sampler, "device": device}
+    buffer = TrajectoryReplayBuffer(31 * ENVS, ENVS, fields, **settings)
+    for _ in range(10):
+        add_step(buffer, device)
+    with Adder(lambda: add_step(buffer, device)):
+        for _ in range(scale(400, 4)):
+            batch = buffer.sample(8)
+            check_stacks(batch)
+            buffer.update_priorities(batch.key, batch.reward)
+    assert buffer.added > 10 * ENVS
+    if isinstance(sampler, Proportional):
+        assert buffer.total_mass() == int(buffer.masses().sum())

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.contract
 
 FIELDS = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
 OBS, ACTION = FIELDS["obs"], FIELDS["action"]
+LOSSY = (TypeError, ValueError)
 
 
 def build(device: str = "cpu", **changed: Any) -> TrajectoryReplayBuffer:
@@ -27,43 +28,30 @@ def build(device: str = "cpu", **changed: Any) -> TrajectoryReplayBuffer:
     return TrajectoryReplayBuffer(**arguments, device=device)
 
 
+SAME = {"autoreset": "same_step"}
+# what the message names is the setting and its value
+BAD_VALUES: list[tuple[Any, dict[str, list[Any]]]] = [
+    (ValueError, {"capacity": [0, -5], "num_envs": [0, -1], "stack": [0, -2], "n_step": [0, -2]}),
+    # no observation field has a height and a width to be shifted by two pixels
+    (ValueError, {"gamma": [-0.1, 1.1, float("nan")], "random_shift": [-1, 2], "final_capacity": [-1]}),
+    (TypeError, {"capacity": [12.0, True], "num_envs": [1.5, True, "3"], "gamma": ["0.9", True], "seed": [0.5]}),
+    (TypeError, {"stack": [2.0, None, True], "n_step": [2.0, None, True], "random_shift": [1.5]}),
+    (TypeError, {"final_capacity": [2.5], "sampler": ["uniform"]}),
+    (LOSSY, {"autoreset": ["never", "NextStep", None], "padding": ["edge", 0]}),
+]
+RESERVED = ["key", "weight", "probability", "priority", "reward", "terminated", "truncated", "discount", "next_obs"]
 BAD_SETTINGS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"capacity": 0}, ValueError, r"(?i)capacity.*0"),
-    ({"capacity": -5}, ValueError, r"(?i)capacity.*-5"),
+    *(
+        ((SAME if name == "final_capacity" else {}) | {name: value}, error, rf"(?i){name}.*{value}")
+        for error, settings in BAD_VALUES
+        for name, values in settings.items()
+        for value in values
+    ),
     ({"capacity": 2}, ValueError, r"(?is)capacity.*2.*3|3.*capacity.*2"),
     ({"capacity": 2**31}, ValueError, r"(?i)capacity"),
-    ({"capacity": 12.0}, TypeError, r"(?i)capacity.*12.0"),
-    ({"capacity": True}, TypeError, r"(?i)capacity"),
-    ({"num_envs": 0}, ValueError, r"num_envs.*0"),
-    ({"num_envs": -1}, ValueError, r"num_envs.*-1"),
-    ({"num_envs": 1.5}, TypeError, r"num_envs.*1.5"),
-    ({"num_envs": True}, TypeError, r"num_envs"),
-    ({"num_envs": "3"}, TypeError, r"num_envs"),
     ({"num_envs": 13}, ValueError, r"(?is)12.*13|13.*12"),
-    *(
-        ({name: value}, error, rf"{name}.*{value}")
-        for name in ("stack", "n_step")
-        for value, error in ((0, ValueError), (-2, ValueError), (2.0, TypeError), (None, TypeError), (True, TypeError))
-    ),
-    ({"gamma": -0.1}, ValueError, r"gamma.*-0.1"),
-    ({"gamma": 1.1}, ValueError, r"gamma.*1.1"),
-    ({"gamma": float("nan")}, ValueError, r"gamma.*nan"),
-    ({"gamma": "0.9"}, TypeError, r"gamma.*0.9"),
-    ({"gamma": True}, TypeError, r"gamma"),
-    ({"autoreset": "never"}, ValueError, r"(?s)autoreset.*never|never.*autoreset"),
     ({"autoreset": "NextStep"}, ValueError, r"(?s)autoreset.*next_step"),
-    ({"autoreset": None}, (TypeError, ValueError), r"autoreset"),
-    ({"padding": "edge"}, ValueError, r"(?s)padding.*edge|edge.*padding"),
-    ({"padding": 0}, (TypeError, ValueError), r"padding"),
-    ({"random_shift": -1}, ValueError, r"random_shift.*-1"),
-    ({"random_shift": 1.5}, TypeError, r"random_shift.*1.5"),
-    # no observation field has a height and a width
-    ({"random_shift": 2}, ValueError, r"random_shift.*2"),
-    ({"final_capacity": -1, "autoreset": "same_step"}, ValueError, r"final_capacity.*-1"),
-    ({"final_capacity": 2.5, "autoreset": "same_step"}, TypeError, r"final_capacity.*2.5"),
-    ({"sampler": "uniform"}, TypeError, r"sampler"),
     ({"sampler": Uniform}, TypeError, r"sampler"),
-    ({"seed": 0.5}, TypeError, r"seed"),
     ({"fields": {}}, ValueError, r"(?i)field"),
     ({"fields": [OBS, ACTION]}, TypeError, r"(?i)field"),
     ({"fields": {"obs": torch.float32, "action": ACTION}}, TypeError, r"obs"),
@@ -73,10 +61,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], Any, str]] = [
     ({"fields": {"obs": OBS, "obs.image": OBS, "action": ACTION}}, (ValueError, KeyError), r"obs.image|obs"),
     *(
         ({"fields": FIELDS | {name: Field((), torch.float32)}}, (ValueError, KeyError), rf"{name}.*reserved")
-        for name in (
-            *("key", "weight", "probability", "priority"),
-            *("reward", "terminated", "truncated", "discount", "next_obs", "final_obs"),
-        )
+        for name in [*RESERVED, "final_obs"]
     ),
 ]
 
@@ -113,7 +98,6 @@ def step(*names: str, rows: int = 3, **changed: Any) -> dict[str, Any]:
     return {name: value for name, value in (whole | changed).items() if name not in names}
 
 
-LOSSY = (TypeError, ValueError)
 BAD_ADDS: dict[str, tuple[dict[str, Any], Any, str]] = {
     **{f"missing {name}": (step(name), KeyError, name) for name in step()},
     "nothing": ({}, KeyError, r"obs"),
@@ -175,18 +159,15 @@ def test_add_refuses_and_stores_nothing(name: str, autoreset: str, device: str) 
         pair.check()
 
 
-def test_a_dictionary_of_final_observations_must_be_whole(device: str) -> None:
+@pytest.mark.parametrize("given, missing", [("image", "vector"), ("vector", "image"), ("sound", "sound")])
+def test_a_dictionary_of_final_observations_must_be_whole(given: str, missing: str, device: str) -> None:
     fields = {"obs.image": OBS, "obs.vector": Field((), torch.float32), "action": ACTION}
     buffer = build(device, fields=fields, autoreset="same_step")
-    observations = {"obs.image": torch.zeros(3, 2), "obs.vector": torch.zeros(3)}
+    values = {"image": torch.zeros(3, 2), "vector": torch.zeros(3), "sound": torch.zeros(3)}
+    observations = {"obs.image": values["image"], "obs.vector": values["vector"]}
     flags = {"truncated": torch.ones(3, dtype=torch.bool)}
-    for given, missing in (
-        ({"final_obs.image": torch.zeros(3, 2)}, r"final_obs.vector"),
-        ({"final_obs.vector": torch.zeros(3)}, r"final_obs.image"),
-        ({"final_obs.sound": torch.zeros(3)}, r"final_obs.sound"),
-    ):
-        with pytest.raises((KeyError, ValueError), match=missing):
-            buffer.add(**step("obs", **observations, **flags, **given))
+    with pytest.raises((KeyError, ValueError), match=f"final_obs.{missing}"):
+        buffer.add(**step("obs", **observations, **flags, **{f"final_obs.{given}": values[given]}))
     assert len(buffer) == 0
 
 

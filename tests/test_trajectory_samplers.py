@@ -51,13 +51,9 @@ def prioritized(settings: Any, device: str, *, seed: int = 0, **more: Any) -> tu
     return pair, in_order
 
 
-def tally(pair: Pair, count: int, times: int, row: int | None = None) -> Counter[int]:
-    """How often each key came, in one row of the batch or in all."""
-    found: Counter[int] = Counter()
-    for _ in range(times):
-        keys = pair.buffer.sample(count).key.tolist()
-        found.update(keys if row is None else keys[row : row + 1])
-    return found
+def tally(pair: Pair, count: int, times: int) -> torch.Tensor:
+    """The keys of so many samples, one a row."""
+    return torch.stack([pair.buffer.sample(count).key for _ in range(times)]).cpu()
 
 
 @statistical
@@ -67,31 +63,19 @@ def test_uniform_draws_every_eligible_start_equally_often_in_every_row(
     sampler: Uniform, autoreset: str, device: str
 ) -> None:
     pair = lived(sampler, device, autoreset=autoreset, seed=1)
-    expected = dict.fromkeys(pair.history.view().eligible(), 1.0)
-    rows: list[Counter[int]] = [Counter() for _ in range(4)]
-    for _ in range(1000):
-        for row, key in zip(rows, pair.buffer.sample(4).key.tolist(), strict=True):
-            row[key] += 1
-    for row in rows:
-        check_counts(row, expected)
+    for row in tally(pair, 4, 1000).T.tolist():
+        check_counts(Counter(row), dict.fromkeys(pair.history.view().eligible(), 1.0))
 
 
 @statistical
-def test_every_ordered_pair_without_replacement_is_equally_likely(device: str) -> None:
-    pair = Pair(12, 2, sampler=Uniform(), device=device, seed=2, fields=FEW)
+@pytest.mark.parametrize("replacement", [False, True])
+def test_every_ordered_pair_is_equally_likely(replacement: bool, device: str) -> None:
+    pair = Pair(12, 2, sampler=Uniform(replacement), device=device, seed=2 + replacement, fields=FEW)
     play(pair, ".T....", "...T..", fields=FEW)
     eligible = pair.history.view().eligible()
-    found = Counter(tuple(pair.buffer.sample(2).key.tolist()) for _ in range(1500))
-    check_counts(found, dict.fromkeys(itertools.permutations(eligible, 2), 1.0))
-
-
-@statistical
-def test_rows_with_replacement_do_not_depend_on_each_other(device: str) -> None:
-    pair = Pair(12, 2, sampler=REPLACEMENT, device=device, seed=3, fields=FEW)
-    play(pair, ".T....", "...T..", fields=FEW)
-    keys = [pair.buffer.sample(128).key.tolist() for _ in range(60)]
-    found = Counter(two for row in keys for two in zip(row[::2], row[1::2], strict=True))
-    check_counts(found, dict.fromkeys(itertools.product(pair.history.view().eligible(), repeat=2), 1.0))
+    pairs = itertools.product(eligible, repeat=2) if replacement else itertools.permutations(eligible, 2)
+    keys = tally(pair, 128, 60) if replacement else tally(pair, 2, 1500)
+    check_counts(Counter(map(tuple, keys.reshape(-1, 2).tolist())), dict.fromkeys(pairs, 1.0))
 
 
 @statistical
@@ -111,27 +95,26 @@ def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Unifo
     if not sampler.replacement:
         assert sorted(pair.buffer.sample(len(eligible)).key.tolist()) == eligible
     rows = min(len(eligible), 256)
-    check_counts(tally(pair, rows, 20_000 // rows), dict.fromkeys(eligible, 1.0))
+    check_counts(Counter(tally(pair, rows, 20_000 // rows).flatten().tolist()), dict.fromkeys(eligible, 1.0))
 
 
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_uniform_probability_is_one_in_the_eligible(sampler: Uniform, device: str) -> None:
+def test_uniform_probability_is_one_in_the_eligible_and_more_can_be_drawn_with_replacement(
+    sampler: Uniform, device: str
+) -> None:
     pair = lived(sampler, device)
-    batch = pair.buffer.sample(4)
-    assert close(batch.probability, [1 / len(pair.history.view().eligible())] * 4, "probability")
-    assert batch.weight.tolist() == [1.0] * 4
-    assert batch.probability.dtype == batch.weight.dtype == torch.float32
-
-
-def test_more_than_is_eligible_is_refused_without_replacement_and_drawn_with_it(device: str) -> None:
-    pair = lived(Uniform(), device)
     eligible = pair.history.view().eligible()
+    batch = pair.buffer.sample(4)
+    assert batch.probability.dtype == batch.weight.dtype == torch.float32
+    assert close(batch.probability, [1 / len(eligible)] * 4, "probability")
+    assert batch.weight.tolist() == [1.0] * 4
+    if sampler.replacement:
+        assert set(pair.buffer.sample(scale(2000, 200)).key.tolist()) <= set(eligible)
+        return
     # more steps are stored than asked for, but they cannot be drawn
     assert len(pair.buffer) > len(eligible)
     with pytest.raises(ValueError, match=rf"(?s){len(eligible) + 1}.*{len(eligible)}"):
         pair.buffer.sample(len(eligible) + 1)
-    again = lived(REPLACEMENT, device)
-    assert set(again.buffer.sample(2000 if scale(True, False) else 200).key.tolist()) <= set(eligible)
 
 
 @statistical
@@ -140,9 +123,10 @@ def test_more_than_is_eligible_is_refused_without_replacement_and_drawn_with_it(
 def test_proportional_draws_are_proportional_to_the_masses(autoreset: str, settings: Proportional, device: str) -> None:
     pair, masses = prioritized(settings, device, seed=6, autoreset=autoreset)
     # one row is one draw from the whole mass, also where strata would make rows depend on each other
-    check_counts(tally(pair, 1, 1000), {key: float(mass) for key, mass in masses.items()})
-    if not settings.stratified:
-        check_counts(tally(pair, 64, 100), {key: float(mass) for key, mass in masses.items()})
+    for count, times in ((1, 1000), (64, 0 if settings.stratified else 100)):
+        if times:
+            keys = tally(pair, count, times).flatten().tolist()
+            check_counts(Counter(keys), {key: float(mass) for key, mass in masses.items()})
 
 
 def test_stratified_rows_fall_into_their_parts_of_the_mass(device: str) -> None:
@@ -186,10 +170,8 @@ def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> 
     pair = Pair(4, 1, sampler=settings, fields=FEW, device=device, stack=2)
     play(pair, "....", fields=FEW)
     pair.update([0, 1, 2], [0.25, 2.0, 4.0])
-    assert set(zip(*[pair.buffer.sample(64)[name].tolist() for name in ("key", "weight")], strict=True)) >= {
-        (1, 0.125),
-        (2, 0.0625),
-    }
+    batch = pair.buffer.sample(64)
+    assert set(zip(batch.key.tolist(), batch.weight.tolist(), strict=True)) >= {(1, 0.125), (2, 0.0625)}
     # step 0 goes; step 1 stays stored, but its stack needs step 0, so 4.0 is the lowest beside the new start's 4.0
     play(pair, ".", fields=FEW)
     batch = pair.buffer.sample(16)
@@ -203,10 +185,8 @@ def test_rows_of_the_base_of_combined_have_its_distribution(base: Any, device: s
     pair = lived(Combined(base, newest=2), device, seed=10)
     eligible = pair.history.view().eligible()
     pair.update(eligible, [1.0 + key % 5 for key in eligible])
-    shares = dict.fromkeys(eligible, 1.0)
-    if base is EXACT:
-        shares = {key: 1.0 + key % 5 for key in eligible}
-    check_counts(tally(pair, 3, 1000, row=0), shares)
+    shares = {key: 1.0 + key % 5 if base is EXACT else 1.0 for key in eligible}
+    check_counts(Counter(tally(pair, 3, 1000)[:, 0].tolist()), shares)
 
 
 def test_combined_needs_enough_eligible_starts(device: str) -> None:

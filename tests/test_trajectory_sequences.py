@@ -41,15 +41,12 @@ def test_shapes_types_and_names(stack: int, frame: list[int], device: str) -> No
     batch = pair.buffer.sample_sequences(5, 7, burn_in=2)
     expected = {
         "obs": ([5, 9, *frame, 2], torch.int16),
-        "action": ([5, 9], torch.int64),
         "note": ([5, 9, 2], torch.float32),
+        "action": ([5, 9], torch.int64),
         "reward": ([5, 9], torch.float32),
-        "terminated": ([5, 9], torch.bool),
-        "truncated": ([5, 9], torch.bool),
-        "mask": ([5, 9], torch.bool),
         "key": ([5], torch.int64),
-        "probability": ([5], torch.float32),
-        "weight": ([5], torch.float32),
+        **dict.fromkeys(("terminated", "truncated", "mask"), ([5, 9], torch.bool)),
+        **dict.fromkeys(("probability", "weight"), ([5], torch.float32)),
     }
     assert {name: (list(batch[name].shape), batch[name].dtype) for name in batch} == expected
     assert {value.device.type for value in batch.values()} == {device}
@@ -133,36 +130,34 @@ def test_uniform_sequences_start_anywhere_equally_often(sampler: Uniform, device
     assert sampler.replacement or all(len(set(batch.key.tolist())) == 4 for batch in batches)
     assert close(batches[0].probability, [1 / len(starts)] * 4, "probability")
     assert batches[0].weight.tolist() == [1.0] * 4
-    check_counts(Counter(torch.cat([batch.key for batch in batches]).tolist()), dict.fromkeys(starts, 1.0))
+    check_counts(Counter(key for batch in batches for key in batch.key.tolist()), dict.fromkeys(starts, 1.0))
+
+
+def heavy(settings: Any, device: str, length: int, seed: int) -> tuple[Pair, dict[int, float]]:
+    """The priorities of what can begin a window; the heaviest of all are those that cannot."""
+    pair = lived(settings, device, seed=seed)
+    view = pair.history.view()
+    eligible, starts = view.eligible(), view.sequence_starts(length)
+    assert 5 < len(starts) < len(eligible)
+    pair.update(eligible, [1.0 + key % 7 if key in starts else 1000.0 for key in eligible])
+    return pair, {key: 1.0 + key % 7 for key in starts}
 
 
 @statistical
 @pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
 def test_proportional_sequences_start_in_proportion_to_the_masses(settings: Proportional, device: str) -> None:
-    pair = lived(settings, device, seed=3)
-    view = pair.history.view()
-    eligible, starts = view.eligible(), view.sequence_starts(4)
-    assert 10 < len(starts) < len(eligible)
-    # the heaviest of all are those that cannot begin a window
-    pair.update(eligible, [1.0 + key % 7 if key in starts else 1000.0 for key in eligible])
-    found: Counter[int] = Counter()
-    for _ in range(1200):
-        found.update(pair.buffer.sample_sequences(1, 4).key.tolist())
-    check_counts(found, {key: 1.0 + key % 7 for key in starts})
+    pair, masses = heavy(settings, device, 4, seed=3)
+    keys = torch.cat([pair.buffer.sample_sequences(1, 4).key for _ in range(1200)])
+    check_counts(Counter(keys.tolist()), masses)
 
 
 def test_probabilities_and_weights_of_proportional_sequences(device: str) -> None:
     settings = Proportional(alpha=1.0, beta=LinearSchedule(0.5, 1.0, 1), eps=0.0)
-    pair = lived(settings, device, seed=4)
-    view = pair.history.view()
-    eligible, starts = view.eligible(), view.sequence_starts(5)
-    mass = {key: 1.0 + key % 7 if key in starts else 1000.0 for key in eligible}
-    pair.update(eligible, [mass[key] for key in eligible])
-    total = sum(mass[key] for key in starts)
+    pair, mass = heavy(settings, device, 5, seed=4)
     for beta, exponent in ((None, 0.5), (None, 1.0), (0.25, 0.25)):
         batch = pair.buffer.sample_sequences(6, 2, burn_in=3, beta=beta)
         drawn = [mass[key] for key in batch.key.tolist()]
-        assert close(batch.probability, [each / total for each in drawn], "probability")
+        assert close(batch.probability, [each / sum(mass.values()) for each in drawn], "probability")
         assert close(batch.weight, [(min(drawn) / each) ** exponent for each in drawn], "weight")
 
 
@@ -207,32 +202,27 @@ def test_more_distinct_windows_than_there_are_is_a_value_error(sampler: Any, dev
         pair.buffer.sample_sequences(5, 4)
 
 
-BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ((0, 4), {}, ValueError, r"0"),
-    ((-1, 4), {}, ValueError, r"-1"),
-    ((True, 4), {}, TypeError, r"True"),
-    ((2.0, 4), {}, TypeError, r"2.0"),
-    ((2, 0), {}, ValueError, r"length.*0|0.*length"),
-    ((2, -3), {}, ValueError, r"length.*-3|-3.*length"),
-    ((2, 1.5), {}, TypeError, r"length.*1.5|1.5.*length"),
-    ((2, True), {}, TypeError, r"length"),
-    ((2, None), {}, TypeError, r"length"),
-    ((2, 3, -1), {}, ValueError, r"burn_in.*-1|-1.*burn_in"),
-    ((2, 3), {"burn_in": 0.5}, TypeError, r"burn_in"),
-    ((2, 3), {"burn_in": True}, TypeError, r"burn_in"),
-    ((2, 3), {"beta": -1.0}, ValueError, r"beta"),
-    ((2, 3), {"beta": "high"}, TypeError, r"beta"),
+BAD: list[tuple[type[Exception], str, list[Any]]] = [
+    (ValueError, "batch_size", [0, -1]),
+    (TypeError, "batch_size", [True, 2.0]),
+    (ValueError, "length", [0, -3]),
+    (TypeError, "length", [1.5, True, None]),
+    (ValueError, "burn_in", [-1]),
+    (TypeError, "burn_in", [0.5, True]),
+    (ValueError, "beta", [-1.0]),
+    (TypeError, "beta", ["high"]),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(BAD)))
-def test_arguments_that_mean_nothing_are_refused_and_draw_nothing(number: int, device: str) -> None:
-    arguments, named, error, message = BAD[number]
+@pytest.mark.parametrize("error, name, value", [(error, name, each) for error, name, wrong in BAD for each in wrong])
+def test_arguments_that_mean_nothing_are_refused_and_draw_nothing(
+    error: type[Exception], name: str, value: Any, device: str
+) -> None:
     pair, twin = (Pair(61, 3, sampler=EXACT, fields=FEW, device=device) for _ in range(2))
     for each in (pair, twin):
         play(each, "......", "......", "......", fields=FEW)
-    with pytest.raises(error, match=message):
-        pair.buffer.sample_sequences(*arguments, **named)
+    with pytest.raises(error, match=rf"{value}" if name == "batch_size" else rf"{name}.*{value}|{value}.*{name}"):
+        pair.buffer.sample_sequences(**({"batch_size": 2, "length": 3} | {name: value}))
     assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
 
 

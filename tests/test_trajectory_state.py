@@ -10,24 +10,15 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale, thinned
-from trajectory_pair import FIELDS, Pair, Script, final_of, numbered
-from transitions import EXACT, leaves
+from trajectory_pair import FIELDS, Pair, Script, columns, final_of, numbered, play
+from transitions import ANNEALED, EXACT, NUMBER, leaves, make, same_draws
+from transitions import same as same_batch
 
-from gpu_replay import (
-    Batch,
-    Combined,
-    Field,
-    Latest,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer
+from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
 
 pytestmark = pytest.mark.contract
 
-ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
 KINDS: dict[str, Any] = {
     "uniform": Uniform(),
     "replacement": Uniform(replacement=True),
@@ -78,18 +69,8 @@ def same(one: TrajectoryReplayBuffer, other: TrajectoryReplayBuffer) -> None:
 
 def equal(one: Any, other: Any) -> None:
     """Fail unless two batches, or two lists of them, are equal."""
-    for first, second in zip([one], [other], strict=True) if isinstance(one, Batch) else zip(one, other, strict=True):
-        assert set(first) == set(second)
-        for name in first:
-            assert torch.equal(first[name].cpu(), second[name].cpu()), name
-
-
-def reloaded(pair: Pair, **settings: Any) -> Pair:
-    """The pair, whose buffer is now another one with the same state."""
-    state, device = pair.buffer.state_dict(), pair.buffer.device
-    pair.buffer = TrajectoryReplayBuffer(20, pair.history.num_envs, FIELDS, sampler=EXACT, device=device, **settings)
-    pair.buffer.load_state_dict(state)
-    return pair
+    for first, second in zip(one, other, strict=True) if isinstance(one, list) else [(one, other)]:
+        same_batch(first, second)
 
 
 @thinned("name, autoreset", scale(list(KINDS), ["annealed"]), MODES)
@@ -151,33 +132,26 @@ def test_final_observations_are_part_of_the_state(autoreset: str, device: str, t
     pair.check_refusals(view)
 
 
-WAITING: dict[str, tuple[dict[str, Any], list[Any], list[int]]] = {
-    "the step after a termination is dead": ({}, [".", "T"], [0, 1, 2, 3, 5, 6, 7]),
-    "the step after a truncation is dead": ({}, [".", "U"], [0, 1, 2, 3, 5, 6, 7]),
+WAITING: dict[str, tuple[dict[str, Any], str, str, list[int]]] = {
+    "the step after a termination is dead": ({}, ".T", "...", [0, 1, 2, 3, 5, 6, 7]),
+    "the step after a truncation is dead": ({}, ".U", "...", [0, 1, 2, 3, 5, 6, 7]),
     # what a user does whose environments start anew after an interruption
-    "episodes begin before": ({"stack": 2, "n_step": 2}, [".", "U", "|"], [4, 5, 6, 7]),
-    "episodes begin after": ({"stack": 2, "n_step": 2}, [".", "U", None, "|"], [4, 5, 6, 7]),
-    "open windows": ({"stack": 2, "n_step": 3}, [".", "."], [0, 1, 2, 3, 4, 5]),
+    "episodes begin before": ({"stack": 2, "n_step": 2}, ".U|", "....", [4, 5, 6, 7]),
+    "episodes begin after": ({"stack": 2, "n_step": 2}, ".U", "|....", [4, 5, 6, 7]),
+    "windows are open": ({"stack": 2, "n_step": 3}, "..", "....", [0, 1, 2, 3, 4, 5]),
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_what_waits_is_part_of_the_state(name: str, device: str) -> None:
-    """Endings, windows, and priorities of steps whose windows are open: the buffer is loaded where None stands."""
-    settings, calls, eligible = WAITING[name]
+@pytest.mark.parametrize("settings, before, after, eligible", WAITING.values(), ids=WAITING)
+def test_what_waits_is_part_of_the_state(
+    settings: dict[str, Any], before: str, after: str, eligible: list[int], device: str
+) -> None:
     pair = Pair(20, 2, device=device, **settings)
-    for call in calls if None in calls else [*calls, None]:
-        if call is None:
-            pair = reloaded(pair, **settings)
-        elif call == "|":
-            pair.begin_episodes()
-        else:
-            number, flag = pair.history.count, {"T": "terminated", "U": "truncated"}.get(call, "reward")
-            pair.add(
-                [numbered(number, env, FIELDS, **{"priority": 4.0 + number + env, flag: env == 0}) for env in (0, 1)]
-            )
-    for number in range(2, 6 if settings else 5):
-        pair.add([numbered(number, env, FIELDS) for env in (0, 1)])
+    play(pair, before, before.replace("T", ".").replace("U", "."))
+    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device, **settings)
+    loaded.load_state_dict(pair.buffer.state_dict())
+    pair.buffer = loaded
+    play(pair, after, after)
     view = pair.check()
     assert view.eligible() == eligible
     pair.check_refusals(view)
@@ -229,29 +203,17 @@ def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> No
     pytest.importorskip("safetensors")
     fields = {
         "obs.camera": Field((4, 5), torch.uint8, torch.float16, 1 / 255),
-        "obs.speed": Field((), torch.bfloat16),
+        "obs.speed": Field((), torch.float32),
         "action": Field((2,), torch.float32),
         "flag": Field((2,), torch.bool),
     }
     sampler = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
-    settings: dict[str, Any] = {
-        "stack": 2,
-        "n_step": 3,
-        "gamma": 0.75,
-        "autoreset": "disabled",
-        "padding": "zero",
-        "random_shift": 1,
-        "final_capacity": 5,
-    }
+    settings: dict[str, Any] = {"stack": 2, "n_step": 3, "gamma": 0.75, "autoreset": "disabled", "padding": "zero"}
+    settings |= {"random_shift": 1, "final_capacity": 5}
     buffer = TrajectoryReplayBuffer(19, 2, fields, **settings, sampler=sampler, device=device, seed=2**63 + 5)
     for number in range(7):
-        obs = {
-            "obs.camera": torch.arange(40).reshape(2, 4, 5).to(torch.uint8) + number,
-            "obs.speed": torch.tensor([number, number + 0.5]),
-        }
-        flags = {"terminated": torch.zeros(2, dtype=torch.bool), "truncated": torch.tensor([number == 3, False])}
-        rest = {"action": torch.ones(2, 2) * number, "flag": torch.ones(2, 2, dtype=torch.bool)}
-        buffer.add(**obs, **rest, **flags, reward=torch.ones(2), **{f"final_{name}": obs[name] for name in obs})
+        steps = [numbered(number, env, fields, truncated=number == 3 and env == 0) for env in range(2)]
+        buffer.add(**columns([step | {"final": step} for step in steps], fields))
     buffer.save(tmp_path / "checkpoint")
     loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
     assert loaded._config() == buffer._config()
@@ -273,3 +235,74 @@ def test_state_moves_between_cpu_and_cuda(autoreset: str) -> None:
         script.play(buffer, 0, 50)
         loaded.load_state_dict(buffer.state_dict())
         equal(script.play(buffer, 50, 80), script.play(loaded, 50, 80))
+
+
+# what is refused: other settings, another kind, damage
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "capacity": ({"capacity": 36}, r"(?s)capacity.*3[36]"),
+    "num_envs": ({"num_envs": 11}, r"num_envs"),
+    "stack": ({"stack": 4}, r"stack"),
+    "n_step": ({"n_step": 3}, r"n_step"),
+    "gamma": ({"gamma": 0.5}, r"gamma"),
+    "autoreset": ({"autoreset": "disabled"}, r"autoreset"),
+    "padding": ({"padding": "zero"}, r"padding"),
+    "a field more": ({"fields": FIELDS | {"more": Field((), torch.int64)}}, r"(?i)more|field"),
+    "field dtype": ({"fields": FIELDS | {"action": Field((), torch.int32)}}, r"action"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_state_of_a_buffer_with_other_settings_is_refused(name: str, device: str) -> None:
+    changed, message = OTHERS[name]
+    buffer = built(ANNEALED, device, autoreset="same_step")
+    Script(seed=10, calls=20, num_envs=3).play(buffer, 0, scale(20, 6))
+    other = built(ANNEALED, device, **({"autoreset": "same_step"} | changed))
+    with pytest.raises((ValueError, KeyError), match=message):
+        other.load_state_dict(buffer.state_dict())
+    assert (len(other), other.added) == (0, 0)
+
+
+@pytest.mark.parametrize("damage", ["empty", "a missing entry", "not a dict", "a missing tensor"])
+def test_state_that_is_no_state_is_refused_and_changes_nothing(damage: str, device: str) -> None:
+    script = Script(seed=25, calls=40, num_envs=3)
+    buffer, twin = built(ANNEALED, device), built(ANNEALED, device)
+    first, last = scale((25, 40), (9, 15))
+    for each in (buffer, twin):
+        script.play(each, 0, first)
+    state: Any = dict(buffer.state_dict())
+    if damage == "a missing entry":
+        state.pop("counters")
+    if damage == "a missing tensor":
+        state["tensors"] = dict(list(state["tensors"].items())[1:])
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        buffer.load_state_dict({"empty": {}, "not a dict": 7}.get(damage, state))
+    for each in (buffer, twin):
+        script.play(each, first, last)
+    assert buffer.masses().tolist() == twin.masses().tolist()
+    same_draws(buffer, twin, 4, times=1)
+
+
+def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    transitions, trajectories = make(33, Uniform(), device=device, **NUMBER), built(Uniform(), device)
+    for one, other in ((transitions, trajectories), (trajectories, transitions)):
+        with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):
+            one.load_state_dict(other.state_dict())
+        name = type(one).__name__
+        one.save(tmp_path / name)
+        with pytest.raises(CheckpointError, match=rf"(?s){name}.*{name}\.load"):
+            type(other).load(tmp_path / name)
+
+
+def test_a_damaged_checkpoint_is_refused(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    buffer = built(ANNEALED, device, autoreset="same_step")
+    Script(seed=12, calls=30, num_envs=3).play(buffer, 0, scale(30, 8))
+    buffer.save(tmp_path / "checkpoint")
+    piece = max((tmp_path / "checkpoint").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(piece.read_bytes())
+    content[-3] ^= 0xFF
+    piece.write_bytes(content)
+    with pytest.raises(CheckpointError, match=piece.name):
+        TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)

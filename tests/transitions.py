@@ -6,7 +6,7 @@ transitions or cast wrongly shows itself, whatever the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from devices import INTERPRETED
 from oracle import UNIT
 from torch import Tensor
 
-from gpu_replay import Batch, Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Batch, Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform
 
 FIELDS = {
     "obs": Field((2, 3), torch.float32),
@@ -37,6 +37,7 @@ SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
     "rank": RankBased(),
     "rank-outdated": RankBased(resort_every=3),
 }
+ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
 EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else
 
 
@@ -92,13 +93,17 @@ def check_rows(batch: Batch) -> None:
         assert torch.equal(found, expected), f"field {name} of keys {keys}"
 
 
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Fail unless two batches are equal in every tensor."""
+    assert set(one) == set(other)
+    for name in one:
+        assert torch.equal(one[name].cpu(), other[name].cpu()), name
+
+
 def same_draws(one: ReplayBuffer, other: ReplayBuffer, count: int, times: int = 3) -> None:
     """Fail unless the next samples of both buffers are equal in every tensor."""
     for _ in range(times):
-        first, second = one.sample(count), other.sample(count)
-        assert set(first) == set(second)
-        for name in first:
-            assert torch.equal(first[name].cpu(), second[name].cpu()), name
+        same(one.sample(count), other.sample(count))
 
 
 def contents(buffer: ReplayBuffer, *, prioritized: bool = False) -> dict[str, Any]:
