@@ -32,6 +32,8 @@ ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
 # of the random stream, where the words of shifts begin
 BLOCK = 1000
+# environments, steps of each in the ring, and steps that are added
+Sizes = tuple[int, int, int]
 
 
 def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -59,16 +61,9 @@ class Streams:
     """A buffer of the host code that has seen random steps, and the same storage for the kernels."""
 
     def __init__(
-        self,
-        device: str,
-        fields: Mapping[str, Field],
-        *,
-        num_envs: int = 3,
-        steps: int = 12,
-        played: int = 40,
-        end: float = 0.2,
-        **settings: Any,
+        self, device: str, fields: Mapping[str, Field], sizes: Sizes = (3, 12, 40), end: float = 0.2, **settings: Any
     ) -> None:
+        num_envs, steps, played = sizes
         self.buffer = TrajectoryReplayBuffer(
             num_envs * steps, num_envs, fields, sampler=Uniform(), device="cpu", seed=3, **settings
         )
@@ -83,20 +78,14 @@ class Streams:
                 given |= {f"final_{name}": values_of(fields[name], num_envs, generator) for name in finals}
             self.buffer.add(**given)
         self.host: Any = self.buffer._engine
-        self.shape = self.buffer._shape
-        host = self.buffer._streams
-        self.storage = storage = TrajectoryStorage(
-            self.shape,
-            dict(fields),
-            torch.device(device),
-            gamma=host.gamma,
-            padding=host.padding,
-            random_shift=host.random_shift,
-        )
-        pairs = [(storage.tensors[name], host.tensors[name]) for name in host.tensors]
-        pairs += [(storage.finals[name], host.finals[name]) for name in host.finals]
-        pairs += [(getattr(storage.streams, name), getattr(host.streams, name)) for name in ("flags", "depth", "final")]
-        for mine, its in pairs:
+        self.shape, host = self.buffer._shape, self.buffer._streams
+        how = {name: getattr(host, name) for name in ("gamma", "padding", "random_shift")}
+        self.storage = storage = TrajectoryStorage(self.shape, dict(fields), torch.device(device), **how)
+        for mine, its in (
+            *((storage.tensors[name], host.tensors[name]) for name in host.tensors),
+            *((storage.finals[name], host.finals[name]) for name in host.finals),
+            *((getattr(storage.streams, name), getattr(host.streams, name)) for name in ("flags", "depth", "final")),
+        ):
             mine.copy_(its)
         self.powers = torch.from_numpy(powers_of(host.gamma, self.shape.n_step)).to(device)
         self.counters = new_counters(torch.device(device), seed=3)
@@ -110,32 +99,25 @@ class Streams:
         assert slots.size
         return np.random.default_rng(1).permutation(np.tile(slots, 3))
 
-    def shifts(self, batch: int) -> np.ndarray:
-        """The shifts of a batch whose words begin at `BLOCK`."""
-        return shifts_from(HostWords(3).words(BLOCK, batch), self.storage.random_shift)
+    def gather(
+        self, starts: np.ndarray, length: int | None, shifted: bool, weighing: PendingWeights | None = None
+    ) -> dict[str, Tensor]:
+        """What the kernels read at these starts: transitions, or sequences of `length` steps."""
+        given = torch.from_numpy(starts).to(self.device)
+        more = {"words": torch.tensor([BLOCK], device=self.device) if shifted else None, "weighing": weighing}
+        if length is None:
+            return launch_gather_windows(self.storage, given, self.powers, self.counters, **more)
+        return launch_gather_sequences(self.storage, given, length, self.counters, **more)
 
-    def words(self, shifted: bool) -> Tensor | None:
-        """Where the kernels find that number, if pictures are moved."""
-        return torch.tensor([BLOCK], device=self.device) if shifted else None
-
-    def check(self, *, shifted: bool = False) -> dict[str, Tensor]:
-        """Compare the transitions of every eligible start; returns the host's."""
-        slots = self.eligible()
-        expected = self.host._transitions(slots, self.shifts(slots.size) if shifted else None)
-        given = torch.from_numpy(slots).to(self.device)
-        before, words = self.counters.tolist(), self.words(shifted)
-        same(launch_gather_windows(self.storage, given, self.powers, self.counters, words=words), expected)
+    def check(self, length: int | None = None, *, shifted: bool = False) -> dict[str, Tensor]:
+        """Compare what is read at every eligible start that has enough steps after it; returns the host's."""
+        starts, before = self.eligible(length or 1), self.counters.tolist()
+        shifts = shifts_from(HostWords(3).words(BLOCK, starts.size), self.storage.random_shift) if shifted else None
+        host = self.host
+        expected = host._transitions(starts, shifts) if length is None else host._sequences(starts, length, shifts)
+        same(self.gather(starts, length, shifted), expected)
         # what weighs nothing moves nothing on
         assert self.counters.tolist() == before
-        return expected
-
-    def check_sequences(self, length: int, *, shifted: bool = False) -> dict[str, Tensor]:
-        """Compare the sequences from every start that has enough steps after it; returns the host's."""
-        starts = self.eligible(length)
-        expected = self.host._sequences(starts, length, self.shifts(starts.size) if shifted else None)
-        given = torch.from_numpy(starts).to(self.device)
-        words = self.words(shifted)
-        same(launch_gather_sequences(self.storage, given, length, self.counters, words=words), expected)
         return expected
 
 
@@ -154,7 +136,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards) -> None:
     # every length with two of the stacks, every stack with half of the lengths
     for stack in (1, 4) if n_step % 2 else (2, 8):
-        streams = Streams(device, SMALL, stack=stack, n_step=n_step, steps=20, played=55, end=0.25, **MODES[mode])
+        streams = Streams(device, SMALL, (3, 20, 55), 0.25, stack=stack, n_step=n_step, **MODES[mode])
         expected = streams.check()
         assert bool((expected["discount"] > 0).any())
         assert bool(expected["terminated"].any())
@@ -166,19 +148,17 @@ def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards)
 @pytest.mark.parametrize("n_step", [9, 20])
 def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str, guards: Guards) -> None:
     for mode in ("next_step", "same_step"):
-        streams = Streams(device, SMALL, n_step=n_step, steps=60, played=130, end=0.12, **MODES[mode])
+        streams = Streams(device, SMALL, (3, 60, 130), 0.12, n_step=n_step, **MODES[mode])
         expected = streams.check()
         # windows that are full, and such that end early
         assert len(expected["discount"].unique()) > 2
 
 
 @thinned("mode, sizes", MODES, [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
-def test_small_rings(mode: str, sizes: tuple[int, int, int], device: str, guards: Guards) -> None:
+def test_small_rings(mode: str, sizes: Sizes, device: str, guards: Guards) -> None:
     """Windows and stacks longer than the ring, which end early."""
-    num_envs, steps, played = sizes
     for stack, n_step in ((1, 1), (3, 2), (5, 8), (2, 20)):
-        shape = {"num_envs": num_envs, "steps": steps, "played": played}
-        streams = Streams(device, SMALL, stack=stack, n_step=n_step, end=0.6, **shape, **MODES[mode])
+        streams = Streams(device, SMALL, sizes, 0.6, stack=stack, n_step=n_step, **MODES[mode])
         if streams.buffer.stats().eligible:
             streams.check()
 
@@ -217,12 +197,12 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
     field = OBSERVATIONS[name]
     if on_gpu:
         use_sizes_of_a_gpu(monkeypatch)
-    small = {"num_envs": 2, "steps": 6, "played": 14, "end": 0.5} if on_gpu else {}
+    small: dict[str, Any] = {"sizes": (2, 6, 14), "end": 0.5} if on_gpu else {}
     with guarded() as guards:
         for mode in ("next_step", "same_step, zeros"):
             streams = Streams(device, {"obs": field, **ACTION}, stack=3, n_step=2, **small, **MODES[mode])
             streams.check()
-            streams.check_sequences(3)
+            streams.check(3)
         guards.check()
 
 
@@ -239,7 +219,7 @@ def test_several_observations_and_other_fields(mode: str, device: str, guards: G
     streams = Streams(device, fields, stack=2, n_step=3, random_shift=2, **MODES[mode])
     streams.check()
     streams.check(shifted=True)
-    streams.check_sequences(4, shifted=True)
+    streams.check(4, shifted=True)
 
 
 @thinned(
@@ -254,15 +234,15 @@ def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> 
             plain, shifted = streams.check(), streams.check(shifted=True)
             if field.elements > 1:
                 assert not torch.equal(plain["obs"], shifted["obs"])
-            streams.check_sequences(2, shifted=True)
+            streams.check(2, shifted=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sequences(mode: str, device: str, guards: Guards) -> None:
     for stack, length in ((1, 1), (1, 20), (4, 7), (2, 19)):
-        streams = Streams(device, SMALL, stack=stack, steps=20, played=55, end=0.1, **MODES[mode])
+        streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, **MODES[mode])
         streams.buffer.begin_episodes()
-        expected = streams.check_sequences(length)
+        expected = streams.check(length)
         assert length == 1 or not bool(expected["mask"].all())
 
 
@@ -273,23 +253,12 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
     """It moves the random stream on, by programs that run before those that look up their words."""
     use_sizes_of_a_gpu(monkeypatch)
     streams = Streams(device, {"obs": Field((5, 6), torch.uint8), **ACTION}, stack=2, random_shift=2)
-    starts = torch.from_numpy(streams.eligible(length or 1)).to(device)
-    batch, words = len(starts), streams.words(True)
-    masses = torch.arange(batch, device=device) % 3 * 4
-
-    def gathered(weighing: PendingWeights | None) -> dict[str, Tensor]:
-        if length is None:
-            return launch_gather_windows(
-                streams.storage, starts, streams.powers, streams.counters, words=words, weighing=weighing
-            )
-        return launch_gather_sequences(
-            streams.storage, starts, length, streams.counters, words=words, weighing=weighing
-        )
-
-    expected = gathered(None)
+    starts = streams.eligible(length or 1)
+    batch, masses = starts.size, torch.arange(starts.size, device=device) % 3 * 4
+    expected = streams.gather(starts, length, True)
     streams.counters[Counter.LOWEST], streams.counters[Counter.RANDOM] = 4, BLOCK
     weighing = weighing_of(masses, streams.counters, None, 0.5, batch, batch)
-    same(gathered(weighing), expected)
+    same(streams.gather(starts, length, True, weighing), expected)
     assert close(weighing.weight, [0.5**0.5 if mass == 8 else 1.0 for mass in masses.tolist()], "weight")
     moved = [int(streams.counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.LOWEST, Counter.RANDOM)]
     assert moved == [1, 0, NO_MASS, BLOCK + 2 * -(-batch // 4)]
@@ -297,14 +266,11 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
 
 def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:
     """A graph replayed after a `clear` draws starts that are not eligible, of depths that the ring cannot hold."""
-    field = Field((3,), torch.uint8)
-    sizes = {"num_envs": 2, "steps": 3, "played": 9}
-    streams = Streams(device, {"obs": field, **ACTION}, stack=8, n_step=7, autoreset="same_step", **sizes)
+    fields = {"obs": Field((3,), torch.uint8), **ACTION}
+    streams = Streams(device, fields, (2, 3, 9), stack=8, n_step=7, autoreset="same_step")
     streams.storage.streams.depth.fill_(1000)
     for flags in (0, Flag.TRUNCATED, Flag.TERMINATED):
         streams.storage.streams.flags.fill_(flags)
-        slots = torch.arange(6, device=device)
-        found = launch_gather_windows(streams.storage, slots, streams.powers, streams.counters)
-        for name in ("obs", "next_obs"):
-            assert int(found[name].max()) < SENTINEL
+        found = streams.gather(np.arange(6), None, False)
+        assert all(int(found[name].max()) < SENTINEL for name in ("obs", "next_obs"))
         assert bool(found["reward"].isfinite().all())
