@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,8 +84,13 @@ def drawn_slots(masses: Mapping[int, int], targets: np.ndarray) -> list[int]:
     return [slots[bisect_right(sums, target)] for target in targets.tolist()]
 
 
-def samples_at(times_sampled: Tensor, slots: list[int]) -> None:
-    """Fail unless each of these slots was counted as often as it stands there."""
+def check_draws(
+    found: Any, slots: list[int], added: int, times_sampled: Tensor, values: list[int] | None = None
+) -> None:
+    """Fail unless these slots were drawn, each with its key, its value if given, and counted as often as drawn."""
+    assert found[0].tolist() == slots
+    assert found[1].tolist() == [key_in(slot, added, SLOTS) for slot in slots]
+    assert values is None or found[3].tolist() == values
     assert {slot: int(times_sampled[slot]) for slot in slots} == {slot: slots.count(slot) for slot in slots}
 
 
@@ -160,15 +166,13 @@ def insert_kernel(memory: SparseMemory) -> None:
         times_sampled[slots] = 9
         added = turn * SLOTS + start
         counters = counters_at(added)
-        priorities = torch.arange(1, 7, dtype=torch.float32)
-        keys = launch_insert(masses, counters, times_sampled, 6, priorities, None)
+        keys = launch_insert(masses, counters, times_sampled, 6, torch.arange(1, 7, dtype=torch.float32), None)
         assert keys.tolist() == list(range(added, added + 6))
         assert int(counters[Counter.ADDED]) == added + 6
         assert not times_sampled[slots].any()
         expected |= {slot: (row + 1) * 2**20 for row, slot in enumerate(slots)}
-        assert tree.low is not None
-        assert tree.high is not None
-        assert all(int(edge[slot // tree.fanout]) == DIRTY for edge in (tree.low, tree.high) for slot in slots)
+        edges = (getattr(tree, name)[slot // tree.fanout] for name in ("low", "high") for slot in slots)
+        assert all(int(edge) == DIRTY for edge in edges)
     check_tree(tree, expected)
     memory.check("insert_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
@@ -187,9 +191,8 @@ def _updated(memory: SparseMemory, kernel: str) -> None:
     check_tree(masses.tree, {slot: (row + 1) * 2**10 for slot, row in position.items()})
     assert int(counters[Counter.STALE]) == 2
     assert masses.stamps[PLACES].tolist() == [-1] * len(PLACES)
-    memory.check(kernel, past=FAR, stamps=masses.stamps)
-    if kernel == "update_kernel":
-        memory.check(kernel, past=FAR, leaves=masses.tree.levels[0])
+    leaves = {"leaves": masses.tree.levels[0]} if kernel == "update_kernel" else {}
+    memory.check(kernel, past=FAR, stamps=masses.stamps, **leaves)
 
 
 def settle_kernel(memory: SparseMemory) -> None:
@@ -216,18 +219,13 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     counters = counters_at(added)
     # the draws, and the last of the blocks whose smallest mass is looked up
     memory.programs = lambda count: [0, count - 1]
-    slots, keys, probability, found, _ = launch_stratified_draw(
-        tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True
-    )
+    found = launch_stratified_draw(tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True)
     total = sum(masses.values())
     newest = [2**30 - 2, 2**30 - 1]
     expected = [*drawn_slots(masses, stratified_targets(total, HostWords(SEED).doubles(0, 30))), *newest]
     assert set(expected) == {*PLACES, *newest}
-    assert slots.tolist() == expected
-    assert keys.tolist() == [key_in(slot, added, SLOTS) for slot in expected]
-    assert found.tolist() == [*(masses[slot] for slot in expected[:30]), 0, 0]
-    assert probability.tolist() == pytest.approx([*(masses[slot] / total for slot in expected[:30]), 1, 1])
-    samples_at(times_sampled, expected)
+    check_draws(found, expected, added, times_sampled, [*(masses[slot] for slot in expected[:30]), 0, 0])
+    assert found[2].tolist() == pytest.approx([*(masses[slot] / total for slot in expected[:30]), 1, 1])
     assert int(tree.low[-1]) == int(counters[Counter.LOWEST]) == masses[SLOTS - 2]
     memory.check("stratified_draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
@@ -236,18 +234,37 @@ def uniform_draw_kernel(memory: SparseMemory) -> None:
     added = 6 * SLOTS + 2**29
     for replacement in (False, True):
         times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-        slots, keys, *_ = launch_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)
-        words = HostWords(SEED)
-        ranks = (
-            independent_ranks(SLOTS, words.doubles(0, 40))
-            if replacement
-            else permuted_ranks(SLOTS, 40, words.words(0, PERMUTATION_WORDS))
-        )
-        expected = [added - SLOTS + rank for rank in ranks.tolist()] + [added - 2, added - 1]
-        assert keys.tolist() == expected
-        assert slots.tolist() == [key % SLOTS for key in expected]
-        samples_at(times_sampled, slots.tolist())
+        found = launch_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)
+        ranks = permuted_ranks(SLOTS, 40, HostWords(SEED).words(0, PERMUTATION_WORDS))
+        if replacement:
+            ranks = independent_ranks(SLOTS, HostWords(SEED).doubles(0, 40))
+        slots = [(added + rank) % SLOTS for rank in [*ranks.tolist(), -2, -1]]
+        check_draws(found, slots, added, times_sampled)
         memory.check("uniform_draw_kernel", past=FAR, times_sampled=times_sampled)
+
+
+def _list_ranks(
+    memory: SparseMemory,
+    arrange: list[int],
+    fill: list[int],
+    found: Any,
+    tree: MassTree,
+    made: RankList,
+    skipped: int = 0,
+) -> Tensor:
+    """List ranks by these programs of both kernels, with `found` in place of what a sort gives; returns its input."""
+    given: list[Tensor] = []
+
+    def sort(codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+        given.append(codes)
+        memory.programs = lambda count: fill
+        return found or (codes, codes)
+
+    memory.programs = lambda count: arrange
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_draw.torch, "sort", sort)
+        rank_draw._make_list(tree, counters_at(4 * SLOTS + 2**30), made, skipped=skipped)
+    return given[0]
 
 
 def arrange_kernel(memory: SparseMemory) -> None:
@@ -255,20 +272,9 @@ def arrange_kernel(memory: SparseMemory) -> None:
     head, skipped = 2**30, 5
     tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
     ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
-    arranged: list[Tensor] = []
-
-    def sort(codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-        arranged.append(codes)
-        memory.programs = lambda count: []
-        return codes, codes
-
     programs = sorted({age // 2**16 for age in ages})
-    memory.programs = lambda count: programs
     made = RankList(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_draw.torch, "sort", sort)
-        rank_draw._make_list(tree, counters_at(4 * SLOTS + head), made, skipped=skipped)
-    (codes,) = arranged
+    codes = _list_ranks(memory, programs, [], None, tree, made, skipped)
     left_out = {age for age in ages if age >= SLOTS - skipped}
     assert left_out
     assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
@@ -283,15 +289,7 @@ def list_kernel(memory: SparseMemory) -> None:
     # everything is ranked; the last program lists the last ranks and says how many there are
     codes[-(2**16) :] = 3
     ages[-2:] = torch.tensor([(slot - head) % SLOTS for slot in slots])
-
-    def sort(given: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-        memory.programs = lambda count: [count - 1]
-        return codes, ages
-
-    memory.programs = lambda count: []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_draw.torch, "sort", sort)
-        rank_draw._make_list(tree, counters_at(4 * SLOTS + head), made)
+    _list_ranks(memory, [], [(SLOTS - 1) // 2**16], (codes, ages), tree, made)
     assert made.slots[-3:].tolist() == [head, *slots]
     assert made.listed.tolist() == [SLOTS]
     memory.check("list_kernel", past=FAR, codes=codes, ages=ages, list=made.slots)
@@ -320,41 +318,22 @@ def rank_draw_kernel(memory: SparseMemory) -> None:
     tree.masses[slots] = 1
     tree.masses[PLACES[4]] = 0
     added = 8 * SLOTS + 2**29
-    found = launch_rank_draw(
-        sums,
-        ranked,
-        tree,
-        None,
-        counters_at(added),
-        times_sampled,
-        12,
-        12,
-        outdated=True,
-        stratified=True,
-        lowest_of_all=True,
-    )
-    assert found.slots.tolist() == slots
-    assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
-    assert found.value.tolist() == [1] * 12
-    samples_at(times_sampled, slots)
-    memory.check(
-        "rank_draw_kernel", past=FAR, sums=sums, list=ranked.slots, codes=tree.levels[0], times_sampled=times_sampled
-    )
+    how = {"outdated": True, "stratified": True, "lowest_of_all": True}
+    found = launch_rank_draw(sums, ranked, tree, None, counters_at(added), times_sampled, 12, 12, **how)
+    check_draws(found, slots, added, times_sampled, [1] * 12)
+    far = {"sums": sums, "list": ranked.slots, "codes": tree.levels[0], "times_sampled": times_sampled}
+    memory.check("rank_draw_kernel", past=FAR, **far)
 
 
 def block_sums_kernel(memory: SparseMemory) -> None:
     values = torch.zeros(SLOTS, dtype=torch.int64)
     values[-4:] = torch.tensor([1, 2, 3, 4])
     memory.programs = lambda count: [count - 1]
-    sums = block_sums(values, 128, "triton")
-    # 2^31 - 1 values leave 127 for the last block
-    assert sums[-2:].tolist() == [0, 10]
-    memory.check("block_sums_kernel", past=FAR, values=values)
-    # blocks so short that the sums pass it too
-    memory.programs = lambda count: [count - 1]
-    sums = block_sums(values, 2, "triton")
-    assert sums[-3:].tolist() == [1, 5, 4]
-    memory.check("block_sums_kernel", past=FAR, sums=sums)
+    # 2^31 - 1 values leave 127 for the last block; of blocks so short that the sums pass it too
+    for block, last in ((128, [0, 10]), (2, [1, 5, 4])):
+        sums = block_sums(values, block)
+        assert sums[-len(last) :].tolist() == last
+        memory.check("block_sums_kernel", past=FAR, **({"values": values} if block == 128 else {"sums": sums}))
 
 
 def scan_kernel(memory: SparseMemory) -> None:

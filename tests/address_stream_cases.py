@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from address_cases import CPU, FAR, PLACES, SEED, SLOTS, check_tree, counters_at, key_in, put, samples_at
+from address_cases import CPU, FAR, PLACES, SEED, SLOTS, check_draws, check_tree, counters_at, key_in, put
 from sparse_memory import SparseMemory
 from torch import Tensor
 
@@ -111,18 +111,9 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
     counters = counters_at(ring.added, ELIGIBLE=int((leaves > 0).sum()), FINALS=5 * ring.finals - 1)
     keys = []
     for terminated, truncated in (([0, 0], [0, 1]), ([1, 0], [0, 1]), ([0, 0], [1, 0])):
-        keys += launch_add_step(
-            streams,
-            masses,
-            marks,
-            counters,
-            times_sampled,
-            torch.tensor(terminated, dtype=torch.bool),
-            torch.tensor(truncated, dtype=torch.bool),
-            torch.tensor([0.5, 0.25]),
-            None,
-            with_final=True,
-        ).tolist()
+        ends = [torch.tensor(flags, dtype=torch.bool) for flags in (terminated, truncated)]
+        state = (streams, masses, marks, counters, times_sampled)
+        keys += launch_add_step(*state, *ends, torch.tensor([0.5, 0.25]), None, with_final=True).tolist()
     found = tree.levels[0][near]
     check_tree(tree, dict(zip(near.tolist(), found.tolist(), strict=True)))
     check_tree(marks, dict(zip(near.tolist(), (found > 0).int().tolist(), strict=True)))
@@ -136,18 +127,13 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
         memory.check("add_step_kernel", past=ring.slots - ENVS, flags=streams.flags)
     counters[Counter.ADDED] -= ring.added
     counters[Counter.FINALS] -= 5 * ring.finals
-    return {
-        "keys": [key - ring.added for key in keys],
-        "masses": found.tolist(),
-        "flags": streams.flags[near].tolist(),
-        "depth": streams.depth[near].tolist(),
-        "final": ring.from_last(streams.final[near]),
-        "owner": [int(streams.owner[place]) - ring.added for place in (ring.finals - 1, 0, 1)],
-        "spans": streams.spans[near].tolist() if hindsight else [],
-        "parted": streams.parted.tolist(),
-        "times_sampled": times_sampled[near].tolist(),
-        "counters": counters.tolist(),
-    }
+    spans = [streams.spans] if hindsight else []
+    kept = (streams.flags, streams.depth, times_sampled, *spans)
+    beside: dict[str, Any] = {"near": [each[near].tolist() for each in kept]}
+    owner = [int(streams.owner[place]) - ring.added for place in (ring.finals - 1, 0, 1)]
+    beside |= {"keys": [key - ring.added for key in keys], "masses": found.tolist(), "owner": owner}
+    beside |= {"final": ring.from_last(streams.final[near]), "parted": streams.parted.tolist()}
+    return beside | {"counters": counters.tolist()}
 
 
 def add_step_kernel(memory: SparseMemory) -> None:
@@ -181,15 +167,8 @@ def _windows(ring: Ring, memory: SparseMemory, padding: str) -> dict[str, Tensor
     tensors["obs"][near] = torch.from_numpy(random.integers(1, 256, (near.numel(), 8), dtype=np.uint8))
     tensors["action"][near] = torch.from_numpy(random.integers(1, 2**60, near.numel()))
     tensors["reward"][near] = torch.from_numpy(random.random(near.numel(), dtype=np.float32))
-    storage = SimpleNamespace(
-        tensors=tensors,
-        fields=fields,
-        observations=("obs",),
-        streams=streams,
-        finals={"obs": pool},
-        padding=padding,
-        random_shift=0,
-    )
+    storage = SimpleNamespace(tensors=tensors, fields=fields, streams=streams, finals={"obs": pool})
+    vars(storage).update(observations=("obs",), padding=padding, random_shift=0)
     # their stacks and windows lie among the filled steps
     starts = near[8 * ENVS : -8 * ENVS]
     powers = torch.from_numpy(powers_of(0.9, 3))
@@ -255,10 +234,7 @@ def draw_by_mass_kernel(memory: SparseMemory) -> None:
     targets = stratified_targets(int(sums[-1]), HostWords(SEED).doubles(0, 30))
     slots = [*(within[rank] for rank in sums.searchsorted(targets, "right")), *within[-2:]]
     assert set(slots) == set(within)
-    assert found.slots.tolist() == slots
-    assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
-    assert found.value.tolist() == [*(masses[slot] for slot in slots[:30]), 0, 0]
-    samples_at(times_sampled, slots)
+    check_draws(found, slots, added, times_sampled, [*(masses[slot] for slot in slots[:30]), 0, 0])
     far = {"leaves": tree.levels[0], "marks": marks.levels[0], "times_sampled": times_sampled}
     memory.check("draw_by_mass_kernel", past=FAR, **far)
 
@@ -272,8 +248,6 @@ def draw_eligible_kernel(memory: SparseMemory) -> None:
     found = launch_eligible_draw(None, marks, counters, times_sampled, len(within), len(within) + 2, skipped=skipped)
     ranks = permuted_ranks(len(within), len(within), HostWords(SEED).words(0, PERMUTATION_WORDS))
     slots = [*(within[rank] for rank in ranks), *within[-2:]]
-    assert found.slots.tolist() == slots
-    assert found.keys.tolist() == [key_in(slot, added, SLOTS) for slot in slots]
+    check_draws(found, slots, added, times_sampled)
     assert int(counters[Counter.RANDOM]) == blocks_for(PERMUTATION_WORDS)
-    samples_at(times_sampled, slots)
     memory.check("draw_eligible_kernel", past=FAR, marks=marks.levels[0], times_sampled=times_sampled)

@@ -64,17 +64,13 @@ def test_offsets_of_32_bits_would_be_seen(kernel: str) -> None:
 
 # a kernel, what it computes in 64 bits, and what it would be in 32
 NARROWED = {
-    "gather_kernel": ("ring", "slot[:, None] * WIDTH", "slot[:, None].to(tl.int32) * WIDTH"),
+    "gather_kernel": ("ring", "slot[:, None] * LAYOUT", "slot[:, None].to(tl.int32) * LAYOUT"),
     "write_kernel": ("ring", "place = slot[:, None]", "place = slot[:, None].to(tl.int32)"),
     "arrange_kernel": ("rank_draw", "% capacity + age\n", "% capacity + age\n    slot = slot.to(tl.int32)\n"),
     "insert_kernel": ("priorities", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
     "add_step_kernel": ("eligibility", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
     "keep_finals_kernel": ("eligibility", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
-    "gather_windows_kernel": (
-        "frames",
-        "inside = column[None, :]\n",
-        "slot = slot.to(tl.int32)\n{}inside = column[None, :]\n",
-    ),
+    "gather_windows_kernel": ("frames", "inside = column[None", "slot = slot.to(tl.int32)\n{}inside = column[None"),
     "choose_goals_kernel": ("hindsight", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
 }
 

@@ -118,10 +118,8 @@ class View:
     def _kept(self) -> set[tuple[int, int]]:
         """Environment and step of every final observation that found a row in the side ring."""
         history = self.history
-        if history.autoreset == "next_step":
-            return set()
         rows = history.capacity if history.final_capacity is None else history.final_capacity
-        if rows == 0:
+        if history.autoreset == "next_step" or rows == 0:
             return set()
         kept: list[tuple[int, int]] = []
         for number in range(self.count):
@@ -131,10 +129,9 @@ class View:
                 wanted = step["truncated"] and not step["terminated"]
                 if history.relabel is not None:
                     wanted = step["truncated"] or step["terminated"]
-                if not wanted or step.get("final") is None:
-                    continue
                 # the row that comes next must not belong to a step that is still stored
-                if len(kept) < rows or kept[len(kept) - rows][1] < oldest:
+                free = len(kept) < rows or kept[len(kept) - rows][1] < oldest
+                if wanted and step.get("final") is not None and free:
                     kept.append((env, number))
         return set(kept)
 
@@ -229,13 +226,8 @@ class View:
         for name, value in steps[start].items():
             if is_observation(name):
                 row[name] = self.frames(name, env, start)
-                after = f"next_{name}"
-                if last["terminated"]:
-                    row[after] = None
-                elif final is not None:
-                    row[after] = self.frames(name, env, end - 1, final[name])
-                else:
-                    row[after] = self.frames(name, env, end)
+                after = (end, None) if final is None else (end - 1, final[name])
+                row[f"next_{name}"] = None if last["terminated"] else self.frames(name, env, *after)
             elif name not in ("reward", "terminated", "truncated", "final", "priority"):
                 row[name] = value
         return row

@@ -6,8 +6,9 @@ the wrong environment or the wrong episode shows itself.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,8 @@ def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final
     everything, in all texts at once. `final` gives final observations with every step.
     """
     for letters in zip(*streams, strict=True):
-        if letters[0] == "c":
-            target.clear()
-            continue
-        if letters[0] == "|":
-            target.begin_episodes()
+        if letters[0] in "c|":
+            (target.clear if letters[0] == "c" else target.begin_episodes)()
             continue
         number = (target.history if isinstance(target, Pair) else target).count
         steps = []
@@ -103,30 +101,27 @@ class Pair:
         **settings: Any,
     ) -> None:
         self.fields, self.sampler = fields, sampler
-        self.buffer = TrajectoryReplayBuffer(
-            capacity, num_envs, fields, sampler=sampler, device=device, seed=seed, **settings
-        )
+        own: dict[str, Any] = {"sampler": sampler, "device": device, "seed": seed}
+        self.buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, **own, **settings)
         self.history = History(capacity, num_envs, **settings)
         base = sampler.base if isinstance(sampler, Combined) else sampler
         self.priorities = Priorities(self.history, base) if isinstance(base, Proportional) else None
+        self._oracle = self.priorities or self.history
         assert self.buffer.capacity == self.history.capacity
 
     def add(self, steps: Sequence[Step]) -> list[int]:
         keys = self.buffer.add(**columns(steps, self.fields))
-        expected = (self.history if self.priorities is None else self.priorities).add(steps)
+        expected = self._oracle.add(steps)
         assert keys.dtype == torch.int64
         assert keys.tolist() == expected
         return expected
 
     def clear(self) -> None:
         self.buffer.clear()
-        (self.history if self.priorities is None else self.priorities).clear()
+        self._oracle.clear()
 
     def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
-        if mask is None:
-            self.buffer.begin_episodes()
-        else:
-            self.buffer.begin_episodes(np.array(mask))
+        self.buffer.begin_episodes(*([] if mask is None else [np.array(mask)]))
         self.history.begin_episodes(mask)
 
     def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
@@ -194,17 +189,35 @@ class Pair:
                         assert value == expected, f"field {name} of key {key}"
 
 
+def random_steps(
+    draw: random.Random,
+    place: tuple[int, int],
+    chances: tuple[float, float, float],
+    fields: Mapping[str, Field] = FIELDS,
+    priority: float = 0.0,
+) -> list[Step]:
+    """Step `place[0]` of `place[1]` environments.
+
+    chances: that final observations are given with the step, that an ending is a truncation, and that a step ends.
+    priority: the chance that priorities are given.
+    """
+    final, truncation, end = chances
+    with_final, with_priority = draw.random() < final, priority > 0 and draw.random() < priority
+    steps = []
+    for env in range(place[1]):
+        truncated, ended = draw.random() < truncation, draw.random() < end
+        step = numbered(place[0], env, fields, reward=draw.gauss(0, 1))
+        step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
+        step |= {"final": final_of(step, step["truncated"])} if with_final else {}
+        steps.append(step | ({"priority": draw.uniform(0.1, 9)} if with_priority else {}))
+    return steps
+
+
 def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
-    generator = random.Random(seed)
+    draw, history = random.Random(seed), pair.history
     for _ in range(steps):
-        with_final, row = generator.random() < final, []
-        for env in range(pair.history.num_envs):
-            truncated, ended = generator.random() < 0.5, generator.random() < end
-            step = numbered(pair.history.count, env, pair.fields, reward=generator.gauss(0, 1))
-            step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
-            row.append(step | ({"final": final_of(step, step["truncated"])} if with_final else {}))
-        pair.add(row)
+        pair.add(random_steps(draw, (history.count, history.num_envs), (final, 0.5, end), pair.fields))
     return pair
 
 
@@ -212,38 +225,20 @@ class Script:
     """A fixed sequence of calls, so that several buffers can be played the same from any call on."""
 
     def __init__(self, seed: int, calls: int, num_envs: int, end: float = 0.2) -> None:
-        draw = random.Random(seed)
-        self.num_envs = num_envs
+        draw, numbers = random.Random(seed), itertools.count()
+        # below which number a call is drawn, and its argument
+        kinds: dict[str, tuple[float, Callable[[], Any]]] = {
+            "clear": (0.04, lambda: None),
+            "begin_episodes": (0.08, lambda: draw.choice((None, [draw.random() < 0.5 for _ in range(num_envs)]))),
+            "update": (0.25, draw.random),
+            "sample": (0.35, lambda: draw.randint(1, 6)),
+            "add": (1.0, lambda: random_steps(draw, (next(numbers), num_envs), (0.7, 0.6, end), priority=0.5)),
+        }
         self.calls: list[tuple[str, Any]] = []
-        number = 0
         for _ in range(calls):
             chance = draw.random()
-            if chance < 0.04:
-                self.calls.append(("clear", None))
-            elif chance < 0.08:
-                mask = [draw.random() < 0.5 for _ in range(num_envs)]
-                self.calls.append(("begin_episodes", draw.choice((None, mask))))
-            elif chance < 0.25:
-                self.calls.append(("update", draw.random()))
-            elif chance < 0.35:
-                self.calls.append(("sample", draw.randint(1, 6)))
-            else:
-                self.calls.append(("add", self._steps(draw, number, end)))
-                number += 1
-
-    def _steps(self, draw: random.Random, number: int, end: float) -> list[Step]:
-        with_final, with_priority = draw.random() < 0.7, draw.random() < 0.5
-        steps = []
-        for env in range(self.num_envs):
-            truncated, ended = draw.random() < 0.6, draw.random() < end
-            step = numbered(number, env, FIELDS, reward=draw.gauss(0, 1))
-            step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
-            if with_final:
-                step["final"] = final_of(step, step["truncated"])
-            if with_priority:
-                step["priority"] = draw.uniform(0.1, 9)
-            steps.append(step)
-        return steps
+            call, make = next((name, make) for name, (below, make) in kinds.items() if chance < below)
+            self.calls.append((call, make()))
 
     def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> list[Any]:
         """Make these calls; returns all that came back from samples."""
@@ -259,8 +254,6 @@ class Script:
                 newest = buffer.sampler.newest if isinstance(buffer.sampler, Combined) else 1
                 if count >= newest:
                     found.append(buffer.sample(count))
-            elif argument is None:
-                getattr(buffer, call)()
             else:
-                getattr(buffer, call)(torch.tensor(argument))
+                getattr(buffer, call)(*([] if argument is None else [torch.tensor(argument)]))
         return found
