@@ -39,8 +39,7 @@ def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> N
     outputs = BatchMemory()
     first = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
     first.fill_(7)
-    address = first.data_ptr()
-    held = hold(first)
+    address, held = first.data_ptr(), hold(first)
     del first
     for number in range(4):
         other = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
@@ -50,8 +49,7 @@ def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> N
 
 
 def test_an_autograd_graph_holds_what_it_needs() -> None:
-    outputs = BatchMemory()
-    weight = torch.ones(1, requires_grad=True)
+    outputs, weight = BatchMemory(), torch.ones(1, requires_grad=True)
     first = outputs.tensor("x", (1 << 18,), torch.float32)
     first.fill_(2.0)
     loss = (weight * first).sum()
@@ -72,8 +70,7 @@ def test_what_nobody_holds_is_used_again() -> None:
     for _ in range(8):
         batch = outputs.tensor("y", (1 << 20,), torch.float32)
         seen.add(batch.data_ptr())
-    assert len(seen) == 2
-    assert outputs.tensor("y", (1 << 19,), torch.float32).numel() == 1 << 19
+    assert (len(seen), outputs.tensor("y", (1 << 19,), torch.float32).numel()) == (2, 1 << 19)
 
 
 def test_small_arrays_are_not_kept() -> None:
@@ -92,8 +89,7 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> Non
         sampler=Uniform(),
         device="cpu",
     )
-    random = np.random.default_rng(0)
-    nothing = np.zeros(4, dtype=bool)
+    random, nothing = np.random.default_rng(0), np.zeros(4, dtype=bool)
     for _ in range(500):
         buffer.add(
             obs=random.integers(0, 256, (4, 42, 42)).astype(np.uint8),

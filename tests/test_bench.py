@@ -37,8 +37,7 @@ def test_a_record_survives_its_line() -> None:
     assert "\n" not in line
     assert Record.parse(line) == record()
     values = json.loads(line)
-    assert values["schema"] == SCHEMA
-    assert set(values["quantiles"]) == {"p10", "p50", "p90"}
+    assert (values["schema"], set(values["quantiles"])) == (SCHEMA, {"p10", "p50", "p90"})
     assert set(values) >= {"case", "capacity", "batch", "fields", "bytes", "copy_bandwidth", "copy_share"}
     assert set(values["environment"]) >= {"device", "cpu", "threads", "versions", "commit", "date"}
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -91,8 +90,7 @@ def test_quantiles_by_hand() -> None:
 
 def test_a_timing_is_in_microseconds_and_parts_join() -> None:
     joined = Timing.joined([Timing(np.array([1000, 3000]), 2), Timing(np.array([2000]), 5)])
-    assert joined.microseconds()["p50"] == 2.0
-    assert (joined.repetitions, joined.warmup) == (3, 7)
+    assert (joined.microseconds()["p50"], (joined.repetitions, joined.warmup)) == (2.0, (3, 7))
 
 
 def test_the_call_is_measured_and_its_preparation_is_not() -> None:
@@ -166,8 +164,7 @@ def test_a_pattern_chooses_cases(pattern: str | None, count: int) -> None:
 
 def test_mixed_up_rows_are_noticed() -> None:
     rows = {name: torch.from_numpy(values) for name, values in make_rows(64, np.random.default_rng(3)).items()}
-    assert mismatches(rows) == []
-    assert mismatches({**rows, "reward": rows["reward"].roll(1)}) == ["reward"]
+    assert (mismatches(rows), mismatches({**rows, "reward": rows["reward"].roll(1)})) == ([], ["reward"])
     assert mismatches({**rows, "next_obs": rows["obs"]}) == ["next_obs"]
     assert mismatches({**rows, "next_obs": rows["obs"]}, has_next_obs=False) == []
 
@@ -306,8 +303,7 @@ def test_bench_cpu_measures_records_and_prints(
     quicker(monkeypatch)
     file, document = tmp_path / "cpu.jsonl", tmp_path / "PAGE.md"
     threads = torch.get_num_threads()
-    assert commands.main(["cpu", "--quick", "--output", str(file)]) == 0
-    assert torch.get_num_threads() == threads
+    assert (commands.main(["cpu", "--quick", "--output", str(file)]), torch.get_num_threads()) == (0, threads)
     records = read(file)
     assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "index", "memory"}
     for each in records:
@@ -388,8 +384,7 @@ def test_a_run_that_cannot_be_made_says_why_in_one_line(
 def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         commands.main(arguments)
-    assert ended.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert (ended.value.code, len(capsys.readouterr().err.strip().splitlines())) == (2, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

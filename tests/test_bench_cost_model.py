@@ -141,8 +141,7 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
     records = [made(case, 8.0), made(case, 40.0, other), made("empty", 2.0), made("tree-build/N=100M", 9.0)]
     lines = cost_model.targets_table(records).splitlines()
     measured = {line.split("|")[2].strip(): line.split("|")[-2].strip() for line in lines}
-    assert measured["≥ 3x torch"] == "5.00x (8.0 µs)"
-    assert measured["≤ 4x empty kernel"] == "4.00x (8.0 µs)"
+    assert (measured["≥ 3x torch"], measured["≤ 4x empty kernel"]) == ("5.00x (8.0 µs)", "4.00x (8.0 µs)")
     assert measured["≥ 70% of copy bandwidth"] == "50.0% (9.0 µs)"
     assert measured["≥ 10x torch"] == cost_model.NOT_MEASURED
     on_cpu = [replace(each, environment=ENVIRONMENT) for each in records]
@@ -152,8 +151,7 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
 
 
 def test_the_table_in_the_document_is_the_one_that_is_made() -> None:
-    records = [each for file in recorded_files() for each in read(file)]
-    text = DOCUMENT.read_text()
+    records, text = [each for file in recorded_files() for each in read(file)], DOCUMENT.read_text()
     assert "<!-- bench:cost-model -->" in text
     assert cost_model.section(records) in text
     emptied = text.replace(cost_model.section(records), "")

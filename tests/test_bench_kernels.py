@@ -34,8 +34,7 @@ def kernel(case: str = "draw/N=10k/B=32", implementation: str = OURS, median: fl
 
 
 def test_bytes_that_must_move_by_hand() -> None:
-    row = 4 * 4 + 8 + 4 + 4 * 4 + 1
-    frame = 84 * 84
+    row, frame = 4 * 4 + 8 + 4 + 4 * 4 + 1, 84 * 84
     expected = {
         ("empty", 0, 0): 0,
         ("prefix-sum", 1000, 0): 1000 * (8 + 8),
@@ -57,8 +56,7 @@ def test_bytes_that_must_move_by_hand() -> None:
 def test_the_registry_covers_the_sizes_that_were_asked_for(device: str) -> None:
     cases = kernel_cases(device)
     names = [case.name for case in cases]
-    assert len(names) == len(set(names))
-    assert {case.operation for case in cases} == set(KERNELS)
+    assert (len(names), {case.operation for case in cases}) == (len(set(names)), set(KERNELS))
     for operation in ("draw", "update", "draw-update", "rank-draw"):
         sizes = {(case.capacity, case.batch) for case in cases if case.operation == operation}
         assert {capacity for capacity, _ in sizes} == {10**4, 10**5, 10**6, 10**7, 10**8}
@@ -80,8 +78,7 @@ def right_answers(operation: str, device: torch.device, slots: int, batch: int) 
     kind = KERNELS[operation]
     slots = 2000 if kind.dtype is not None else slots
     case = KernelCase(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
-    inputs = case.inputs(device)
-    wrong = {}
+    inputs, wrong = case.inputs(device), {}
     for name, make in case.makers().items():
         work = make(inputs)
         wrong[name] = work.wrong()
@@ -190,11 +187,9 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_says_how_it_was_made() -> None:
     case = KernelCase("prefix-sum", 1000, 0)
     ours, theirs = measured(case)
-    assert (ours.implementation, theirs.implementation) == (OURS, "cumsum")
-    assert ours.flush == 4096
+    assert ((ours.implementation, theirs.implementation), ours.flush) == ((OURS, "cumsum"), 4096)
     assert (ours.timing, ours.tests, ours.suite, ours.bytes) == ("host", "passed", "kernels", 16_000)
-    assert measured(KernelCase("draw", 1000, 32))[0].flush == 0
-    assert Record.parse(ours.line()) == ours
+    assert (measured(KernelCase("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
 
 
 def test_wrong_answers_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

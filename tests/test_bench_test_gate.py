@@ -90,16 +90,13 @@ def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.M
     # of several tests only those are run that are new
     (checkout / "tests" / "test_more.py").write_text("")
     monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_it.py", "tests/test_more.py"))
-    assert test_gate.failed_tests(["draw", "update"], CPU) == []
-    assert ran.pop() == ["tests/test_more.py"]
+    assert (test_gate.failed_tests(["draw", "update"], CPU), ran.pop()) == ([], ["tests/test_more.py"])
     monkeypatch.setattr(test_gate, "installed_version", lambda name: "99")
-    assert test_gate.failed_tests(["draw"], CPU) == []
-    assert len(ran) == 6
+    assert (test_gate.failed_tests(["draw"], CPU), len(ran)) == ([], 6)
     # a cache that cannot be written is done without
     monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "pyproject.toml"))
     (checkout / "pyproject.toml").write_text("")
-    assert [test_gate.failed_tests(["draw"], CPU) for _ in range(2)] == [[], []]
-    assert len(ran) == 8
+    assert ([test_gate.failed_tests(["draw"], CPU) for _ in range(2)], len(ran)) == ([[], []], 8)
 
 
 def test_without_tests_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

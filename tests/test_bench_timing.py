@@ -87,8 +87,7 @@ def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyP
     fixed_clock(monkeypatch, 8_000)
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
     found = measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU, calls=4)
-    assert found.microseconds()["p50"] == 2.0
-    assert found.repetitions == 3
+    assert (found.microseconds()["p50"], found.repetitions) == (2.0, 3)
 
 
 def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
@@ -126,13 +125,11 @@ def test_a_call_is_replayed_or_else_timed_by_events(
     assert found.repetitions == 3
     if refuses:
         # a call that is no graph does its work once, and is prepared each time
-        assert (found.timing, found.median) == ("events", 250.0)
-        assert cuda.log[-2:] == ["prepare", "call"]
+        assert ((found.timing, found.median), cuda.log[-2:]) == (("events", 250.0), ["prepare", "call"])
         assert "ours is timed by events, since it cannot be captured: operation not" in capsys.readouterr().err
     else:
         # nothing is prepared any more, since a graph works on what stays; each replay is queued behind a sleep
-        assert (found.timing, found.median) == ("graph", 250.0 / CALLS_PER_GRAPH)
-        assert cuda.log.count("prepare") == 1
+        assert ((found.timing, found.median), cuda.log.count("prepare")) == (("graph", 250.0 / CALLS_PER_GRAPH), 1)
         assert cuda.log[-4:] == ["sleep", "replay"] * 2
 
 
@@ -187,8 +184,7 @@ def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
 @pytest.mark.gpu
 def test_a_graph_of_calls_does_them_all() -> None:
     count = torch.zeros(1, dtype=torch.int64, device="cuda")
-    replay = captured(lambda: count.add_(1), CUDA, 5)
-    before = int(count)
+    replay, before = captured(lambda: count.add_(1), CUDA, 5), int(count)
     replay()
     assert int(count) == before + 5
 

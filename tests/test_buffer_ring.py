@@ -98,8 +98,7 @@ def test_stored_transitions_come_back_by_key(form: str, device: str) -> None:
     wanted = [24, 15, 20, 20] if form != "int" else [24]
     tensor = torch.tensor(wanted, device=device if form == "device tensor" else "cpu")
     batch = buffer[FORMS[form](wanted) if form in FORMS else 24 if form == "int" else tensor]
-    assert batch.key.tolist() == wanted
-    assert batch.key.dtype == torch.int64
+    assert (batch.key.tolist(), batch.key.dtype) == (wanted, torch.int64)
     assert all(tensor.device.type == device for tensor in batch.values())
     check_rows(batch)
 
@@ -124,8 +123,7 @@ def test_clear_forgets_transitions_and_keys_go_on(device: str) -> None:
         buffer.sample(1)
     with pytest.raises(KeyError, match="7"):
         buffer[7]
-    assert fill(buffer, 2, priority=[1, 2]).tolist() == [8, 9]
-    assert (len(buffer), buffer.added) == (2, 10)
+    assert (fill(buffer, 2, priority=[1, 2]).tolist(), (len(buffer), buffer.added)) == ([8, 9], (2, 10))
     assert buffer.masses().tolist() == [0, 0, 0, 1 << 20, 2 << 20]
     check_live(buffer)
     for _ in range(scale(20, 4)):
@@ -169,9 +167,7 @@ def test_what_was_added_and_what_was_drawn_are_the_callers_to_change(device: str
 
 def test_attributes_say_what_was_asked(device: str) -> None:
     buffer = make(11, device=device)
-    assert buffer.capacity == 11
-    assert buffer.device == torch.empty(0, device=device).device
-    assert dict(buffer.fields) == STORED
+    assert (buffer.capacity, buffer.device, dict(buffer.fields)) == (11, torch.empty(0, device=device).device, STORED)
     assert (buffer.added, len(buffer)) == (0, 0)
     assert buffer.nbytes >= 11 * sum(field.row_bytes for field in STORED.values())
 
@@ -205,6 +201,5 @@ def test_capacity_of_one(name: str, device: str) -> None:
     for key in range(4):
         fill(buffer, 1)
         batch = buffer.sample(1)
-        assert batch.key.tolist() == [key]
-        assert (batch.probability.tolist(), batch.weight.tolist()) == ([1.0], [1.0])
+        assert (batch.key.tolist(), (batch.probability.tolist(), batch.weight.tolist())) == ([key], ([1.0], [1.0]))
         check_rows(batch)

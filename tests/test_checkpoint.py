@@ -24,12 +24,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "a" / "b")
-    assert checkpoint.manifest == MANIFEST
-    assert set(checkpoint.tensor_names) == set(example())
+    assert (checkpoint.manifest, set(checkpoint.tensor_names)) == (MANIFEST, set(example()))
     for name, tensor in example().items():
         read = checkpoint.read(name)
-        assert read.dtype == tensor.dtype
-        assert read.shape == tensor.shape
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(read, tensor)
 
 
@@ -39,8 +37,7 @@ def test_every_dtype_comes_back_and_is_what_the_library_reads(tmp_path: Path, dt
     tensors = {"odd": numbers((3, 5), dtype).to(device), "scalar": numbers((), dtype).to(device)}
     write_checkpoint(tmp_path / "c", {}, tensors)
     (piece,) = pieces_of(tmp_path / "c")
-    library = load_file(piece)
-    checkpoint = read_checkpoint(tmp_path / "c")
+    library, checkpoint = load_file(piece), read_checkpoint(tmp_path / "c")
     assert set(library) == set(tensors)
     for name, tensor in tensors.items():
         out = torch.zeros_like(tensor)
@@ -109,10 +106,8 @@ def test_reading_into_a_view_leaves_its_neighbours_alone(tmp_path: Path) -> None
 def test_a_second_save_replaces_the_first_and_leaves_nothing_else(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     write_checkpoint(tmp_path / "c", {"second": True}, {"t": torch.ones(3)})
-    assert read_checkpoint(tmp_path / "c").manifest == {"second": True}
-    assert len(pieces_of(tmp_path / "c")) == 1
-    assert sorted(os.listdir(tmp_path)) == ["c"]
-    assert len(os.listdir(tmp_path / "c")) == 2
+    assert (read_checkpoint(tmp_path / "c").manifest, len(pieces_of(tmp_path / "c"))) == ({"second": True}, 1)
+    assert (sorted(os.listdir(tmp_path)), len(os.listdir(tmp_path / "c"))) == (["c"], 2)
 
 
 def test_an_empty_checkpoint_is_one(tmp_path: Path) -> None:

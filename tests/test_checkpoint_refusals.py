@@ -102,9 +102,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
     path = tmp_path / "c"
     if existing:
         saved(path)
-    before = snapshot(tmp_path)
-    sync = os.fsync
-    calls = 0
+    before, sync, calls = snapshot(tmp_path), os.fsync, 0
 
     def full(descriptor: int) -> None:
         nonlocal calls
@@ -117,8 +115,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
     with pytest.raises(OSError, match="failed: No space left.* (unharmed|no checkpoint before)") as error:
         write_checkpoint(path, {}, example(), shard_bytes=2000)
     monkeypatch.undo()
-    assert error.value.errno == errno.ENOSPC
-    assert snapshot(tmp_path) == before
+    assert (error.value.errno, snapshot(tmp_path)) == (errno.ENOSPC, before)
     assert os.listdir(tmp_path) == (["c"] if existing else [])
 
 

@@ -201,11 +201,7 @@ def test_a_run_is_not_written_over_another_unless_asked(capsys: pytest.CaptureFi
 def test_estimate_agrees_with_the_buffer_it_describes(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", "--device", "cpu", "--capacity", "1000", "--field", "obs=4x3:uint8"]
     arguments += ["--field", "action=int64", "--field", "reward=:float32"]
-    fields = {
-        "obs": Field((4, 3), torch.uint8),
-        "action": Field((), torch.int64),
-        "reward": Field((), torch.float32),
-    }
+    fields = {"obs": Field((4, 3), torch.uint8), "action": Field((), torch.int64), "reward": Field((), torch.float32)}
     for name, sampler in (("uniform", Uniform()), ("proportional", Proportional())):
         assert main([*arguments, "--sampler", name]) == 0
         table = {}
@@ -235,8 +231,7 @@ def test_estimate_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_names_versions_devices_and_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["gpu_replay"] == __version__
-    assert lines["torch"] == torch.__version__
+    assert (lines["gpu_replay"], lines["torch"]) == (__version__, torch.__version__)
     assert "triton" in lines
     assert re.search(r"code: (host, compiled by Numba|host, NumPy alone .*|triton)$", lines["cpu"])
     assert lines["default"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -247,8 +242,7 @@ def test_bench_hands_over_to_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> 
 
     seen: list[list[str]] = []
     monkeypatch.setattr(bench, "main", lambda argv: seen.append(list(argv)) or 7)
-    assert main(["bench", "cpu", "--help", "-x"]) == 7
-    assert seen == [["cpu", "--help", "-x"]]
+    assert (main(["bench", "cpu", "--help", "-x"]), seen) == (7, [["cpu", "--help", "-x"]])
 
 
 def test_module_and_version() -> None:

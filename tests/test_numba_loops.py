@@ -24,10 +24,7 @@ from gpu_replay import (
 from gpu_replay.ops import _backend, numpy_loops
 from gpu_replay.ops.counters import Counter
 
-pytestmark = [
-    host_only,
-    pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed"),
-]
+pytestmark = [host_only, pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed")]
 FIELDS = {
     "obs": Field((3,), torch.float32),
     "half": Field((2,), torch.float16, torch.float32, 0.5),
@@ -105,8 +102,7 @@ def check_batches(first: Any, second: Any, *, spare: frozenset[str] = frozenset(
 @pytest.mark.parametrize("capacity", [1, 15, 16, 17, 4095, 70_001])
 def test_transitions_are_the_same(both: Any, sampler: Any, capacity: int) -> None:
     buffers = both(lambda: ReplayBuffer(capacity, FIELDS, sampler=sampler, device="cpu", seed=5))
-    random = np.random.default_rng(capacity)
-    spread = 70_001 // 4
+    random, spread = np.random.default_rng(capacity), 70_001 // 4
     for turn in range(12):
         rows = int(random.integers(1, max(2, min(2 * capacity, spread))))
         values = {
@@ -159,8 +155,7 @@ def reached(achieved: torch.Tensor, desired: torch.Tensor, **_: Any) -> torch.Te
 
 @thinned("name, mode, padding", STREAMS, ("next_step", "same_step"), ("reset", "zero"))
 def test_streams_are_the_same(both: Any, name: str, mode: Any, padding: Any) -> None:
-    sampler = STREAMS[name]
-    random = np.random.default_rng([mode == "next_step", padding == "zero"])
+    sampler, random = STREAMS[name], np.random.default_rng([mode == "next_step", padding == "zero"])
     followed = 0
     for case in range(10):
         envs, stack, n_step = int(random.integers(1, 6)), int(random.integers(1, 5)), int(random.integers(1, 5))

@@ -140,8 +140,7 @@ def build_wheel(source: Path, out: Path) -> Path:
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {name for name in names if ".dist-info/" not in name}
-    modules = sources(checkout)
+    package, modules = {name for name in names if ".dist-info/" not in name}, sources(checkout)
     expected = {"gpu_replay/py.typed"}
     for name, path in modules.items():
         file = "/".join(name.split("."))
@@ -258,8 +257,7 @@ def test_every_requirement_is_pinned() -> None:
     for name, lines in pinned.items():
         if name != "triton":
             assert all(rest.startswith("==") for rest in lines), name
-    assert pinned["torch"] == ["==2.13.0"]
-    assert pinned["triton"] == [">=3.7.1,<=3.9.0,!=3.8.*"]
+    assert (pinned["torch"], pinned["triton"]) == (["==2.13.0"], [">=3.7.1,<=3.9.0,!=3.8.*"])
 
 
 @pytest.mark.skipif(os.environ.get("CI") != "true", reason="only CI promises the pinned versions")

@@ -119,10 +119,8 @@ def test_frequencies_are_powers_of_the_rank(alpha: float, stratified: bool, devi
 
 @statistical
 def test_every_row_of_a_stratified_batch_follows_its_own_part(device: str) -> None:
-    buffer = given(RankBased(alpha=1.0), device, seed=2)
-    masses = rank_masses(8, 1.0)
-    ends = list(accumulate(masses))
-    rows = [buffer.sample(4).key.tolist() for _ in range(4000)]
+    buffer, masses = given(RankBased(alpha=1.0), device, seed=2), rank_masses(8, 1.0)
+    ends, rows = list(accumulate(masses)), [buffer.sample(4).key.tolist() for _ in range(4000)]
     for part, keys in enumerate(zip(*rows, strict=True)):
         low, high = stratum(part, 4, ends[-1])
         spans = zip(ORDER, masses, ends, strict=True)
@@ -147,9 +145,7 @@ def test_without_alpha_all_are_alike_and_with_a_large_one_only_the_first_is_draw
     alpha: float, keys: list[int], chance: float, device: str
 ) -> None:
     batch = given(RankBased(alpha=alpha), device).sample(8)
-    assert batch.key.tolist() == keys
-    assert batch.probability.tolist() == [chance] * 8
-    assert batch.weight.tolist() == [1.0] * 8
+    assert (batch.key.tolist(), batch.probability.tolist(), batch.weight.tolist()) == (keys, [chance] * 8, [1.0] * 8)
 
 
 @pytest.mark.parametrize("normalize", ["batch", "buffer"])

@@ -145,8 +145,7 @@ class Streams:
         held = {key: mass for key, mass in self.priorities().items() if key in starts}
         if self.newest or not held:
             return
-        batch = self.buffer.sample_sequences(count, length)
-        listed = by_rank(held.items())
+        batch, listed = self.buffer.sample_sequences(count, length), by_rank(held.items())
         assert batch.key.tolist() == [listed[rank] for rank in self._check(batch, listed, count, None)]
         self.samples += 1
 
@@ -165,8 +164,7 @@ def live(streams: Streams, generator: random.Random, calls: int) -> None:
     for _ in range(calls):
         call = generator.random()
         if call < 0.5:
-            steps = []
-            own = generator.random() < 0.3
+            steps, own = [], generator.random() < 0.3
             for env in range(streams.history.num_envs):
                 ended, truncated = generator.random() < 0.2, generator.random() < 0.5
                 step = numbered(streams.history.count, env, FEW)

@@ -46,8 +46,7 @@ def test_the_examples_print_what_they_say(device: str, page: str, section: str) 
         capture_output=True,
         text=True,
     )
-    assert done.stderr == ""
-    assert done.stdout == block(page, "text", section)
+    assert (done.stderr, done.stdout) == ("", block(page, "text", section))
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
@@ -98,8 +97,7 @@ def test_the_tree_names_every_folder() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_named_files_exist(page: str) -> None:
-    text = (ROOT / page).read_text()
-    folder = (ROOT / page).parent
+    text, folder = (ROOT / page).read_text(), (ROOT / page).parent
     links = {link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link}
     assert [link for link in links if not (folder / link).exists()] == []
     # files of the sources in code, relative to the page, to the top or to the tests

@@ -70,8 +70,7 @@ def test_loss_is_huber_weighted_by_importance() -> None:
     agent = table_agent()
     learn(agent, batch(weight=torch.tensor([1.0, 0.5])))
     loss, td_error, value = agent.means()
-    assert loss == pytest.approx((1.0 * 4.5 + 0.5 * 2.5) / 2)
-    assert td_error == pytest.approx(4.0)
+    assert (loss, td_error) == (pytest.approx((1.0 * 4.5 + 0.5 * 2.5) / 2), pytest.approx(4.0))
     assert value == pytest.approx(1.5)
     # read once, forgotten
     assert all(mean != mean for mean in agent.means())
@@ -86,8 +85,7 @@ def test_a_weight_of_zero_teaches_nothing() -> None:
 
 def test_learning_moves_towards_the_target_and_nothing_flows_into_the_target_network() -> None:
     agent = table_agent(target_every=10_000)
-    target = agent.target.values.clone()
-    first = learn(agent, batch())
+    target, first = agent.target.values.clone(), learn(agent, batch())
     for _ in range(50):
         last = learn(agent, batch())
     assert (last < first).all()
@@ -128,8 +126,7 @@ def test_stored_bytes_and_sampled_floats_have_the_same_values() -> None:
 
 @pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
 def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.dtype) -> None:
-    network = image_network(4, whiten=True)
-    generator = torch.Generator().manual_seed(0)
+    network, generator = image_network(4, whiten=True), torch.Generator().manual_seed(0)
     still = torch.randint(0, 200, (42, 42), generator=generator)
     frames = (still + torch.randint(0, 20, (64, 4, 42, 42), generator=generator)).to(torch.uint8)
     obs = frames if as_sampled == torch.uint8 else frames.float() / 255
@@ -142,8 +139,7 @@ def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.d
 
 
 def test_whitening_a_picture_that_never_changes_stays_finite() -> None:
-    network = image_network(1, whiten=True)
-    obs = torch.full((4, 1, 42, 42), 87, dtype=torch.uint8)
+    network, obs = image_network(1, whiten=True), torch.full((4, 1, 42, 42), 87, dtype=torch.uint8)
     network.whiten(obs)
     assert bool(network(obs).isfinite().all())
 
@@ -183,8 +179,7 @@ def test_without_epsilon_the_best_action_is_taken() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 100])
 def test_episode_statistics_against_lists(window: int) -> None:
-    generator = torch.Generator().manual_seed(window)
-    statistics = EpisodeStatistics(4, window, CPU)
+    generator, statistics = torch.Generator().manual_seed(window), EpisodeStatistics(4, window, CPU)
     finished: list[tuple[float, int]] = []
     running = [(0.0, 0)] * 4
     assert statistics.read()[0] == 0
@@ -248,16 +243,14 @@ def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_
         settings = Settings(sampler=name, newest=3, steps=3_200, num_envs=32, updates=2, warmup=64)
         made[name] = make_buffer(Catch.spec, settings, CPU, seed=0).sampler
     beta = LinearSchedule(0.4, 1.0, steps=(3_200 - 64) // 32 * 2)
-    assert made["proportional"] == Proportional(alpha=0.6, beta=beta)
-    assert made["uniform"] == Uniform()
+    assert (made["proportional"], made["uniform"]) == (Proportional(alpha=0.6, beta=beta), Uniform())
     assert made["combined"] == Combined(Proportional(alpha=0.6, beta=beta), newest=3)
     assert made["rank"] == RankBased(alpha=0.6, beta=beta)
 
 
 def test_streams_of_seeds_differ_and_repeat() -> None:
     seeds = {stream_seed(seed, stream, i) for seed in (0, 1) for stream in ("training", "final") for i in range(50)}
-    assert len(seeds) == 200
-    assert stream_seed(5, "network") == stream_seed(5, "network")
+    assert (len(seeds), stream_seed(5, "network")) == (200, stream_seed(5, "network"))
 
 
 def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,7 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> Non
                 assert step.final_obs[env].tolist() == expected
                 # a new episode starts near zero
                 assert step.obs[env].abs().max() <= 0.05
-    assert over == {0, 1, 2}
-    assert step.reward.dtype == torch.float32
+    assert (over, step.reward.dtype) == ({0, 1, 2}, torch.float32)
     environment.close()
 
 
@@ -64,8 +63,7 @@ def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
         environment.send(torch.tensor([0, 1]))
         step = environment.recv()
         assert not step.terminated.any()
-        assert step.truncated.tolist() == [t == 200] * 2
-        assert (step.final_obs is None) == (t != 200)
+        assert (step.truncated.tolist(), step.final_obs is None) == ([t == 200] * 2, t != 200)
         if step.final_obs is not None:
             # it moved on by one step, and did not start anew
             assert (step.final_obs - obs).abs().max() < 0.1

@@ -55,8 +55,7 @@ def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) ->
     for found, picture in zip(shown, pictures, strict=True):
         assert np.array_equal(found, picture.repeat(3, 0).repeat(3, 1))
     # 31 pictures at 15 a second, in hundredths of a second
-    assert sum(delays) == round(3100 / 15) * 10
-    assert set(delays) == {60, 70}
+    assert (sum(delays), set(delays)) == (round(3100 / 15) * 10, {60, 70})
 
 
 def test_of_many_colours_the_best_are_kept(tmp_path: Path) -> None:
@@ -70,13 +69,11 @@ def test_of_many_colours_the_best_are_kept(tmp_path: Path) -> None:
 def test_the_end_is_held(tmp_path: Path) -> None:
     video = video_of(noise(3, 9), 10.0)
     video.hold()
-    assert len(video) == 10
-    assert video.seconds == 1.0
+    assert (len(video), video.seconds) == (10, 1.0)
     write_video(video, tmp_path / "video.gif")
     # pictures that do not change are one picture, shown longer
     shown, delays = frames(tmp_path / "video.gif")
-    assert len(shown) == 3
-    assert delays == [100, 100, 800]
+    assert (len(shown), delays) == (3, [100, 100, 800])
 
 
 def test_pictures_of_another_size_or_kind_are_refused() -> None:
@@ -89,8 +86,7 @@ def test_pictures_of_another_size_or_kind_are_refused() -> None:
 
 def watch(rendered: RenderedEnvironment, steps: int, actions: int) -> list[tuple[np.ndarray, bool]]:
     """Pictures of random play, and whether an episode ended with each."""
-    actors = Actors(rendered, CPU)
-    generator = torch.Generator().manual_seed(0)
+    actors, generator = Actors(rendered, CPU), torch.Generator().manual_seed(0)
     actors.reset(3)
     seen = [(rendered.picture.copy(), False)]
     for _ in range(steps):
@@ -116,8 +112,7 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     settings = Settings.for_family("atari", sticky=0.25)
     rendered = make_rendered(identify("pong"), settings)
     assert isinstance(rendered, RenderedAtari)
-    actors = Actors(rendered, CPU)
-    generator = torch.Generator().manual_seed(0)
+    actors, generator = Actors(rendered, CPU), torch.Generator().manual_seed(0)
     frame, _ = actors.reset(5)
     balls = 0
     for t in range(1_200):
@@ -205,8 +200,7 @@ def test_an_episode_can_be_cut_off_and_enlarged(
     assert main(["play", str(catch), *flags]) == 0
     assert "length 5, cut off" in capsys.readouterr().out
     shown, _ = frames(target)
-    assert len(shown) == 6
-    assert shown[0].shape == (720, 720, 3)
+    assert (len(shown), shown[0].shape) == (6, (720, 720, 3))
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,7 @@ def test_uniform_probability_is_one_in_the_eligible_and_more_can_be_drawn_with_r
     sampler: Uniform, device: str
 ) -> None:
     pair = lived(sampler, device)
-    eligible = pair.history.view().eligible()
-    batch = pair.buffer.sample(4)
+    eligible, batch = pair.history.view().eligible(), pair.buffer.sample(4)
     assert batch.probability.dtype == batch.weight.dtype == torch.float32
     assert close(batch.probability, [1 / len(eligible)] * 4, "probability")
     assert batch.weight.tolist() == [1.0] * 4
@@ -131,8 +130,7 @@ def test_proportional_draws_are_proportional_to_the_masses(autoreset: str, setti
 
 def test_stratified_rows_fall_into_their_parts_of_the_mass(device: str) -> None:
     pair, masses = prioritized(EXACT, device, seed=7)
-    ends = dict(zip(masses, accumulate(masses.values()), strict=True))
-    total = sum(masses.values())
+    ends, total = dict(zip(masses, accumulate(masses.values()), strict=True)), sum(masses.values())
     for count in (1, 2, 5, 64, 257):
         for part, key in enumerate(pair.buffer.sample(count).key.tolist()):
             low, high = stratum(part, count, total)
@@ -175,8 +173,7 @@ def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> 
     # step 0 goes; step 1 stays stored, but its stack needs step 0, so 4.0 is the lowest beside the new start's 4.0
     play(pair, ".", fields=FEW)
     batch = pair.buffer.sample(16)
-    assert set(batch.key.tolist()) == {2, 3}
-    assert batch.weight.tolist() == [1.0] * 16
+    assert (set(batch.key.tolist()), batch.weight.tolist()) == ({2, 3}, [1.0] * 16)
 
 
 @statistical

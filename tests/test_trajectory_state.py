@@ -58,8 +58,7 @@ def same(one: TrajectoryReplayBuffer, other: TrajectoryReplayBuffer) -> None:
     assert repr(one.stats()) == repr(other.stats())
     assert (one.added, len(one), one.capacity) == (other.added, len(other), other.capacity)
     keys = readable(one)
-    assert readable(other) == keys
-    assert one.stats().eligible == len(keys)
+    assert (readable(other), one.stats().eligible) == (keys, len(keys))
     if keys:
         equal(one[list(keys)], other[list(keys)])
     count = min(4, len(keys))
@@ -78,12 +77,10 @@ def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, au
     """At every place: in the middle of an episode, of a window, after an ending, with priorities that wait."""
     script = Script(seed=1, calls=60, num_envs=3)
     whole = built(KINDS[name], device, autoreset=autoreset)
-    places = scale([0, 1, 3, 7, 14, 27, 44, 59], [3, 27])
-    saved = 0
+    places, saved = scale([0, 1, 3, 7, 14, 27, 44, 59], [3, 27]), 0
     for place in places:
         script.play(whole, saved, place)
-        saved = place
-        state = whole.state_dict()
+        saved, state = place, whole.state_dict()
         loaded = built(KINDS[name], device, autoreset=autoreset, seed=99)
         # what it held before is forgotten
         Script(seed=2, calls=20, num_envs=3).play(loaded, 0, scale(20, 6))
@@ -103,16 +100,14 @@ def test_loaded_buffer_goes_on_like_one_that_was_never_interrupted(name: str, au
 def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, autoreset: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     script = Script(seed=3, calls=scale(80, 40), num_envs=3)
-    buffer = built(KINDS[name], device, autoreset=autoreset, padding="zero")
-    done = 0
+    buffer, done = built(KINDS[name], device, autoreset=autoreset, padding="zero"), 0
     for place in (7, scale(45, 25)):
         script.play(buffer, done, place)
         done = place
         buffer.save(tmp_path / "checkpoint")
         loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
         assert (loaded.capacity, loaded.num_envs, loaded.seed) == (33, 3, 5)
-        assert {name: loaded.fields[name] for name in FIELDS} == FIELDS
-        assert loaded._config() == buffer._config()
+        assert ({name: loaded.fields[name] for name in FIELDS}, loaded._config()) == (FIELDS, buffer._config())
         same(buffer, loaded)
     equal(script.play(buffer, done, 80), script.play(loaded, done, 80))
     same(buffer, loaded)
@@ -216,8 +211,7 @@ def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> No
         buffer.add(**columns([step | {"final": step} for step in steps], fields))
     buffer.save(tmp_path / "checkpoint")
     loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
-    assert loaded._config() == buffer._config()
-    assert {name: loaded.fields[name] for name in fields} == fields
+    assert (loaded._config(), {name: loaded.fields[name] for name in fields}) == (buffer._config(), fields)
     assert (loaded.sampler, loaded.seed, loaded.capacity) == (sampler, 2**63 + 5, 18)
     for _ in range(3):
         for each in (buffer, loaded):
