@@ -276,23 +276,9 @@ def test_a_new_buffer_is_whole_on_every_stream() -> None:
     assert (buffer.added, int(buffer._storage.times_sampled.sum())) == (300, 100)
 
 
-def test_memory_of_a_buffer_has_no_new_owner_while_another_stream_writes_into_it() -> None:
-    size = 1 << 22
-    buffer = ReplayBuffer(size, NUMBER, device="cuda")
-    rows = torch.zeros(size, dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        busy()
-        buffer.add(n=rows)
-    del buffer
-    gc.collect()
-    owned = [torch.full((size,), 7, dtype=torch.int64, device="cuda") for _ in range(3)]
-    torch.cuda.synchronize()
-    assert all(bool((each == 7).all()) for each in owned)
-
-
-@pytest.mark.parametrize("call", ["add", "update"])
-def test_memory_of_values_has_no_new_owner_before_they_are_read(call: str) -> None:
+@pytest.mark.parametrize("what", ["buffer", "add", "update"])
+def test_memory_has_no_new_owner_while_another_stream_uses_it(what: str) -> None:
+    """Of a buffer that is written into, and of values that are yet to be read."""
     size = 1 << 22
     buffer = ReplayBuffer(size, NUMBER, sampler=EXACT, device="cuda")
     keys = buffer.add(n=torch.arange(size, device="cuda"))
@@ -301,18 +287,24 @@ def test_memory_of_values_has_no_new_owner_before_they_are_read(call: str) -> No
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         busy()
-        if call == "add":
-            buffer.add(n=n)
-        else:
+        if what == "update":
             buffer.update_priorities(keys, priorities)
-    del n, keys, priorities
+        else:
+            buffer.add(n=n)
+    if what == "buffer":
+        del buffer
+        gc.collect()
+    else:
+        del n, keys, priorities
     owned = [torch.full((size,), 5, dtype=dtype, device="cuda") for dtype in (torch.int64, torch.float32) * 2]
     torch.cuda.synchronize()
-    assert len(owned) == 4
-    if call == "add":
+    if what == "buffer":
+        assert all(bool((each == 5).all()) for each in owned)
+    elif what == "add":
         assert bool((buffer._storage.tensors["n"] == 3).all())
     else:
         assert bool((buffer.masses() == 4 << 20).all())
+    assert len(owned) == 4
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
