@@ -107,7 +107,6 @@ def write_kernel(memory: SparseMemory) -> None:
     store = {"x": torch.zeros((SLOTS, 3), dtype=torch.uint8)}
     tree = MassTree(SLOTS, CPU, "triton", high=True)
     put(tree, {SLOTS - 1: 77})
-    assert tree.high is not None
     tree.high[-1] = DIRTY
     rows = torch.arange(1, 13, dtype=torch.uint8).view(4, 3)
     counters = counters_at(7 * SLOTS - 2)
@@ -210,7 +209,6 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     tree = MassTree(SLOTS, CPU, "triton", low=True)
     masses = {slot: 1000 + 7 * row for row, slot in enumerate(PLACES)}
     put(tree, masses)
-    assert tree.low is not None
     # the last program's blocks
     tree.low[-256:] = NO_MASS
     tree.low[-1] = DIRTY

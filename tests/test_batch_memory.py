@@ -57,7 +57,6 @@ def test_an_autograd_graph_holds_what_it_needs() -> None:
     for _ in range(4):
         outputs.tensor("x", (1 << 18,), torch.float32).fill_(5.0)
     loss.backward()
-    assert weight.grad is not None
     assert weight.grad.item() == 2.0 * (1 << 18)
 
 

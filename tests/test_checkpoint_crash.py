@@ -37,7 +37,6 @@ class Saver:
 
     def order(self, *words: object) -> int:
         """Start a child; returns its process id."""
-        assert self.process.stdin is not None
         self.process.stdin.write("\t".join(map(str, words)) + "\n")
         self.process.stdin.flush()
         return int(self.answer("child (\\d+)")[-1])
@@ -53,7 +52,6 @@ class Saver:
         raise AssertionError(f"the saving process ended after {said}")
 
     def close(self) -> None:
-        assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()

@@ -147,7 +147,6 @@ def test_growth_tells_exponentials_from_powers():
     assert growth({n: 3 * 2.0**n for n in sizes}) == (pytest.approx(2), True)
     for other in ({n: float(n) ** 3 for n in sizes}, {n: 1.01**n for n in sizes}):
         found = growth(other)
-        assert found is not None
         assert not found[1]
     assert growth({2: 1.0, 3: 2.0, 4: 4.0}) is None
 

@@ -20,7 +20,6 @@ PAGES = ["README.md", "gpu_replay/README.md", "gpu_replay/GUIDE.md", "gpu_replay
 def block(page: str, language: str, after: str = "") -> str:
     """The first code block of a language below a text."""
     match = re.search(rf"```{language}\n(.*?)```", page[page.index(after) :], re.DOTALL)
-    assert match is not None
     return match[1]
 
 

@@ -34,7 +34,6 @@ class Buffer(TrajectoryReplayBuffer):
 def numbers(folder: Path) -> tuple[int, int]:
     """The step that the state tells of, and the one that the buffer does."""
     saved = latest(folder)
-    assert saved is not None
     assert saved.replay is not None
     return int(saved.state()["inner"]["step"]), int((saved.replay / "number").read_text())
 

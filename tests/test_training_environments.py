@@ -48,7 +48,6 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> Non
             assert (step.obs[env].tolist() == expected) != ended
             if ended:
                 over.add(env)
-                assert step.final_obs is not None
                 assert step.final_obs[env].tolist() == expected
                 # a new episode starts near zero
                 assert step.obs[env].abs().max() <= 0.05
@@ -153,7 +152,6 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
         before = step.obs
     (row,) = ended.nonzero()[:1, 0].tolist()
     assert abs(score[row]) == 21
-    assert step.final_obs is not None
     # the last frame is of the old game: it shows both paddles, the new one starts with an empty field
     assert not torch.equal(step.obs[row], step.final_obs[row])
     assert (step.final_obs[row] != before[row]).float().mean() < 0.1

@@ -83,7 +83,6 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
 def test_a_captured_run_is_an_eager_run() -> None:
     changes = {"device": CUDA, "learning_rate_end": 1e-4, "target_every": 7}
     graph, eager = (advanced(80, graph=graph, **changes) for graph in (True, False))
-    assert graph._learning_step is not None
     assert graph._learning_step.captured
     assert eager._learning_step is None
     assert graph.agent.updates == eager.agent.updates == 2 * (80 - 13)
@@ -98,7 +97,6 @@ def test_a_captured_run_is_an_eager_run() -> None:
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate() -> None:
     found = advanced(30, device=CUDA)
-    assert found._learning_step is not None
     assert found._learning_step.captured
     found.agent.set_learning_rate(0.0)
     before = {name: weight.clone() for name, weight in found.agent.online.state_dict().items()}

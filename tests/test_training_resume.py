@@ -55,7 +55,6 @@ def train(folder: Path, arguments: list[str], looks: int | None = None) -> int:
 def final_state(folder: Path) -> dict[str, Tensor]:
     """Everything in the last checkpoint, the replay buffer included, but for times."""
     saved = latest(folder / "checkpoint")
-    assert saved is not None
     # the names in checkpoints stay, so that runs of earlier versions can be resumed
     assert saved.values.keys() == {"settings", "wall_seconds", "trainer", "examiner", "recorder"}
     _, tensors = flatten(saved.state())
@@ -196,14 +195,12 @@ def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, [*CATCH, "--no-checkpoint-replay"], 60) == 130
     saved = latest(folder / "checkpoint")
-    assert saved is not None
     assert saved.replay is None
     before = saved.state()["trainer"]
     updates, done = before["agent"]["updates"], before["step"] // 32
     assert updates > 0
     assert train(folder, ["train", "--resume"]) == 0
     saved = latest(folder / "checkpoint")
-    assert saved is not None
     after = saved.state()["trainer"]
     # of the steps that follow 19 fill the new buffer: a warm-up of 500, and windows of three
     assert after["added"] == (94 - done) * 32

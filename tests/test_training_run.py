@@ -48,7 +48,6 @@ def test_catch_is_learned() -> None:
     assert events.rows[1]["return_mean"] < -0.2
     assert events.rows[-1]["return_mean"] >= 0.9
     final = trainer.evaluator.final()
-    assert final is not None
     assert final.return_mean >= 0.9
     assert final.episodes == 256
     assert events.rows[-1]["td_error"] < 0.5
@@ -70,7 +69,6 @@ def test_a_solved_environment_ends_the_run_and_can_be_told_not_to(monkeypatch: p
         trainer, events, ended = train(steps=3_000, eval_every=2_000, eval_episodes=64, early_stop=early_stop)
         assert ended == reason
         assert len(events.evaluations) == (1 if early_stop else 2)
-        assert trainer.evaluator.best is not None
         assert trainer.evaluator.best.solved
 
 
@@ -215,7 +213,6 @@ def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None
     evaluator = Evaluator(Catch(32, CPU), settings, device=CPU, seed=3, stop=StopRequest())
     evaluator.evaluate(network, 0)
     final = evaluator.final()
-    assert final is not None
     assert final.return_mean == pytest.approx(summary["eval_return_mean"])
 
 
