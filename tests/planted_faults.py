@@ -39,6 +39,7 @@ SLOW = (*DEFAULT, "--full", "-m", "slow")
 LIBRARIES = ("torch", "scipy.stats", "numba", "triton", "gymnasium")
 # a fault can make a loop endless; that is noticed as well
 MOST_SECONDS = 900
+TIMEOUT, CRASH = "a timeout", "a crash"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def run_tests(folder: Path, arguments: Sequence[str], output: Path) -> None:
 
 
 def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
-    """The first test that fails in a copy; "timeout" where they do not end."""
+    """The first test that fails in a copy; "a timeout" where they do not end, "a crash" where that is how they end."""
     output = folder / "output.txt"
     # forked, so that the libraries are not imported for every fault
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
@@ -98,9 +99,11 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     process.join(MOST_SECONDS)
     if process.is_alive():
         process.kill()
-        return "timeout"
+        return TIMEOUT
     if process.exitcode == 0:
         return None
+    if process.exitcode is not None and process.exitcode < 0:
+        return CRASH
     text = output.read_text()
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     if found is None:
@@ -129,7 +132,7 @@ def plant(fault: Fault, full: bool) -> Outcome:
 
 def check_without_faults(outcomes: Sequence[Outcome]) -> None:
     """Raise RuntimeError if a test that caught a fault fails without any as well."""
-    tests = {each.caught_by for each in outcomes if each.caught_by not in (None, "timeout")}
+    tests = {each.caught_by for each in outcomes if each.caught_by not in (None, TIMEOUT, CRASH)}
     with tempfile.TemporaryDirectory() as name:
         copy_to(Path(name))
         if tests and (failed := first_failure(Path(name), sorted(filter(None, tests)))):
