@@ -10,6 +10,8 @@ import pytest
 from gpu_replay.bench import main, timing
 from gpu_replay.bench.record import Environment, Record
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 ENVIRONMENT = Environment(
     device="cpu",
     cpu="Test CPU",
@@ -57,7 +59,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+def quicker(monkeypatch: Patch) -> None:
     """Trials of five calls each, without a collection of the whole heap before each measurement."""
     monkeypatch.setattr(main, "QUICK", timing.Plan(warmup=0, seconds=0, fewest=5, most=5))
     monkeypatch.setattr(timing.gc, "collect", int)

@@ -80,23 +80,12 @@ def test_small_arrays_are_not_kept() -> None:
 
 
 def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> None:
-    buffer = TrajectoryReplayBuffer(
-        2_000,
-        4,
-        {"obs": Field((42, 42), torch.uint8), "action": Field((), torch.float32)},
-        stack=4,
-        sampler=Uniform(),
-        device="cpu",
-    )
-    random, nothing = np.random.default_rng(0), np.zeros(4, dtype=bool)
+    fields = {"obs": Field((42, 42), torch.uint8), "action": Field((), torch.float32)}
+    buffer = TrajectoryReplayBuffer(2_000, 4, fields, stack=4, sampler=Uniform(), device="cpu")
+    random, zeros, nothing = np.random.default_rng(0), np.zeros(4, np.float32), np.zeros(4, dtype=bool)
     for _ in range(500):
-        buffer.add(
-            obs=random.integers(0, 256, (4, 42, 42)).astype(np.uint8),
-            action=np.zeros(4, np.float32),
-            reward=np.zeros(4, np.float32),
-            terminated=nothing,
-            truncated=nothing,
-        )
+        obs = random.integers(0, 256, (4, 42, 42)).astype(np.uint8)
+        buffer.add(obs=obs, action=zeros, reward=zeros, terminated=nothing, truncated=nothing)
     kept = [buffer.sample(128) for _ in range(3)]
     copies = copy.deepcopy([(batch.obs, batch.next_obs) for batch in kept])
     # only a part of the last one is still held: its other half shares the memory

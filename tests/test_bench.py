@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, cells, quicker, record
+from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
 from torch import Tensor
 
 from gpu_replay.bench import main as commands
@@ -184,7 +184,7 @@ def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
         check(wrong, "wrong")
 
 
-def test_the_index_alone_keeps_its_total_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_alone_keeps_its_total_exact(monkeypatch: Patch) -> None:
     subject = IndexSubject(1000)
     fill(subject, 1000, CPU, rounds=8)
     assert subject.wrong() == []
@@ -195,7 +195,7 @@ def test_the_index_alone_keeps_its_total_exact(monkeypatch: pytest.MonkeyPatch) 
     assert "the total mass is 1, its leaves sum to" in subject.wrong()[0]
 
 
-def test_a_missing_peer_is_skipped_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peer_is_skipped_with_the_way_to_install_it(monkeypatch: Patch) -> None:
     monkeypatch.setitem(subjects.PEERS, "absent", Peer("absent_buffer", "absent-library"))
     with pytest.raises(MissingPeer, match=r"absent skipped: .*pip install absent-library"):
         make_peer("absent", Task(100, 8))
@@ -222,9 +222,8 @@ def test_the_best_baseline_is_the_fastest_on_the_same_machine() -> None:
 
 
 def test_a_table_is_aligned_markdown() -> None:
-    assert tables.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == (
-        "| case   |    µs |\n| ------ | ----: |\n| a      | 1,234 |\n| longer |     5 |"
-    )
+    aligned = "| case   |    µs |\n| ------ | ----: |\n| a      | 1,234 |\n| longer |     5 |"
+    assert tables.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == aligned
     numbers = [tables.number(value) for value in (0.1234, 9.876, 12.34, 1234.5)]
     assert numbers == ["0.12", "9.88", "12.3", "1,234"]
 
@@ -297,9 +296,7 @@ def test_marked_places_are_renewed_and_nothing_else() -> None:
 # the command
 
 
-def test_bench_cpu_measures_records_and_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     quicker(monkeypatch)
     file, document = tmp_path / "cpu.jsonl", tmp_path / "PAGE.md"
     threads = torch.get_num_threads()
@@ -331,13 +328,10 @@ def test_bench_cpu_measures_records_and_prints(
     assert "## memory" in capsys.readouterr().out
 
 
-def test_bench_peers_measures_those_there_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     quicker(monkeypatch)
-    monkeypatch.setattr(
-        peers_suite, "QUICK", peers_suite.Sizes((1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=())
-    )
+    sizes = peers_suite.Sizes((1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=())
+    monkeypatch.setattr(peers_suite, "QUICK", sizes)
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
     assert commands.main(arguments) == 0
@@ -361,9 +355,7 @@ def test_bench_peers_measures_those_there_are(
         (["plot", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),
     ],
 )
-def test_a_run_that_cannot_be_made_says_why_in_one_line(
-    arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_made_says_why(arguments: list[str], status: int, message: str, capsys: Capture) -> None:
     if arguments[0] == "plot":
         pytest.importorskip("matplotlib")
     assert commands.main(arguments) == status
@@ -381,7 +373,7 @@ def test_a_run_that_cannot_be_made_says_why_in_one_line(
         *(["kernels", "--n-max", value] for value in ("0", "-1", "1.5", "many", "inf")),
     ],
 )
-def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         commands.main(arguments)
     assert (ended.value.code, len(capsys.readouterr().err.strip().splitlines())) == (2, 1)
@@ -389,7 +381,7 @@ def test_bad_arguments_end_with_2_and_one_line(arguments: list[str], capsys: pyt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("command", ["gpu", "kernels --device cuda", "peers --device cuda"])
-def test_what_needs_a_gpu_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_gpu_says_so(command: str, capsys: Capture) -> None:
     assert commands.main(command.split()) == 1
     assert f"bench {command} needs a CUDA or ROCm device" in capsys.readouterr().err
 

@@ -28,9 +28,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def steps(folder: Path, part: str, **ended: int) -> None:
-    lines = [
-        json.dumps({"part": part, "step": step, "status": each, "seconds": 9, **STEP}) for step, each in ended.items()
-    ]
+    kept = {"part": part, "seconds": 9, **STEP}
+    lines = [json.dumps({"step": step, "status": each, **kept}) for step, each in ended.items()]
     (folder / f"{part}.steps.jsonl").write_text("\n".join(lines) + "\n")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, cells, quicker, record
+from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
 
 from gpu_replay.bench import kernel_checks, kernels, plots, report, results
 from gpu_replay.bench import main as commands
@@ -165,7 +165,7 @@ def run() -> Run:
     return Run("kernels", CPU, plan, ENVIRONMENT, 1e9, False, versions={}, failed_tests=[])
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def replaced(monkeypatch: Patch, **changes: Any) -> None:
     monkeypatch.setitem(KERNELS, "prefix-sum", replace(KERNELS["prefix-sum"], **changes))
 
 
@@ -179,7 +179,7 @@ def measured(case: KernelCase) -> list[Record]:
 
 
 @pytest.fixture(autouse=True)
-def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_caches(monkeypatch: Patch) -> None:
     quicker(monkeypatch)
     monkeypatch.setattr(kernels, "flush_bytes", lambda device: 4096)
 
@@ -192,7 +192,7 @@ def test_a_record_says_how_it_was_made() -> None:
     assert (measured(KernelCase("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
 
 
-def test_wrong_answers_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_answers_are_not_measured(monkeypatch: Patch, capsys: Capture) -> None:
     case = KernelCase("prefix-sum", 1000, 0)
     replaced(monkeypatch, baselines={"cumsum": wrong_work})
     assert [each.implementation for each in measured(case)] == [OURS]
@@ -202,9 +202,7 @@ def test_wrong_answers_are_not_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         measured(case)
 
 
-def test_what_does_not_fit_is_skipped_with_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_skipped_with_a_word(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
     assert measured(KernelCase("rank-draw", 10**8, 32)) == []
     assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
@@ -215,9 +213,7 @@ def test_what_does_not_fit_is_skipped_with_a_word(
 
 
 @pytest.mark.slow
-def test_bench_kernels_measures_records_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_kernels_measures_records_and_draws(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
     file = tmp_path / "kernels.jsonl"
@@ -247,9 +243,8 @@ def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
         kernel(implementation="cumsum + searchsorted", median=1.0, timing="events"),
     ]
     assert best_baseline(found[0], found) == found[2]
-    assert cells(kernels_table(found).splitlines()[2]) == [
-        *("draw", "10k", "32", "100", "200 (multinomial)", "2.00x", "25.0%")
-    ]
+    line = cells(kernels_table(found).splitlines()[2])
+    assert line == ["draw", "10k", "32", "100", "200 (multinomial)", "2.00x", "25.0%"]
 
 
 def test_a_machine_without_records_is_told_the_command() -> None:
@@ -262,16 +257,14 @@ def test_a_machine_without_records_is_told_the_command() -> None:
     assert report.section("kernels-cpu", gpu).startswith("Not measured yet")
 
 
-def test_kernel_records_are_found_and_trials_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_path: Path) -> None:
     for root in (tmp_path, None):
         monkeypatch.setattr(results, "checkout", lambda root=root: root)
         monkeypatch.chdir(tmp_path)
         for name in ("kernels-cpu", "kernels-test-gpu", "kernels-cpu-quick"):
             results.write(results.default_file(name), [kernel()])
-        assert [file.stem.split("bench-")[-1] for file in results.recorded_files()] == [
-            "kernels-cpu",
-            "kernels-test-gpu",
-        ]
+        recorded = [file.stem.split("bench-")[-1] for file in results.recorded_files()]
+        assert recorded == ["kernels-cpu", "kernels-test-gpu"]
     assert results.device_slug(CPU) == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (test)")
     assert results.device_slug(torch.device("cuda")) == "nvidia-h200-test"
@@ -292,9 +285,7 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     assert plots.draw([], tmp_path / "none") == []
 
 
-def test_plots_without_matplotlib_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert commands.main(["plot"]) == 1
     assert "pip install 'gpu-replay[training]'" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_records import Capture, Patch
 from torch import Tensor
 
 from gpu_replay.bench import peers_suite
@@ -131,9 +132,7 @@ def test_a_library_that_mixes_rows_up_is_refused(stacks: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, modules in LIBRARIES.items() if modules])
-def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(name: str, monkeypatch: Patch) -> None:
     for module in [found for found in sys.modules if found.startswith(LIBRARIES[name][-1])]:
         monkeypatch.delitem(sys.modules, module)
     for module in LIBRARIES[name]:
@@ -228,7 +227,7 @@ def test_every_part_has_those_that_can_do_it() -> None:
     assert "update/N=1M/B=4096" in {case.name for part in on_gpu for case in part.cases}
 
 
-def test_what_is_missing_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_said_once(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "cpprb", None)
     with Progress(1, "test") as progress:
         found = peers_suite.available(["cpprb", "python_sum_tree"], CPU, progress)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_records import quicker
+from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import storage
@@ -50,9 +50,7 @@ def test_a_broken_layout_is_not_measured(broken: Callable[[int], Layout], wrong:
         storage.check("broken", broken)
 
 
-def test_the_command_records_every_part_of_every_layout(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_records_every_part_of_every_layout(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(storage, "QUICK", storage.Sizes(capacity=100, insertions=256, chunk=128, batches=4, batch=5))
     quicker(monkeypatch)
     output = tmp_path / "storage.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_records import quicker
+from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import test_gate
@@ -32,10 +32,8 @@ def test_every_operation_names_tests_that_are_there() -> None:
             functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
             assert any(each.startswith("test_") for each in functions)
             assert not name or name in functions
-    assert test_gate.selection(["draw", "update", "draw"], CPU) == [
-        *test_gate.TESTS["draw"],
-        *test_gate.TESTS["update"],
-    ]
+    both = [*test_gate.TESTS["draw"], *test_gate.TESTS["update"]]
+    assert test_gate.selection(["draw", "update", "draw"], CPU) == both
     assert "tests/test_gpu.py" in test_gate.selection(["draw"], torch.device("cuda"))
     # on a GPU only tests marked gpu are run, so every operation that is measured there must have some
     on_cpu = {"index", "memory", "storage-one", "storage-blocks", "storage-batches"}
@@ -47,7 +45,7 @@ def test_every_operation_names_tests_that_are_there() -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A checkout of one operation, "draw", held by one file of tests; a cache of its own."""
     for folder in ("gpu_replay", "kernels", "bench", "tests"):
         (tmp_path / folder).mkdir()
@@ -60,7 +58,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: Patch) -> None:
     (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\ndef test_good():\n    pass\n")
     # a file that cannot be collected does not stop the others
     (checkout / "tests" / "test_broken.py").write_text("import no_such_module\n")
@@ -79,7 +77,7 @@ def test_tests_that_cannot_be_run_refuse(checkout: Path) -> None:
     assert not (checkout / "cache").exists()
 
 
-def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: Patch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(test_gate, "run", lambda root, tests, marks: ran.append(tests) or [])
     for changed in (None, "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
@@ -99,16 +97,14 @@ def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: pytest.M
     assert ([test_gate.failed_tests(["draw"], CPU) for _ in range(2)], len(ran)) == ([[], []], 8)
 
 
-def test_without_tests_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_tests_nothing_is_claimed(monkeypatch: Patch, tmp_path: Path) -> None:
     for root in (None, tmp_path):
         monkeypatch.setattr(test_gate, "checkout", lambda root=root: root)
         assert test_gate.failed_tests(["draw"], CPU) is None
 
 
 @pytest.mark.parametrize("suite", ["cpu", "frames", "peers", "storage", "kernels"])
-def test_every_suite_asks_for_its_tests(
-    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_suite_asks_for_its_tests(suite: str, monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     asked: list[str] = []
 
     def refuses(operations: list[str], device: torch.device) -> None:
@@ -124,9 +120,7 @@ def test_every_suite_asks_for_its_tests(
     assert set(asked) <= set(test_gate.TESTS)
 
 
-def test_records_name_the_tests_that_fail(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_name_the_tests_that_fail(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     quicker(monkeypatch)
     monkeypatch.setattr(commands, "Plan", lambda: commands.QUICK)
     monkeypatch.setattr(commands, "copy_bandwidth", lambda device: 1e9)

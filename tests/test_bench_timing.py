@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, record
+from bench_records import ENVIRONMENT, GPU, Capture, Patch, record
 
 from gpu_replay.bench import runner, timing
 from gpu_replay.bench.cases import Case
@@ -27,7 +27,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 class Driver:
     """Stands for CUDA: logs what is called, and whether a capture is under way."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool) -> None:
+    def __init__(self, monkeypatch: Patch, *, refuses: bool) -> None:
         self.log: list[str] = []
         self.refuses, self.inside = refuses, False
         stream = SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
@@ -53,7 +53,7 @@ class Driver:
             raise RuntimeError("operation not permitted when stream is capturing\nand more that is not shown")
 
 
-def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(monkeypatch: Patch) -> None:
     cuda = Driver(monkeypatch, refuses=False)
     replay = captured(lambda: cuda.log.append("call"), CUDA, 4)
     assert cuda.log == ["side stream", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
@@ -63,13 +63,13 @@ def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(monkeypatc
     assert cuda.log == ["replay", "replay"]
 
 
-def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: Patch) -> None:
     Driver(monkeypatch, refuses=True)
     with pytest.raises(NotCaptured, match=r"^operation not permitted when stream is capturing$"):
         captured(lambda: None, CUDA, 1)
 
 
-def fixed_clock(monkeypatch: pytest.MonkeyPatch, nanoseconds: int) -> None:
+def fixed_clock(monkeypatch: Patch, nanoseconds: int) -> None:
     """Every call takes the same time."""
 
     def clock(call: Callable[[], object], prepare: Callable[[], object], repetitions: int) -> np.ndarray:
@@ -83,7 +83,7 @@ def fixed_clock(monkeypatch: pytest.MonkeyPatch, nanoseconds: int) -> None:
     monkeypatch.setattr(timing.gc, "collect", int)
 
 
-def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: Patch) -> None:
     fixed_clock(monkeypatch, 8_000)
     plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
     found = measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU, calls=4)
@@ -106,9 +106,7 @@ def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1, flush: int = 
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_call_is_replayed_or_else_timed_by_events(
-    refuses: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_is_replayed_or_else_timed_by_events(refuses: bool, monkeypatch: Patch, capsys: Capture) -> None:
     cuda = Driver(monkeypatch, refuses=refuses)
     fixed_clock(monkeypatch, 250_000)
 
@@ -133,7 +131,7 @@ def test_a_call_is_replayed_or_else_timed_by_events(
         assert cuda.log[-4:] == ["sleep", "replay"] * 2
 
 
-def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(monkeypatch: Patch) -> None:
     cuda = Driver(monkeypatch, refuses=False)
     monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
     for flush, calls in ((0, CALLS_PER_GRAPH), (4096, 1)):
@@ -144,7 +142,7 @@ def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(monkey
             assert cuda.log[cuda.log.index("capture") :].count("call") == calls
 
 
-def test_several_implementations_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
     log: list[str] = []
 
     def watched(call: Callable[[], object], *, plan: Plan, **arguments: Any) -> Timing:
@@ -158,7 +156,7 @@ def test_several_implementations_are_interleaved(monkeypatch: pytest.MonkeyPatch
     assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
 
 
-def test_a_flush_is_twice_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
     properties = SimpleNamespace(L2_cache_size=50 * 2**20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert flush_bytes(CUDA) == 100 * 2**20

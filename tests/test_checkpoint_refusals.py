@@ -21,6 +21,8 @@ from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import save_lock
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.mark.parametrize(
     ("manifest", "tensors", "error", "message"),
@@ -96,9 +98,7 @@ def test_a_hidden_folder_with_other_contents_is_left_alone(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("existing", [True, False], ids=["existing", "first"])
 @pytest.mark.parametrize("failing", range(4))
-def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool, failing: int
-) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: Patch, existing: bool, failing: int) -> None:
     path = tmp_path / "c"
     if existing:
         saved(path)
@@ -119,7 +119,7 @@ def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(
     assert os.listdir(tmp_path) == (["c"] if existing else [])
 
 
-def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
     with pytest.raises(OSError, match=r"\d+ bytes are needed and 100 are free"):
         saved(tmp_path / "c")
@@ -147,7 +147,7 @@ except OSError as error:
     read_everything(tmp_path / "c")
 
 
-def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
 
@@ -161,9 +161,7 @@ def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names the descriptors through /proc")
-def test_every_piece_is_on_the_disk_before_the_manifest_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_piece_is_on_the_disk_before_the_manifest_names_it(tmp_path: Path, monkeypatch: Patch) -> None:
     saved(tmp_path / "c")
     old = [piece.name for piece in pieces_of(tmp_path / "c")]
     log: list[str] = []

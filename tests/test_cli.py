@@ -14,11 +14,13 @@ import torch
 from gpu_replay import Field, Proportional, ReplayBuffer, Uniform, __version__
 from gpu_replay.cli import main
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Outcomes = dict[str, tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("gymnasium", "ale_py", "tqdm", "matplotlib", "tensorboard", "safetensors")
 
 
-def one_line_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+def one_line_of(capsys: Capture, arguments: list[str]) -> tuple[int, str]:
     """Exit code and the one line on standard error, of which there must be exactly one."""
     try:
         code = main(arguments)
@@ -35,7 +37,7 @@ COMMANDS = ("--help", "train --help", "info", "train catch", "train CartPole-v1"
 
 
 @pytest.fixture(scope="module")
-def without_extras() -> dict[str, tuple[int, str, str]]:
+def without_extras() -> Outcomes:
     """Exit code, output and errors of some commands in a Python that has none of the optional packages."""
     program = f"""
 import contextlib, io, json, sys
@@ -57,16 +59,14 @@ print(json.dumps(found))
     return {command: (code, out, err) for command, (code, out, err) in json.loads(done.stdout).items()}
 
 
-def test_help_works_without_extras_and_names_every_command(without_extras: dict[str, tuple[int, str, str]]) -> None:
+def test_help_works_without_extras_and_names_every_command(without_extras: Outcomes) -> None:
     code, out, err = without_extras["--help"]
     assert (code, err) == (0, "")
     for command in ("train", "bench", "estimate", "info"):
         assert f"    {command} " in out
 
 
-def test_help_of_train_works_without_extras_and_explains_interruption(
-    without_extras: dict[str, tuple[int, str, str]],
-) -> None:
+def test_help_of_train_works_without_extras_and_explains_interruption(without_extras: Outcomes) -> None:
     code, out, err = without_extras["train --help"]
     assert (code, err) == (0, "")
     for flag in ("steps", "max-seconds", "seed", "device", "output", "n-step", "sampler", "no-early-stop"):
@@ -74,16 +74,14 @@ def test_help_of_train_works_without_extras_and_explains_interruption(
     assert "130" in out
 
 
-def test_info_works_without_extras(without_extras: dict[str, tuple[int, str, str]]) -> None:
+def test_info_works_without_extras(without_extras: Outcomes) -> None:
     code, out, err = without_extras["info"]
     assert (code, err) == (0, "")
     assert __version__ in out
 
 
 @pytest.mark.parametrize("environment", ["catch", "CartPole-v1", "pong"])
-def test_missing_extras_are_named_with_the_command_that_brings_them(
-    without_extras: dict[str, tuple[int, str, str]], environment: str
-) -> None:
+def test_missing_extras_are_named_with_the_command_that_brings_them(without_extras: Outcomes, environment: str) -> None:
     code, out, err = without_extras[f"train {environment}"]
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
@@ -120,9 +118,7 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(
         (["info", "--loud"], "unrecognized arguments: --loud"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_two(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], message: str, capsys: Capture, tmp_path: Path) -> None:
     if arguments[:1] == ["train"] and len(arguments) > 2:
         for name in ("tqdm", "matplotlib", "safetensors"):
             pytest.importorskip(name)
@@ -140,48 +136,32 @@ def training_extras() -> None:
 
 
 @pytest.mark.usefixtures("training_extras")
-def test_an_unknown_environment_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, line = one_line_of(capsys, ["train", "CartPoel-v1", "--output", str(tmp_path / "run")])
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ("CartPoel-v1", ["unknown environment 'CartPoel-v1'. Did you mean CartPole-v1"]),
+        ("Pendulum-v1", ["this agent needs Discrete ones"]),
+        ("catch --device cuda", ["--device: device 'cuda': torch finds no CUDA device here"]),
+        ("catch --output {there}/file/run", ["cannot be written: Not a directory"]),
+        ("catch --device cpu --capacity 2e9", ["the buffer needs", "Lower --capacity"]),
+    ],
+    ids=["unknown environment", "unusable environment", "no GPU", "output", "buffer"],
+)
+def test_training_that_cannot_begin_is_one_line(
+    arguments: str, parts: list[str], capsys: Capture, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    if "cuda" in arguments:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "file").write_text("in the way")
+    words = arguments.format(there=tmp_path).split()
+    code, line = one_line_of(capsys, ["train", "--output", str(tmp_path / "run"), *words])
     assert code == 2
-    assert "unknown environment 'CartPoel-v1'. Did you mean CartPole-v1" in line
+    assert [part for part in parts if part not in line] == []
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("training_extras")
-def test_an_unusable_environment_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, line = one_line_of(capsys, ["train", "Pendulum-v1", "--output", str(tmp_path)])
-    assert code == 2
-    assert "this agent needs Discrete ones" in line
-
-
-@pytest.mark.usefixtures("training_extras")
-def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, line = one_line_of(capsys, ["train", "catch", "--device", "cuda"])
-    assert code == 2
-    assert "--device: device 'cuda': torch finds no CUDA device here" in line
-
-
-@pytest.mark.usefixtures("training_extras")
-def test_an_output_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    code, line = one_line_of(capsys, ["train", "catch", "--output", str(tmp_path / "file" / "run")])
-    assert code == 2
-    assert "cannot be written: Not a directory" in line
-
-
-@pytest.mark.usefixtures("training_extras")
-def test_a_buffer_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, line = one_line_of(
-        capsys, ["train", "catch", "--device", "cpu", "--capacity", "2e9", "--output", str(tmp_path)]
-    )
-    assert code == 2
-    assert "the buffer needs" in line
-    assert "Lower --capacity" in line
-
-
-@pytest.mark.usefixtures("training_extras")
-def test_a_run_is_not_written_over_another_unless_asked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_is_not_written_over_another_unless_asked(capsys: Capture, tmp_path: Path) -> None:
     arguments = ["train", "catch", "--device", "cpu", "--steps", "64", "--eval-episodes", "4"]
     arguments += ["--output", str(tmp_path)]
     assert main(arguments) == 0
@@ -198,7 +178,7 @@ def test_a_run_is_not_written_over_another_unless_asked(capsys: pytest.CaptureFi
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_estimate_agrees_with_the_buffer_it_describes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
     arguments = ["estimate", "--device", "cpu", "--capacity", "1000", "--field", "obs=4x3:uint8"]
     arguments += ["--field", "action=int64", "--field", "reward=:float32"]
     fields = {"obs": Field((4, 3), torch.uint8), "action": Field((), torch.int64), "reward": Field((), torch.float32)}
@@ -213,12 +193,11 @@ def test_estimate_agrees_with_the_buffer_it_describes(capsys: pytest.CaptureFixt
         parts = sum(size for part, size in table.items() if part != "total")
         assert table["total"] == parts
         # the buffer also counts a few bytes that do not grow with the capacity
-        assert table["total"] == pytest.approx(
-            ReplayBuffer(1_000, fields, sampler=sampler, device="cpu").nbytes, rel=0.1
-        )
+        held = ReplayBuffer(1_000, fields, sampler=sampler, device="cpu").nbytes
+        assert table["total"] == pytest.approx(held, rel=0.1)
 
 
-def test_estimate_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_of_environments(capsys: Capture) -> None:
     pytest.importorskip("gymnasium")
     assert main(["estimate", "--device", "cpu", "--capacity", "1_000", "--env", "CartPole-v1"]) == 0
     out = capsys.readouterr().out
@@ -228,7 +207,7 @@ def test_estimate_of_environments(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.split()[:2] == ["obs", "1,440"] for line in capsys.readouterr().out.splitlines())
 
 
-def test_info_names_versions_devices_and_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_versions_devices_and_code(capsys: Capture) -> None:
     assert main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["gpu_replay"], lines["torch"]) == (__version__, torch.__version__)
@@ -237,7 +216,7 @@ def test_info_names_versions_devices_and_code(capsys: pytest.CaptureFixture[str]
     assert lines["default"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def test_bench_hands_over_to_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_hands_over_to_the_benchmarks(monkeypatch: Patch) -> None:
     import gpu_replay.bench.main as bench
 
     seen: list[list[str]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,19 +11,10 @@ import pytest
 import torch
 from devices import host_only, thinned
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Hindsight,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops import _backend, numpy_loops
 from gpu_replay.ops.counters import Counter
+from gpu_replay.samplers import Combined, LinearSchedule, Proportional, RankBased, Uniform
 
 pytestmark = [host_only, pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed")]
 FIELDS = {
@@ -134,13 +126,7 @@ def test_transitions_are_the_same(both: Any, sampler: Any, capacity: int) -> Non
         check_batches(*(buffer[[buffer.added - 1]] for buffer in buffers))
 
 
-STREAMS: dict[str, Any] = {
-    "strata": SAMPLERS["strata"],
-    "extremes": SAMPLERS["extremes"],
-    "combined": SAMPLERS["combined"],
-    "uniform": Uniform(),
-    "rank": RankBased(alpha=1.0),
-}
+STREAMS = {name: SAMPLERS[name] for name in ("strata", "extremes", "combined", "uniform", "rank")}
 
 
 GOALS = ("observation", "achieved_goal", "desired_goal")
@@ -165,28 +151,12 @@ def test_streams_are_the_same(both: Any, name: str, mode: Any, padding: Any) -> 
         relabel = None
         if hindsight:
             n_step = 1
-            fields = {f"obs.{name}": field for name, field in zip(GOALS, (fields["obs"], GOAL, GOAL), strict=True)} | {
-                "action": fields["action"]
-            }
+            obs, *goals = (f"obs.{name}" for name in GOALS)
+            fields = {obs: fields["obs"], **dict.fromkeys(goals, GOAL), "action": fields["action"]}
             relabel = Hindsight("achieved_goal", "desired_goal", reward_fn=reached)
-        make = {
-            "num_envs": envs,
-            "stack": stack,
-            "n_step": n_step,
-            "gamma": 0.9,
-            "autoreset": mode,
-            "padding": padding,
-            "sampler": sampler,
-            "relabel": relabel,
-            "random_shift": 0,
-            "device": "cpu",
-            "seed": case,
-        }
-        buffers = both(
-            lambda make=make, fields=fields, steps=steps: TrajectoryReplayBuffer(
-                steps * make["num_envs"], fields=fields, **make
-            )
-        )
+        make = {"stack": stack, "n_step": n_step, "gamma": 0.9, "autoreset": mode, "padding": padding}
+        make |= {"sampler": sampler, "relabel": relabel, "random_shift": 0, "device": "cpu", "seed": case}
+        buffers = both(functools.partial(TrajectoryReplayBuffer, steps * envs, envs, fields, **make))
         end = (0.0, 0.01, 0.05, 0.3)[case % 4]
         for turn in range(3 * steps):
             values = {

@@ -61,11 +61,7 @@ def test_ranks_of_a_hand_worked_buffer(device: str) -> None:
 def test_equal_priorities_go_by_key_and_not_by_slot(device: str) -> None:
     buffer = make(5, RankBased(alpha=1.0), device=device)
     # keys 5 to 7 take the slots 0 to 2 and enter with the largest priority ever given
-    for given, order in (
-        ([2.0, 1.0, 2.0, 2.0, 2.0], [0, 2, 3, 4, 1]),
-        (None, [3, 4, 5, 6, 7]),
-        ([2.0], [4, 5, 6, 7, 8]),
-    ):
+    for given, order in (([2, 1, 2, 2, 2], [0, 2, 3, 4, 1]), (None, [3, 4, 5, 6, 7]), ([2], [4, 5, 6, 7, 8])):
         fill(buffer, 3 if given is None else len(given), priority=given)
         check_ranks(buffer, order)
 
@@ -79,9 +75,8 @@ def test_new_transitions_enter_as_initial_says(initial: Any, order: list[int], d
     fill(buffer, 1)
     buffer.update_priorities(torch.tensor([1]), torch.tensor([5.0]))
     check_ranks(buffer, order)
-    assert close(
-        buffer.stats().mean_priority, (6.0 + {"running": 8.0, "stored": 4.0}.get(initial, 2.0)) / 3, "statistic"
-    )
+    entered = {"running": 8.0, "stored": 4.0}.get(initial, 2.0)
+    assert close(buffer.stats().mean_priority, (6.0 + entered) / 3, "statistic")
 
 
 def test_every_number_that_is_a_priority_has_its_place(device: str) -> None:
@@ -141,7 +136,7 @@ def test_independent_draws_of_one_call_do_not_depend_on_each_other(device: str) 
 
 
 @pytest.mark.parametrize("alpha, keys, chance", [(0.0, ORDER, 0.125), (50.0, [5] * 8, 1.0)])
-def test_without_alpha_all_are_alike_and_with_a_large_one_only_the_first_is_drawn(
+def test_alpha_zero_is_uniform_and_a_large_one_is_greedy(
     alpha: float, keys: list[int], chance: float, device: str
 ) -> None:
     batch = given(RankBased(alpha=alpha), device).sample(8)

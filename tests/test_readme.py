@@ -39,22 +39,15 @@ def test_the_examples_print_what_they_say(device: str, page: str, section: str) 
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     code = block(page, "python", section)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.stderr, done.stdout) == ("", block(page, "text", section))
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
-    commands = [
-        line
-        for line in block(README, "bash").splitlines() + block(README, "bash", "<!-- ci: tests -->").splitlines()
-        if line
-    ]
+    blocks = block(README, "bash") + block(README, "bash", "<!-- ci: tests -->")
+    commands = [line for line in blocks.splitlines() if line]
     assert len(commands) == 2
     for command in commands:
         install = shlex.split(command.split("&&")[1])
@@ -101,9 +94,8 @@ def test_links_and_named_files_exist(page: str) -> None:
     assert [link for link in links if not (folder / link).exists()] == []
     # files of the sources in code, relative to the page, to the top or to the tests
     files = set(re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|sh))`", text))
-    assert [
-        file for file in files if not any((place / file).exists() for place in (folder, ROOT, ROOT / "tests"))
-    ] == []
+    places = (folder, ROOT, ROOT / "tests")
+    assert [file for file in files if not any((place / file).exists() for place in places)] == []
 
 
 def test_what_the_page_for_developers_names_is_in_the_sources() -> None:

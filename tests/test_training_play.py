@@ -20,6 +20,7 @@ from gpu_replay.training.video import Video, check_output, write_video
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("tqdm")
 pytest.importorskip("safetensors")
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 CPU = torch.device("cpu")
 
 
@@ -133,7 +134,7 @@ def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     rendered.close()
 
 
-def test_emulators_that_part_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulators_that_part_are_noticed(monkeypatch: Patch) -> None:
     pytest.importorskip("ale_py")
     rendered = RenderedAtari("pong", Settings.for_family("atari"))
     rendered.reset(1)
@@ -170,7 +171,7 @@ def catch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_episode_of_a_run_becomes_a_video(catch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_of_a_run_becomes_a_video(catch: Path, capsys: Capture) -> None:
     assert main(["play", str(catch), "--episodes", "2", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("catch, network of step ")
@@ -192,9 +193,7 @@ def test_the_video_depends_on_the_seed_alone(catch: Path, tmp_path: Path) -> Non
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_an_episode_can_be_cut_off_and_enlarged(
-    catch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_episode_can_be_cut_off_and_enlarged(catch: Path, tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "video.gif"
     flags = ["--max-steps", "5", "--scale", "3", "--epsilon", "1", "--output", str(target)]
     assert main(["play", str(catch), *flags]) == 0
@@ -212,16 +211,14 @@ def test_an_episode_can_be_cut_off_and_enlarged(
         (["{run}", "--output", "no/where/video.gif"], "there is no folder"),
     ],
 )
-def test_what_cannot_be_played_is_said_in_a_line(
-    catch: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_played_is_refused(catch: Path, capsys: Capture, arguments: list[str], message: str) -> None:
     filled = [str(catch) if part == "{run}" else part for part in arguments]
     assert main(["play", *filled]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def test_weights_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_something_else_are_refused(tmp_path: Path, capsys: Capture) -> None:
     from safetensors.torch import save_file
 
     save_file({"weight": torch.zeros(2)}, tmp_path / "network.safetensors")
@@ -229,9 +226,7 @@ def test_weights_of_something_else_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert "was not written by `gpu-replay train`" in capsys.readouterr().err
 
 
-def test_without_ffmpeg_an_mp4_is_refused_before_anything_is_played(
-    catch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_ffmpeg_an_mp4_is_refused(catch: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("gpu_replay.training.video._ffmpeg", lambda: None)
     assert main(["play", str(catch), "--output", "video.mp4"]) == 2
     assert "needs ffmpeg" in capsys.readouterr().err
@@ -246,11 +241,8 @@ def test_an_mp4_is_written_where_ffmpeg_is(catch: Path, tmp_path: Path) -> None:
     target = tmp_path / "video.mp4"
     check_output(target)
     assert main(["play", str(catch), "--output", str(target)]) == 0
-    raw = subprocess.run(
-        [program, "-loglevel", "error", "-i", str(target), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"],
-        check=True,
-        capture_output=True,
-    ).stdout
+    command = [program, "-loglevel", "error", "-i", str(target), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    raw = subprocess.run(command, check=True, capture_output=True).stdout
     shown = np.frombuffer(raw, np.uint8).reshape(-1, 240, 240, 3)
     # twelve pictures, and the last one for a moment more
     assert 12 <= len(shown) <= 20
@@ -260,7 +252,7 @@ def test_an_mp4_is_written_where_ffmpeg_is(catch: Path, tmp_path: Path) -> None:
     assert np.abs(shown[0].astype(int) - first).mean() < 12
 
 
-def test_an_interrupted_ffmpeg_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_ffmpeg_is_an_error(tmp_path: Path, monkeypatch: Patch) -> None:
     false = shutil.which("false")
     if false is None:
         pytest.skip("there is no program that fails")

@@ -59,9 +59,7 @@ def tally(pair: Pair, count: int, times: int) -> torch.Tensor:
 @statistical
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_uniform_draws_every_eligible_start_equally_often_in_every_row(
-    sampler: Uniform, autoreset: str, device: str
-) -> None:
+def test_uniform_draws_every_eligible_start_equally_often(sampler: Uniform, autoreset: str, device: str) -> None:
     pair = lived(sampler, device, autoreset=autoreset, seed=1)
     for row in tally(pair, 4, 1000).T.tolist():
         check_counts(Counter(row), dict.fromkeys(pair.history.view().eligible(), 1.0))
@@ -99,9 +97,7 @@ def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Unifo
 
 
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_uniform_probability_is_one_in_the_eligible_and_more_can_be_drawn_with_replacement(
-    sampler: Uniform, device: str
-) -> None:
+def test_uniform_probability_is_one_in_the_eligible(sampler: Uniform, device: str) -> None:
     pair = lived(sampler, device)
     eligible, batch = pair.history.view().eligible(), pair.buffer.sample(4)
     assert batch.probability.dtype == batch.weight.dtype == torch.float32
@@ -229,9 +225,7 @@ def test_nothing_eligible_is_a_runtime_error_however_much_is_stored(sampler: Any
 
 @pytest.mark.parametrize("sampler", EVERY, ids=repr)
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
-def test_draws_are_eligible_and_the_newest_in_order_at_every_place_of_the_ring(
-    autoreset: str, sampler: Any, device: str
-) -> None:
+def test_draws_are_eligible_and_the_newest_in_order(autoreset: str, sampler: Any, device: str) -> None:
     pair = Pair(29, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=3, autoreset=autoreset)
     newest = {Latest: 3, Combined: getattr(sampler, "newest", 0)}.get(type(sampler), 0)
     for turn in range(scale(40, 4)):

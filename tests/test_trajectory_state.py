@@ -138,9 +138,7 @@ WAITING: dict[str, tuple[dict[str, Any], str, str, list[int]]] = {
 
 
 @pytest.mark.parametrize("settings, before, after, eligible", WAITING.values(), ids=WAITING)
-def test_what_waits_is_part_of_the_state(
-    settings: dict[str, Any], before: str, after: str, eligible: list[int], device: str
-) -> None:
+def test_what_waits_is_in_the_state(settings: Any, before: str, after: str, eligible: list[int], device: str) -> None:
     pair = Pair(20, 2, device=device, **settings)
     play(pair, before, before.replace("T", ".").replace("U", "."))
     loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device, **settings)
