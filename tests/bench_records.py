@@ -32,25 +32,11 @@ def record(
     operation, *sizes = case.split("/")
     given = dict(size.split("=") for size in sizes)
     capacity = given.get("N", "0").replace("k", "000").replace("M", "000000")
-    values: dict[str, Any] = {
-        "suite": "cpu",
-        "case": case,
-        "operation": operation,
-        "implementation": implementation,
-        "capacity": int(capacity),
-        "batch": int(given.get("B", "0")),
-        "added": 8,
-        "fields": {"obs": ["float32", [4]]},
-        "unit": "us",
-        "quantiles": {"p10": median / 2, "p50": median, "p90": median * 2},
-        "repetitions": 100,
-        "warmup": 3,
-        "bytes": 37_000,
-        "copy_bandwidth": 10e9,
-        "copy_share": 0.25,
-        "quick": False,
-        "environment": ENVIRONMENT,
-    }
+    values: dict[str, Any] = {"suite": "cpu", "case": case, "operation": operation, "implementation": implementation}
+    values |= {"capacity": int(capacity), "batch": int(given.get("B", "0")), "added": 8}
+    values |= {"fields": {"obs": ["float32", [4]]}, "unit": "us", "repetitions": 100, "warmup": 3}
+    values |= {"quantiles": {"p10": median / 2, "p50": median, "p90": median * 2}, "quick": False}
+    values |= {"bytes": 37_000, "copy_bandwidth": 10e9, "copy_share": 0.25, "environment": ENVIRONMENT}
     return Record(**{**values, **changes})
 
 

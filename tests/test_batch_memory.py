@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -92,15 +92,12 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> Non
     half, whole = kept[2].next_obs, copies[2][1]
     del kept[2]
 
-    def draw() -> None:
-        for _ in range(30):
+    def draw(times: int) -> None:
+        for _ in range(times):
             buffer.sample(128)
 
-    threads = [threading.Thread(target=draw) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(draw, [30] * 3))
     for batch, (obs, after) in zip(kept, copies, strict=False):
         assert torch.equal(batch.obs, obs)
         assert torch.equal(batch.next_obs, after)

@@ -28,15 +28,9 @@ from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all
-LIBRARIES = {
-    "cpprb": ("cpprb",),
-    "tianshou": ("tianshou",),
-    "flashbax": ("jax", "flashbax"),
-    "torchrl": ("tensordict", "torchrl"),
-    "dopamine": ("dopamine", "gin", "snappy"),
-    "stable_baselines3": ("stable_baselines3",),
-    "python_sum_tree": (),
-}
+LIBRARIES = {name: (name,) for name in ("cpprb", "tianshou", "stable_baselines3")}
+LIBRARIES |= {"flashbax": ("jax", "flashbax"), "torchrl": ("tensordict", "torchrl"), "python_sum_tree": ()}
+LIBRARIES |= {"dopamine": ("dopamine", "gin", "snappy")}
 
 
 # rows

@@ -17,14 +17,9 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.samplers import Combined, LinearSchedule, Proportional, RankBased, Uniform
 
 pytestmark = [host_only, pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed")]
-FIELDS = {
-    "obs": Field((3,), torch.float32),
-    "half": Field((2,), torch.float16, torch.float32, 0.5),
-    "brain": Field((), torch.bfloat16),
-    "action": Field((), torch.int64),
-    "large": Field((70,), torch.float32),
-    "flag": Field((), torch.bool),
-}
+FIELDS = {"obs": Field((3,), torch.float32), "half": Field((2,), torch.float16, torch.float32, 0.5)}
+FIELDS |= {"brain": Field((), torch.bfloat16), "action": Field((), torch.int64)}
+FIELDS |= {"large": Field((70,), torch.float32), "flag": Field((), torch.bool)}
 SAMPLERS: dict[str, Any] = {
     "strata": Proportional(alpha=0.6, beta=LinearSchedule(0.4, 1.0, 20)),
     "independent": Proportional(alpha=0.9, beta=0.7, stratified=False, clip=3.0),

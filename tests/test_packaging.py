@@ -152,23 +152,9 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Pat
             assert second.read(name) == first.read(name)
 
 
-def from_wheel(environment: Environment, checkout: Path, wheel: Path) -> dict[str, str]:
-    environment.install(wheel)
-    return {}
-
-
-def editable(environment: Environment, checkout: Path, wheel: Path) -> dict[str, str]:
-    environment.install("--editable", checkout)
-    return {}
-
-
-def leniently_editable(environment: Environment, checkout: Path, wheel: Path) -> dict[str, str]:
-    environment.install("--editable", checkout, "--config-settings", "editable_mode=lenient")
-    return {}
-
-
-def not_at_all(environment: Environment, checkout: Path, wheel: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(checkout)}
+# the arguments of pip that install the package
+INSTALLATIONS = {"wheel": ["{wheel}"], "editable": ["--editable", "{checkout}"], "path alone": []}
+INSTALLATIONS["lenient"] = [*INSTALLATIONS["editable"], "--config-settings", "editable_mode=lenient"]
 
 
 def check_types_are_visible(environment: Environment, checkout: Path) -> None:
@@ -183,27 +169,29 @@ def check_types_are_visible(environment: Environment, checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "install",
-    [editable, *(pytest.param(each, marks=pytest.mark.slow) for each in (from_wheel, leniently_editable, not_at_all))],
+    "name", ["editable", *(pytest.param(each, marks=pytest.mark.slow) for each in ("wheel", "lenient", "path alone"))]
 )
-def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wheel: Path, install: Any) -> None:
+def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wheel: Path, name: str) -> None:
     environment = Environment(tmp_path / "environment")
     environment.add_other_kernels()
-    variables = install(environment, checkout, wheel)
-    if install in (from_wheel, editable):
+    arguments = [each.format(wheel=wheel, checkout=checkout) for each in INSTALLATIONS[name]]
+    if arguments:
+        environment.install(*arguments)
+    variables = {} if arguments else {"PYTHONPATH": str(checkout)}
+    if name in ("wheel", "editable"):
         check_types_are_visible(environment, checkout)
     (tmp_path / "elsewhere").mkdir()
     later = checkout / "gpu_replay" / "ops" / "added_after_the_install.py"
-    if install is not from_wheel:
+    if name != "wheel":
         later.touch()
     try:
         for cwd in (tmp_path / "elsewhere", checkout):
             answers = environment.answers(checkout, cwd, **variables)
             assert answers["other"] == "the other distribution"
             assert answers["typed"]
-            for name, path in installed_names(checkout).items():
-                assert answers["files"][name] is not None, f"{name} cannot be imported from {cwd}"
-                assert Path(answers["files"][name]).read_bytes() == path.read_bytes()
+            for module, path in installed_names(checkout).items():
+                assert answers["files"][module] is not None, f"{module} cannot be imported from {cwd}"
+                assert Path(answers["files"][module]).read_bytes() == path.read_bytes()
     finally:
         later.unlink(missing_ok=True)
 

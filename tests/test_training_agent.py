@@ -49,14 +49,9 @@ def learn(agent: Agent, batch: Batch) -> Tensor:
 
 
 def batch(**changes: Tensor) -> Batch:
-    plain = {
-        "obs": torch.tensor([0.0, 0.0]),
-        "action": torch.tensor([0, 1]),
-        "reward": torch.tensor([1.0, -1.0]),
-        "next_obs": torch.tensor([1.0, 1.0]),
-        "discount": torch.tensor([0.5, 0.0]),
-        "weight": torch.tensor([1.0, 1.0]),
-    }
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    plain = {"obs": zeros, "next_obs": ones, "weight": ones, "action": torch.tensor([0, 1])}
+    plain |= {"reward": torch.tensor([1.0, -1.0]), "discount": torch.tensor([0.5, 0.0])}
     return Batch(plain | changes)
 
 
@@ -258,9 +253,8 @@ def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.Monke
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     watch = Stopwatch(CPU)
     watch.begin()
-    watch.lap("act")
-    watch.lap("replay")
-    watch.lap("learn")
+    for part in ("act", "replay", "learn"):
+        watch.lap(part)
     watch.begin()
     watch.lap("replay")
     assert watch.seconds == {"env": 0.0, "act": 1.0, "replay": 6.0, "learn": 7.0}

@@ -194,12 +194,8 @@ def test_saving_changes_nothing(device: str, tmp_path: Path) -> None:
 
 def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    fields = {
-        "obs.camera": Field((4, 5), torch.uint8, torch.float16, 1 / 255),
-        "obs.speed": Field((), torch.float32),
-        "action": Field((2,), torch.float32),
-        "flag": Field((2,), torch.bool),
-    }
+    fields = {"obs.camera": Field((4, 5), torch.uint8, torch.float16, 1 / 255), "obs.speed": Field((), torch.float32)}
+    fields |= {"action": Field((2,), torch.float32), "flag": Field((2,), torch.bool)}
     sampler = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
     settings: dict[str, Any] = {"stack": 2, "n_step": 3, "gamma": 0.75, "autoreset": "disabled", "padding": "zero"}
     settings |= {"random_shift": 1, "final_capacity": 5}
