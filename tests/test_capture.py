@@ -98,8 +98,7 @@ def test_a_step_is_a_sample_what_learns_from_it_and_an_update(name: str, kind: s
         if turn == CALLS // 2:
             buffer.load_state_dict(twin.state_dict())
     check_alike(buffer, twin)
-    assert int(buffer._counters[Counter.STEP]) == CALLS
-    assert step.captured == (device == "cuda")
+    assert (int(buffer._counters[Counter.STEP]), step.captured) == (CALLS, device == "cuda")
     assert step.replays == (CALLS - WARM_UPS if device == "cuda" else 0)
 
 
@@ -124,14 +123,12 @@ def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
     for turn in range(5):
         add(buffer, turn)
     step()
-    assert len(buffer) == 3 * 6
-    assert int(buffer._counters[Counter.STEP]) == CALLS + 1
+    assert (len(buffer), int(buffer._counters[Counter.STEP])) == (3 * 6, CALLS + 1)
 
 
 def test_priorities_may_be_left_as_they_are() -> None:
     buffer = filled("transitions", SAMPLERS["proportional"])
-    before = buffer.masses()
-    step = buffer.capture(ROWS, lambda batch: (None, batch))
+    before, step = buffer.masses(), buffer.capture(ROWS, lambda batch: (None, batch))
     found = step()
     assert isinstance(found, Batch)
     assert found.number.shape == (ROWS,)
@@ -145,8 +142,7 @@ class Losses(NamedTuple):
 
 
 def test_what_comes_out_holds_no_backward_pass() -> None:
-    weight = torch.ones(1, requires_grad=True)
-    buffer = filled("transitions", Uniform())
+    weight, buffer = torch.ones(1, requires_grad=True), filled("transitions", Uniform())
 
     def learn(batch: Batch) -> tuple[Tensor, Losses]:
         loss = weight * batch.number

@@ -128,8 +128,7 @@ def check_left(buffer: Replay, eager: Replay) -> None:
     """Fail unless both hold the same transitions, priorities, counts and random state."""
     assert buffer.stats() == eager.stats()
     found, expected = buffer.state_dict(), eager.state_dict()
-    assert found["counters"] == expected["counters"]
-    assert found["tensors"].keys() == expected["tensors"].keys()
+    assert (found["counters"], found["tensors"].keys()) == (expected["counters"], expected["tensors"].keys())
     for name, tensor in expected["tensors"].items():
         assert torch.equal(found["tensors"][name], tensor), name
 
@@ -178,8 +177,7 @@ def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
     buffer, eager = streamed(), streamed()
 
     def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
-        keys = replay.add(**step, priority=step["reward"].abs())
-        batch = replay.sample(6)
+        keys, batch = replay.add(**step, priority=step["reward"].abs()), replay.sample(6)
         replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
         return keys, batch, replay.sample(4)
 
@@ -221,8 +219,7 @@ def test_two_buffers_in_one_step_keep_their_own_order() -> None:
     pairs = [(filled(), filled(seed=6)) for _ in range(2)]
 
     def step(first: ReplayBuffer, second: ReplayBuffer) -> tuple[Batch, Batch, Batch]:
-        before = first.sample(4)
-        other = second.sample(8)
+        before, other = first.sample(4), second.sample(8)
         first.update_priorities(before.key, torch.full((4,), 1e6))
         second.update_priorities(other.key, other.weight)
         return before, other, first.sample(4)
@@ -294,8 +291,7 @@ def test_batch_sizes_and_exponents_that_change_are_not_compiled_each_time() -> N
 
 
 def test_a_call_that_eager_code_refuses_raises_the_same() -> None:
-    buffer = ReplayBuffer(10, FIELDS)
-    draw = compiled(lambda replay: replay.sample(4))
+    buffer, draw = ReplayBuffer(10, FIELDS), compiled(lambda replay: replay.sample(4))
     with pytest.raises(RuntimeError, match=r"sample\(4\): the buffer holds no transitions"):
         draw(buffer)
     buffer.add(**transitions(8))

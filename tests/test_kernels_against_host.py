@@ -135,15 +135,13 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
     counters, times_sampled = memory_of(1000, device)
     draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
     launch_stratified_draw(tree, counters, times_sampled, **draw)
-    assert int(counters[Counter.LOWEST]) == 50
-    assert tree.low.tolist() == [50] * 8
+    assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (50, [50] * 8)
     # changed behind the tree's back: seen only where a mark says so
     tree.masses[130], tree.masses[700] = 3, 2
     tree.low[130 // 128] = DIRTY
     counters[Counter.LOWEST] = NO_MASS
     launch_stratified_draw(tree, counters, times_sampled, **draw)
-    assert int(counters[Counter.LOWEST]) == 3
-    assert tree.low.tolist() == [50, 3, *[50] * 6]
+    assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (3, [50, 3, *[50] * 6])
 
 
 @pytest.mark.parametrize("slots", [1, 129, 20_000])
@@ -173,8 +171,7 @@ def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
     lowest = int(masses[masses > 0].min())
     counters, _ = memory_of(0, device, LOWEST=lowest)
     weight = weights(torch.from_numpy(masses).to(device), counters, None, beta, batch)
-    drawn = masses > 0
-    expected = np.ones(batch, dtype=np.float32)
+    drawn, expected = masses > 0, np.ones(batch, dtype=np.float32)
     with np.errstate(under="ignore", over="ignore"):
         expected[drawn] = importance_weights(masses[drawn], lowest, beta)
     assert close(weight, expected.tolist(), "weight")
@@ -230,8 +227,7 @@ def test_uniform_draws(
     else:
         ranks = permuted_ranks(count, drawn, random_bits.words(block, PERMUTATION_WORDS))
     expected = np.concatenate((added - count + ranks, np.arange(added - (batch - drawn), added)))
-    assert keys.tolist() == expected.tolist()
-    assert slots.tolist() == (expected % capacity).tolist()
+    assert (keys.tolist(), slots.tolist()) == (expected.tolist(), (expected % capacity).tolist())
     assert close(probability, [*[1 / count] * drawn, *[1.0] * (batch - drawn)], "probability")
     assert weight.tolist() == [1.0] * batch
     assert times_sampled.tolist() == np.bincount(expected % capacity, minlength=capacity).tolist()
@@ -257,8 +253,7 @@ def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device
 def test_what_the_guards_see(device: str) -> None:
     from gpu_replay.kernels.prefix_sum import block_sums_kernel
 
-    guards = Guards()
-    values = torch.zeros(256, dtype=torch.int64, device=device)
+    guards, values = Guards(), torch.zeros(256, dtype=torch.int64, device=device)
     sums = guards.allocate((4,), torch.int64, device, "sums")
     block_sums_kernel[(1,)](values, sums, 256, 4, BLOCK=32, ROWS=8)
     guards.check()

@@ -45,8 +45,7 @@ def test_update_with_repeated_key_keeps_the_last(device: str) -> None:
     buffer = make(4, EXACT, device=device)
     fill(buffer, 4)
     update(buffer, [1, 2, 1, 1, 2], [9.0, 7.0, 3.0, 0.5, 0.25])
-    assert units(buffer) == [1, 0.5, 0.25, 1]
-    assert buffer.total_mass() == int(2.75 * UNIT)
+    assert (units(buffer), buffer.total_mass()) == ([1, 0.5, 0.25, 1], int(2.75 * UNIT))
 
 
 @pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])
@@ -69,11 +68,9 @@ def test_overwritten_key_is_ignored_and_counted(device: str) -> None:
     fill(buffer, 6)
     # keys 0 and 1 were overwritten by 4 and 5, which hold their slots now
     update(buffer, [0, 2, 1], [50.0, 3.0, 60.0])
-    assert units(buffer) == [1, 1, 3, 1]
-    assert buffer.stats().stale_updates == 2
+    assert (units(buffer), buffer.stats().stale_updates) == ([1, 1, 3, 1], 2)
     update(buffer, [1, 5], [70.0, 2.0])
-    assert units(buffer) == [1, 2, 3, 1]
-    assert buffer.stats().stale_updates == 3
+    assert (units(buffer), buffer.stats().stale_updates) == ([1, 2, 3, 1], 3)
 
 
 @pytest.mark.parametrize("key", [0, 1, -1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
@@ -83,8 +80,7 @@ def test_keys_that_are_not_live_are_ignored_and_counted(order: int, key: int, de
     buffer = make(4, EXACT, device=device)
     fill(buffer, 6)
     update(buffer, [key, 5][::order], [50.0, 2.0][::order])
-    assert units(buffer) == [1, 2, 1, 1]
-    assert buffer.stats().stale_updates == 1
+    assert (units(buffer), buffer.stats().stale_updates) == ([1, 2, 1, 1], 1)
     # nor is it the largest priority ever given
     fill(buffer, 1)
     assert units(buffer) == [1, 2, 2, 1]
@@ -94,8 +90,7 @@ def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
     buffer = make(10, EXACT, device=device)
     fill(buffer, 3)
     update(buffer, [3, 9], [5.0, 5.0])
-    assert buffer.total_mass() == 3 * UNIT
-    assert buffer.stats().stale_updates == 2
+    assert (buffer.total_mass(), buffer.stats().stale_updates) == (3 * UNIT, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,8 +103,7 @@ def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
     buffer, twin = make(5, EXACT, device="cpu"), make(5, EXACT, device="cpu")
     for each in (buffer, twin):
         fill(each, 8, priority=range(1, 9))
-    before = contents(buffer, prioritized=True)
-    priorities = torch.full((5,), 100.0, dtype=dtype)
+    before, priorities = contents(buffer, prioritized=True), torch.full((5,), 100.0, dtype=dtype)
     priorities[place] = value
     calls: dict[str, Callable[[], Any]] = {
         "add": lambda: buffer.add(**transitions(range(8, 13)), priority=priorities),
@@ -145,15 +139,13 @@ def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, device
     fill(updated, 13)
     update(updated, list(range(13)), priorities)
     assert close(added.masses(), expected, "mass")
-    assert added.masses().tolist() == updated.masses().tolist()
-    assert added.total_mass() == sum(added.masses().tolist())
+    assert (added.masses().tolist(), added.total_mass()) == (updated.masses().tolist(), sum(added.masses().tolist()))
 
 
 def test_alpha_of_zero_is_uniform(device: str) -> None:
     buffer = make(50, Proportional(alpha=0.0, eps=0.0), device=device)
     fill(buffer, 50, priority=[0.0, 1e-30, 1e30, *range(47)])
-    assert buffer.masses().tolist() == [UNIT] * 50
-    assert buffer.sample(50).key.tolist() == list(range(50))
+    assert (buffer.masses().tolist(), buffer.sample(50).key.tolist()) == ([UNIT] * 50, list(range(50)))
 
 
 def test_masses_are_rounded_to_the_nearest_and_none_is_zero(device: str) -> None:
@@ -169,8 +161,7 @@ def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, devi
     fill(buffer, capacity)
     limit = 2**62 // capacity
     update(buffer, list(range(capacity)), [1e300 if key % 2 else 3e38 for key in range(capacity)])
-    assert buffer.masses().tolist() == [limit] * capacity
-    assert buffer.total_mass() == capacity * limit
+    assert (buffer.masses().tolist(), buffer.total_mass()) == ([limit] * capacity, capacity * limit)
     assert buffer.stats().saturated_priorities == capacity
     assert sorted(set(buffer.sample(capacity).key.tolist())) == list(range(capacity))
     update(buffer, [0], [1.0])
@@ -237,8 +228,7 @@ def test_update_of_a_sampler_without_priorities_changes_no_draw(sampler: Any, de
 
 def test_update_through_a_combined_sampler_changes_its_base(device: str) -> None:
     buffer = make(8, Combined(EXACT, newest=1), device=device)
-    keys = fill(buffer, 8)
-    priorities = torch.full((8,), 1 / UNIT, device=device)
+    keys, priorities = fill(buffer, 8), torch.full((8,), 1 / UNIT, device=device)
     priorities[3] = 2.0**30
     buffer.update_priorities(keys, priorities)
     for _ in range(scale(20, 3)):

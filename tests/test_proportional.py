@@ -84,8 +84,7 @@ def test_every_row_of_a_stratified_batch_follows_its_own_stratum(device: str) ->
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_one_draw_in_each_part_of_the_mass(seed: int | None, device: str) -> None:
     masses = [3 * UNIT] * 100 if seed is None else spread_masses(37, seed, 4.0)
-    buffer = with_masses(masses, device=device, seed=seed or 0)
-    ends = list(accumulate(masses))
+    buffer, ends = with_masses(masses, device=device, seed=seed or 0), list(accumulate(masses))
     for count in (1, 2, 5, 10, 50, 64, 100):
         for part, key in enumerate(buffer.sample(count).key.tolist()):
             low, high = stratum(part, count, ends[-1])
@@ -148,8 +147,7 @@ def test_mass_of_one_beside_the_largest_is_counted_exactly(device: str) -> None:
     assert buffer.total_mass() == 2**60 + 1
     assert set(buffer.sample(1000).key.tolist()) <= {0, 1}
     buffer.update_priorities(torch.tensor([0], device=device), torch.tensor([1 / UNIT], device=device))
-    assert buffer.total_mass() == 2
-    assert buffer.sample(2).key.tolist() == [0, 1]
+    assert (buffer.total_mass(), buffer.sample(2).key.tolist()) == (2, [0, 1])
 
 
 def test_nothing_is_left_of_a_huge_mass_that_shrank(device: str) -> None:
@@ -161,16 +159,14 @@ def test_nothing_is_left_of_a_huge_mass_that_shrank(device: str) -> None:
         assert buffer.total_mass() == 2**51 + (size - 1) * UNIT
         assert buffer.sample(4096).key.eq(slot).sum() >= 4090
         buffer.update_priorities(key, torch.tensor([1.0], device=device))
-        assert buffer.total_mass() == size * UNIT
-        assert buffer.sample(size).key.tolist() == list(range(size))
+        assert (buffer.total_mass(), buffer.sample(size).key.tolist()) == (size * UNIT, list(range(size)))
 
 
 def test_total_is_the_exact_sum_after_many_updates_over_ten_orders_of_magnitude(device: str) -> None:
     size, rounds, width = 1009, scale(200, 12), 500
     buffer = make(size, EXACT, device=device, **NUMBER)
     buffer.add(number=torch.arange(size, device=device))
-    generator = torch.Generator().manual_seed(0)
-    exact = [UNIT] * size
+    generator, exact = torch.Generator().manual_seed(0), [UNIT] * size
     for _ in range(rounds):
         keys = torch.randint(0, size, (width,), generator=generator)
         exponents = torch.rand(width, generator=generator, dtype=torch.float64) * 10 - 5
@@ -181,8 +177,7 @@ def test_total_is_the_exact_sum_after_many_updates_over_ten_orders_of_magnitude(
         assert buffer.total_mass() == sum(exact)
     assert buffer.masses().tolist() == exact
     buffer.update_priorities(torch.arange(size, device=device), torch.ones(size, device=device))
-    assert buffer.total_mass() == size * UNIT
-    assert buffer.sample(size).key.tolist() == list(range(size))
+    assert (buffer.total_mass(), buffer.sample(size).key.tolist()) == (size * UNIT, list(range(size)))
 
 
 @pytest.mark.parametrize("normalize", ["batch", "buffer"])
@@ -209,8 +204,7 @@ def test_buffer_weights_follow_the_lowest_mass_as_it_changes(device: str) -> Non
     for keys, priorities, lowest in [([0], [8.0], 2.0), ([1], [0.5], 0.5), ([1], [16.0], 4.0), ([], [], 4.0)]:
         if keys:
             buffer.update_priorities(torch.tensor(keys), torch.tensor(priorities))
-        batch = buffer.sample(8)
-        stored = [mass / UNIT for mass in buffer.masses().tolist()]
+        batch, stored = buffer.sample(8), [mass / UNIT for mass in buffer.masses().tolist()]
         assert close(batch.weight, [lowest / stored[key % 4] for key in batch.key.tolist()], "weight")
     fill(buffer, 2, priority=[1.0, 3.0])
     # key 0 was overwritten; 16, 4, 1 and 3 are left
@@ -221,5 +215,4 @@ def test_buffer_weights_follow_the_lowest_mass_as_it_changes(device: str) -> Non
 def test_seeds_give_different_draws_and_equal_seeds_equal_ones(device: str) -> None:
     masses = spread_masses(1000, 1, 1.0)
     draws = [with_masses(masses, device=device, seed=seed).sample(64).key.tolist() for seed in (0, 0, 1, 2**63, -1)]
-    assert draws[0] == draws[1]
-    assert len({tuple(keys) for keys in draws}) == 4
+    assert (draws[0], len({tuple(keys) for keys in draws})) == (draws[1], 4)

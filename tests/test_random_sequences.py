@@ -70,8 +70,7 @@ class Pair:
         self.oracle.clear()
 
     def check(self) -> None:
-        assert self.buffer.added == self.oracle.added
-        assert len(self.buffer) == len(self.oracle.live_keys())
+        assert (self.buffer.added, len(self.buffer)) == (self.oracle.added, len(self.oracle.live_keys()))
         assert self.buffer.masses().tolist() == self.oracle.masses
         assert self.buffer.total_mass() == sum(self.oracle.masses)
 
@@ -106,8 +105,7 @@ def play(pair: Pair, generator: random.Random, steps: int, largest_batch: int) -
         call = generator.random()
         if call < 0.35:
             most = generator.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3))
-            count = generator.randint(1, most)
-            given_too = generator.random() < 0.3
+            count, given_too = generator.randint(1, most), generator.random() < 0.3
             pair.add(count, pair.priorities(generator, count) if given_too else None)
         elif call < 0.65:
             beta = generator.choice((None, None, 0.0, 1.0, 0.3))
@@ -143,14 +141,12 @@ def test_sequences_in_large_buffers_agree_with_the_oracle(capacity: int, device:
 
 
 def test_capacity_of_3_000_001(device: str) -> None:
-    capacity = 3_000_001
-    sampler = SETTINGS["exact"]
+    capacity, sampler = 3_000_001, SETTINGS["exact"]
     buffer = ReplayBuffer(capacity, NUMBER, sampler=sampler, device=device, seed=3)
     generator = np.random.default_rng(3)
     given_masses = (10 ** generator.uniform(-5, 5, capacity) * UNIT).round().clip(1)
     buffer.add(number=torch.arange(capacity, device=device), priority=torch.from_numpy(given_masses / UNIT).to(device))
-    masses = given_masses.astype(np.int64)
-    words = np.random.Philox(key=[3, 0])
+    masses, words = given_masses.astype(np.int64), np.random.Philox(key=[3, 0])
 
     def check(count: int) -> None:
         assert np.array_equal(buffer.masses().cpu().numpy(), masses)
@@ -160,8 +156,7 @@ def test_capacity_of_3_000_001(device: str) -> None:
         parts = [stratum(part, count, total) for part in range(count)]
         raw = words.random_raw(-(-count // 4) * 4)[:count].tolist()
         targets = [low + place(word, high - low) for (low, high), word in zip(parts, raw, strict=True)]
-        slots = prefix.searchsorted(targets, side="right")
-        batch = buffer.sample(count)
+        slots, batch = prefix.searchsorted(targets, side="right"), buffer.sample(count)
         assert batch.key.tolist() == np.where(slots < buffer.added % capacity, slots + capacity, slots).tolist()
         assert torch.equal(batch.number, batch.key)
 

@@ -67,8 +67,7 @@ def some_codes(slots: int, seed: int, *, empty: float = 0.3, kinds: int = 5) -> 
 
 def check_list(ring: Ring, made: RankList, skipped: int) -> None:
     expected = ring.order(skipped)
-    assert made.listed.tolist() == [len(expected)]
-    assert made.slots[: len(expected)].tolist() == expected
+    assert (made.listed.tolist(), made.slots[: len(expected)].tolist()) == ([len(expected)], expected)
     # what comes after the end are slots too
     assert set(made.slots.tolist()) <= set(range(ring.slots))
 
@@ -96,8 +95,7 @@ def test_the_end_of_the_list_at_every_side_of_a_program(
     ranks = DeviceRanks(3000, 0.7, 4, ring.counters)
     ring.counters[Counter.STEP], ring.counters[Counter.RANKED], ring.counters[Counter.SORTED] = 41, 77, 37
     check_list(ring, ranks.current(ring.tree, False), 0)
-    assert int(ring.counters[Counter.RANKED]) == stored
-    assert int(ring.counters[Counter.SORTED]) == 41
+    assert (int(ring.counters[Counter.RANKED]), int(ring.counters[Counter.SORTED])) == (stored, 41)
 
 
 # draws
@@ -115,8 +113,7 @@ def check_draws(
     outdated: bool = False,
 ) -> None:
     """Draw, and compare with the search of a plain list."""
-    listed = made.slots.tolist()[: int(made.listed)]
-    sums = cumulative_masses(ring.slots, alpha)
+    listed, sums = made.slots.tolist()[: int(made.listed)], cumulative_masses(ring.slots, alpha)
     form = {"stratified": stratified, "lowest_of_all": lowest_of_all, "outdated": outdated}
     found = ring.draw(torch.from_numpy(sums).to(made.slots.device), made, drawn, batch, **form)
     total = int(sums[len(listed) - 1])
@@ -125,8 +122,7 @@ def check_draws(
     keys = [ring.key(drawable(ring, listed, rank)) for rank in ranks] + list(
         range(ring.added - batch + drawn, ring.added)
     )
-    assert found.keys.tolist() == keys
-    assert found.slots.tolist() == [key % ring.slots for key in keys]
+    assert (found.keys.tolist(), found.slots.tolist()) == (keys, [key % ring.slots for key in keys])
     assert found.value.tolist() == masses + [0] * (batch - drawn)
     chances = np.array([mass / total for mass in masses] + [1.0] * (batch - drawn)).astype(np.float32)
     assert found.probability.tolist() == chances.tolist()

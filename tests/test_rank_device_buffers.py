@@ -56,8 +56,7 @@ def sorts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_an_order_is_sorted_once_for_all_samples_between_two_changes(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = sorts_of(monkeypatch)
-    buffer = of_kernels(device, RankBased())
+    lengths, buffer = sorts_of(monkeypatch), of_kernels(device, RankBased())
     changes = (
         lambda: buffer.add(n=torch.arange(30, device=device)),
         lambda: buffer.update_priorities(buffer.sample(3).key, torch.ones(3, device=device)),
@@ -112,8 +111,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     seen: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time its graph is replayed a sample goes by that the host does not see, and a list may be out of date."""
-    lengths = sorts_of(monkeypatch)
-    buffer = of_kernels(device, RankBased(resort_every=3))
+    lengths, buffer = sorts_of(monkeypatch), of_kernels(device, RankBased(resort_every=3))
     buffer.add(n=torch.arange(30, device=device))
     buffer.sample(4)
     ranks: Any = buffer._engine.draws._ranks
@@ -126,8 +124,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
     buffer.sample(4)
     assert ranks.list.slots.tolist() == made
     buffer.sample(4)
-    assert ranks.list.slots.tolist()[:3] == [12, 13, 14]
-    assert lengths == [20, 20]
+    assert (ranks.list.slots.tolist()[:3], lengths) == ([12, 13, 14], [20, 20])
 
 
 # streams
@@ -166,8 +163,7 @@ def test_random_streams(name: str, settings: str, device: str) -> None:
     for capacity in (3, 21) if name == "everything" else (21,):
         with guarded():
             both = streams(device, capacity, SAMPLERS[name], **SETTINGS[settings])
-            script = Script(capacity, CALLS, 3)
-            sampled = 0
+            script, sampled = Script(capacity, CALLS, 3), 0
             for time in range(CALLS):
                 batches = [script.play(buffer, time, time + 1) for buffer in both.both]
                 for drawn, found in zip(*batches, strict=True):

@@ -44,12 +44,10 @@ def go_on(one: ReplayBuffer, other: ReplayBuffer) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_loaded_buffer_goes_on_like_the_saved_one(name: str, device: str) -> None:
-    buffer = used(KINDS[name], device=device)
-    loaded = make(71, KINDS[name], device=device, seed=99)
+    buffer, loaded = used(KINDS[name], device=device), make(71, KINDS[name], device=device, seed=99)
     fill(loaded, 3)
     loaded.load_state_dict(buffer.state_dict())
-    assert repr(loaded.stats()) == repr(buffer.stats())
-    assert contents(loaded) == contents(buffer)
+    assert (repr(loaded.stats()), contents(loaded)) == (repr(buffer.stats()), contents(buffer))
     go_on(buffer, loaded)
 
 
@@ -59,9 +57,7 @@ def test_state_is_a_copy_and_loading_it_again_repeats_the_draws(name: str, devic
     state = buffer.state_dict()
     assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
     loaded.load_state_dict(state)
-    before = contents(loaded)
-    first = [buffer.sample(4) for _ in range(3)]
-    keys = fill(buffer, 11)
+    before, first, keys = contents(loaded), [buffer.sample(4) for _ in range(3)], fill(buffer, 11)
     buffer.update_priorities(keys, keys.float())
     assert contents(loaded) == before
     buffer.load_state_dict(state)
@@ -115,8 +111,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_state_of_a_buffer_with_other_settings_is_refused(name: str, device: str) -> None:
     build, message = OTHERS[name]
-    state = used(ANNEALED, device=device).state_dict()
-    other = build(device)
+    state, other = used(ANNEALED, device=device).state_dict(), build(device)
     with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match=message):
         other.load_state_dict(state)
     assert (len(other), other.added) == (0, 0)
@@ -191,8 +186,7 @@ def test_without_a_device_it_is_loaded_where_a_new_buffer_would_be(tmp_path: Pat
 @pytest.mark.parametrize("name", ["uniform", "combined-proportional", "annealed"])
 def test_state_moves_between_cpu_and_cuda(name: str) -> None:
     for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
-        buffer = used(KINDS[name], device=source)
-        loaded = make(71, KINDS[name], device=target)
+        buffer, loaded = used(KINDS[name], device=source), make(71, KINDS[name], device=target)
         loaded.load_state_dict(buffer.state_dict())
         for _ in range(3):
             assert buffer.sample(5).key.tolist() == loaded.sample(5).key.tolist()

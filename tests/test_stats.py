@@ -66,8 +66,7 @@ def test_entropy_and_effective_sample_size_of_the_sampling_distribution(
 ) -> None:
     buffer = make(9, settings, device=device)
     fill(buffer, 5, priority=[1, 4, 16, 1, 64])
-    shares = [mass / sum(masses) for mass in masses]
-    stats = buffer.stats()
+    shares, stats = [mass / sum(masses) for mass in masses], buffer.stats()
     if not isinstance(settings, Latest):
         assert close(stats.entropy, -sum(share * math.log(share) for share in shares), "statistic")
         assert close(stats.effective_sample_size, 1 / sum(share * share for share in shares), "statistic")
@@ -115,8 +114,7 @@ def test_times_sampled_counts_a_transition_drawn_twice_in_one_batch(device: str)
     buffer = make(3, EXACT, device=device)
     fill(buffer, 2)
     buffer.sample(50)
-    assert buffer.stats().max_times_sampled == 25
-    assert buffer.stats().mean_times_sampled == 25
+    assert (buffer.stats().max_times_sampled, buffer.stats().mean_times_sampled) == (25, 25)
     buffer.clear()
     fill(buffer, 2)
     assert buffer.stats().max_times_sampled == 0
@@ -133,6 +131,5 @@ def test_stats_change_nothing(name: str, device: str) -> None:
     buffer, twin = make(66, SAMPLERS[name], device=device), make(66, SAMPLERS[name], device=device)
     fill(buffer, 80)
     fill(twin, 80)
-    assert repr(buffer.stats()) == repr(buffer.stats())
-    assert contents(buffer) == contents(buffer)
+    assert (repr(buffer.stats()), contents(buffer)) == (repr(buffer.stats()), contents(buffer))
     same_draws(buffer, twin, 4, times=1)

@@ -59,10 +59,8 @@ def minibatch(rows: int, inputs: int, actions: int, seed: int) -> Minibatch:
 def test_values_and_gradient_are_those_of_autograd(hidden: tuple[int, ...]) -> None:
     parameters = Parameters((4, *hidden, 3))
     parameters.draw(np.random.default_rng(0))
-    reference = as_torch(parameters)
-    forward = Forward(parameters, 17)
-    backward = Backward(forward)
-    rng = np.random.default_rng(1)
+    reference, forward = as_torch(parameters), Forward(parameters, 17)
+    backward, rng = Backward(forward), np.random.default_rng(1)
     for _ in range(2):
         forward.inputs[...] = rng.standard_normal((17, 4))
         backward.outputs[...] = rng.standard_normal((17, 3))
@@ -86,8 +84,7 @@ def test_adam_is_that_of_torch() -> None:
     parameters = Parameters((6, 9, 2))
     parameters.draw(np.random.default_rng(0))
     weight = torch.from_numpy(parameters.array.copy()).requires_grad_()
-    reference = torch.optim.Adam([weight], lr=0.01)
-    adam = Adam(parameters, 0.01)
+    reference, adam = torch.optim.Adam([weight], lr=0.01), Adam(parameters, 0.01)
     rng = np.random.default_rng(1)
     for scale in (1, 1e-3, 30, 0, 1e-6, 1):
         gradient = (rng.standard_normal(parameters.array.shape) * scale).astype(np.float32)

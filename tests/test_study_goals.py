@@ -16,9 +16,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 def steps(name: str, episodes: int) -> list[tuple[np.ndarray, float, bool]]:
     """Observation after, reward and whether it terminated, of steps by a policy that reaches the ends of episodes."""
-    environment = gymnasium.make(name)
-    chance = np.random.default_rng(0)
-    found = []
+    environment, chance, found = gymnasium.make(name), np.random.default_rng(0), []
     for episode in range(episodes):
         obs, _ = environment.reset(seed=episode)
         over = False
@@ -44,8 +42,7 @@ def _action(name: str, obs: np.ndarray, chance: np.random.Generator) -> int:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_with_the_true_goal_it_is_the_environment(name: str) -> None:
-    task = TASKS[name]
-    found = steps(name, 12)
+    task, found = TASKS[name], steps(name, 12)
     achieved = torch.from_numpy(np.stack([task.achieved(obs) for obs, _, _ in found]))
     desired = torch.tensor(task.goal).expand_as(achieved)
     rewards = task.reward_fn(achieved, desired)

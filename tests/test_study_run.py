@@ -34,12 +34,10 @@ def test_the_same_run_again_is_the_same(method: str) -> None:
 @pytest.mark.parametrize("environment, reward", [("CartPole-v1", 1.0), ("Acrobot-v1", -1.0), ("MountainCar-v0", -1.0)])
 def test_a_line_says_what_happened(environment: str, reward: float) -> None:
     settings = dataclasses.replace(SHORT, episodes=2 if environment == "Acrobot-v1" else 3, train_every=5, updates=2)
-    found = make_run(RunId(environment, "uniform", 0), settings)
-    steps = 0
+    found, steps = make_run(RunId(environment, "uniform", 0), settings), 0
     for episode in found:
         before, steps = steps, steps + episode.duration
-        assert episode.steps == steps
-        assert episode.total == reward * episode.duration
+        assert (episode.steps, episode.total) == (steps, reward * episode.duration)
         assert episode.epsilon == settings.epsilon(steps)
         # two updates at each fifth step from the one with which 16 are stored
         assert episode.updates == 2 * sum(step % 5 == 0 and step >= 16 for step in range(before + 1, steps + 1))
@@ -49,8 +47,7 @@ def test_a_line_says_what_happened(environment: str, reward: float) -> None:
 def test_an_episode_without_updates_has_nothing_to_say_of_them() -> None:
     settings = dataclasses.replace(SHORT, episodes=1, first_update=1_000)
     (episode,) = make_run(RunId("CartPole-v1", "uniform", 0), settings)
-    assert episode.updates == 0
-    assert [getattr(episode, name) for name in MEASURED] == [None] * 8
+    assert (episode.updates, [getattr(episode, name) for name in MEASURED]) == (0, [None] * 8)
 
 
 def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +101,7 @@ def test_a_memory_gives_back_what_happened(method: str) -> None:
     drawn = memory.sample(32, 0.5)
     at = drawn.states[:, 0].astype(int)
     assert drawn.inputs.shape == drawn.next_inputs.shape == (32, memory.width)
-    assert drawn.inputs[:, :4].tolist() == drawn.states.tolist()
-    assert drawn.action.tolist() == (at % 2).tolist()
+    assert (drawn.inputs[:, :4].tolist(), drawn.action.tolist()) == (drawn.states.tolist(), (at % 2).tolist())
     assert drawn.discount.tolist() == np.where(at % 20 == 9, 0, 0.5).tolist()
     ended = at % 10 == 9
     # what follows within an episode is the next observation; at its end it is the final one, also of a truncated one

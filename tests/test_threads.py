@@ -106,8 +106,7 @@ RANKS = [RankBased(), RankBased(resort_every=5)]
     ids=repr,
 )
 def test_no_transition_is_torn_while_another_thread_adds(sampler: Any, device: str) -> None:
-    buffer = made(device, sampler)
-    newest = 0
+    buffer, newest = made(device, sampler), 0
     with adding(buffer, device):
         for _ in range(scale(300, 4)):
             batch = buffer.sample(24)
@@ -148,15 +147,13 @@ def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) ->
 
 
 def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -> None:
-    buffer = made(device)
-    late = torch.arange(START, device=device)
+    buffer, late = made(device), torch.arange(START, device=device)
     with adding(buffer, device) as adder:
         while buffer.added < 2 * START and adder.thread.is_alive():
             pass
         for _ in range(scale(200, 4)):
             buffer.update_priorities(late, torch.full((START,), 1e6, device=device))
-    assert buffer.masses().tolist() == [2**20] * START
-    assert buffer.stats().stale_updates == START * scale(200, 4)
+    assert (buffer.masses().tolist(), buffer.stats().stale_updates) == ([2**20] * START, START * scale(200, 4))
 
 
 def test_looking_while_another_thread_adds(device: str) -> None:
@@ -164,8 +161,7 @@ def test_looking_while_another_thread_adds(device: str) -> None:
     with adding(buffer, device):
         for _ in range(scale(200, 4)):
             stats = buffer.stats()
-            assert (stats.size, stats.max_age) == (START, START - 1)
-            assert len(buffer) == START
+            assert ((stats.size, stats.max_age), len(buffer)) == ((START, START - 1), START)
             newest = buffer.added - 1
             try:
                 check_whole(buffer[[newest]])
@@ -186,8 +182,7 @@ def add_step(buffer: TrajectoryReplayBuffer, device: str) -> None:
 
 def check_stacks(batch: Any) -> None:
     """Fail unless every frame, action and reward belongs to the step that the key says."""
-    step = batch.key.cpu() // ENVS
-    back = torch.arange(STACK - 1, -1, -1)
+    step, back = batch.key.cpu() // ENVS, torch.arange(STACK - 1, -1, -1)
     frames = (step[:, None] - back).clamp(min=0)[:, :, None, None].expand(-1, -1, *SIDE)
     assert torch.equal(batch.obs.cpu().long(), frames)
     after = (step[:, None] + WINDOW - back).clamp(min=0)[:, :, None, None].expand(-1, -1, *SIDE)
