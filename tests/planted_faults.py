@@ -139,7 +139,7 @@ def check_without_faults(outcomes: Sequence[Outcome]) -> None:
             raise RuntimeError(f"{failed} fails without a fault as well.")
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
+def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
     """The table as Markdown, with where it comes from."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     caught = sum(each.caught_by is not None for each in outcomes)
@@ -149,7 +149,8 @@ def page(outcomes: Sequence[Outcome]) -> str:
         f"{caught} of {len(outcomes)} are caught. Each was planted alone in a copy of the checkout; the texts are in "
         "`planted_faults.toml`, the seconds those of a busy machine.",
         "",
-        f"Made by `{' '.join(['python', *sys.argv])}` at commit {commit.strip()}, {datetime.date.today()}.",
+        f"Made by `{' '.join(['python tests/planted_faults.py', *arguments])}` at commit {commit.strip()}, "
+        f"{datetime.date.today()}.",
         "",
         "| area | fault | in | caught by | s |",
         "|---|---|---|---|---:|",
@@ -177,7 +178,8 @@ def main() -> int:
         outcomes.append(plant(fault, options.full))
         print(f"{fault.name}: {outcomes[-1].caught_by}, {outcomes[-1].seconds:.0f} s", flush=True)
     check_without_faults(outcomes)
-    options.output.write_text(page(outcomes))
+    arguments = [*(["--only", *options.only] if options.only else []), *(["--full"] if options.full else [])]
+    options.output.write_text(page(outcomes, arguments))
     return any(each.caught_by is None for each in outcomes)
 
 
