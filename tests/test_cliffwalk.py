@@ -171,6 +171,7 @@ def run(folder: Path, *arguments: str) -> int:
     return cliffwalk.run(parser.parse_args(["--output", str(folder), *arguments]))
 
 
+@pytest.mark.slow
 def test_command_writes_runs_picture_and_report_whatever_the_number_of_processes(tmp_path):
     for name in ("matplotlib", "scipy", "tqdm"):
         pytest.importorskip(name)

@@ -37,6 +37,7 @@ def run(program: str) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split() for line in done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 @needs_proc
 @host_only
 def test_resident_memory_of_one_million_transitions_is_the_payload() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import thinned
 from guards import guarded
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
@@ -148,16 +149,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# some samplers with all settings, the others with one
-STREAMS = [
-    (name, settings)
-    for place, name in enumerate(SAMPLERS)
-    for turn, settings in enumerate(SETTINGS)
-    if name in ("everything", "combined outdated") or place % 3 == turn
-]
-
-
-@pytest.mark.parametrize(("name", "settings"), STREAMS)
+@thinned("name, settings", SAMPLERS, SETTINGS)
 def test_random_streams(name: str, settings: str, device: str) -> None:
     # the ring of few steps with every option, the others where windows are long
     for capacity in (3, 21) if name == "everything" else (21,):

@@ -26,12 +26,11 @@ def block(page: str, language: str, after: str = "") -> str:
 @pytest.mark.parametrize(
     ("page", "section"),
     [
-        (README, "## Example"),
-        (GUIDE, "## Streams of steps"),
-        (GUIDE, "## Hindsight"),
-        (GUIDE, "## A learning step as one call"),
+        pytest.param(README, "## Example", id="example"),
+        pytest.param(GUIDE, "## Streams of steps", id="streams", marks=pytest.mark.slow),
+        pytest.param(GUIDE, "## Hindsight", id="hindsight", marks=pytest.mark.slow),
+        pytest.param(GUIDE, "## A learning step as one call", id="capture", marks=pytest.mark.slow),
     ],
-    ids=["example", "streams", "hindsight", "capture"],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("default", marks=pytest.mark.gpu)])
 def test_the_examples_print_what_they_say(device: str, page: str, section: str) -> None:

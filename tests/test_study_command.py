@@ -59,6 +59,7 @@ def test_a_study_leaves_its_table_settings_pictures_and_report(study: Path) -> N
     assert (len(list(study.glob("*.png"))), len(list((study / "runs").glob("*.csv")))) == (7, 4)
 
 
+@pytest.mark.slow
 def test_a_study_continues_where_it_stopped_and_finds_what_it_would_have_found(study: Path, tmp_path: Path) -> None:
     for name in ("settings.json", "runs/CartPole-v1-none-seed1.csv", "runs/CartPole-v1-uniform-seed0.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -148,6 +148,7 @@ def test_actors_hand_over_frames_and_stacks(way: str) -> None:
     assert actors.state() is None
 
 
+@pytest.mark.slow
 def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
     pytest.importorskip("ale_py")
     from ale_py.vector_env import AtariVectorEnv

@@ -49,6 +49,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_full_ring_is_asked_rarely(reads: list[int], device: str) -> None:
     buffer = made(device, stack=4, n_step=3, sampler=Uniform())
     for _ in range(32):
