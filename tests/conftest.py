@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
 import pytest
 import torch
 from guards import guards_fixture as guards_fixture
-
-# before anything imports distutils: inductor imports setuptools, which refuses to come after it
-with contextlib.suppress(ImportError):
-    import setuptools as setuptools
 
 # before Triton is imported: without a GPU it interprets the kernels that tests launch
 if not torch.cuda.is_available():
