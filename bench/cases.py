@@ -112,6 +112,10 @@ OPERATIONS: dict[str, Operation] = {
     "storage-blocks": Operation("store blocks of B transitions", added=2 * ROW_BYTES + KEY),
     "storage-batches": Operation("read batches of B transitions", drawn=2 * ROW_BYTES),
     "memory": Operation("fill a buffer of N transitions"),
+    "checkpoint-save": Operation("save a buffer of N frames", slot=FRAME_BYTES, fields=FIELDS),
+    "checkpoint-load": Operation("load a buffer of N frames", slot=FRAME_BYTES, fields=FIELDS),
+    "checkpoint-again": Operation("save a buffer of N frames again, 1% of them new", fields=FIELDS),
+    "checkpoint-memory": Operation("peak of memory beyond the buffer's", slot=FRAME_BYTES, fields=FIELDS),
 }
 
 

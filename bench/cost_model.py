@@ -17,7 +17,7 @@ from gpu_replay.console.markdown import table
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.priorities import keys_together
 
-from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, short
+from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, Chosen, short
 from .record import Record
 from .rows import DTYPES, ROW_BYTES
 from .stacks import FRAME_BYTES, STACK
@@ -247,6 +247,12 @@ def targets(records: Sequence[Record] = ()) -> list[Target]:
     return found
 
 
+def targets_first(cases: Sequence[Chosen]) -> list[Chosen]:
+    """The cases that targets are about, then the others, both in their order."""
+    named = {"empty", "draw-update/N=10k/B=256", *(target.name for target in targets())}
+    return sorted(cases, key=lambda case: case.name not in named and case.operation != "frame-cycle")
+
+
 def targets_table(records: Sequence[Record]) -> str:
     """Targets down; what is predicted, and what records of a GPU say."""
     rows = []
@@ -271,4 +277,4 @@ _NOTE = (
 
 def section(records: Sequence[Record]) -> str:
     """The table and its note, for the marked place in a document."""
-    return f"{targets_table(records)}\n\n{_NOTE} Reproduce the last column: `bench/on_gpu.sh kernels-and-bench`."
+    return f"{targets_table(records)}\n\n{_NOTE} Reproduce the last column: `bench/on_gpu.sh records`."

@@ -41,7 +41,7 @@ class FrameSubject(ReplaySubject):
         self._device = device
         self._n_step = n_step
         # the buffer makes the stacks
-        self._steps = StackStream(envs, stack=1)
+        self._steps = StackStream(envs, stack=1, device=device)
         self._buffer = TrajectoryReplayBuffer(
             capacity,
             envs,
@@ -56,11 +56,11 @@ class FrameSubject(ReplaySubject):
 
     def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
         """The next steps of all environments."""
-        truncated = np.zeros(self._envs, dtype=bool)
+        truncated = torch.zeros(self._envs, dtype=torch.bool, device=self._device)
         while True:
-            step = self._steps.step()
-            values = {name: step[name] for name in ("action", "reward", "terminated")}
-            yield self.inputs({"obs": step["obs"][:, -1], **values, "truncated": truncated})
+            step = {**self._steps.step(), "truncated": truncated}
+            step["obs"] = step["obs"][:, -1]
+            yield step if self._device.type == "cuda" else {name: value.numpy() for name, value in step.items()}
 
     def fields(self, sampled: Any) -> Mapping[str, Tensor]:
         """See Subject."""
@@ -68,7 +68,7 @@ class FrameSubject(ReplaySubject):
 
     def wrong(self) -> list[str]:
         """What is wrong with a sampled batch: rows that are mixed up, keys of other rows, or weights."""
-        batch = self.sample(256)
+        batch = self.sample(self.chunk)
         wrong = faults(self.fields(batch), ahead=self._n_step)
         number = batch.obs[:, -1, 0, 0].cpu().numpy()
         if not np.array_equal(number, batch.key.cpu().numpy() // self._envs % FRAMES):

@@ -1,6 +1,6 @@
 """The page of one GPU: all results that `bench/on_gpu.sh` left in a folder, as Markdown with its plots.
 
-Every figure comes from a record: JSON lines, JUnit XML, the files of a training run. A part that was not run is listed
+Every figure comes from a record: JSON lines, the files of a training run. A part that was not run is listed
 with the command that runs it, so a page can be made from incomplete results.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from gpu_replay.console.markdown import table
 
@@ -21,9 +20,11 @@ from .results import read, read_lines
 
 # parts of bench/on_gpu.sh, and their steps in the order in which they run
 PARTS: dict[str, tuple[str, ...]] = {
+    "smoke": ("info", "smoke-tests", "catch"),
+    "records": ("bench-kernels", "bench-gpu", "bench-frames", "bench-peers"),
+    "pong": ("pong",),
     "tests": ("tests",),
-    "kernels-and-bench": ("kernels", "bench-kernels", "bench-gpu", "bench-frames", "bench-peers"),
-    "train": ("catch", "pong"),
+    "memcheck": ("memcheck",),
 }
 # headings of the tables of report.SECTIONS; those of a GPU are listed even where nothing was measured
 HEADINGS = {
@@ -39,6 +40,9 @@ _ALWAYS = ("kernels", "gpu", "frames", "peers")
 # exit status of `timeout` when the limit is reached
 _TIMED_OUT = 124
 CURVE = "curve.png"
+OUTCOMES = ".outcomes.jsonl"
+# lines of JSON that are no records
+_BESIDE = (".steps.jsonl", OUTCOMES)
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,13 @@ def page(folder: Path, output: Path) -> str:
 
     Raises ValueError where the folder holds no record of any kind.
     """
-    logs = sorted(folder.glob("*.steps.jsonl"))
-    steps = [step for file in logs for step in read_lines(file, Step.parse)]
-    records = [record for file in sorted(folder.glob("*.jsonl")) if file not in logs for record in read(file)]
+    steps = [step for file in sorted(folder.glob("*.steps.jsonl")) for step in read_lines(file, Step.parse)]
+    files = [file for file in sorted(folder.glob("*.jsonl")) if not file.name.endswith(_BESIDE)]
+    records = [record for file in files for record in read(file)]
     # trial runs, which are not to be quoted, only where there is nothing else
     records = [record for record in records if not record.quick] or records
     trained = sorted({path.parent for path in folder.rglob("progress.csv")})
-    if not (steps or records or trained):
+    if not (steps or records or trained or list(folder.glob(f"*{OUTCOMES}"))):
         raise ValueError(f"{folder} holds no records; `bench/on_gpu.sh --output {folder}` makes them.")
     beside = _relative(folder, output)
     names = [step.gpu for step in steps]
@@ -131,23 +135,30 @@ def _steps_table(steps: Sequence[Step]) -> str:
 
 
 def _tests_text(folder: Path) -> str:
-    """Counts of every JUnit file, and the names of the tests that failed."""
+    """Counts of every run of tests, and the names of those that failed."""
     rows, failed = [], []
-    for file in sorted(folder.glob("*.xml")):
-        try:
-            cases = list(ElementTree.parse(file).getroot().iter("testcase"))
-        except ElementTree.ParseError as error:
-            raise ValueError(f"{file} is not JUnit XML ({error}).") from error
-        wrong = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-        skipped = sum(case.find("skipped") is not None for case in cases)
-        seconds = sum(float(case.get("time", "0")) for case in cases)
-        counts = (len(cases) - len(wrong) - skipped, len(wrong), skipped)
-        rows.append([file.stem, *[f"{count:,}" for count in counts], f"{seconds:.0f}"])
-        failed += [f"- `{case.get('classname')}.{case.get('name')}`" for case in wrong]
+    for file in sorted(folder.glob(f"*{OUTCOMES}")):
+        lines = read_lines(file, _outcome)
+        wrong = dict.fromkeys(test for test, outcome, _ in lines if outcome == "failed")
+        counts = [len({test for test, outcome, _ in lines if outcome == kind} - wrong.keys()) for kind in _KINDS]
+        cells = [f"{count:,}" for count in (counts[0], len(wrong), counts[1])]
+        rows.append([file.name.removesuffix(OUTCOMES), *cells, f"{sum(seconds for _, _, seconds in lines):.0f}"])
+        failed += [f"- `{test}`" for test in wrong]
     if not rows:
         return "No tests were recorded."
-    lines = table(["tests", "passed", "failed", "skipped", "seconds in tests"], rows)
-    return "\n\n".join([lines, *["\n".join(failed)] * bool(failed)])
+    text = table(["tests", "passed", "failed", "skipped", "seconds in tests"], rows)
+    return "\n\n".join([text, *["\n".join(failed)] * bool(failed)])
+
+
+_KINDS = ("passed", "skipped")
+
+
+def _outcome(line: str) -> tuple[str, str, float]:
+    try:
+        found = json.loads(line)
+        return found["test"], found["outcome"], found["seconds"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not the outcome of a test ({error})") from error
 
 
 def _pictures(folder: Path, output: Path) -> list[str]:
@@ -162,10 +173,10 @@ def _pictures(folder: Path, output: Path) -> list[str]:
 
 def _trained_text(folders: Sequence[Path], output: Path) -> list[str]:
     if not folders:
-        return ["Not measured yet: `bench/on_gpu.sh train`."]
+        return ["Not measured yet: `bench/on_gpu.sh pong`."]
     finished = {path: json.loads((path / "summary.json").read_text()) for path in folders if _finished(path)}
     atari = [folder for folder, summary in finished.items() if summary["env"] not in _OTHERS]
-    parts = [runs.section(atari)] if atari else ["Pong: not measured yet: `bench/on_gpu.sh train`."]
+    parts = [runs.section(atari)] if atari else ["Pong: not measured yet: `bench/on_gpu.sh pong`."]
     for folder in folders:
         parts.append(_one_run(folder, finished.get(folder)))
         if (folder / CURVE).is_file():

@@ -55,7 +55,7 @@ class Inputs:
     @cached_property
     def rank_masses(self) -> Tensor:
         """(N,) int64: entry `r` is the sum of the masses of the ranks from 1 to r + 1."""
-        return _rank_masses(self.capacity).to(self.device)
+        return _rank_masses(self.capacity, self.device)
 
     @cached_property
     def keys(self) -> list[Tensor]:
@@ -124,8 +124,8 @@ class Inputs:
 
 
 @lru_cache(maxsize=1)
-def _rank_masses(slots: int) -> Tensor:
-    return torch.from_numpy(cumulative_masses(slots, ALPHA))
+def _rank_masses(slots: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(cumulative_masses(slots, ALPHA)).to(device)
 
 
 def _frames_of(buffer: TrajectoryReplayBuffer) -> Tensor:

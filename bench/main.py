@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.progress import Progress
 
-from . import frames, gpu_page, kernels, memory, peers_suite, plots, report, storage
-from .cases import BATCHES, CAPACITIES, OURS, Case, chosen, index_cases, step_cases
+from . import checkpoint, cost_model, frames, gpu_page, kernels, memory, peers_suite, plots, report, storage
+from .cases import BATCHES, CAPACITIES, FRAME_ENVS, OURS, Case, chosen, index_cases, step_cases
 from .environment import current_environment
 from .record import Record
 from .results import QUICK as TRIAL
@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 QUICK = Plan(warmup=0.01, seconds=0.02, fewest=20, most=200)
 QUICK_CAPACITIES = (10_000,)
 QUICK_BATCHES = (32, 256)
+QUICK_FRAMES, QUICK_STEPS = (2_000, (32,)), 100
 # a kernel that takes a second is called a few times, one that takes a microsecond thousands of times
 KERNELS = Plan(warmup=0.03, seconds=0.2, fewest=6, most=5000)
 # a step of Atari agents: environments, steps of each in the ring, transitions learned from
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
         "frames": (_frames, "stacks of Atari frames stored once, beside a plain copy of the same bytes"),
         "peers": (_peers, "full cycles, adds and the index alone, interleaved with other libraries"),
+        "checkpoint": (_checkpoint, "saving and loading a buffer as large as fits, beside a plain write and read"),
         "storage": (_storage, "storing transitions and reading batches, for deque, list, NumPy rings and this buffer"),
     }
     for name, (run, about) in suites.items():
@@ -143,11 +145,12 @@ def _cpu(options: argparse.Namespace) -> None:
 def _gpu(options: argparse.Namespace) -> None:
     device = _device("gpu", "cuda")
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ((*CAPACITIES, 10_000_000), (*BATCHES, 65_536))
-    capacity = ATARI_ENVS * (100 if options.quick else ATARI_STEPS)
+    capacity = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS)
     atari = frames.gather_cases(capacity, (ATARI_BATCH,)) + frames.stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS)
-    vectors: dict[str, Maker] = {OURS: partial(ReplaySubject, device=device)}
-    stacks: dict[str, Maker] = {OURS: partial(frames.FrameSubject, device=device, envs=ATARI_ENVS)}
-    parts = _kept(options, (vectors, step_cases(*sizes)), (stacks, atari))
+    # filled once for both ways
+    vectors: dict[str, Maker] = {OURS: cache(partial(ReplaySubject, device=device))}
+    stacks: dict[str, Maker] = {OURS: cache(partial(frames.FrameSubject, device=device, envs=ATARI_ENVS))}
+    parts = _kept(options, (stacks, cost_model.targets_first(atari)), (vectors, step_cases(*sizes)))
     run = _prepared(options, device, parts)
     # all single calls before any capture, after which they would wait for the device
     ways: tuple[How, ...] = (options.timing,) if options.timing else ("events", "graph")
@@ -167,7 +170,7 @@ def _kernels(options: argparse.Namespace) -> None:
         plots.require()
     sizes: dict[str, Any] = {"capacities": QUICK_CAPACITIES, "batches": QUICK_BATCHES, "rows": 10_000, "frames": 2_000}
     cases = kernels.kernel_cases(device.type, most=options.n_max, **(sizes if options.quick else {}))
-    kept = chosen(cases, options.only)
+    kept = cost_model.targets_first(chosen(cases, options.only))
     name = f"kernels-{device_slug(device)}"
     options.output = options.output or default_file(name + TRIAL if options.quick else name)
     run = _prepared(options, device, [({}, kept)])
@@ -182,11 +185,13 @@ def _kernels(options: argparse.Namespace) -> None:
 
 def _frames(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    capacity = 1_000_000 if device.type == "cuda" else frames.CAPACITY
-    sizes = (2_000, (32,)) if options.quick else (capacity, frames.BATCHES)
-    ours: dict[str, Maker] = {OURS: partial(frames.FrameSubject, device=device)}
+    # a step of more environments fills a million slots in fewer calls
+    capacity, envs = (1_000_000, ATARI_ENVS) if device.type == "cuda" else (frames.CAPACITY, FRAME_ENVS)
+    capacity, batches = QUICK_FRAMES if options.quick else (capacity, frames.BATCHES)
+    gathers, streams = frames.gather_cases(capacity, batches), frames.stream_cases(capacity, batches, envs)
+    ours: dict[str, Maker] = {OURS: cache(partial(frames.FrameSubject, device=device, envs=envs))}
     both: dict[str, Maker] = {**ours, "take": partial(frames.TakeSubject, device=device)}
-    parts = _kept(options, (both, frames.gather_cases(*sizes)), (ours, frames.stream_cases(*sizes)))
+    parts = _kept(options, (both, gathers), (ours, streams))
     run = replace(_prepared(options, device, parts), rounds=1 if options.quick else 5)
     _session(options, _count(parts), partial(_records, run, parts))
 
@@ -208,6 +213,11 @@ def _storage(options: argparse.Namespace) -> None:
     layouts = storage.chosen(options.only)
     run = _prepared(options, CPU, [], ["storage-one", "storage-blocks", "storage-batches"])
     _session(options, 3 * len(layouts), lambda progress: storage.records(run, sizes, layouts, progress))
+
+
+def _checkpoint(options: argparse.Namespace) -> None:
+    run = _prepared(options, CPU, [], checkpoint.OPERATIONS)
+    _session(options, 1 if options.quick else 3, partial(checkpoint.records, run))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -290,16 +300,16 @@ def _prepared(options: argparse.Namespace, device: torch.device, parts: Parts, m
 
 
 def _session(options: argparse.Namespace, total: int, measured: Measured) -> None:
-    """Measure with a progress bar, then print tables; what was measured is written however the measuring ends."""
+    """Measure with a progress bar, then print tables; each record is written as soon as it is there."""
     output = options.output or default_file(options.suite + TRIAL if options.quick else options.suite)
     records: list[Record] = []
     try:
         with Progress(total, f"bench {options.suite}") as progress:
             for record in measured(progress):
                 records.append(record)
+                write(output, [record])
     finally:
         if records:
-            write(output, records)
             print(f"{len(records)} records written to {output}", file=sys.stderr)
     earlier = default_file("peers")
     peers = read(earlier) if earlier.is_file() and options.suite != "peers" else []

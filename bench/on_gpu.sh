@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU within 25 minutes, in parts of at most 9, each leaving its record; then makes a page.
+# Runs everything that needs a GPU within 25 minutes, in parts of at most 8 that can be run one by one; then makes a page.
 #
 # It needs no network and no installation: PyTorch, Triton and pytest of the machine, and this checkout. Wheels that the
 # machine lacks (for Pong: ale-py, gymnasium, farama-notifications) are taken from a folder and put into a temporary one.
@@ -9,26 +9,30 @@ usage() {
     cat <<'END'
 usage: bench/on_gpu.sh [PART ...] [option ...]
 
-parts (all of them when none is given):
-  tests              the tests marked gpu, except those of the kernels; 8.5 minutes at most
-  kernels-and-bench  the tests of the kernels, then `gpu-replay bench kernels`, with plots, `gpu`, `frames` and
-                     `peers`; 9 minutes at most
-  train              `gpu-replay train catch`, then Pong if ale-py is there; 7 minutes at most
-  page               the page of all records there are, those of earlier runs too; seconds
+parts, in the order in which they run (all of them when none is given):
+  smoke     2 minutes: imports, every operation once beside the host code, a captured step, Catch is learned
+  records   8 minutes: `gpu-replay bench kernels`, `gpu`, `frames` and `peers`, cases with targets first
+  pong      4.5 minutes: `gpu-replay train pong` if ale-py is there
+  tests     7.5 minutes: all tests marked gpu
+  memcheck  2.5 minutes: some calls under compute-sanitizer, if it is there
+  page      seconds: plots, and the page of all records there are, those of earlier runs too
 
 options:
-  --output DIR       where records go (default: bench/results/NAME-OF-THE-GPU)
-  --page FILE        where the page goes (default: bench/results/NAME-OF-THE-GPU.md, or DIR/page.md with --output)
-  --wheels DIR       wheels of packages that the machine lacks
-  --python FILE      the Python that has PyTorch (default: python3)
-  --workers N        test processes on the one GPU (default: 4 where pytest-xdist is installed, else 1)
-  --seconds N        the most that each part may take, instead of the times above
-  --dry-run          print the commands instead of running them; needs no GPU
-  --help             this text
+  --output DIR     where records go (default: bench/results/NAME-OF-THE-GPU)
+  --archives DIR   where each part leaves PART.tar.gz, all of the output but checkpoints (default: OUTPUT-archives)
+  --page FILE      where the page goes (default: bench/results/NAME-OF-THE-GPU.md, or DIR/page.md with --output)
+  --wheels DIR     wheels of packages that the machine lacks
+  --python FILE    the Python that has PyTorch (default: python3)
+  --workers N      test processes on the one GPU (default: cores - 2 where pytest-xdist is installed, else 1)
+  --seconds N      the most that each part may take, instead of the times above
+  --dry-run        print the commands instead of running them; needs no GPU
+  --rehearsal      run all of it without a GPU, in small; what it records means nothing
+  --help           this text
 
-A part writes NAME.log for each of its steps, beside JUnit XML, JSON lines and training output, and one line for each
-step into PART.steps.jsonl. A step whose time is over is interrupted, and writes what it has. Failing tests stop nothing:
-they are named in the records. The exit status is 0 only if every step of every part succeeded.
+A part writes NAME.log for each of its steps, beside JSON lines and training output, and one line for each step into
+PART.steps.jsonl. All is written as soon as it is known, and the archive is renewed every 30 seconds, so a part may be
+killed at any moment. A step whose time is over is interrupted. Failing tests stop nothing: they are named in the
+records. The exit status is 0 only if every step of every part succeeded.
 END
 }
 
@@ -39,31 +43,34 @@ fail() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 parts=()
-output="" page="" wheels="" python=python3 workers="" seconds="" dry=""
+output="" archives="" page="" wheels="" python=python3 workers="" seconds="" dry="" rehearsal=""
 # together 25 minutes
-declare -A most=([tests]=510 [kernels-and-bench]=540 [train]=420 [page]=30)
+declare -A most=([smoke]=120 [records]=480 [pong]=270 [tests]=450 [memcheck]=150 [page]=30)
 while (($#)); do
     case $1 in
-        tests | kernels-and-bench | train | page) parts+=("$1") ;;
-        --output | --page | --wheels | --python | --workers | --seconds)
+        smoke | records | pong | tests | memcheck | page) parts+=("$1") ;;
+        --output | --archives | --page | --wheels | --python | --workers | --seconds)
             (($# > 1)) || fail "$1 needs a value; see --help"
             printf -v "${1#--}" %s "$2"
             shift
             ;;
         --dry-run) dry=yes ;;
+        --rehearsal) rehearsal=yes ;;
         --help | -h) usage && exit 0 ;;
         *) fail "unknown part or option '$1'; see --help" ;;
     esac
     shift
 done
-((${#parts[@]})) || parts=(tests kernels-and-bench train page)
+((${#parts[@]})) || parts=(smoke records pong tests memcheck page)
 [[ -z $seconds || $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds must be a whole number; found '$seconds'"
 [[ -z $workers || $workers =~ ^[1-9][0-9]*$ ]] || fail "--workers must be a whole number; found '$workers'"
 [[ -z $wheels || -d $wheels ]] || fail "--wheels $wheels is not a folder"
 # paths are the caller's; the commands run at the root of the checkout
 [[ -z $wheels ]] || wheels=$(cd "$wheels" && pwd)
 [[ $output == /* || -z $output ]] || output=$PWD/$output
+[[ $archives == /* || -z $archives ]] || archives=$PWD/$archives
 [[ $page == /* || -z $page ]] || page=$PWD/$page
+((${workers:=$(($(nproc) > 3 ? $(nproc) - 2 : 1))}))
 [[ $python == */* && $python != /* ]] && python=$PWD/$python
 command -v "$python" >/dev/null || fail "there is no $python; name one with --python"
 cd "$root" || exit 2
@@ -86,12 +93,15 @@ print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep="
 END
 }
 
-gpu="" torch="" triton=""
-if [[ -z $dry ]]; then
+# what runs a module: in a rehearsal as if there were a GPU
+run=("$python" -m)
+gpu="no GPU" torch="" triton=""
+if [[ -n $rehearsal ]]; then
+    run=("$python" -m gpu_replay.bench.rehearsal)
+    gpu="a rehearsal" workers=1
+elif [[ -z $dry ]]; then
     found=$(describe) || fail "this needs a GPU, or --dry-run"
     IFS=$'\t' read -r gpu torch triton <<<"$found"
-else
-    gpu="no GPU"
 fi
 commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
 slug=$(tr -cs 'A-Za-z0-9' '-' <<<"$gpu" | tr 'A-Z' 'a-z')
@@ -99,9 +109,13 @@ slug=${slug#-}
 [[ -n $page || -z $output ]] || page=$output/page.md
 output=${output:-$root/bench/results/${slug%-}}
 page=${page:-$output.md}
+archives=${archives:-$output-archives}
 
 site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
+packer="" part=""
+trap 'rm -rf "$site"; end_part' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 export PYTHONPATH=$root:$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # other installed pytest plugins must not change the run; xdist is loaded by name below
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
@@ -109,6 +123,30 @@ status=0
 
 has() {
     "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null
+}
+
+# the output as it is now, in one file that is never half written; files may grow meanwhile
+pack() {
+    tar -czf "$archives/.$part.partial" --exclude=checkpoint -C "$output" . 2>/dev/null
+    mv "$archives/.$part.partial" "$archives/$part.tar.gz"
+}
+
+begin_part() {
+    part=$1 limit=${seconds:-${most[$1]}} reserve=0
+    deadline=$((SECONDS + limit))
+    [[ -n $dry ]] && return
+    mkdir -p "$output" "$archives" || exit 2
+    rm -f "$output/$part.steps.jsonl"
+    while sleep 30; do pack; done >/dev/null 2>&1 &
+    packer=$!
+}
+
+end_part() {
+    [[ -n $packer ]] || return 0
+    kill "$packer" 2>/dev/null
+    wait "$packer" 2>/dev/null
+    packer=""
+    pack
 }
 
 # a shell in the background ignores SIGINT, and so does what it starts unless the default is restored
@@ -146,62 +184,90 @@ step() {
     return 0
 }
 
+# pytest NAME ARGUMENT ...
 pytest() {
     local plugins=() name=$1
     shift
-    if has xdist; then
-        ((${workers:-4} > 1)) && plugins+=(-p xdist.plugin -n "${workers:-4}")
-    fi
-    step "$name" "$python" -m pytest "${plugins[@]}" -p no:cacheprovider --continue-on-collection-errors -m gpu \
-        "--junitxml=$output/$name.xml" "$@"
+    ((workers > 1)) && has xdist && plugins=(-p xdist.plugin -n "$workers" --dist worksteal)
+    rm -f "$output/$name.outcomes.jsonl"
+    step "$name" "${run[@]}" pytest "${plugins[@]}" -p no:cacheprovider --continue-on-collection-errors -v -m gpu \
+        "--outcomes=$output/$name.outcomes.jsonl" "$@"
 }
 
-part_tests() {
-    pytest tests --ignore-glob='*/test_kernel*'
+# bench SUITE [OPTION ...]
+bench() {
+    step "bench-$1" "${run[@]}" gpu_replay bench "$@" ${rehearsal:+--quick} --output "$output/$1.jsonl"
 }
 
-part_kernels-and-bench() {
-    local files
-    shopt -s nullglob
-    files=(tests/test_kernel*.py)
-    shopt -u nullglob
-    # the steps at the end must not be left without any time
-    reserve=$((limit / 2))
-    ((${#files[@]} == 0)) || pytest kernels "${files[@]}"
-    reserve=$((limit / 4))
-    if [[ -n $dry ]] || has matplotlib; then
-        bench kernels --plot
-    else
-        bench kernels
-    fi
+# train NAME ENV [OPTION ...]
+train() {
+    local name=$1
+    shift
+    # what a checkpoint holds of a buffer takes gigabytes
+    step "$name" "${run[@]}" gpu_replay train "$@" --device cuda --seed 0 --no-checkpoint-replay --overwrite \
+        --output "$output/$name"
+}
+
+# a training run of a rehearsal
+tiny=(--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2
+    --eval-max-steps 5 --log-every 40)
+
+part_smoke() {
+    reserve=$((limit * 3 / 4))
+    step info "${run[@]}" gpu_replay info
+    reserve=$((limit * 3 / 8))
+    pytest smoke-tests tests/test_gpu_smoke.py ${rehearsal:+-k "everything and transitions"}
+    reserve=0
+    train catch catch --max-seconds "$((limit / 3))" \
+        ${rehearsal:+"${tiny[@]}"}
+}
+
+part_records() {
+    # the suites at the end must not be left without any time
+    reserve=$((limit * 9 / 20))
+    bench kernels ${rehearsal:+--only N=1k}
     reserve=$((limit / 6))
-    bench gpu
-    reserve=$((limit / 9))
+    bench gpu ${rehearsal:+--only "*cycle*"}
+    reserve=$((limit / 12))
     bench frames
     reserve=0
     bench peers --device cuda
 }
 
-# bench SUITE [OPTION ...]
-bench() {
-    step "bench-$1" "$python" -m gpu_replay bench "$@" --output "$output/$1.jsonl"
+part_pong() {
+    if [[ -n $dry ]] || has ale_py; then
+        train pong pong --max-seconds "$((limit - 60))" ${rehearsal:+"${tiny[@]}"}
+    else
+        echo "== pong: ale-py is not installed, so it is left out; give its wheels with --wheels"
+    fi
 }
 
-part_train() {
-    local long=$((limit > 180 ? limit - 120 : 60))
-    step catch "$python" -m gpu_replay train catch --device cuda --seed 0 --max-seconds 60 --output "$output/catch"
-    if [[ -n $dry ]] || has ale_py; then
-        step pong "$python" -m gpu_replay train pong --device cuda --seed 0 --max-seconds "$long" --output "$output/pong"
+part_tests() {
+    local where=tests
+    [[ -z $rehearsal ]] || where=tests/test_bench_timing.py
+    pytest tests "$where"
+}
+
+part_memcheck() {
+    local tool plain=("${run[@]}")
+    local run workers=1
+    tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null) || true
+    if [[ -n $dry || -n $rehearsal || -n $tool ]]; then
+        # memory as the driver gives it, so that what lies outside of a tensor is nobody's
+        run=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 ${tool:+"$tool" --tool memcheck --error-exitcode 9} "${plain[@]}")
+        pytest memcheck tests/test_gpu_smoke.py -k "test_every_call_once and ${rehearsal:+transitions-}everything"
     else
-        echo "== train: ale-py is not installed, so Pong is left out; give its wheels with --wheels"
+        echo "== memcheck: there is no compute-sanitizer, so it is left out"
     fi
 }
 
 part_page() {
+    if [[ -n $dry || -f $output/kernels.jsonl ]] && has matplotlib; then
+        step plot "$python" -m gpu_replay bench plot "$output/kernels.jsonl"
+    fi
     step page "$python" -m gpu_replay bench page --results "$output" --output "$page"
 }
 
-[[ -n $dry ]] || mkdir -p "$output" || exit 2
 if [[ -n $wheels ]]; then
     install=("$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl)
     if [[ -n $dry ]]; then
@@ -211,11 +277,10 @@ if [[ -n $wheels ]]; then
         "${install[@]}" || fail "the wheels in $wheels could not be installed"
     fi
 fi
-for part in "${parts[@]}"; do
-    limit=${seconds:-${most[$part]}}
-    deadline=$((SECONDS + limit)) reserve=0
-    [[ -n $dry ]] || rm -f "$output/$part.steps.jsonl"
-    "part_$part"
+for name in "${parts[@]}"; do
+    begin_part "$name"
+    "part_$name"
+    end_part
 done
-[[ -n $dry ]] || echo "== records are in $output"
+[[ -n $dry ]] || echo "== records are in $output, archives of them in $archives"
 exit "$status"

@@ -166,7 +166,7 @@ def _host_rank_draw(inputs: Inputs) -> Implementation:
     def change() -> None:
         changed, errors = next(pool)
         current[changed] = errors
-        tree.update(changed.numpy(), errors.numpy().astype(np.float64), rule, 0, slots)
+        tree.update(changed.numpy(), errors.numpy().astype(np.float64), rule, 0, slots, counters)
 
     def drawn() -> Tensor:
         doubles = words.doubles(next(position), batch)
@@ -185,7 +185,7 @@ def _device_rank_draw(inputs: Inputs) -> Implementation:
     # the bits of a float64 that is not negative ascend with it; a code of 0 stands for nothing
     tree.masses.copy_(inputs.priorities.double().view(torch.int64) + 1)
     counters = full_counters(slots, device)
-    ranks = DeviceRanks(slots, ALPHA, 1, counters)
+    ranks = DeviceRanks(slots, ALPHA, 1, counters, inputs.rank_masses)
     times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def drawn() -> Tensor:

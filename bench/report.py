@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from . import cost_model, runs, tables
 from .cases import OPERATIONS
+from .checkpoint import checkpoint_table
 from .kernels import KERNELS
 from .record import Environment, Record
 from .storage import storage_table
@@ -94,6 +95,10 @@ _STORAGE_NOTE = (
     "Single calls: medians over parts of the run. Deques and lists of tuples only take a reference on insertion and "
     "pay when a batch is put together."
 )
+_CHECKPOINT_NOTE = (
+    "Frames of random bytes in one buffer. Writes end with fsync; files are dropped from the page cache before they "
+    "are read. Medians of three rounds, in each of which all are done in turn."
+)
 _FRAMES_NOTE = (
     "A batch has B transitions with stacks of 4 frames of 84x84 before and after; take copies as many frames from "
     "given places. Implementations are interleaved. Medians."
@@ -109,6 +114,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "peers": Section("peers", lambda mine, _: tables.peers_table(mine), note=_PEERS_NOTE),
     "frames": Section("frames", lambda mine, _: tables.frames_table(mine), note=_FRAMES_NOTE),
+    "checkpoint": Section("checkpoint", lambda mine, _: checkpoint_table(mine), note=_CHECKPOINT_NOTE),
     "storage": Section("storage", lambda mine, _: storage_table(mine), note=_STORAGE_NOTE),
     "memory": Section("cpu", lambda mine, _: tables.memory_table(mine), lambda record: record.operation == "memory"),
 }

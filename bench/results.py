@@ -16,7 +16,7 @@ from .environment import checkout
 from .record import Record
 
 # the folder of one GPU holds kernels.jsonl; elsewhere the kernels have a file for each device
-NAMES = ("cpu", "gpu", "peers", "frames", "storage", "bench", "kernels", "kernels-*")
+NAMES = ("cpu", "gpu", "peers", "frames", "storage", "checkpoint", "bench", "kernels", "kernels-*")
 QUICK = "-quick"
 
 

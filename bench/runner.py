@@ -54,8 +54,9 @@ class Run:
     def records(self, cases: Sequence[Case], makers: Mapping[str, Maker], progress: Progress) -> Iterator[Record]:
         """Measure the cases on all implementations; yields each record as soon as it is known.
 
-        makers: name of an implementation to what makes an empty subject of a capacity. Those that raise MissingPeer
-                or fail their check are reported and left out; it is an error when they are the only ones.
+        makers: name of an implementation to what makes an empty subject of a capacity, or gives one that is filled.
+                Those that raise MissingPeer or fail their check are reported and left out; it is an error when they are
+                the only ones.
         """
         for capacity, group in groupby(cases, lambda case: case.capacity):
             subjects = self._subjects(capacity, makers, progress)
@@ -71,8 +72,10 @@ class Run:
             progress.show(f"filling {name}, {capacity:,} rows")
             try:
                 subject = make(capacity)
-                fill(subject, capacity, self.device, rounds=4 if self.quick else 256)
-                check(subject, name)
+                if not subject.filled:
+                    fill(subject, capacity, self.device, rounds=4 if self.quick else 256)
+                    check(subject, name)
+                    subject.filled = True
             except (MissingPeer, Refused) as reason:
                 if len(makers) == 1:
                     raise
@@ -131,7 +134,10 @@ class Run:
             warmup=0,
             bytes=case.bytes,
             copy_bandwidth=round(self.copy_bandwidth),
-            copy_share=round(case.bytes / (quantiles["p50"] / 1e6) / self.copy_bandwidth, 5),
+            # a peak of memory can be 0 bytes above what was there
+            copy_share=round(case.bytes / (quantiles["p50"] / 1e6) / self.copy_bandwidth, 5)
+            if quantiles["p50"]
+            else None,
             quick=self.quick,
             environment=replace(self.environment, versions=versions),
             tests=None if self.failed_tests is None else "failed" if self.failed_tests else "passed",

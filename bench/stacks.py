@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-
-from .rows import Rows
 
 STACK = 4
 SHAPE = (84, 84)
@@ -40,39 +39,44 @@ FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64
 
 
 class StackStream:
-    """Steps of `envs` environments whose episodes end at different times, in order; `stack` frames each."""
+    """Steps of `envs` environments whose episodes end at different times, in order; `stack` frames each.
 
-    def __init__(self, envs: int, stack: int = STACK) -> None:
-        self._stack = stack
-        self._images = images()
-        self._envs = np.arange(envs)
+    device: where they are made.
+    """
+
+    def __init__(self, envs: int, stack: int = STACK, device: torch.device | str = "cpu") -> None:
+        self._images = torch.from_numpy(images()).to(device)
+        self._envs = torch.arange(envs, device=device)
+        self._ago = torch.arange(stack - 1, -1, -1, device=device)
         self._step = 0
 
-    def step(self) -> Rows:
+    def step(self) -> dict[str, Tensor]:
         """The next step of all environments, by the names of FRAME_DTYPES: stacks are (E, S, 84, 84), oldest first.
 
-        The first frame of an episode is repeated; `next_obs` is the final observation where the episode ended.
+        The first frame of an episode is repeated; `next_obs` is the final observation where the episode ended. Single
+        frames, of which a buffer makes the stacks, have none.
         """
-        age = np.minimum(self._step, (self._step + 100 * self._envs) % EPISODE)
+        age = ((self._step + 100 * self._envs) % EPISODE).clamp_(max=self._step)
         number = self._step % FRAMES
         obs = self._stacks(self._step, age)
         self._step += 1
+        after = {"next_obs": self._stacks(self._step, age + 1)} if len(self._ago) > 1 else {}
         return {
             "obs": obs,
-            "action": np.full(self._envs.size, number % ACTIONS, dtype=np.int64),
-            "reward": np.full(self._envs.size, number % 7, dtype=np.float32),
-            "next_obs": self._stacks(self._step, age + 1),
+            "action": torch.full_like(self._envs, number % ACTIONS),
+            "reward": torch.full_like(self._envs, number % 7, dtype=torch.float32),
+            **after,
             "terminated": obs[:, -1, 0, ENDED] == 1,
         }
 
-    def _stacks(self, step: int, age: np.ndarray) -> np.ndarray:
+    def _stacks(self, step: int, age: Tensor) -> Tensor:
         # (E, S): how many steps ago each frame is, not before the episode's first
-        ago = np.minimum(np.arange(self._stack - 1, -1, -1), age[:, None])
+        ago = torch.minimum(self._ago, age[:, None])
         envs = self._envs[:, None]
-        stacks = self._images[(step - ago) % FRAMES]
-        stacks[:, :, 0, ENV] = envs
-        stacks[:, :, 0, AGE] = np.minimum(age[:, None] - ago, 250)
-        stacks[:, :, 0, ENDED] = (step - ago + 100 * envs) % EPISODE == EPISODE - 1
+        stacks = self._images.index_select(0, ((step - ago) % FRAMES).view(-1)).view(*ago.shape, *SHAPE)
+        stacks[:, :, 0, ENV] = envs.to(torch.uint8)
+        stacks[:, :, 0, AGE] = (age[:, None] - ago).clamp_(max=250).to(torch.uint8)
+        stacks[:, :, 0, ENDED] = ((step - ago + 100 * envs) % EPISODE == EPISODE - 1).to(torch.uint8)
         return stacks
 
 

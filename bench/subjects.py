@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Proportional, ReplayBuffer
-from gpu_replay.ops.counters import HostWords
+from gpu_replay.ops.counters import HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import draw_slots
@@ -42,9 +42,11 @@ class Subject(ABC):
     add_size:     rows that every `add` must bring; None for any number.
     has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
     chunk:        rows of an add and transitions of an update while it is being filled.
+    filled:       whether it was, and its answers are right.
     """
 
     add_size: int | None = None
+    filled = False
     has_next_obs = True
     chunk = 4096
 
@@ -145,6 +147,7 @@ class IndexSubject(FullSubject):
         self.tree = MassTree(capacity, CPU, "host")
         self.tree.set_range(0, capacity, self._rule.mass(1.0))
         self._words = HostWords(seed=0)
+        self._counters = new_counters(torch.device("cpu"), 0).numpy()
         self._block = 0
 
     def sample(self, batch: int) -> Any:
@@ -154,12 +157,12 @@ class IndexSubject(FullSubject):
         slots, masses, _ = draw_slots(self.tree, doubles, stratified=True)
         return slots, masses
 
-    def update(self, sampled: Any, priorities: Tensor) -> object:
+    def update(self, sampled: Any, priorities: Tensor) -> None:
         """Masses of these priorities at the sampled slots, a repeated slot once."""
         slots, _ = sampled
         numbers = priorities.numpy().astype(np.float64)
         # slots are the keys of a ring in its first lap
-        return self.tree.update(slots, numbers, self._rule, 0, self.tree.slots)
+        self.tree.update(slots, numbers, self._rule, 0, self.tree.slots, self._counters)
 
     def wrong(self) -> list[str]:
         """What is wrong with the index: a total that is not the sum of its leaves."""
@@ -212,7 +215,7 @@ class PeerSubject(Subject):
     def _stacks(self, steps: int) -> Iterator[Any]:
         while True:
             found = [self._steps.step() for _ in range(steps)]
-            yield self.inputs({name: np.concatenate([step[name] for step in found]) for name in FRAME_DTYPES})
+            yield self.inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
 
     def wrong(self) -> list[str]:
         """See Subject."""

@@ -31,9 +31,10 @@ _UPDATE = ("tests/test_priorities.py",)
 _RANK = ("tests/test_rank_based.py",)
 _FRAMES = ("tests/test_trajectory_oracle.py",)
 _STORAGE = ("tests/test_bench_storage.py",)
+_CHECKPOINT = ("tests/test_checkpoint.py", "tests/test_checkpoint_incremental.py")
 _ANSWERS = ("tests/test_bench_kernels.py::test_every_implementation_gives_right_answers",)
 
-# operation: its tests, as pytest takes them; those marked gpu run where there is one
+# operation: its tests, as pytest takes them
 TESTS: dict[str, tuple[str, ...]] = {
     "add": _RING,
     "sample": _DRAW,
@@ -47,6 +48,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "storage-one": _STORAGE,
     "storage-blocks": _STORAGE,
     "storage-batches": _STORAGE,
+    "checkpoint-save": _CHECKPOINT,
+    "checkpoint-load": _CHECKPOINT,
+    "checkpoint-again": _CHECKPOINT,
+    "checkpoint-memory": _CHECKPOINT,
     "empty": _ANSWERS,
     "prefix-sum": ("tests/test_prefix_sum.py",),
     "tree-build": ("tests/test_prefix_sum.py", *_DRAW),
@@ -58,13 +63,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "frame-gather-bf16": _FRAMES,
     "frame-gather-f16": _FRAMES,
 }
-# operation: more tests on a GPU, beside those marked gpu in the files above
-GPU_TESTS: dict[str, tuple[str, ...]] = {
-    "empty": (f"{_ANSWERS[0]}_on_a_gpu",),
-    **dict.fromkeys(("add", "sample", "update", "cycle", "draw", "draw-update"), ("tests/test_gpu.py",)),
-    **dict.fromkeys(("frames", "frame-add", "frame-cycle"), ("tests/test_gpu.py",)),
-    "rank-draw": ("tests/test_rank_gpu.py",),
-}
+# on a GPU: every operation in small beside the host code; the others take minutes there, and come after the records
+GPU_TESTS = ("tests/test_gpu_smoke.py", f"{_ANSWERS[0]}_on_a_gpu")
 # on a CPU host code is measured, on a GPU kernels; the interpreter is neither and takes long
 _WITHOUT = ("-k", "not interpreted")
 _MARKS = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
@@ -85,9 +85,7 @@ def selection(operations: Iterable[str], device: torch.device) -> list[str]:
     for operation in operations:
         if operation not in TESTS:
             raise KeyError(f"no tests are named for {operation!r}; add them to TESTS in {Path(__file__).name}.")
-        chosen += TESTS[operation]
-        if device.type == "cuda":
-            chosen += GPU_TESTS.get(operation, ())
+        chosen += GPU_TESTS if device.type == "cuda" else TESTS[operation]
     return list(dict.fromkeys(chosen))
 
 

@@ -18,6 +18,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from gpu_replay.graphs.cuda_graph import captured_into
+
 Call = Callable[[], object]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
 How = Literal["host", "events", "graph"]
@@ -169,7 +171,7 @@ def captured(call: Call, device: torch.device, calls: int) -> Call:
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with captured_into(graph, side, device):
                 for _ in range(calls):
                     call()
         except RuntimeError as error:

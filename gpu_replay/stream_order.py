@@ -43,6 +43,9 @@ class StreamOrder:
         self._last: torch.cuda.Stream | None = None
         self._home: torch.cuda.Stream | None = None
         self._end: torch.cuda.Event | None = None
+        # where pinned memory is copied, and whether that was done since the outermost `ordered` began
+        self._copies: torch.cuda.Stream | None = None
+        self._copying = False
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -64,6 +67,25 @@ class StreamOrder:
                 self._depth -= 1
                 if ordered:
                     self._finish(stream)
+                if self._copying and self._copies is not None:
+                    # from here on the owner of the pinned memory may change it
+                    self._copying = False
+                    self._copies.synchronize()
+
+    def copied(self, pinned: Tensor) -> Tensor:
+        """Pinned memory as a tensor on the device, within `ordered`, which ends when the copy is made.
+
+        The copy waits for nothing that is queued on the device: neither does the host.
+        """
+        current = torch.cuda.current_stream(self._device)
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._copies):
+            # allocated here: memory of another stream may still be in use there
+            copy = pinned.to(self._device, non_blocking=True)
+        self._copying = True
+        current.wait_stream(self._copies)
+        return record_stream(copy, current)
 
     def _finish(self, stream: torch.cuda.Stream) -> None:
         if self._end is None:

@@ -5,6 +5,7 @@ For tests of the order in which work reaches a GPU, without one. `work` stands f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-NAMES = ("Event", "CUDAGraph", "Stream", "current_stream", "stream", "device", "graph", "is_current_stream_capturing")
+NAMES = (
+    *("Event", "CUDAGraph", "Stream", "current_stream", "current_device", "stream", "device"),
+    *("graph", "graph_pool_handle", "is_current_stream_capturing", "_sleep"),
+)
 
 
 class FakeStream:
@@ -33,6 +37,9 @@ class FakeStream:
         event.record(other)
         self.wait_event(event)
 
+    def synchronize(self) -> None:
+        self._cuda.waited |= self.seen
+
 
 class FakeEvent:
     """A point in the work of a stream."""
@@ -51,6 +58,7 @@ class FakeGraph:
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
+        self.pool: int | None = None
         self._names: list[str] = []
 
     def add(self, name: str) -> None:
@@ -68,14 +76,27 @@ class FakeCuda:
         self.default = self.current = FakeStream(self)
         # each work with all that it came after
         self.done: list[tuple[str, set[str]]] = []
-        # what the next end of a capture says
+        # all that the host has waited for
+        self.waited: set[str] = set()
+        # what the end of a capture of more than a sleep says
         self.refusal: str | None = None
         self.captures = 0
+        # as torch's generator and allocator are outside of a capture
+        self.generator_captures = False
+        self.pools: set[int] = set()
+        self.recorded_pools: set[int] = set()
+        self._handles = itertools.count(1)
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         for name in NAMES:
             patch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            patch.setattr(torch._C, name, getattr(self, name), raising=False)
         return self
+
+    def is_clean(self) -> bool:
+        """Whether nothing is left of captures but the graphs that were made."""
+        return not (self.generator_captures or self.recorded_pools) and self.current.captures is None
 
     def work(self, name: str) -> None:
         """Send something to the device on the current stream."""
@@ -119,18 +140,44 @@ class FakeCuda:
     def device(self, device: Any) -> Iterator[None]:
         yield
 
+    def current_device(self) -> int:
+        return 0
+
+    def graph_pool_handle(self) -> int:
+        return next(self._handles)
+
+    def _sleep(self, cycles: int) -> None:
+        self.work("sleep")
+
     @contextmanager
-    def graph(self, graph: FakeGraph, *, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+    def graph(
+        self, graph: FakeGraph, *, pool: int = 0, stream: FakeStream | None = None, capture_error_mode: str
+    ) -> Iterator[None]:
         # other threads may use the device
         assert capture_error_mode == "thread_local"
-        self.captures += 1
+        recovering = stream is None
+        stream, pool = stream or self.Stream(), pool or self.graph_pool_handle()
+        self.captures += not recovering
         before, self.current = self.current, stream
-        stream.captures = graph
+        stream.captures, graph.pool = graph, pool
+        self.generator_captures = True
+        self.pools.add(pool)
+        self.recorded_pools.add(pool)
         try:
             yield
         finally:
             stream.captures = None
-            # as torch does, which then leaves the stream where it is
-            if self.refusal is not None:
+            # as torch does, which then leaves all the rest as it is
+            if self.refusal is not None and not recovering:
                 raise RuntimeError(self.refusal)
+            self.recorded_pools.remove(pool)
+            self.generator_captures = False
             self.current = before
+
+    def _cuda_endAllocateToPool(self, device: int, pool: int) -> None:
+        if pool not in self.recorded_pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recorded_pools.remove(pool)
+
+    def _cuda_releasePool(self, device: int, pool: int) -> None:
+        self.pools.remove(pool)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,16 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 from torch import Tensor
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import peers_suite, report, subjects, tables
+from gpu_replay.bench import peers_suite, report, runner, subjects, tables
 from gpu_replay.bench.cases import Case, chosen, cycle_cases, index_cases, short, step_cases
 from gpu_replay.bench.environment import current_environment
 from gpu_replay.bench.record import SCHEMA, Record
 from gpu_replay.bench.results import read, write
 from gpu_replay.bench.rows import ROW_BYTES, make_rows, mismatches
-from gpu_replay.bench.runner import Refused, check, fill
+from gpu_replay.bench.runner import Refused, Run, check, fill
 from gpu_replay.bench.subjects import IndexSubject, MissingPeer, Peer, ReplaySubject, Task, make_peer
 from gpu_replay.bench.timing import Plan, Timing, copy_bandwidth, measure, quantiles
+from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
 
@@ -326,6 +329,32 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
         assert "| N = 10k" in document.read_text()
     assert commands.main(["report", str(file)]) == 0
     assert "## memory" in capsys.readouterr().out
+
+
+def test_each_record_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "cpu.jsonl"
+    options = SimpleNamespace(suite="cpu", output=file, quick=True)
+
+    def measured(progress: object) -> Iterator[Record]:
+        for count, batch in enumerate((32, 256), 1):
+            yield record(f"cycle/N=1M/B={batch}")
+            assert len(read(file)) == count
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commands._session(options, 3, measured)
+
+
+def test_a_subject_that_is_kept_is_filled_once(monkeypatch: Patch) -> None:
+    filled: list[int] = []
+    monkeypatch.setattr(runner, "fill", lambda subject, capacity, *_, **__: filled.append(capacity))
+    monkeypatch.setattr(runner, "check", lambda *_: None)
+    run = Run("cpu", CPU, Plan(0, 0, 1, 1), ENVIRONMENT, 1e9, True, versions={})
+    with Progress(4, "test") as progress:
+        for make, count in ((partial(ReplaySubject, device=CPU), 2), (cache(partial(ReplaySubject, device=CPU)), 1)):
+            for _ in range(2):
+                assert len(list(run.records([Case("add", 1000, 8, 8)], {"ours": make}, progress))) == 1
+            assert (len(filled), filled.clear()) == (count, None)
 
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 from gpu_replay.bench import baselines, cost_model, ours, report
-from gpu_replay.bench.cost_model import Cost
+from gpu_replay.bench.cost_model import Cost, targets, targets_first
+from gpu_replay.bench.frames import stream_cases
 from gpu_replay.bench.kernel_inputs import Inputs
-from gpu_replay.bench.kernels import KernelCase
+from gpu_replay.bench.kernels import KernelCase, kernel_cases
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
 from gpu_replay.ops.counters import Counter
@@ -148,6 +149,15 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
     nothing = cost_model.targets_table(on_cpu).splitlines()[2:]
     assert len(nothing) == len(cost_model.targets())
     assert all(line.split("|")[-2].strip() == cost_model.NOT_MEASURED for line in nothing)
+
+
+def test_cases_with_a_target_come_first() -> None:
+    cases = kernel_cases("cuda")
+    ordered = [case.name for case in targets_first(cases)]
+    assert sorted(ordered) == sorted(case.name for case in cases)
+    named = [target.name for target in targets() if "/N=" in target.name]
+    assert {*named, "empty", "draw-update/N=10k/B=256"} == set(ordered[: len(set(named)) + 2])
+    assert next(case.name for case in targets_first(stream_cases(1000, (512,), 128))) == "frame-cycle/N=1k/B=512"
 
 
 def test_the_table_in_the_document_is_the_one_that_is_made() -> None:

@@ -13,11 +13,7 @@ from gpu_replay.bench import cost_model, gpu_page, main, runs
 from gpu_replay.bench.results import write
 
 STEP = {"gpu": "NVIDIA Test 9000", "torch": "2.11.0", "triton": "3.6.0", "commit": "0123456789ab", "date": "2026-01-02"}
-JUNIT = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="tests.test_gpu" name="test_good" time="12.25"/>
-<testcase classname="tests.test_gpu" name="test_skipped" time="0.25"><skipped message="no"/></testcase>
-<testcase classname="tests.test_gpu" name="test_bad" time="0"><failure message="no"/></testcase>
-<testcase classname="" name="tests.test_other" time="0"><error message="no"/></testcase></testsuite></testsuites>"""
+OUTCOMES = [("good", "passed", 12.25), ("skipped", "skipped", 0.25), ("bad", "passed", 1.0), ("bad", "failed", 0.0)]
 
 
 @pytest.fixture
@@ -65,8 +61,14 @@ def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_
 
 def test_a_page_of_everything(folder: Path) -> None:
     steps(folder, "tests", tests=0)
-    steps(folder, "train", catch=0, pong=124)
-    (folder / "tests.xml").write_text(JUNIT)
+    steps(folder, "smoke", catch=0)
+    steps(folder, "pong", pong=124)
+    lines = [
+        json.dumps({"test": f"tests/test_gpu.py::test_{name}", "outcome": outcome, "seconds": seconds})
+        for name, outcome, seconds in OUTCOMES
+    ]
+    lines.append(json.dumps({"test": "tests/test_other.py", "outcome": "failed", "seconds": 0}))
+    (folder / "tests.outcomes.jsonl").write_text("\n".join(lines) + "\n")
     kernel = record("draw-update/N=1M/B=256", 8.0, suite="kernels", environment=GPU, timing="graph", tests="passed")
     write(folder / "kernels.jsonl", [kernel])
     write(folder / "gpu.jsonl", [record(median=70.0, suite="gpu", environment=GPU, timing="graph")])
@@ -80,9 +82,9 @@ def test_a_page_of_everything(folder: Path) -> None:
     assert "| tests " in text
     assert re.search(r"\| tests +\| +tests \| +done \|", text)
     assert re.search(r"pong \| +\*\*out of time\*\* \|", text)
-    assert re.search(r"bench-gpu \| +not run: `bench/on_gpu.sh kernels-and-bench`", text)
-    assert re.search(r"\| tests +\| +1 \| +2 \| +1 \| +12 \|", text)
-    assert "- `tests.test_gpu.test_bad`\n- `.tests.test_other`" in text
+    assert re.search(r"bench-gpu \| +not run: `bench/on_gpu.sh records`", text)
+    assert re.search(r"\| tests +\| +1 \| +2 \| +1 \| +14 \|", text)
+    assert "- `tests/test_gpu.py::test_bad`\n- `tests/test_other.py`" in text
     assert "test_good" not in text
     for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.11.0, triton 3.6.0"):
         assert part in text
@@ -103,7 +105,7 @@ def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> N
             assert re.search(rf"\| {part} +\| +{name} \| +not run: `bench/on_gpu.sh {part}` \|", text)
     assert "No tests were recorded." in text
     assert "Not measured yet: `gpu-replay bench kernels`" in text
-    assert "Not measured yet: `bench/on_gpu.sh train`" in text
+    assert "Not measured yet: `bench/on_gpu.sh pong`" in text
     assert text.count(cost_model.NOT_MEASURED) == len(cost_model.targets())
     # tables of a CPU are not missed on a page of a GPU
     assert "bench cpu" not in text
@@ -137,16 +139,10 @@ def test_the_command_writes_the_page_beside_the_folder(folder: Path, tmp_path: P
         ("gpu.jsonl", "{}\n", "line 1: not a benchmark record"),
         ("tests.steps.jsonl", '{"part": "tests"}\n', "line 1: not the line of a step"),
         ("tests.steps.jsonl", "broken\n", "line 1: not the line of a step"),
+        ("tests.outcomes.jsonl", "[]\n", "line 1: not the outcome of a test"),
     ],
 )
 def test_a_folder_that_says_nothing_is_refused(folder: Path, name: str, text: str, message: str) -> None:
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        gpu_page.page(folder, folder / "page.md")
-
-
-def test_a_broken_test_report_is_named(folder: Path) -> None:
-    steps(folder, "tests", tests=0)
-    (folder / "tests.xml").write_text("<testsuites><testsuite")
-    with pytest.raises(ValueError, match=r"tests\.xml is not JUnit XML"):
         gpu_page.page(folder, folder / "page.md")

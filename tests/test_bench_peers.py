@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bench_records import Capture, Patch
@@ -20,7 +19,6 @@ from torch import Tensor
 from gpu_replay.bench import peers_suite
 from gpu_replay.bench.frames import FrameSubject
 from gpu_replay.bench.peers.python_sum_tree import PythonSumTree
-from gpu_replay.bench.rows import Rows
 from gpu_replay.bench.runner import Refused, check, fill
 from gpu_replay.bench.stacks import EPISODE, FRAMES, StackStream, faults
 from gpu_replay.bench.subjects import PEERS, MissingPeer, Subject, Task, make_peer
@@ -36,7 +34,7 @@ LIBRARIES |= {"dopamine": ("dopamine", "gin", "snappy")}
 # rows
 
 
-def stream_of(count: int, envs: int = 2, skip: int = 0) -> list[Rows]:
+def stream_of(count: int, envs: int = 2, skip: int = 0) -> list[dict[str, Tensor]]:
     stream = StackStream(envs)
     steps = [stream.step() for _ in range(skip + count)]
     return steps[skip:]
@@ -46,9 +44,9 @@ def test_steps_follow_on_each_other_until_an_episode_ends() -> None:
     steps = stream_of(EPISODE, envs=2)
     for number, (before, step) in enumerate(pairwise(steps)):
         going = ~before["terminated"]
-        assert np.array_equal(before["next_obs"][going, -1], step["obs"][going, -1])
+        assert torch.equal(before["next_obs"][going, -1], step["obs"][going, -1])
         if EPISODE - 120 < number < EPISODE - 80:
-            assert np.array_equal(before["next_obs"][going], step["obs"][going])
+            assert torch.equal(before["next_obs"][going], step["obs"][going])
     assert [int(sum(step["terminated"][env] for step in steps)) for env in (0, 1)] == [1, 1]
     first = steps[EPISODE - 100]["obs"]
     # environment 1 has just begun: its stack is its first frame four times
@@ -58,8 +56,7 @@ def test_steps_follow_on_each_other_until_an_episode_ends() -> None:
 
 def batch_of(envs: int = 64, skip: int = 20) -> dict[str, Tensor]:
     step = stream_of(1, envs=envs, skip=skip)[0]
-    fields = {name: torch.from_numpy(values) for name, values in step.items()}
-    return {**fields, "weight": torch.ones(envs)}
+    return {**step, "weight": torch.ones(envs)}
 
 
 DAMAGES: dict[str, tuple[str, Any]] = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, record
+from fake_cuda import FakeCuda
 
 from gpu_replay.bench import runner, timing
 from gpu_replay.bench.cases import Case
@@ -38,13 +39,15 @@ class Driver:
             "current_stream": lambda device: stream,
             "stream": nullcontext,
             "device": nullcontext,
+            "current_device": int,
+            "graph_pool_handle": lambda: (0, 1),
             "_sleep": lambda cycles: self.log.append("sleep"),
         }
         for name, stand in stands.items():
             monkeypatch.setattr(torch.cuda, name, stand)
 
     @contextmanager
-    def graph(self, graph: object) -> Iterator[None]:
+    def graph(self, graph: object, **options: Any) -> Iterator[None]:
         self.log.append("capture")
         self.inside = True
         yield
@@ -67,6 +70,16 @@ def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: Patch)
     Driver(monkeypatch, refuses=True)
     with pytest.raises(NotCaptured, match=r"^operation not permitted when stream is capturing$"):
         captured(lambda: None, CUDA, 1)
+
+
+def test_a_capture_that_failed_leaves_nothing_behind(monkeypatch: Patch) -> None:
+    cuda = FakeCuda().install(monkeypatch)
+    cuda.refusal = "operation failed due to a previous error during capture"
+    with pytest.raises(NotCaptured):
+        captured(lambda: None, CUDA, 1)
+    assert cuda.is_clean()
+    assert cuda.current is cuda.default
+    assert cuda.pools == {2}
 
 
 def fixed_clock(monkeypatch: Patch, nanoseconds: int) -> None:
@@ -192,5 +205,6 @@ def test_a_call_that_waits_for_the_device_is_not_captured() -> None:
     number = torch.ones(1, device="cuda")
     with pytest.raises(NotCaptured):
         captured(lambda: number.item(), CUDA, 1)
-    # and the device goes on working
+    # and the device goes on working, random numbers included
     assert float(number + 1) == 2
+    assert torch.randn(3, device="cuda").isfinite().all()

@@ -182,6 +182,9 @@ def test_what_waits_for_the_device_cannot_be_captured(cuda: FakeCuda) -> None:
     assert caught.value.__cause__ is cause
     assert (step.captured, step.replays, buffer._engine.rows) == (False, 0, 0)
     assert cuda.current is cuda.default
+    assert cuda.is_clean()
+    # the memory of the capture is free again
+    assert cuda.pools == {2}
     assert buffer._stream_order.recorded is None
 
 
@@ -191,6 +194,7 @@ def test_a_capture_that_fails_at_its_end_says_so(cuda: FakeCuda) -> None:
     cuda.refusal = "capture was invalidated"
     with pytest.raises(RuntimeError, match="as a CUDA graph: capture was invalidated"):
         step()
+    assert cuda.is_clean()
     cuda.refusal = None
     step()
     assert step.captured
@@ -206,6 +210,21 @@ def test_what_learn_itself_raises_comes_through(cuda: FakeCuda) -> None:
     cuda.refusal = "capture was invalidated"
     with pytest.raises(KeyError, match="mine"):
         step()
+    assert cuda.is_clean()
+
+
+def test_nothing_is_set_aside_for_a_capture_that_was_ended(cuda: FakeCuda) -> None:
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("mine")
+
+    step = Pretended(cuda).capture(4, learn, warm_ups=1)
+    step()
+    # torch ends this capture as if it had succeeded, and its graph releases the memory itself
+    with pytest.raises(KeyError, match="mine"):
+        step()
+    assert cuda.is_clean()
+    assert 1 in cuda.pools
 
 
 # what the host knows of a buffer whose graphs are replayed

@@ -401,6 +401,8 @@ def test_pinned_memory_may_be_filled_anew_at_once(kind: str) -> None:
         busy()
         pinned.fill_(time)
         buffer.add(obs=pinned, **flags)
+        # the first add compiles; the others wait for their copy and for nothing before it
+        assert time == 0 or not torch.cuda.current_stream().query()
         pinned.fill_(99)
     for time in range(6):
         assert bool((buffer._storage.tensors["obs"][2_000 * time : 2_000 * (time + 1)] == time).all())

@@ -119,6 +119,31 @@ def test_captured_calls_wait_for_nothing_and_nothing_waits_for_them(cuda: FakeCu
     assert "captured replayed" in cuda.before("third")
 
 
+def test_pinned_memory_is_copied_ahead_of_what_is_queued(cuda: FakeCuda) -> None:
+    order, readers = StreamOrder(CUDA), []
+
+    def copy(device: torch.device, *, non_blocking: bool) -> Any:
+        assert non_blocking
+        cuda.work("copy")
+        return SimpleNamespace(is_cuda=True, record_stream=readers.append)
+
+    cuda.work("queued")
+    for _ in range(2):
+        with order.ordered():
+            order.copied(SimpleNamespace(to=copy))
+            cuda.work("store")
+            # one wait for all copies of the call
+            assert cuda.waited <= {"copy"}
+        # before the call returns, for the copy alone
+        assert cuda.waited == {"copy"}
+        assert "queued" not in cuda.before("copy")
+        assert {"queued", "copy"} <= cuda.before("store")
+    assert readers == [cuda.default] * 2
+    cuda.waited.clear()
+    take(order, cuda, "next")
+    assert cuda.waited == set()
+
+
 def test_memory_goes_back_to_its_stream_after_the_last_call(cuda: FakeCuda) -> None:
     order, side = StreamOrder(CUDA), cuda.Stream()
     order.close()

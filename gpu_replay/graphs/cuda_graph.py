@@ -6,7 +6,8 @@ replays (random draws, the schedule of beta, priorities, the optimiser's state) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -75,13 +76,7 @@ class CudaGraphCall(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         cause: BaseException | None = None
         try:
-            with (
-                torch.cuda.device(self._device),
-                # torch leaves its stream the current one where a capture fails
-                torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                # threads that capture nothing are free to allocate and to copy
-                torch.cuda.graph(graph, stream=self._stream(), capture_error_mode="thread_local"),
-            ):
+            with captured_into(graph, self._stream(), self._device):
                 try:
                     self._result = self._call()
                 except BaseException as error:
@@ -117,6 +112,36 @@ class CudaGraphCall(Generic[Result]):
         # allocated on the side stream, used on the current one
         map_tensors(result, lambda tensor: record_stream(tensor, current))
         return result
+
+
+@contextmanager
+def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Within it what this thread sends to the device goes into the graph instead; it is sent on `stream`.
+
+    Where that fails the error is raised and torch is as it was before. By itself it would leave that stream the current
+    one, memory of the graph set aside for good, and its generator in capture mode, in which `torch.randn` raises.
+    """
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            # threads that capture nothing are free to allocate and to copy
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            _recover(pool)
+            raise
+
+
+def _recover(pool: tuple[int, int]) -> None:
+    """Leave capture mode, after a capture into this pool that raised."""
+    device = torch.cuda.current_device()
+    # it raises where the capture was ended, and the graph then releases the pool
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    # at the end of a capture that succeeds the generator is as before; nothing helps a device that is lost
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.cuda._sleep(1)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

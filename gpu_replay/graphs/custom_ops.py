@@ -22,12 +22,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.batch import Batch
+from gpu_replay.fields import flattened
 
 # placeholder in a shape for the steps of a sequence
 STEPS = "L"
@@ -67,7 +69,7 @@ def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
     """The kind of batch that holds these tensors, and what every draw gives."""
     every = {**outputs, **_ALWAYS}
     entries = (
-        f"{name} {str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}"
+        f"{quote(name)} {str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}"
         for name, (dtype, shape) in every.items()
     )
     return BatchKind(tuple(every), ";".join(entries), _draw_of(len(every)))
@@ -77,7 +79,9 @@ def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
 def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
     """Names, dtypes and shapes of `obs float32 4,84,84;reward float32 ;...`."""
     entries = (entry.split(" ") for entry in layout.split(";"))
-    return tuple((name, getattr(torch, dtype), shape.split(",") if shape else []) for name, dtype, shape in entries)
+    return tuple(
+        (unquote(name), getattr(torch, dtype), shape.split(",") if shape else []) for name, dtype, shape in entries
+    )
 
 
 class Operators:
@@ -97,18 +101,28 @@ class Operators:
 
     def add(self, fields: Mapping[str, Any], priority: Any) -> Tensor:
         """The buffer's `add`; every field is a tensor or an array."""
-        values = [_tensor(name, value) for name, value in fields.items()]
+        flat = flattened(fields) if any(isinstance(value, (dict, Batch)) for value in fields.values()) else fields
+        values = [_tensor(name, value) for name, value in flat.items()]
         own = None if priority is None else _tensor("priority", priority)
-        keys: Tensor = _ADD(self.token, self.name, ",".join(fields), values, own)
+        # names may hold commas
+        names = ",".join(name.replace("%", "%25").replace(",", "%2C") for name in flat)
+        keys: Tensor = _ADD(self.token, self.name, names, values, own)
         return keys
 
     def sample(
-        self, kind: BatchKind, batch: int, beta: float | None, length: int | None = None, burn_in: int = 0
+        self,
+        kind: BatchKind,
+        batch: int,
+        beta: float | None,
+        length: int | None = None,
+        burn_in: int = 0,
+        strict: bool = False,
+        stride: int = 1,
     ) -> Batch:
         """The buffer's `sample`, or `sample_sequences` where a length is given."""
         # a Python number would be a constant, and each new value would be compiled again
         exponent = None if beta is None else torch.ones((), dtype=torch.float64, device="cpu") * beta
-        tensors = kind.draw(self.token, self.name, kind.layout, batch, length, burn_in, exponent)
+        tensors = kind.draw(self.token, self.name, kind.layout, batch, length, burn_in, strict, stride, exponent)
         return Batch(dict(zip(kind.names, tensors, strict=True)))
 
     def update(self, keys: Any, priorities: Any) -> None:
@@ -119,7 +133,7 @@ class Operators:
 
 def _tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     if not isinstance(value, Tensor):
         raise TypeError(f"{name!r} must be a tensor or an array inside torch.compile; found {type(value).__name__}.")
     # nothing flows back through a buffer
@@ -146,7 +160,7 @@ def _found(name: str) -> Any:
 
 
 def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    given = dict(zip(names.split(","), values, strict=True)) if names else {}
+    given = dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
     keys: Tensor = _found(buffer).add(priority=priority, **given)
     return keys
 
@@ -161,7 +175,15 @@ def _update(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> Non
 
 
 def _sample(
-    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, beta: Tensor | None
+    token: Tensor,
+    buffer: str,
+    layout: str,
+    batch: int,
+    length: int | None,
+    burn_in: int,
+    strict: bool,
+    stride: int,
+    beta: Tensor | None,
 ) -> tuple[Tensor, ...]:
     found = _found(buffer)
     # on the CPU: no device is asked for it
@@ -169,12 +191,20 @@ def _sample(
     if length is None:
         drawn = found.sample(batch, beta=exponent)
     else:
-        drawn = found.sample_sequences(batch, length, burn_in, beta=exponent)
+        drawn = found.sample_sequences(batch, length, burn_in, beta=exponent, strict=strict, stride=stride)
     return tuple(_parted([drawn[name] for name, _, _ in _parsed(layout)]))
 
 
 def _sample_fake(
-    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, beta: Tensor | None
+    token: Tensor,
+    buffer: str,
+    layout: str,
+    batch: int,
+    length: int | None,
+    burn_in: int,
+    strict: bool,
+    stride: int,
+    beta: Tensor | None,
 ) -> tuple[Tensor, ...]:
     steps = 0 if length is None else length + burn_in
     return tuple(
@@ -210,7 +240,7 @@ def _draw_of(count: int) -> Any:
         if count not in _draws:
             schema = (
                 f"sample_{count}(Tensor(a!) token, str buffer, str layout, SymInt batch, SymInt? length, "
-                f"SymInt burn_in, Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
+                f"SymInt burn_in, bool strict, SymInt stride, Tensor? beta) -> ({', '.join(['Tensor'] * count)})"
             )
             _draws[count] = _define(schema, _sample, _sample_fake)
         return _draws[count]
