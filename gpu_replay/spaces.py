@@ -1,29 +1,89 @@
-"""The classic fields of a transition, read off Gymnasium spaces."""
+"""Fields and settings of buffers, read off Gymnasium's spaces and vector environments."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from gpu_replay.fields import Field
+from gpu_replay.fields import Field, flattened
 
 if TYPE_CHECKING:
     from gymnasium import Space
+    from gymnasium.vector import VectorEnv
 
 # unsigned numbers that torch cannot compute with are stored in the next wider signed dtype
 _WIDENED = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
+_AUTORESET = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}
 
 
-def classic_fields(observation_space: Space[Any], action_space: Space[Any]) -> dict[str, Field]:
-    """obs, action, reward, next_obs, terminated; composite spaces give one field per leaf, `obs.NAME`."""
+def classic_fields(observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None) -> dict[str, Field]:
+    """obs, action, reward, next_obs, terminated; composite spaces give one field per leaf, `obs.NAME`.
+
+    dtypes: of fields by their names, or of whole groups; that of `obs` is that of `next_obs` too.
+    """
     fields = _fields("obs", observation_space)
     fields.update(_fields("action", action_space))
     fields["reward"] = Field((), torch.float32)
     fields.update(_fields("next_obs", observation_space))
     fields["terminated"] = Field((), torch.bool)
-    return fields
+    return _stored_as(fields, dtypes)
+
+
+def step_fields(observation_space: Space[Any], action_space: Space[Any], dtypes: Any = None) -> dict[str, Field]:
+    """obs and action of one step of one environment, with `dtypes` as in `classic_fields`."""
+    return _stored_as({**_fields("obs", observation_space), **_fields("action", action_space)}, dtypes)
+
+
+def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+    """`num_envs`, the spaces of one environment, and `autoreset` where a vector environment says which it is.
+
+    Raises TypeError for anything but a vector environment of Gymnasium.
+    """
+    names = ("num_envs", "single_observation_space", "single_action_space")
+    if any(getattr(env, name, None) is None for name in names):
+        raise TypeError(
+            f"from_env needs a vector environment of Gymnasium; found {type(env).__name__}. Make one with "
+            "gymnasium.make_vec(...), or use from_spaces."
+        )
+    found = {
+        "num_envs": env.num_envs,
+        "observation_space": env.single_observation_space,
+        "action_space": env.single_action_space,
+    }
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    if mode is None:
+        return found
+    # an enumeration whose values are "NextStep", "SameStep" and "Disabled"
+    autoreset = _AUTORESET.get(str(getattr(mode, "value", mode)))
+    if autoreset is None:
+        raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
+    return {**found, "autoreset": autoreset}
+
+
+def _stored_as(fields: dict[str, Field], dtypes: object) -> dict[str, Field]:
+    """The fields with the dtypes that were asked for, by name or for whole groups."""
+    if dtypes is not None and not isinstance(dtypes, Mapping):
+        raise TypeError(f"dtypes must be a dict such as {{'obs': torch.float64}}; found {dtypes!r}.")
+    asked = flattened(dtypes or {})
+    for name in asked:
+        if not any(each == name or each.startswith(f"{name}.") for each in fields):
+            raise KeyError(f"dtypes has unknown {name!r}; the fields are {', '.join(fields)}.")
+    stored = {}
+    for name, field in fields.items():
+        # the longest name that fits, and for next_obs those of obs after its own
+        names = [*_groups(name), *(_groups(name.removeprefix("next_")) if name.startswith("next_") else ())]
+        dtype = next((asked[each] for each in names if each in asked), field.dtype)
+        stored[name] = Field(field.shape, dtype)
+    return stored
+
+
+def _groups(name: str) -> list[str]:
+    """`a.b.c` and the groups that it is in: `a.b` and `a`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
@@ -43,7 +103,11 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
             f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself with "
             "ReplayBuffer(capacity, fields={...})."
         )
-    return {name: Field(tuple(int(side) for side in space.shape), _dtype(name, space.dtype))}
+    dtype = _dtype(name, space.dtype)
+    if isinstance(space, spaces.Box) and dtype == torch.float64:
+        # as networks take it; simulators give float64 out of habit
+        dtype = torch.float32
+    return {name: Field(tuple(int(side) for side in space.shape), dtype)}
 
 
 def _dtype(name: str, dtype: Any) -> torch.dtype:

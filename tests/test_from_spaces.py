@@ -1,15 +1,18 @@
-"""`ReplayBuffer.from_spaces`: the five classic fields from the spaces of a Gymnasium environment."""
+"""`from_spaces` and `from_env`: fields and settings of buffers from what a Gymnasium environment says of itself."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 
-spaces = pytest.importorskip("gymnasium.spaces")
+gymnasium = pytest.importorskip("gymnasium")
+spaces = gymnasium.spaces
 
 pytestmark = pytest.mark.contract
 
@@ -26,7 +29,7 @@ def test_settings_are_those_of_a_buffer(device: str) -> None:
     "space, field",
     [
         (spaces.Box(0, 255, (8, 8, 3), np.uint8), Field((8, 8, 3), torch.uint8)),
-        (spaces.Box(-1, 1, (2,), np.float64), Field((2,), torch.float64)),
+        (spaces.Box(-1, 1, (2,), np.float64), Field((2,), torch.float32)),
         (spaces.Box(-1, 1, (), np.float32), Field((), torch.float32)),
         (spaces.Box(-5, 5, (3,), np.int16), Field((3,), torch.int16)),
         (spaces.Discrete(5), Field((), torch.int64)),
@@ -77,3 +80,131 @@ def test_spaces_without_a_fixed_shape_are_refused(place: int, space: object, dev
     given[place] = space
     with pytest.raises((TypeError, ValueError), match=r"(?i)space"):
         ReplayBuffer.from_spaces(3, *given, device=device)
+
+
+WIDE = spaces.Box(-1, 1, (2,), np.float64)
+NESTED = spaces.Dict({"arm": spaces.Dict({"angle": WIDE, "speed": WIDE}), "camera": spaces.Box(0, 255, (2,), np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (
+            None,
+            {"obs.arm.angle": "float32", "next_obs.arm.angle": "float32", "action": "float32", "obs.camera": "uint8"},
+        ),
+        (
+            {"obs.arm": torch.float64},
+            {"obs.arm.speed": "float64", "next_obs.arm.speed": "float64", "action": "float32"},
+        ),
+        ({"obs": {"arm": torch.float16}}, {"obs.arm.speed": "float16", "next_obs.arm.speed": "float16"}),
+        ({"obs.arm": torch.float16, "obs.arm.angle": torch.float64}, {"obs.arm.angle": "float64"}),
+        ({"obs": torch.float32, "next_obs": torch.bfloat16}, {"obs.camera": "float32", "next_obs.camera": "bfloat16"}),
+        ({"action": torch.float64, "reward": torch.float64}, {"action": "float64", "reward": "float64"}),
+    ],
+    ids=str,
+)
+def test_dtypes_are_those_asked_for(dtypes: Any, expected: dict[str, str]) -> None:
+    buffer = ReplayBuffer.from_spaces(3, NESTED, WIDE, dtypes=dtypes, device="cpu")
+    assert {name: str(buffer.fields[name].dtype).removeprefix("torch.") for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "error"),
+    [
+        ({"observation": torch.float32}, KeyError),
+        ({"obs": "float32"}, TypeError),
+        ({"obs": torch.complex64}, ValueError),
+        (torch.float32, TypeError),
+    ],
+    ids=str,
+)
+def test_dtypes_that_cannot_be_are_refused(dtypes: Any, error: type[Exception]) -> None:
+    for make in (
+        ReplayBuffer.from_spaces,
+        lambda *given, **more: TrajectoryReplayBuffer.from_spaces(3, 1, *given[1:], **more),
+    ):
+        with pytest.raises(error, match="dtype"):
+            make(3, WIDE, WIDE, dtypes=dtypes, device="cpu")
+
+
+def test_a_trajectory_buffer_has_the_fields_of_one_environment(device: str) -> None:
+    settings: dict[str, Any] = {"stack": 2, "n_step": 3, "autoreset": "disabled", "device": device}
+    buffer = TrajectoryReplayBuffer.from_spaces(13, 2, NESTED, WIDE, dtypes={"obs.arm": torch.float64}, **settings)
+    arm = Field((2,), torch.float64)
+    observations = {"obs.arm.angle": arm, "obs.arm.speed": arm, "obs.camera": Field((2,), torch.uint8)}
+    assert dict(buffer.fields) == {**observations, "action": Field((2,), torch.float32)}
+    assert (buffer.capacity, buffer.num_envs, buffer.stack, buffer.n_step, buffer.device.type) == (12, 2, 2, 3, device)
+    with pytest.raises(KeyError, match="'reward'"):
+        TrajectoryReplayBuffer.from_spaces(13, 2, NESTED, WIDE, dtypes={"reward": torch.float64}, device=device)
+
+
+class Counting(gymnasium.Env):  # type: ignore[misc]
+    """Counts its steps in observations of a nested kind, and is truncated after `last`."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, last: int, nested: bool) -> None:
+        self.last, self.nested, self.number = last, nested, 0
+        here = spaces.Box(-1, 99, (2,), np.float64)
+        parts = {"here": here, "both": spaces.Tuple((here, spaces.Discrete(99)))}
+        self.observation_space = spaces.Dict(parts) if nested else here
+
+    def _observation(self) -> Any:
+        here = np.full(2, self.number, np.float64)
+        return {"here": here, "both": (here, np.int64(self.number))} if self.nested else here
+
+    def reset(self, **_: Any) -> Any:
+        self.number = 0
+        return self._observation(), {}
+
+    def step(self, _: Any) -> Any:
+        self.number += 1
+        return self._observation(), float(self.number), False, self.number == self.last, {}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["array", "nested"])
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
+def test_what_a_vector_environment_returns_is_stored_as_it_comes(mode: str, nested: bool, device: str) -> None:
+    autoreset = gymnasium.vector.AutoresetMode[mode]
+    makers = [lambda last=last: Counting(last, nested) for last in (3, 4)]
+    env = gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=autoreset)
+    buffer = TrajectoryReplayBuffer.from_env(env, 40, device=device, gamma=0.5)
+    assert buffer.num_envs == 2
+    obs, _ = env.reset()
+    for _ in range(10):
+        action = env.action_space.sample()
+        after, reward, terminated, truncated, info = env.step(action)
+        more = {"final_obs": info.get("final_obs")}
+        buffer.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated, **more)
+        obs = after
+    batch = buffer.sample(buffer.stats().eligible)
+    assert len(batch) >= 14
+    name = "obs.here" if nested else "obs"
+    assert batch[name].dtype == torch.float32
+    # the observation after each step counts one more, also after the last one
+    assert torch.equal(batch[f"next_{name}"], batch[name] + 1)
+    assert torch.equal(batch.reward, batch[name][:, 0] + 1)
+    assert batch.truncated.sum() >= 4
+    assert batch.discount.tolist() == [0.5] * len(batch)
+    if nested:
+        assert torch.equal(batch["next_obs.both.item_1"], batch["obs.both.item_1"] + 1)
+
+
+def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
+    env = gymnasium.vector.SyncVectorEnv([lambda: Counting(3, False)] * 2)
+    buffer = TrajectoryReplayBuffer.from_env(env, 9, dtypes={"obs": torch.float64}, stack=2, device="cpu")
+    assert (buffer.capacity, buffer.stack, buffer.fields["obs"].dtype) == (8, 2, torch.float64)
+    wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
+    assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").num_envs == 2
+    for wrong in (Counting(3, False), "CartPole-v1", None):
+        with pytest.raises(TypeError, match="vector environment"):
+            TrajectoryReplayBuffer.from_env(wrong, 8)  # type: ignore[arg-type]
+    env.metadata = {}
+    with pytest.raises(ValueError, match="autoreset='next_step'"):
+        TrajectoryReplayBuffer.from_env(env, 8)
+    given = TrajectoryReplayBuffer.from_env(env, 8, autoreset="same_step", device="cpu")
+    assert given.state_dict()["settings"]["autoreset"] == "same_step"
+    env.metadata = {"autoreset_mode": "Sometimes"}
+    with pytest.raises(ValueError, match="Sometimes"):
+        TrajectoryReplayBuffer.from_env(env, 8)

@@ -1,0 +1,112 @@
+"""Gymnasium: step a vector environment with a policy and store what it gives, whatever its autoreset mode.
+
+buffer = TrajectoryReplayBuffer.from_env(env, 100_000, n_step=3)
+progress = collect(env, policy, buffer, 1_000)
+progress = collect(env, policy, buffer, 16, after=progress)    # goes on where that ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch.utils._pytree import tree_map
+
+from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.spaces import vector_settings
+
+
+@dataclass
+class Progress:
+    """Where `collect` stopped.
+
+    obs:     the observations in which the next actions are chosen, as the environment gave them.
+    ended:   (E,) bool, whose episodes ended in the last step.
+    returns: undiscounted returns of the episodes that ended in this call, in that order; `lengths` their steps.
+    """
+
+    obs: Any
+    ended: np.ndarray
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    # of the episodes that go on
+    total: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, int), repr=False)
+
+
+def collect(
+    env: VectorEnv[Any, Any, Any],
+    policy: Callable[[Any], Any],
+    buffer: ReplayBuffer | TrajectoryReplayBuffer,
+    steps: int,
+    *,
+    after: Progress | None = None,
+    seed: int | None = None,
+) -> Progress:
+    """Step all environments `steps` times and store every step.
+
+    env:    a vector environment that gives copies of its observations (`copy=True`, the default).
+    policy: observations `[E, ...]` to actions `[E, ...]`, arrays or tensors.
+    buffer: of the fields of `from_env` or of `from_spaces`; a ReplayBuffer that also has `truncated` gets that too.
+    after:  what the last call returned; without it the environments are reset, with `seed`.
+
+    A ReplayBuffer gets transitions whose `next_obs` is the true last observation where an episode ended, and none for
+    the steps in which environments are only reset. Raises ValueError where a trajectory buffer is for another number of
+    environments or another autoreset mode, TypeError for what is no vector environment.
+    """
+    found = vector_settings(env)
+    mode, count = found.get("autoreset", "next_step"), found["num_envs"]
+    if isinstance(buffer, TrajectoryReplayBuffer) and (buffer.num_envs, buffer.autoreset) != (count, mode):
+        raise ValueError(
+            f"the buffer is for {buffer.num_envs} environments with autoreset={buffer.autoreset!r}; env has {count} "
+            f"with {mode!r}. Make it with TrajectoryReplayBuffer.from_env(env, capacity)."
+        )
+    if after is None:
+        obs, _ = env.reset(seed=seed)
+        after = Progress(obs, np.zeros(count, bool), total=np.zeros(count), steps=np.zeros(count, int))
+        if isinstance(buffer, TrajectoryReplayBuffer):
+            # what other calls left open does not go on here
+            buffer.begin_episodes()
+    done = Progress(after.obs, after.ended, total=after.total.copy(), steps=after.steps.copy())
+    for _ in range(steps):
+        action = policy(done.obs)
+        action = action.detach().cpu().numpy() if isinstance(action, torch.Tensor) else np.asarray(action)
+        obs, reward, terminated, truncated, info = env.step(action)
+        ended = terminated | truncated
+        # of environments that this step only reset, nothing else counts
+        acted = ~done.ended if mode == "next_step" else np.ones(count, bool)
+        final = info.get("final_obs") if mode == "same_step" else obs if mode == "disabled" else None
+        step = {"obs": done.obs, "action": action, "reward": np.asarray(reward, np.float32), "terminated": terminated}
+        if isinstance(buffer, TrajectoryReplayBuffer):
+            buffer.add(**step, truncated=truncated, final_obs=final if ended.any() else None)
+        elif acted.any():
+            following = _with_finals(obs, final, ended) if mode == "same_step" else obs
+            step |= {"next_obs": following, **({"truncated": truncated} if "truncated" in buffer.fields else {})}
+            buffer.add(**tree_map(itemgetter(acted), step))
+        done.total[acted] += reward[acted]
+        done.steps[acted] += 1
+        done.returns += done.total[ended].tolist()
+        done.lengths += done.steps[ended].tolist()
+        done.total[ended], done.steps[ended] = 0, 0
+        if mode == "disabled" and ended.any():
+            obs, _ = env.reset(options={"reset_mask": ended})
+        done.obs, done.ended = obs, ended
+    return done
+
+
+def _with_finals(obs: Any, final: Any, ended: np.ndarray) -> Any:
+    """The observations after a step, those of ended episodes from `final`: a dict of arrays, or objects by row."""
+    if not ended.any():
+        return obs
+    if isinstance(obs, dict):
+        part = final if isinstance(final, dict) else {name: [row and row[name] for row in final] for name in obs}
+        return {name: _with_finals(value, part[name], ended) for name, value in obs.items()}
+    found = obs.copy()
+    for place in np.flatnonzero(ended):
+        found[place] = final[place]
+    return found

@@ -1,0 +1,136 @@
+"""TorchRL: a buffer with the calls of its TensorDictReplayBuffer, prioritized or not; needs tensordict alone.
+
+from gpu_replay.integrations.torchrl import TensorDictReplayBuffer
+
+rb = TensorDictReplayBuffer(100_000, sampler=Proportional(alpha=0.7, beta=0.5), batch_size=128)
+rb.extend(data)                        # from a collector
+batch = rb.sample()
+loss(batch)["loss"].backward()         # weighs by "priority_weight", writes "td_error"
+rb.update_tensordict_priority(batch)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from gpu_replay import CheckpointError, Field, ReplayBuffer, Uniform
+from gpu_replay.samplers import Sampler
+
+# what `sample` puts beside the fields, and what a loss left: not stored again when a sample is added
+_ADDED = ("index", "priority_weight")
+
+
+class TensorDictReplayBuffer:
+    """A ring of the last `capacity` rows of TensorDicts, nested ones included.
+
+    capacity:     rows, from 1 to 2**31 - 1.
+    sampler:      Uniform, Proportional, RankBased, Latest or Combined.
+    batch_size:   of `sample()` without one.
+    priority_key: where TD errors are found, in `extend` and in `update_tensordict_priority`; it is not stored.
+    device:       "cuda" when there is one, else "cpu"; samples are there.
+    seed:         of the draws.
+
+    Its fields are those of the first TensorDict; `buffer` is then the ReplayBuffer behind it, and None before. "index"
+    holds keys: they count rows and are never used again, so that a late priority cannot meet another row.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        sampler: Sampler = Uniform(replacement=True),  # noqa: B008 (frozen)
+        batch_size: int | None = None,
+        priority_key: str | tuple[str, ...] = "td_error",
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.buffer: ReplayBuffer | None = None
+        self.batch_size = batch_size
+        self.priority_key = priority_key
+        self._capacity = capacity
+        self._settings: dict[str, Any] = {"sampler": sampler, "device": device, "seed": seed}
+
+    def extend(self, data: TensorDictBase) -> Tensor:
+        """Store all rows of a TensorDict of any batch size; returns their keys, (rows,) int64.
+
+        Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict, and as
+        `ReplayBuffer.add` for other names, shapes or dtypes than those of the first one.
+        """
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"extend needs a TensorDict; found {type(data).__name__}.")
+        rows = data.reshape(-1)
+        priority = rows.get(self.priority_key, None)
+        left = rows.exclude(self.priority_key, *_ADDED)
+        values = {
+            name if isinstance(name, str) else ".".join(name): value.detach()
+            for name, value in left.items(include_nested=True, leaves_only=True)
+        }
+        if self.buffer is None:
+            fields = {name: Field(tuple(value.shape[1:]), value.dtype) for name, value in values.items()}
+            self.buffer = ReplayBuffer(self._capacity, fields, **self._settings)
+        return self.buffer.add(**values, priority=None if priority is None else _of_rows(priority))
+
+    def add(self, data: TensorDictBase) -> Tensor:
+        """Store one TensorDict without batch dimensions; returns its key, () int64."""
+        return self.extend(data.unsqueeze(0))[0]
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw a TensorDict of `batch_size` rows, with "index" and "priority_weight"; with `return_info` also a dict.
+
+        Raises RuntimeError while the buffer is empty, ValueError where neither call nor buffer has a batch size.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("sample needs a batch size: sample(256), or TensorDictReplayBuffer(..., batch_size=256).")
+        if self.buffer is None:
+            raise RuntimeError(f"sample({size}): the buffer holds no rows. Add more first.")
+        batch = self.buffer.sample(size)
+        info = {"index": batch.key, "priority_weight": batch.weight}
+        found = TensorDict(info, batch_size=[size], device=self.buffer.device)
+        for name in self.buffer.fields:
+            found.set(tuple(name.split(".")), batch[name])
+        return (found, info) if return_info else found
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the rows of a sample the TD errors that a loss wrote into it as priorities."""
+        rows = data.reshape(-1)
+        missing = [name for name in ("index", self.priority_key) if rows.get(name, None) is None]
+        if missing:
+            raise KeyError(f"update_tensordict_priority needs {missing[0]!r}: a sample that a loss has been given.")
+        self.update_priority(rows["index"], rows[self.priority_key])
+
+    def update_priority(self, index: Tensor, priority: Tensor) -> None:
+        """Give the rows with these keys new priorities, (rows,) or with further dimensions, of which the largest."""
+        if self.buffer is not None:
+            self.buffer.update_priorities(index, _of_rows(priority))
+
+    def empty(self) -> None:
+        """Forget all rows."""
+        if self.buffer is not None:
+            self.buffer.clear()
+
+    def __len__(self) -> int:
+        return 0 if self.buffer is None else len(self.buffer)
+
+    def dumps(self, path: str | Path) -> None:
+        """Write everything into a folder, which `loads` reads; see `ReplayBuffer.save`."""
+        if self.buffer is None:
+            raise RuntimeError("dumps: the buffer holds no rows. Add more first.")
+        self.buffer.save(path)
+
+    def loads(self, path: str | Path) -> None:
+        """Take over what `dumps` wrote; raises CheckpointError where that is damaged or of another capacity."""
+        loaded = ReplayBuffer.load(path, device=self._settings["device"])
+        if loaded.capacity != self._capacity:
+            raise CheckpointError(f"{path} has the capacity {loaded.capacity}; this buffer has {self._capacity}.")
+        self.buffer = loaded
+
+
+def _of_rows(priority: Tensor) -> Tensor:
+    """One number a row: the largest magnitude of those that a row has."""
+    return priority.detach().abs().reshape(len(priority), -1).amax(1)

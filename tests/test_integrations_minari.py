@@ -1,0 +1,119 @@
+"""Datasets of Minari through a buffer and back: Minari itself writes the first and opens the second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gymnasium")
+minari = pytest.importorskip("minari", reason="needs minari, in the extra `integrations`")
+
+from gymnasium import spaces  # noqa: E402
+from minari.data_collector import EpisodeBuffer  # noqa: E402
+
+from gpu_replay import Field, TrajectoryReplayBuffer  # noqa: E402
+from gpu_replay.integrations.minari import from_minari, to_minari  # noqa: E402
+
+# Minari recommends names and links for datasets that are published
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari")
+
+BOX = spaces.Box(-1e3, 1e3, (2,), np.float32)
+SPACES = {"observation_space": spaces.Dict({"place": BOX, "speed": BOX}), "action_space": spaces.Discrete(5)}
+
+
+@pytest.fixture(autouse=True)
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+
+
+def episode(first: int, steps: int, ending: str) -> EpisodeBuffer:
+    rows = np.arange(first, first + steps + 1, dtype=np.float32)
+    place = np.stack([rows, -rows], 1)
+    ended = [step == steps - 1 for step in range(steps)]
+    return EpisodeBuffer(
+        observations={"place": place, "speed": 10 * place},
+        actions=np.arange(steps) % 5,
+        rewards=rows[:-1].tolist(),
+        terminations=[each and ending == "terminated" for each in ended],
+        truncations=[each and ending == "truncated" for each in ended],
+        infos={},
+    )
+
+
+def lists(found: Any) -> list[Any]:
+    return [
+        {
+            "obs": {name: value.tolist() for name, value in each.observations.items()},
+            "action": each.actions.tolist(),
+            "rest": [each.rewards.tolist(), each.terminations.tolist(), each.truncations.tolist()],
+        }
+        for each in found.iterate_episodes()
+    ]
+
+
+def small_dataset() -> Any:
+    """A dataset of three episodes, on the disk."""
+    episodes = [episode(0, 4, "terminated"), episode(10, 1, "truncated"), episode(20, 7, "terminated")]
+    return minari.create_dataset_from_buffers("test/first-v0", episodes, **SPACES)
+
+
+def test_a_dataset_comes_back_as_it_was() -> None:
+    dataset = small_dataset()
+    buffer = from_minari(dataset, n_step=2, gamma=0.5, device="cpu")
+    assert (len(buffer), buffer.stats().eligible) == (12 + 3, 12)
+    batch = buffer.sample(12)
+    for row in range(12):
+        place = float(batch.obs.place[row, 0])
+        # the last steps of the episodes
+        if place in (3.0, 10.0, 26.0):
+            assert float(batch.reward[row]) == place
+            assert float(batch.discount[row]) == (0.5 if place == 10.0 else 0.0)
+        else:
+            assert float(batch.reward[row]) == place + 0.5 * (place + 1)
+        if batch.discount[row]:
+            steps = 1 if place == 10.0 else 2
+            assert batch.next_obs.speed[row].tolist() == [10 * (place + steps), -10 * (place + steps)]
+    to_minari(buffer, "test/second-v0", **SPACES)
+    assert lists(minari.load_dataset("test/second-v0")) == lists(dataset)
+
+
+def test_episodes_are_written_as_far_as_they_are_stored() -> None:
+    """One begins before what is stored, one was broken from outside, one goes on; of two environments."""
+    fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+    buffer = TrajectoryReplayBuffer(20, 2, fields, device="cpu")
+    for step in range(13):
+        if step == 8:
+            buffer.begin_episodes(np.array([True, False]))
+        number = np.float32([step, 100 + step])
+        buffer.add(
+            obs=np.stack([number, number], 1),
+            action=np.array([step % 5, 0]),
+            reward=number,
+            terminated=np.array([False, step == 5]),
+            truncated=np.zeros(2, bool),
+        )
+    to_minari(buffer, "test/parts-v0", observation_space=BOX, action_space=SPACES["action_space"])
+    found = list(minari.load_dataset("test/parts-v0").iterate_episodes())
+    observed = [each.observations[:, 0].tolist() for each in found]
+    # the step after an ending carries the last observation of the episode
+    assert observed == [
+        [3.0, 4.0, 5.0, 6.0, 7.0],
+        [8.0, 9.0, 10.0, 11.0, 12.0],
+        [103.0, 104.0, 105.0, 106.0],
+        [107.0, 108.0, 109.0, 110.0, 111.0, 112.0],
+    ]
+    assert [each.terminations[-1] for each in found] == [False, False, True, False]
+    assert [each.truncations[-1] for each in found] == [True, True, False, True]
+    assert [len(each.rewards) for each in found] == [4, 4, 3, 5]
+
+
+def test_what_cannot_be_written_says_why() -> None:
+    fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+    with pytest.raises(ValueError, match="next_step"):
+        to_minari(TrajectoryReplayBuffer(20, 2, fields, device="cpu", autoreset="same_step"), "test/x-v0", **SPACES)
+    with pytest.raises(RuntimeError, match="no steps"):
+        to_minari(TrajectoryReplayBuffer(20, 2, fields, device="cpu"), "test/x-v0", **SPACES)
