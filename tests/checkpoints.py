@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +30,30 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
     return torch.randint(0, 127, shape, generator=generator).to(dtype)
 
 
-def example() -> dict[str, Tensor]:
+def example(seed: int = 0) -> dict[str, Tensor]:
     """Large and small, wide and narrow, empty and without dimensions; with shard_bytes=5000, many pieces."""
     return {
-        "obs": numbers((100, 7, 9), torch.uint8),
-        "reward": numbers((1000,), torch.float32, 1),
-        "done": numbers((13,), torch.bool, 2),
-        "mass": numbers((5,), torch.int64, 3),
+        "obs": numbers((100, 7, 9), torch.uint8, seed),
+        "reward": numbers((1000,), torch.float32, seed + 1),
+        "done": numbers((13,), torch.bool, seed + 2),
+        "mass": numbers((5,), torch.int64, seed + 3),
         "step": torch.tensor(-3),
         "nothing": torch.empty(0, 4),
     }
 
 
-def saved(path: Path) -> Checkpoint:
-    write_checkpoint(path, MANIFEST, example(), shard_bytes=5000)
+def saved(path: Path, seed: int = 0) -> Checkpoint:
+    write_checkpoint(path, MANIFEST, example(seed), shard_bytes=5000)
     return read_checkpoint(path)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the manifest of a checkpoint says, and make its checksum right again."""
+    outer = json.loads((path / "manifest.json").read_bytes())
+    change(outer["body"])
+    text = json.dumps(outer["body"], sort_keys=True, separators=(",", ":"))
+    outer["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(outer))
 
 
 def pieces_of(path: Path) -> list[Path]:

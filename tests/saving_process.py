@@ -23,10 +23,15 @@ PIECE_BYTES = 150_000
 
 
 def tensors(generation: int) -> dict[str, torch.Tensor]:
-    """Contents that belong to one generation and no other: two large tensors of several pieces and two small ones."""
+    """Contents that belong to one generation: two large tensors of several pieces and two small ones.
+
+    Of the second large one only the last piece differs, so that saves go on using the others.
+    """
+    long = torch.arange(ROWS // 2)
+    long[-1] = generation
     return {
         "wide": torch.full((ROWS // 8, 8), generation, dtype=torch.int32),
-        "long": torch.arange(generation, generation + ROWS // 2, dtype=torch.int64),
+        "long": long,
         "small": torch.full((3, 5), float(generation)),
         "scalar": torch.tensor(generation),
     }

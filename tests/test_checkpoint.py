@@ -42,7 +42,7 @@ def test_every_dtype_comes_back_and_is_what_the_library_reads(tmp_path: Path, dt
     assert set(library) == set(tensors)
     for name, tensor in tensors.items():
         out = torch.zeros_like(tensor)
-        checkpoint.read_into(name, out)
+        checkpoint.fill({name: out})
         assert out.device == tensor.device
         assert torch.equal(out.cpu(), tensor.cpu())
         assert library[name].dtype == dtype
@@ -89,14 +89,14 @@ def test_strided_tensors_are_written_and_filled(tmp_path: Path, device: str) -> 
     source = torch.arange(600, device=device).view(20, 30).t()
     write_checkpoint(tmp_path / "c", {}, {"t": source}, shard_bytes=2000)
     out = torch.zeros(40, 30, dtype=torch.int64, device=device)[::2].t()
-    read_checkpoint(tmp_path / "c").read_into("t", out)
+    read_checkpoint(tmp_path / "c").fill({"t": out})
     assert torch.equal(out, source)
 
 
 def test_reading_into_a_view_leaves_its_neighbours_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", {}, {"t": torch.ones(10, 3)})
     memory = torch.full((14, 3), -7.0)
-    read_checkpoint(tmp_path / "c").read_into("t", memory[2:12])
+    read_checkpoint(tmp_path / "c").fill({"t": memory[2:12]})
     assert torch.equal(memory[2:12], torch.ones(10, 3))
     assert bool((memory[:2] == -7).all())
     assert bool((memory[12:] == -7).all())
@@ -137,7 +137,7 @@ read_checkpoint(sys.argv[1] + "-small").read("t")
 tensor = torch.ones(192 << 20, dtype=torch.uint8).view(3, -1, 1 << 10).transpose(0, 1).contiguous()
 before = peak()
 write_checkpoint(sys.argv[1], {}, {"t": tensor}, shard_bytes=100 << 20)
-read_checkpoint(sys.argv[1]).read_into("t", tensor)
+read_checkpoint(sys.argv[1]).fill({"t": tensor})
 print(peak() - before)
 """
     root = str(Path(__file__).resolve().parent.parent)

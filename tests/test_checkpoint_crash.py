@@ -67,7 +67,7 @@ def saver() -> Iterator[Saver]:
 
 def leftovers(path: Path) -> set[str]:
     """What stands in and beside a checkpoint without being part of it."""
-    pieces = {piece.file for piece in read_checkpoint(path)._shards}
+    pieces = set(read_checkpoint(path).files)
     return (set(os.listdir(path)) - pieces - {"manifest.json"}) | (set(os.listdir(path.parent)) - {path.name})
 
 

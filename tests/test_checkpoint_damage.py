@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import MANIFEST, example, pieces_of, read_everything, saved
+from checkpoints import MANIFEST, edit, example, pieces_of, read_everything, saved
 
 from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.manifest import Manifest, read_manifest
 
 
 def changed(data: bytes, place: float) -> bytes:
@@ -107,7 +112,12 @@ MANIFESTS = {
     "too deep": (b"[" * 100_000, "not valid JSON"),
     "a list": (b"[1]", "not a checkpoint of gpu_replay"),
     "another program's": (b'{"format": "other", "version": 1}', "not a checkpoint of gpu_replay"),
-    "a later version": (b'{"format": "gpu_replay checkpoint", "version": 99}', "schema version 99; .* reads version 1"),
+    "a later version": (
+        b'{"format": "gpu_replay checkpoint", "version": 99}',
+        "99; .* reads version 1. A newer",
+    ),
+    "an earlier version": (b'{"format": "gpu_replay checkpoint", "version": 0}', "version 0; .* that wrote it"),
+    "no version": (b'{"format": "gpu_replay checkpoint", "version": true}', "version True; .* that wrote it"),
     "no body": (b'{"format": "gpu_replay checkpoint", "version": 1}', "changed after it was written"),
 }
 
@@ -118,6 +128,103 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, content: bytes, 
     (tmp_path / "c" / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tmp_path / "c")
+
+
+def overlap(body: dict[str, Any]) -> None:
+    """A row in two pieces, in a body whose pieces keep their lengths."""
+    for piece in body["pieces"]:
+        if piece["holds"].get("obs", [0])[0]:
+            piece["holds"]["obs"] = [each - 1 for each in piece["holds"]["obs"]]
+
+
+# what is done to the body of a manifest, whose checksum is then made right
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no pieces": lambda body: body.update(pieces=[]),
+    "a piece less": lambda body: body["pieces"].pop(),
+    "a piece twice": lambda body: body["pieces"].append(body["pieces"][0]),
+    "a file outside": lambda body: body["pieces"][0].update(file="../outside.safetensors"),
+    "a file by its whole path": lambda body: body["pieces"][0].update(file="/etc/passwd"),
+    "a file of another kind": lambda body: body["pieces"][0].update(file="manifest.json"),
+    "a file that is no name": lambda body: body["pieces"][0].update(file=7),
+    "no checksum": lambda body: body["pieces"][0].update(sha256=None),
+    "rows in two pieces": overlap,
+    "rows that are negative": lambda body: body["pieces"][0]["holds"].update(obs=[-1, 3]),
+    "rows that are no numbers": lambda body: body["pieces"][0]["holds"].update(obs=[0, "x"]),
+    "rows of a tensor that is not there": lambda body: body["pieces"][0]["holds"].update(more=[0, 1]),
+    "a tensor without pieces": lambda body: body["tensors"].update(more={"dtype": "U8", "shape": [0]}),
+    "a tensor less": lambda body: body["tensors"].pop("step"),
+    "more rows": lambda body: body["tensors"]["obs"].update(shape=[101, 7, 9]),
+    "longer rows": lambda body: body["tensors"]["obs"].update(shape=[100, 7, 2**62]),
+    "negative rows": lambda body: body["tensors"]["obs"].update(shape=[-100, 7, 9]),
+    "sides that are no numbers": lambda body: body["tensors"]["obs"].update(shape=[True, 7.0, None]),
+    "an unknown dtype": lambda body: body["tensors"]["obs"].update(dtype="U7"),
+    "another dtype": lambda body: body["tensors"]["mass"].update(dtype="F32"),
+    "no tensors": lambda body: body.pop("tensors"),
+    "tensors in a list": lambda body: body.update(tensors=[1]),
+    "nothing saved with them": lambda body: body.update(manifest=None),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_manifest_is_not_trusted(tmp_path: Path, name: str) -> None:
+    saved(tmp_path / "c")
+    shutil.copy(pieces_of(tmp_path / "c")[0], tmp_path / "outside.safetensors")
+    edit(tmp_path / "c", lambda body: None)
+    read_everything(tmp_path / "c")
+    edit(tmp_path / "c", EDITS[name])
+    with pytest.raises(CheckpointError):
+        read_everything(tmp_path / "c")
+
+
+def test_reading_what_another_save_replaces_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = saved(tmp_path / "c")
+    saved(tmp_path / "c", seed=9)
+    with pytest.raises(CheckpointError, match="replaced by another save.* Open it again"):
+        checkpoint.read("obs")
+    seeds = iter((0, 0))
+
+    def overtaken(folder: Path) -> Manifest:
+        found = read_manifest(folder)
+        for seed in seeds:
+            saved(folder, seed)
+        return found
+
+    monkeypatch.setattr("gpu_replay.checkpoint.format.read_manifest", overtaken)
+    with pytest.raises(CheckpointError, match="replaced by another save.* Open it again"):
+        read_checkpoint(tmp_path / "c")
+    assert torch.equal(read_checkpoint(tmp_path / "c").read("obs"), example()["obs"])
+
+
+def test_what_is_loaded_while_another_thread_saves_is_whole(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def save() -> None:
+        for generation in itertools.cycle(range(1, 100)):
+            if ended.is_set():
+                return
+            write_checkpoint(tmp_path / "c", {"generation": generation}, {"t": torch.full((999,), generation)}, 2000)
+
+    write_checkpoint(tmp_path / "c", {"generation": 0}, {"t": torch.zeros(999, dtype=torch.int64)}, 2000)
+    thread = threading.Thread(target=save)
+    thread.start()
+    found: list[int] = []
+    errors: set[str] = set()
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                checkpoint = read_checkpoint(tmp_path / "c")
+                assert set(checkpoint.read("t").tolist()) == {checkpoint.manifest["generation"]}
+                found.append(checkpoint.manifest["generation"])
+            except CheckpointError as error:
+                errors.add(str(error))
+            if len(set(found)) > 3 and len(found) > 50:
+                break
+    finally:
+        ended.set()
+        thread.join()
+    assert len(set(found)) > 3
+    assert all("Open it again" in error for error in errors)
 
 
 PATHS = {"none": "there is no checkpoint", "file": "is not a", "folder": "manifest.json is missing"}
@@ -145,6 +252,6 @@ def test_reading_into_something_else_is_refused(
 ) -> None:
     checkpoint = saved(tmp_path / "c")
     with pytest.raises(CheckpointError, match=f"tensor '{name}' .* asked to read it into {dtype}"):
-        checkpoint.read_into(name, torch.empty(shape, dtype=dtype))
+        checkpoint.fill({name: torch.empty(shape, dtype=dtype)})
     with pytest.raises(CheckpointError, match="holds no tensor 'oops'; it holds .*'obs'"):
         checkpoint.read("oops")

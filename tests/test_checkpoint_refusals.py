@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
     del content["body"]
     (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
     assert saved(tmp_path / "c").manifest == MANIFEST
-    assert len(pieces_of(tmp_path / "c")) == len({piece.file for piece in read_checkpoint(tmp_path / "c")._shards})
+    assert len(pieces_of(tmp_path / "c")) == len(read_checkpoint(tmp_path / "c").files)
 
 
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
@@ -94,6 +94,40 @@ def test_a_hidden_folder_with_other_contents_is_left_alone(tmp_path: Path) -> No
         saved(tmp_path / "c")
     assert (tmp_path / ".c.saving" / "mine.txt").read_text() == "mine"
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="makes links")
+def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text('{"format": "gpu_replay checkpoint"}')
+    (tmp_path / "mine" / "piece-00000000-00000.safetensors").write_text("the only copy")
+    before = snapshot(tmp_path / "mine")
+    # a folder in the place of the first save's, one that is not there, and a file in the place of the manifest's
+    for name, target in (("one", tmp_path / "mine"), ("two", tmp_path / "gone")):
+        (tmp_path / f".{name}.saving").symlink_to(target)
+        with pytest.raises(CheckpointError, match=rf"\.{name}\.saving is a link.* Nothing was written"):
+            saved(tmp_path / name)
+        assert not (tmp_path / name).exists()
+    for target in (tmp_path / "mine" / "manifest.json", tmp_path / "gone"):
+        saved(tmp_path / "three")
+        (tmp_path / "three" / ".manifest.json.saving").symlink_to(target)
+        (tmp_path / ".three.saving").symlink_to(tmp_path / "mine")
+        saved(tmp_path / "three", seed=9)
+        (tmp_path / ".three.saving").unlink()
+        assert not (tmp_path / "three" / ".manifest.json.saving").is_symlink()
+    assert snapshot(tmp_path / "mine") == before
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="makes a pipe")
+def test_a_manifest_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    for make in (os.mkdir, os.mkfifo):
+        (tmp_path / "c" / "manifest.json").unlink() if make is os.mkdir else (tmp_path / "c" / "manifest.json").rmdir()
+        make(tmp_path / "c" / "manifest.json")
+        for call in (saved, read_checkpoint):
+            with pytest.raises(CheckpointError, match="manifest.json"):
+                call(tmp_path / "c")
 
 
 @pytest.mark.parametrize("existing", [True, False], ids=["existing", "first"])
@@ -175,10 +209,11 @@ def test_every_piece_is_on_the_disk_before_the_manifest_names_it(tmp_path: Path,
     logged(os, "fsync", lambda file: "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
     logged(os, "replace", lambda _: "replace")
     logged(Path, "unlink", lambda file: "unlink " + file.name)
-    saved(tmp_path / "c")
+    saved(tmp_path / "c", seed=9)
     monkeypatch.undo()
     new = [piece.name for piece in pieces_of(tmp_path / "c")]
     pieces, rest = log[: len(new)], log[len(new) :]
     assert sorted(pieces) == [f"sync {name}" for name in new]
-    assert rest[:4] == ["sync c", "sync .manifest.json.saving", "replace", "sync c"]
-    assert sorted(rest[4:]) == [f"unlink {name}" for name in old]
+    hidden = ".manifest.json.saving"
+    assert rest[:5] == ["sync c", f"unlink {hidden}", f"sync {hidden}", "replace", "sync c"]
+    assert sorted(rest[5:]) == [f"unlink {name}" for name in old]

@@ -2,79 +2,87 @@
 
 The folder holds shards, `piece-TOKEN-00000.safetensors` and so on, and one `manifest.json` that names them. A save does
 not touch what the manifest in force names: it writes shards under a new token, syncs them, and only then replaces the
-manifest in one atomic rename; the old shards go last. A first save does the same in a hidden sibling folder that is
-renamed when complete. What a crash leaves behind is recognised by its name and removed by the next save.
+manifest in one atomic rename; the shards that the new one does not name go last. A shard whose bytes would be those of
+one in force is not written: the new manifest names the old file. A first save does the same in a hidden sibling folder
+that is renamed when complete. What a crash leaves behind is recognised by its name and removed by the next save.
 Replacing one small file is atomic on every file system; exchanging two folders (Linux, renameat2) is not to be had
 everywhere, which is why the shards of two saves may stand side by side for a while.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.fsync import replace, require_free, save_lock, sync_file, sync_folder
+from gpu_replay.checkpoint.fsync import require_free, save_lock, sync_folder
+from gpu_replay.checkpoint.manifest import (
+    MANIFEST,
+    UNFINISHED_MANIFEST,
+    files_in_force,
+    is_ours,
+    read_manifest,
+    write_manifest,
+)
+from gpu_replay.checkpoint.progress import bytes_bar
 from gpu_replay.checkpoint.shards import (
-    DTYPE_NAMES,
-    DTYPES,
     SHARD_NAME,
     Part,
+    Rows,
     Shard,
     check_length,
     file_bytes,
+    in_parallel,
     plan_shards,
-    read_part,
-    verify_shard,
+    read_shard,
+    settle,
+    sha256_of,
     write_shard,
 )
 from gpu_replay.errors import CheckpointError
-
-FORMAT = "gpu_replay checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-UNFINISHED_MANIFEST = ".manifest.json.saving"
 
 
 def write_checkpoint(
     path: str | os.PathLike[str],
     manifest: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    shard_bytes: int = 2**30,
+    shard_bytes: int = 64 << 20,
 ) -> None:
     """Write `manifest` and `tensors` as the checkpoint `path`, replacing the one that is there.
 
     path:        a folder; made with its parents if missing, refused if it holds something else than a checkpoint.
     manifest:    whatever JSON can say; comes back as `Checkpoint.manifest`.
-    tensors:     by name, on any device; they are read once and never copied whole.
+    tensors:     by name, on any device; they are never copied whole.
     shard_bytes: the most that one shard file holds, except that a single row of a tensor is never split.
 
-    Until the new checkpoint is complete the old one stands beside it and takes its space.
+    Shards that hold what they held before are not written again. Until the new checkpoint is complete the old one
+    stands beside it, and what differs takes its space twice.
     Raises TypeError or ValueError for what cannot be written, CheckpointError if `path` is not a checkpoint or another
     save to it is under way, and OSError if the disk is full or fails; in each case the old checkpoint is as it was.
     """
     json.dumps(manifest)
     plan = plan_shards(tensors, shard_bytes)
+    settle(tensors.values())
     target = Path(os.path.realpath(path))
     hidden = target.with_name(f".{target.name}.saving")
     if target.exists():
         _remove_hidden_folder(hidden)
         with save_lock(target, target):
             _refuse_other_contents(target)
-            before = _shards_in_force(target)
+            before = files_in_force(target)
             _remove_shards(target, keep=before)
             shards = _write_contents(target, manifest, plan, tensors, before)
             _remove_shards(target, keep=shards)
         return
-    hidden.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        hidden.mkdir(parents=True, exist_ok=True)
     with save_lock(hidden, target):
         _refuse_other_contents(hidden)
         _remove_contents(hidden)
@@ -101,69 +109,93 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 class Checkpoint:
     """An opened checkpoint: `manifest` as it was given, and tensors that stream into memory one chunk at a time.
 
-    Nothing stays open between calls. Saving to the same path meanwhile removes the shards: open it again then.
+    Nothing stays open between calls. Saving to the same path meanwhile removes shards; then CheckpointError says to
+    open it again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        body = _read_manifest(path)
-        try:
-            self.manifest: dict[str, Any] = body["manifest"]
-            self._shapes = {
-                name: (DTYPES[each["dtype"]], tuple(each["shape"])) for name, each in body["tensors"].items()
-            }
-            self._shards = [
-                Shard(
-                    each["file"],
-                    tuple(
-                        Part(name, *self._shapes[name], start, stop) for name, (start, stop) in each["holds"].items()
-                    ),
-                    each["sha256"],
-                )
-                for each in body["pieces"]
-            ]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path / MANIFEST} does not list its tensors and pieces: {error!r}.") from error
-        self._verified: set[str] = set()
-        for shard in self._shards:
-            check_length(path, shard)
-        _refuse_foreign_shards(path)
+        self._manifest = read_manifest(path)
+        self.manifest = self._manifest.given
+        with self._unless_replaced():
+            for shard in self._manifest.shards:
+                check_length(path, shard)
+            _refuse_foreign_shards(path)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
+        return tuple(self._manifest.shapes)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of its shards in the folder."""
+        return tuple(shard.file for shard in self._manifest.shards)
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A new tensor with the stored contents."""
         dtype, shape = self._known(name)
         out = torch.empty(shape, dtype=dtype, device=device)
-        self.read_into(name, out)
+        self.fill({name: out})
         return out
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Fill `out`, of the stored shape and dtype and on any device, one chunk at a time.
+    def read_all(self) -> dict[str, Tensor]:
+        """New tensors with everything that is stored, by name, in host memory."""
+        shapes = self._manifest.shapes.items()
+        out = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in shapes}
+        self.fill(out)
+        return out
 
-        Raises CheckpointError if `out` does not fit or a shard is damaged; in the second case `out` may have been
-        written to already.
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors by name, of the stored shapes and dtypes and on any device, one chunk at a time.
+
+        Raises CheckpointError if one does not fit or a shard is damaged; in the second case they may have been written
+        to already.
         """
-        dtype, shape = self._known(name)
-        if (out.dtype, tuple(out.shape)) != (dtype, shape):
+        for name, out in tensors.items():
+            self.require(name, out.dtype, tuple(out.shape))
+        rows = {name: len(out) if out.dim() else 1 for name, out in tensors.items()}
+        self.fill_rows({name: [Rows(0, rows[name], out)] for name, out in tensors.items()})
+
+    def fill_rows(self, wanted: Mapping[str, Sequence[Rows]]) -> None:
+        """Fill tensors with some rows of the stored ones by name; as `fill`, but whoever calls has compared shapes."""
+        shards = [shard for shard in self._manifest.shards if any(_holds(part, wanted) for part in shard.parts)]
+        settle(rows.out for each in wanted.values() for rows in each)
+        total = sum(shard.nbytes for shard in shards)
+        with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
+            in_parallel(lambda shard: read_shard(self.path, shard, wanted), shards, lambda done: advance(done.nbytes))
+
+    def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
+        found = self._known(name)
+        if found != (dtype, shape):
             raise CheckpointError(
-                f"tensor {name!r} in {self.path} is {dtype} of shape {shape}; asked to read it into {out.dtype} of "
-                f"shape {tuple(out.shape)}. Make the buffer with the settings that the checkpoint was saved with."
+                f"tensor {name!r} in {self.path} is {found[0]} of shape {found[1]}; asked to read it into {dtype} of "
+                f"shape {shape}. Make the buffer with the settings that the checkpoint was saved with."
             )
-        for shard in self._shards:
-            for part in shard.parts:
-                if part.name == name:
-                    if len(shard.parts) > 1 and shard.file not in self._verified:
-                        verify_shard(self.path, shard)
-                        self._verified.add(shard.file)
-                    read_part(self.path, shard, part, part.of(out), verified=shard.file in self._verified)
+
+    def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a stored tensor."""
+        return self._known(name)
 
     def _known(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        if name not in self._shapes:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._shapes)}.")
-        return self._shapes[name]
+        if name not in self._manifest.shapes:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._manifest.shapes)}.")
+        return self._manifest.shapes[name]
+
+    @contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        """Say so when an error comes from a save that replaced the checkpoint since it was opened."""
+        try:
+            yield
+        except CheckpointError as error:
+            now = None
+            with suppress(CheckpointError):
+                now = read_manifest(self.path).sha256
+            if now == self._manifest.sha256:
+                raise
+            raise CheckpointError(
+                f"checkpoint {self.path} was replaced by another save while it was read. Open it again."
+            ) from error
 
 
 def _write_contents(
@@ -173,23 +205,37 @@ def _write_contents(
     tensors: Mapping[str, Tensor],
     before: set[str],
 ) -> set[str]:
-    """Write new shards and put a manifest in force that names them; on any failure remove what was written.
+    """Write the shards that are new and put a manifest in force that names all; on any failure remove those.
 
     before:  files that must survive a failure.
-    returns: the names of the new shards.
+    returns: the names of all shards.
     """
     token = secrets.token_hex(4)
+    in_force = _whole_shards(folder)
+    shards: list[Shard] = []
+
+    def store(place: int) -> Shard:
+        parts, sha256 = plan[place], None
+        earlier = in_force.get(_rows_of(parts))
+        if earlier is not None:
+            sha256 = sha256_of(parts, tensors)
+            if sha256 == earlier.sha256:
+                return earlier
+        return write_shard(folder, f"piece-{token}-{place:05d}.safetensors", parts, tensors, sha256)
+
+    def stored(shard: Shard) -> None:
+        shards.append(shard)
+        advance(shard.nbytes)
+
     try:
-        require_free(folder, sum(file_bytes(parts) for parts in plan))
-        shards = [
-            write_shard(folder, f"piece-{token}-{index:05d}.safetensors", parts, tensors)
-            for index, parts in enumerate(plan)
-        ]
+        require_free(folder, sum(file_bytes(parts) for parts in plan if _rows_of(parts) not in in_force))
+        with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
+            in_parallel(store, range(len(plan)), stored)
         sync_folder(folder)
-        _write_manifest(folder, manifest, shards)
+        write_manifest(folder, manifest, shards)
     except BaseException as error:
         with suppress(OSError):
-            _remove_shards(folder, keep=before | _shards_in_force(folder))
+            _remove_shards(folder, keep=before | files_in_force(folder))
         if isinstance(error, OSError):
             state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
             raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
@@ -197,69 +243,21 @@ def _write_contents(
     return {shard.file for shard in shards}
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any], shards: list[Shard]) -> None:
-    """Put the new manifest in force: from the rename on, the new shards are the checkpoint."""
-    parts = [part for shard in shards for part in shard.parts]
-    body = {
-        "manifest": manifest,
-        "tensors": {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts},
-        "pieces": [
-            {
-                "file": shard.file,
-                "bytes": shard.nbytes,
-                "sha256": shard.sha256,
-                "holds": {part.name: [part.start, part.stop] for part in shard.parts},
-            }
-            for shard in shards
-        ],
-    }
-    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
-
-    def write(path: Path) -> None:
-        with open(path, "w", encoding="utf-8") as out:
-            json.dump(outer, out, indent=1)
-            sync_file(out)
-
-    replace(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
-    sync_folder(folder)
+def _holds(part: Part, wanted: Mapping[str, Sequence[Rows]]) -> bool:
+    """Whether some of the wanted rows lie in this part."""
+    found = wanted.get(part.name, ())
+    return any((rows.start < part.stop and part.start < rows.stop) or not part.shape for rows in found)
 
 
-def _body_sha256(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:
+    return tuple((part.name, part.start, part.stop) for part in parts)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The verified body of the manifest. Raises CheckpointError."""
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}.")
-    file = path / MANIFEST
-    if not file.is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: {MANIFEST} is missing.")
-    try:
-        outer = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not valid JSON ({error}).") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of gpu_replay: {MANIFEST} does not name the format.")
-    if outer.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} has schema version {outer.get('version')!r}; this gpu_replay reads version {VERSION}. "
-            "Load it with the gpu_replay that wrote it."
-        )
-    body = outer.get("body")
-    if not isinstance(body, dict) or _body_sha256(body) != outer.get("sha256"):
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} was changed after it was written.")
-    return body
-
-
-def _shards_in_force(folder: Path) -> set[str]:
-    """The shard files that the manifest names; all there are, if it is too damaged to tell."""
-    if not (folder / MANIFEST).exists():
-        return set()
-    try:
-        return {shard["file"] for shard in json.loads((folder / MANIFEST).read_bytes())["body"]["pieces"]}
-    except (ValueError, KeyError, TypeError):
-        return {name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name)}
+def _whole_shards(folder: Path) -> dict[tuple[tuple[str, int, int], ...], Shard]:
+    """By the rows that they hold, the shards in force whose files nobody has touched since they were written."""
+    with suppress(CheckpointError):
+        return {_rows_of(shard.parts): shard for shard in read_manifest(folder).shards if shard.is_whole(folder)}
+    return {}
 
 
 def _remove_shards(folder: Path, keep: set[str]) -> None:
@@ -279,6 +277,7 @@ def _remove_contents(hidden: Path) -> None:
 def _remove_hidden_folder(hidden: Path) -> None:
     """Remove what a first save left that crashed; a folder that is in use, or holds anything else, stays."""
     if hidden.is_dir():
+        # a link is refused by the lock, and stays as well
         with suppress(OSError, CheckpointError), save_lock(hidden, hidden):
             _refuse_other_contents(hidden)
             _remove_contents(hidden)
@@ -292,11 +291,7 @@ def _refuse_other_contents(folder: Path) -> None:
         raise CheckpointError(f"{folder} is a file, not a checkpoint. {advice}")
     names = os.listdir(folder)
     if MANIFEST in names:
-        try:
-            ours = json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT
-        except (ValueError, KeyError, TypeError, RecursionError):
-            ours = False
-        if not ours:
+        if not is_ours(folder):
             raise CheckpointError(f"{folder} holds a {MANIFEST} that is damaged or not of gpu_replay. {advice}")
         _refuse_foreign_shards(folder)
         return

@@ -17,9 +17,11 @@ from gpu_replay.errors import CheckpointError
 def replace(path: Path, write: Callable[[Path], object], *, partial: Path | None = None) -> Path:
     """Let `write` make a file next to `path`, move it there, and return `path`; a reader never sees half of it.
 
-    partial: where it is made; by default a hidden file with the suffix of `path`.
+    partial: where it is made; by default a hidden file with the suffix of `path`. What is there is removed first, so
+             that a link is not followed.
     """
     partial = partial or path.with_name(f".{path.stem}.partial{path.suffix}")
+    partial.unlink(missing_ok=True)
     try:
         write(partial)
         os.replace(partial, path)
@@ -57,15 +59,17 @@ def require_free(folder: Path, needed: int) -> None:
 def save_lock(folder: Path, target: Path) -> Iterator[None]:
     """Hold the lock of `folder` while saving to `target`; the system drops it with the process, however that ends.
 
-    Raises CheckpointError if another save holds it. File systems without locks, and Windows, go without: there, two
-    savers of one path are the user's to avoid.
+    Raises CheckpointError if another save holds it, or the folder is a link. File systems without locks, and Windows,
+    go without: there, two savers of one path are the user's to avoid.
     """
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link, which no save leaves there. Nothing was written; remove it.")
     if sys.platform == "win32" or not folder.is_dir():
         yield
         return
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

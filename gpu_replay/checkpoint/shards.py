@@ -1,10 +1,11 @@
 """One shard of a checkpoint: a safetensors file, written and read in one pass that also hashes it.
 
 The format is spelled out here rather than left to its library, so that saving needs nothing beyond torch, every byte is
-hashed in the pass that moves it, and a CUDA tensor goes through 32 MiB of host memory instead of whole shards. It is
+hashed in the pass that moves it, and a CUDA tensor goes through 8 MiB of host memory instead of whole shards. It is
 eight bytes of length, a JSON header and raw bytes; the library opens every shard.
 SHA-256 was the fastest cryptographic digest of the standard library where it was measured (1.5 GB/s, twice blake2b),
-and `sha256sum` checks a shard by hand.
+and `sha256sum` checks a shard by hand. A few shards at a time are hashed, written or read, each in a thread: one core
+cannot hash as fast as a disk reads.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import json
 import math
 import os
 import re
+import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +32,16 @@ from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 
-CHUNK_BYTES = 32 << 20
-"""What moves at once between a tensor and a file, and the most host memory that a CUDA tensor needs."""
+CHUNK_BYTES = 8 << 20
+"""What moves at once between a tensor and a file; a worker needs so much host memory for a tensor that is not its own
+bytes in order, such as one on a CUDA device."""
+WORKERS = 4
+"""Shards that are hashed, written or read at the same time."""
 SHARED_SHARD_BYTES = 16 << 20
-"""Small tensors share shards up to this size; a larger one has its own, which is hashed in the pass that reads it."""
+"""Small tensors share shards up to this size; a larger one has its own."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 # as safetensors has them: "U8" for uint8, and so on
 DTYPE_NAMES = {torch.bool: "BOOL", torch.bfloat16: "BF16"} | {
@@ -68,15 +77,35 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its parts in the order of their bytes, and the SHA-256 of all of it."""
+    """One file: its parts in the order of their bytes, the SHA-256 of all of it, and when it was written (st_mtime_ns).
+
+    Checkpoints of earlier versions do not say when.
+    """
 
     file: str
     parts: tuple[Part, ...]
     sha256: str
+    modified: int | None = None
 
     @property
     def nbytes(self) -> int:
         return file_bytes(self.parts)
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether the file lies in the folder as it was left, as far as that shows without reading it."""
+        try:
+            found = os.lstat(folder / self.file)
+        except OSError:
+            return False
+        return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (self.nbytes, self.modified)
+
+
+class Rows(NamedTuple):
+    """The rows `start` to `stop` of a stored tensor belong into `out`; of one without dimensions, row 0."""
+
+    start: int
+    stop: int
+    out: Tensor
 
 
 def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
@@ -103,7 +132,8 @@ def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[P
             plan.append(shared)
             shared = (whole,)
         else:
-            most = max(1, (shard_bytes - len(header_of((whole,)))) // max(1, whole.row_bytes))
+            # not the header's own length, so that a tensor that grows is cut at the same rows
+            most = max(1, (shard_bytes - _longest_header(whole)) // max(1, whole.row_bytes))
             for start in range(0, max(1, whole.stop), most):
                 plan.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
     return [*plan, shared] if shared else plan
@@ -127,65 +157,128 @@ def file_bytes(parts: tuple[Part, ...]) -> int:
     return len(header_of(parts)) + sum(part.nbytes for part in parts)
 
 
-def write_shard(folder: Path, file: str, parts: tuple[Part, ...], tensors: Mapping[str, Tensor]) -> Shard:
-    """Write one new file, and wait until it is on the disk."""
-    header = header_of(parts)
-    digest = hashlib.sha256(header)
+def _longest_header(part: Part) -> int:
+    """Bytes of the header of this part or of any slice of a longer tensor."""
+    rows = 2**40
+    return len(header_of((Part(part.name, part.dtype, (rows, *part.shape[1:]), 0, rows),)))
+
+
+def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Callable[[Result], object]) -> None:
+    """Call `work` with each item, a few at a time in threads, and `done` here with the results in order.
+
+    After an error no further call begins, and it is raised when those that had begun have ended.
+    """
+    if len(items) < 2:
+        for item in items:
+            done(work(item))
+        return
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            futures = [pool.submit(work, item) for item in items]
+            for future in futures:
+                done(future.result())
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Wait for what was launched to fill these tensors: threads have streams of their own."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _contents(parts: tuple[Part, ...], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """All bytes of a shard in order."""
+    yield header_of(parts)
+    for part in parts:
+        for chunk in _chunks(part.of(tensors[part.name])):
+            yield _bytes(chunk.cpu().contiguous())
+
+
+def sha256_of(parts: tuple[Part, ...], tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 that a shard of these parts would have."""
+    digest = hashlib.sha256()
+    for data in _contents(parts, tensors):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def write_shard(
+    folder: Path, file: str, parts: tuple[Part, ...], tensors: Mapping[str, Tensor], sha256: str | None = None
+) -> Shard:
+    """Write one new file, and wait until it is on the disk.
+
+    sha256: of its contents, if it is known already.
+    """
+    digest = hashlib.sha256()
+    # never through a link: "x" is O_EXCL
     with open(folder / file, "xb") as out:
-        out.write(header)
-        for part in parts:
-            for chunk in _chunks(part.of(tensors[part.name])):
-                data = _bytes(chunk.cpu().contiguous())
+        for data in _contents(parts, tensors):
+            if sha256 is None:
                 digest.update(data)
-                out.write(data)
+            out.write(data)
         sync_file(out)
-    return Shard(file, parts, digest.hexdigest())
+        modified = os.fstat(out.fileno()).st_mtime_ns
+    return Shard(file, parts, sha256 or digest.hexdigest(), modified)
 
 
 def check_length(folder: Path, shard: Shard) -> None:
     """Raise CheckpointError if the file is missing, or longer or shorter than it was written."""
-    file = folder / shard.file
-    if not file.is_file():
+    # one call: another save may remove the file between two
+    try:
+        found = os.stat(folder / shard.file)
+    except OSError:
+        raise _damaged(folder, shard, "it is missing") from None
+    if not stat.S_ISREG(found.st_mode):
         raise _damaged(folder, shard, "it is missing")
-    found = file.stat().st_size
-    if found != shard.nbytes:
-        raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {found}")
+    if found.st_size != shard.nbytes:
+        raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {found.st_size}")
 
 
-def verify_shard(folder: Path, shard: Shard) -> None:
-    """Read the whole file and compare its checksum. Raises CheckpointError."""
-    digest = hashlib.sha256()
-    with _opened(folder, shard) as file:
-        while data := file.read(CHUNK_BYTES):
-            digest.update(data)
-    _compare(folder, shard, digest.hexdigest())
+def read_shard(folder: Path, shard: Shard, wanted: Mapping[str, Sequence[Rows]]) -> Shard:
+    """Fill the wanted rows of each tensor by name, one chunk at a time, and compare the checksum of the whole file.
 
-
-def read_part(folder: Path, shard: Shard, part: Part, out: Tensor, *, verified: bool) -> None:
-    """Fill `out`, of the part's shape and on any device, one chunk at a time.
-
-    verified: the checksum of the file is known to be right. Otherwise it is compared after the last chunk, which takes
-              a part that has the shard to itself.
-    Raises CheckpointError; `out` may have been written to by then.
+    Raises CheckpointError; the tensors may have been written to by then.
     """
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
     with _opened(folder, shard) as file:
         if file.read(len(header)) != header:
             raise _damaged(folder, shard, "its header is not the one that was written")
-        file.seek(sum(before.nbytes for before in shard.parts[: shard.parts.index(part)]), os.SEEK_CUR)
-        for chunk in _chunks(out):
-            direct = chunk.is_cpu and chunk.is_contiguous()
-            host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype)
-            data = _bytes(host)
-            if file.readinto(data) != len(data):
-                raise _damaged(folder, shard, "it ends too early")
-            if not verified:
-                digest.update(data)
-            if not direct:
-                chunk.copy_(host)
-    if not verified:
-        _compare(folder, shard, digest.hexdigest())
+        for part in shard.parts:
+            for target in _targets(part, wanted.get(part.name, ())):
+                for chunk in _chunks(target):
+                    direct = chunk.is_cpu and chunk.is_contiguous()
+                    host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
+                    data = _bytes(host)
+                    if file.readinto(data) != len(data):
+                        raise _damaged(folder, shard, "it ends too early")
+                    digest.update(data)
+                    if not direct:
+                        chunk.copy_(host)
+    if digest.hexdigest() != shard.sha256:
+        raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
+    return shard
+
+
+def _targets(part: Part, wanted: Sequence[Rows]) -> Iterator[Tensor]:
+    """Where the bytes of a part go, in order; what is not wanted goes into one chunk of memory again and again."""
+    position = part.start
+    for rows in sorted(wanted, key=lambda rows: rows.start):
+        start, stop = max(rows.start, part.start), min(rows.stop, part.stop)
+        if start < stop:
+            yield from _nowhere((start - position) * part.row_bytes)
+            yield rows.out[start - rows.start : stop - rows.start] if part.shape else rows.out
+            position = stop
+    yield from _nowhere((part.stop - position) * part.row_bytes)
+
+
+def _nowhere(nbytes: int) -> Iterator[Tensor]:
+    scratch = torch.empty(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
+    while nbytes:
+        yield scratch[:nbytes]
+        nbytes -= min(nbytes, CHUNK_BYTES)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
@@ -207,14 +300,12 @@ def _opened(folder: Path, shard: Shard) -> Iterator[Any]:
     check_length(folder, shard)
     try:
         with open(folder / shard.file, "rb") as file:
+            # the disk reads all of it ahead, while what has come is hashed
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             yield file
     except OSError as error:
         raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
-
-
-def _compare(folder: Path, shard: Shard, found: str) -> None:
-    if found != shard.sha256:
-        raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
 
 
 def _damaged(folder: Path, shard: Shard, what: str) -> CheckpointError:

@@ -5,7 +5,8 @@ The sums of the mass tree are not part of it; they follow from the masses, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from gpu_replay.checkpoint.config import difference
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.manifest import check_version
+from gpu_replay.checkpoint.shards import Rows
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import LASTING, counter_values
+from gpu_replay.validation import whole
 
 VERSION = 1
 # counters of a list of ranks that serves several samples
@@ -30,6 +34,7 @@ class BufferState:
     config:   class, capacity, fields, sampler and more as JSON values: what two buffers must share to share a state.
     counters: the buffer's own tensor.
     views:    by name all memory that is in use after so many transitions were added.
+    check:    raises ValueError for counters and tensors, of the right shapes, that contradict each other.
     rebuild:  takes over what was written into views and counters; draws then follow from this seed.
     """
 
@@ -37,6 +42,7 @@ class BufferState:
     seed: int
     counters: Tensor
     views: Callable[[int], dict[str, Tensor]]
+    check: Callable[[dict[str, int], Mapping[str, Tensor]], None]
     rebuild: Callable[[int], None]
 
     def lasting(self) -> dict[str, int]:
@@ -46,15 +52,15 @@ class BufferState:
 
     def finish(self, counters: dict[str, int], seed: int) -> None:
         """Take over the counters, after all tensors."""
-        self.counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64))
+        self.counters.copy_(torch.tensor(counter_values(counters, seed), dtype=torch.int64, device="cpu"))
         self.rebuild(seed)
 
 
-def snapshot(buffer: BufferState) -> dict[str, Any]:
-    """Copies of everything, on the buffer's device."""
+def snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
+    """Copies of everything, on the buffer's device, or views where these do."""
     manifest = _manifest(buffer)
     tensors = buffer.views(manifest["counters"]["ADDED"])
-    return {**manifest, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
+    return {**manifest, "tensors": {name: each.clone() if copied else each for name, each in tensors.items()}}
 
 
 def _manifest(buffer: BufferState) -> dict[str, Any]:
@@ -69,8 +75,14 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
     missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in state]
     if missing:
         raise KeyError(f"load_state_dict needs what state_dict() returned; {', '.join(missing)} is missing.")
-    if state["version"] != VERSION:
-        raise ValueError(f"the state has version {state['version']}; this package reads version {VERSION}.")
+    try:
+        check_version("the state has version", state["version"], VERSION)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    whole("the state's seed", state["seed"])
+    for name in ("settings", "counters", "tensors"):
+        if not isinstance(state[name], Mapping):
+            raise TypeError(f"the state's {name} must be a dictionary; found {type(state[name]).__name__}.")
     unlike = difference(buffer.config, state["settings"])
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
@@ -80,11 +92,14 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
     for name, view in wanted.items():
         if name not in given:
             raise KeyError(f"the state lacks the tensor {name!r}.")
+        if not isinstance(given[name], Tensor):
+            raise TypeError(f"the state's {name!r} must be a tensor; found {type(given[name]).__name__}.")
         if given[name].shape != view.shape or given[name].dtype != view.dtype:
             raise ValueError(
                 f"the state's tensor {name!r} must be {view.dtype} {list(view.shape)}; "
                 f"found {given[name].dtype} {list(given[name].shape)}."
             )
+    buffer.check(counters, {name: given[name] for name in wanted})
     for name, view in wanted.items():
         view.copy_(given[name])
     buffer.finish(counters, state["seed"])
@@ -99,28 +114,75 @@ def save(buffer: BufferState, path: str | PathLike[str]) -> None:
 class Saved:
     """A checkpoint on disk, opened: its config first, so that a buffer can be made, then its contents."""
 
+    NO_SETTINGS, NO_STATE = "its settings are not those of a buffer", "what it holds is no state of a buffer"
+
     def __init__(self, path: str | PathLike[str], kind: str) -> None:
         self._path = path
         self._checkpoint = read_checkpoint(path)
         manifest = self._checkpoint.manifest
-        try:
+        with self.refusing("the manifest is not of a replay buffer"):
             version = manifest["version"]
             self.config: dict[str, Any] = manifest["settings"]
-            self.seed: int = manifest["seed"]
-            self._counters = _checked_counters(manifest["counters"])
+            self.seed: int = whole("seed", manifest["seed"])
+            self.counters = _checked_counters(manifest["counters"])
             found = self.config["kind"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
-        if version != VERSION:
-            raise CheckpointError(f"{path} has state version {version}; this package reads version {VERSION}.")
+        check_version(f"{path} has state version", version, VERSION)
         if found != kind:
             raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
 
+    @contextmanager
+    def refusing(self, what: str) -> Iterator[None]:
+        """Raise CheckpointError for an error of one who uses what the file says."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{self._path}: {what}: {error}") from error
+
     def fill(self, buffer: BufferState) -> None:
         """Stream the contents into a buffer made with these settings."""
-        for name, view in buffer.views(self._counters["ADDED"]).items():
-            self._checkpoint.read_into(name, view)
-        buffer.finish(self._counters, self.seed)
+        views = buffer.views(self.counters["ADDED"])
+        self._checkpoint.fill(views)
+        with self.refusing(self.NO_STATE):
+            buffer.check(self.counters, views)
+        buffer.finish(self.counters, self.seed)
+
+    def read(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with these names, of these dtypes and shapes, in host memory."""
+        for name, tensor in expected.items():
+            self._checkpoint.require(name, tensor.dtype, tuple(tensor.shape))
+        out = {name: torch.empty_like(tensor, device="cpu") for name, tensor in expected.items()}
+        self._checkpoint.fill(out)
+        return out
+
+    def move(
+        self, buffer: BufferState, slots: tuple[int, int], counters: dict[str, int], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Stream the fields into a buffer of other slots, and give it these counters and tensors besides.
+
+        slots: of the buffer that was saved, and of this one.
+        """
+        added = counters["ADDED"]
+        views = buffer.views(added)
+        wanted: dict[str, list[Rows]] = {}
+        for name, view in views.items():
+            if name.startswith("fields."):
+                self._checkpoint.require(name, view.dtype, (min(added, slots[0]), *view.shape[1:]))
+                runs = _runs(added, *slots)
+                wanted[name] = [Rows(start, stop, view[to : to + stop - start]) for start, stop, to in runs]
+        self._checkpoint.fill_rows(wanted)
+        for name, view in views.items():
+            if name not in wanted:
+                view.copy_(tensors[name]) if name in tensors else view.zero_()
+        buffer.finish(counters, self.seed)
+
+
+def _runs(added: int, old: int, new: int) -> Iterator[tuple[int, int, int]]:
+    """The newest rows that fit both rings, in runs without a seam: from and to in one, from in the other."""
+    key = max(0, added - min(old, new))
+    while key < added:
+        count = min(added - key, old - key % old, new - key % new)
+        yield key % old, key % old + count, key % new
+        key += count
 
 
 def _checked_counters(counters: Any) -> dict[str, int]:

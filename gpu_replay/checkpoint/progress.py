@@ -1,0 +1,34 @@
+"""Progress bars on standard error, so that standard output holds results only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SHOWN_FROM = 10**9
+"""Bytes from which saving and loading show a bar."""
+
+
+def progress_bar(total: float, **options: Any) -> Any:
+    """tqdm with `options`, refreshed rarely where standard error is a log file. Raises ImportError without tqdm."""
+    from tqdm import tqdm
+
+    # in a log file every refresh is a line of its own
+    interval = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, **options)
+
+
+@contextmanager
+def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
+    """What to tell how many bytes more have moved: a bar for many, where tqdm is installed."""
+    try:
+        bar = progress_bar(total, desc=title, unit="B", unit_scale=True, leave=False) if total > SHOWN_FROM else None
+    except ImportError:
+        bar = None
+    if bar is None:
+        yield lambda nbytes: None
+        return
+    with bar:
+        yield bar.update
