@@ -8,15 +8,20 @@ may be dropped immediately: memory of another CUDA stream is not reused before t
 from __future__ import annotations
 
 import math
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import TORCH_OF, Field
+from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened
 from gpu_replay.stream_order import record_stream
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+# rows of a batch: no memory holds as many
+_MOST_ROWS = 2**48
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -30,9 +35,12 @@ def same_device(found: torch.device, wanted: torch.device) -> bool:
 def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     """The value as a detached tensor on the CPU or on `device`, its dtype unchanged.
 
-    Raises TypeError for what is no array, ValueError for a tensor on a third device.
+    Raises TypeError for what is no array of plain numbers, ValueError for a tensor on a third device.
     """
     if isinstance(value, Tensor):
+        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else f"{value.layout} {type(value).__name__}"
+            raise TypeError(f"{name!r} must be a dense torch.Tensor or an array; found a {kind} one: convert it first.")
         if not value.is_cpu and not same_device(value.device, device):
             raise ValueError(
                 f"{name!r} is on device {str(value.device)!r}, the buffer on {str(device)!r}; "
@@ -41,6 +49,8 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
         if not value.is_cpu:
             record_stream(value)
         return value.detach() if value.requires_grad else value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
     array = value if isinstance(value, np.ndarray) else _array_from(name, value)
     if array.dtype not in TORCH_OF:
         return torch.from_numpy(_storable(name, array))
@@ -49,7 +59,23 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
+def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
+    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. A lazy tensor is computed."""
+    try:
+        return tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+    except (RuntimeError, TypeError):
+        return numpy_view(name, computed(as_tensor(name, tensor, tensor.device)))
+
+
+def computed(tensor: Tensor) -> Tensor:
+    """The tensor with its numbers in memory: some are only negated when they are read, or zeros without memory."""
+    return tensor.resolve_neg().clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
+
+
 def _array_from(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, DICTIONARIES):
+        parts = ", ".join(map(repr, value.keys()))
+        raise TypeError(f"{name!r} must be a tensor or an array; found a dictionary of {parts}.")
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:
@@ -73,13 +99,13 @@ def as_field(name: str, value: Any, field: Field, rows: int | None, device: torc
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
     tensor = as_tensor(name, value, device)
-    wanted = field.shape
-    if tensor.shape[1:] != wanted or tensor.dim() == 0:
+    wanted, shape = field.shape, tensor.shape
+    if not shape or shape[1:] != wanted:
         expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
-        hint = " Add the leading batch dimension: value[None]." if tuple(tensor.shape) == wanted else ""
-        raise ValueError(f"field {name!r} needs shape {expected}; found {list(tensor.shape)}.{hint}")
-    if rows is not None and tensor.shape[0] != rows:
-        raise ValueError(f"field {name!r} has {tensor.shape[0]} rows where the others of this add have {rows}.")
+        hint = " Add the leading batch dimension: value[None]." if tuple(shape) == wanted else ""
+        raise ValueError(f"field {name!r} needs shape {expected}; found {list(shape)}.{hint}")
+    if rows is not None and shape[0] != rows:
+        raise ValueError(f"field {name!r} has {shape[0]} rows where the others of this add have {rows}.")
     return tensor if tensor.dtype == field.dtype else cast(name, tensor, field.dtype)
 
 
@@ -87,7 +113,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, refusing what would lose a value by kind or by range."""
     source = tensor.dtype
     refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
-    if source.is_complex or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
+    if source not in STORABLE or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
         raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
     # integers up to 2**63 fit every floating dtype but the half floats
     roomy = source == torch.bool or dtype != torch.float16
@@ -106,6 +132,37 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def final_columns(value: Any, observations: Sequence[str], num_envs: int) -> dict[str, Any]:
+    """Final observations by the name of their observation field, `obs` or several `obs.NAME`.
+
+    value: of a single field whatever `as_final` takes. Of several a dictionary of that, nested or not, or as Gymnasium
+           gives it an object array (or list) of one dictionary or tuple for each environment, None where nothing ended.
+    Raises TypeError, ValueError or KeyError for anything else.
+    """
+    if "obs" in observations:
+        return {"obs": value}
+    if isinstance(value, DICTIONARIES):
+        columns = flattened({"obs": value}, observations)
+        # Gymnasium puts a mask `_NAME` of the environments beside each NAME
+        return {name: column for name, column in columns.items() if not name.rpartition(".")[2].startswith("_")}
+    if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.dtype == object):
+        raise TypeError(
+            f"'final_obs' of {len(observations)} observation fields must be a dictionary of them, or one for each "
+            f"environment; found {type(value).__name__}."
+        )
+    if len(value) != num_envs:
+        raise ValueError(f"'final_obs' needs {num_envs} rows, one for each environment; found {len(value)}.")
+    columns = {name: [None] * num_envs for name in observations}
+    for row, each in enumerate(value):
+        found = {} if each is None else flattened({"obs": each}, observations)
+        if each is not None and found.keys() != columns.keys():
+            wanted = ", ".join(map(repr, observations))
+            raise KeyError(f"'final_obs' of environment {row} must hold {wanted}; found {', '.join(map(repr, found))}.")
+        for name, part in found.items():
+            columns[name][row] = part
+    return columns
+
+
 def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
     """Final observations as `[rows, *field.shape]` of the field's dtype; rows that did not end hold anything.
 
@@ -122,7 +179,7 @@ def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | Non
     if ended is None or not tensor.is_cpu:
         return cast(name, tensor, field.dtype)
     # the other rows may hold values that cannot be cast
-    result = torch.zeros(tensor.shape, dtype=field.dtype)
+    result = torch.zeros(tensor.shape, dtype=field.dtype, device="cpu")
     result[ended] = cast(name, tensor[ended], field.dtype)
     return result
 
@@ -130,7 +187,7 @@ def as_final(name: str, value: Any, field: Field, rows: int, ended: Tensor | Non
 def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor | None, device: torch.device) -> Tensor:
     if len(value) != rows:
         raise ValueError(f"{name!r} needs {rows} rows, one for each environment; found {len(value)}.")
-    result = torch.zeros((rows, *field.shape), dtype=field.dtype)
+    result = torch.zeros((rows, *field.shape), dtype=field.dtype, device="cpu")
     for row, each in enumerate(value):
         if each is not None:
             result[row] = as_field(name, as_tensor(name, each, device)[None], field, None, device)[0]
@@ -145,9 +202,17 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     Raises TypeError for other dtypes, ValueError for more than one dimension or a third device.
     """
     # fast path: what `sample` and `add` returned
-    if type(value) is Tensor and value.dtype is torch.int64 and value.device == device and value.dim() == 1:
+    plain = type(value) is Tensor and value.dtype is torch.int64 and value.layout is torch.strided
+    if plain and value.device == device and value.dim() == 1:
         return value if value.is_cpu else record_stream(value)
-    tensor = as_tensor("keys", value, device)
+    try:
+        tensor = as_tensor("keys", value, device)
+    except TypeError:
+        found = f"{value.layout} {type(value).__name__}" if isinstance(value, Tensor) else reprlib.repr(value)
+        raise TypeError(
+            "keys must be integers of 64 bits, as add and sample return them: a dense tensor, an array, a list or one "
+            f"int; found {found}."
+        ) from None
     # an empty list has no type of its own
     untyped = tensor.numel() == 0 and not isinstance(value, (Tensor, np.ndarray))
     if tensor.dtype not in _INTEGERS and not untyped:
@@ -160,10 +225,12 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
     return tensor
 
 
-def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Tensor, Any]:
-    """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does."""
+def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Any, Any]:
+    """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does; both as arrays if asked."""
     found = as_keys(keys, device)
-    return found, as_priorities("priorities", priorities, found.shape[0], device, as_array=as_array)
+    return numpy_view("keys", found) if as_array else found, as_priorities(
+        "priorities", priorities, found.shape[0], device, as_array=as_array
+    )
 
 
 def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
@@ -177,20 +244,21 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
         type(value) is Tensor
         and value.dtype is torch.float32
         and value.is_cpu
+        and value.layout is torch.strided
         and value.dim() == 1
         and len(value) == rows
     ):
         tensor = value.detach() if value.requires_grad else value
     else:
         tensor = as_tensor(name, value, device)
-        if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:
             raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
         if tensor.dim() != 1 or tensor.shape[0] != rows:
             raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
     if device.type != "cpu":
         return tensor
     wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    numbers = wide.numpy().astype(np.float64, copy=False)
+    numbers = numpy_view(name, wide).astype(np.float64, copy=False)
     # counting costs a third of a reduction at these sizes
     if np.count_nonzero(np.isfinite(numbers)) != numbers.size:
         place = int(np.flatnonzero(~np.isfinite(numbers))[0])
@@ -203,7 +271,7 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
 
 def batch_size(value: object) -> int:
     """A batch size as an int of at least 1, or TypeError / ValueError."""
-    return whole("the batch size", value, 1)
+    return whole("the batch size", value, 1, _MOST_ROWS)
 
 
 def importance(beta: object) -> float:
@@ -215,10 +283,10 @@ def whole(name: str, value: object, least: int | None = None, most: int | None =
     """An int from `least` to `most`, or TypeError / ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int; found {value!r}.")
-    if least is not None and most is not None and not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most:,}; found {value:,}.")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}; found {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most:,}; found {value:,}.")
     return int(value)
 
 
@@ -226,7 +294,11 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     """A finite float from `low` to `high`, or TypeError / ValueError; `above`: greater than `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number; found {value!r}.")
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        # a whole number larger than any float
+        found = math.inf
     if not low <= found <= high or abs(found) == math.inf or (above and found == low):
         bound = "" if low == -math.inf else f" and {'greater than' if above else 'at least'} {low:g}"
         wanted = f"finite{bound}" if high == math.inf else f"from {low:g} to {high:g}"

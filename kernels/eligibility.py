@@ -119,7 +119,8 @@ def add_step_kernel(
     previous = tl.where(head > 0, head, capacity) - envs + env
     # environments past the end do nothing
     before = tl.load(flags_ptr + previous, mask=named, other=0).to(tl.int32)
-    depth = tl.load(depth_ptr + previous, mask=named, other=0) + 1
+    # it stops counting before the sum with a window is more than a 32-bit number
+    depth = tl.minimum(tl.load(depth_ptr + previous, mask=named, other=0), 2147483646 - n_step) + 1
     terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
     truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
     flags = terminated * TERMINATED | truncated * TRUNCATED

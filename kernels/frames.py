@@ -7,7 +7,7 @@ program does for its own.
 import triton
 import triton.language as tl
 
-from .counters import FINAL, SEED, TERMINATED, TRUNCATED
+from .counters import CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
 from .philox import words_at
 from .ring import as_sampled, gather_rows, programs_of
 from .weights import weigh
@@ -30,13 +30,25 @@ def earlier(slot, ages, num_envs, steps):
 
 @triton.jit
 def window_from(
-    flags_ptr, rewards, start, named, num_envs, steps, N: tl.constexpr, TOGETHER: tl.constexpr, REWARDED: tl.constexpr
+    flags_ptr,
+    rewards,
+    start,
+    left,
+    named,
+    num_envs,
+    steps,
+    N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    REWARDED: tl.constexpr,
 ):
     """The windows of N steps at most that begin in the slots `start`; TOGETHER steps are loaded at once.
 
-    rewards: pointers to those of all steps and to the powers of gamma.
+    rewards: pointers to those of all steps and to the powers of gamma, and of windows that are not known to be whole to
+             `left`, the steps that are stored from each start on.
     returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
     """
+    PARTIAL: tl.constexpr = len(rewards) > 2
+    ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
     length = start * 0
     last = start
     found = length.to(tl.uint8)
@@ -49,6 +61,8 @@ def window_from(
             slot = later(start, age, num_envs, steps)
             flag = tl.load(flags_ptr + slot, mask=named, other=0)
             open = open & (age < N)
+            if PARTIAL:
+                open = open & (age < left)
             if REWARDED:
                 power = tl.load(rewards[1] + tl.minimum(age, N))
                 given = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
@@ -56,7 +70,7 @@ def window_from(
             length += open.to(tl.int64)
             last = tl.where(open, slot, last)
             found = tl.where(open, flag, found)
-            open = open & ((flag & (TERMINATED | TRUNCATED)) == 0)
+            open = open & ((flag & ENDS) == 0)
     return length, found, last, reward
 
 
@@ -115,13 +129,14 @@ def gather_windows_kernel(
     HINDSIGHT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """Stacks of the starts in `slots`, the other fields there, and, given `rewards`, what their n-step windows come to.
+    """Stacks of the starts in `slots`, the other fields there, and what their n-step windows come to.
 
     sources, pools: the ring, and the kept final observations or ().
     outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.
     streams:   flags, depths and rows of final observations of all steps.
-    rewards:   those of all steps and the powers of gamma; numbers: outputs for reward, discount, terminated and
-               truncated. Both are () where single steps are gathered.
+    rewards:   those of all steps, the powers of gamma and, of the steps of sequences, whose windows may not be whole,
+               how many steps are stored from each on: see `window_from`.
+    numbers:   outputs for reward and discount and, unless they are those of single steps, terminated and truncated.
     words:     words[0] is the block of the stream by which pictures are moved; () moves none.
 
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
@@ -132,13 +147,13 @@ def gather_windows_kernel(
     items: see `weigh`.
     """
     flags_ptr, depth_ptr, final_ptr = streams
-    WINDOWS: tl.constexpr = len(rewards) > 0
+    PARTIAL: tl.constexpr = len(rewards) > 2
     batch = batch.to(tl.int64)
     num_envs = num_envs.to(tl.int64)
     steps = steps.to(tl.int64)
     ENDING: tl.constexpr = TERMINATED | TRUNCATED
     KNOWN: tl.constexpr = FINAL if HINDSIGHT else 0
-    KINDS: tl.constexpr = 2 if WINDOWS else 1
+    KINDS: tl.constexpr = 2
     # the program's number among those of the weights, then among those of the current field
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
@@ -159,21 +174,28 @@ def gather_windows_kernel(
             depth = tl.load(depth_ptr + newest, mask=named, other=0).to(tl.int64)
             output = outputs[f]
             pooled = row < 0
-            if WINDOWS:
-                if kind == 1:
-                    output = next_outputs[f]
-                    length, flag, last, _ = window_from(
-                        flags_ptr, rewards, newest, named, num_envs, steps, N, TOGETHER, False
-                    )
-                    stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
-                    if not NEXT_STEP:
-                        final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
-                        stays = stays | final
-                        # the newest frame is a kept final observation, the others are one step closer
-                        pooled = final & (age == 0)
-                        age = tl.where(final, tl.maximum(age - 1, 0), age)
-                    newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
-                    depth += length - stays.to(tl.int64)
+            if kind == 1:
+                output = next_outputs[f]
+                left = item
+                if PARTIAL:
+                    left = tl.load(rewards[2] + item, mask=named, other=0)
+                length, flag, last, _ = window_from(
+                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False
+                )
+                stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
+                if PARTIAL:
+                    # the observation after the window is not there, so that the last one stands in its place
+                    stays = stays | ((flag & (CUT | DEAD)) != 0) | (length >= left)
+                if not NEXT_STEP:
+                    final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
+                    stays = stays | final
+                    if PARTIAL:
+                        final = final & ((flag & FINAL) != 0)
+                    # the newest frame is a kept final observation, the others are one step closer
+                    pooled = final & (age == 0)
+                    age = tl.where(final, tl.maximum(age - 1, 0), age)
+                newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
+                depth += length - stays.to(tl.int64)
             slot = earlier(newest, tl.minimum(age, depth), num_envs, steps)
             inside = column[None, :]
             if SHIFT > 0 and LAYOUT.heights[f] > 0:
@@ -184,7 +206,7 @@ def gather_windows_kernel(
             if ZERO:
                 present = live & (age <= depth)[:, None]
             values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=present, other=0)
-            if WINDOWS and len(pools) > 0:
+            if len(pools) > 0:
                 if kind == 1:
                     place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
                     chosen = live & pooled[:, None]
@@ -194,18 +216,20 @@ def gather_windows_kernel(
             tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=live)
         local -= programs
     local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT)
-    if WINDOWS:
-        if local >= 0:
-            item = local * ITEMS + tl.arange(0, ITEMS)
-            live = item < batch
-            start = tl.load(slots_ptr + item, mask=live, other=0)
-            length, flag, last, reward = window_from(
-                flags_ptr, rewards, start, live, num_envs, steps, N, TOGETHER, True
-            )
-            reward_ptr, discount_ptr, terminated_ptr, truncated_ptr = numbers
-            terminated = (flag & TERMINATED) != 0
-            discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
-            tl.store(reward_ptr + item, reward.to(tl.float32), mask=live)
-            tl.store(discount_ptr + item, discount.to(tl.float32), mask=live)
-            tl.store(terminated_ptr + item, terminated, mask=live)
-            tl.store(truncated_ptr + item, (flag & TRUNCATED) != 0, mask=live)
+    if local >= 0:
+        item = local * ITEMS + tl.arange(0, ITEMS)
+        live = item < batch
+        start = tl.load(slots_ptr + item, mask=live, other=0)
+        left = item
+        if PARTIAL:
+            left = tl.load(rewards[2] + item, mask=live, other=0)
+        length, flag, last, reward = window_from(
+            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True
+        )
+        terminated = (flag & TERMINATED) != 0
+        discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
+        tl.store(numbers[0] + item, reward.to(tl.float32), mask=live)
+        tl.store(numbers[1] + item, discount.to(tl.float32), mask=live)
+        if len(numbers) > 2:
+            tl.store(numbers[2] + item, terminated, mask=live)
+            tl.store(numbers[3] + item, (flag & TRUNCATED) != 0, mask=live)

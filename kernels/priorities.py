@@ -202,12 +202,11 @@ def update_kernel(
         slot = tl.where(live, key, 0) % capacity
         if SETTLES:
             tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
-            # all stamps are of this block, within which a barrier orders what was written before it; a stamp is read
-            # where atomics are carried out, so that no cache on the way can hold an older one: no stamp is below -1
+            # all stamps are of this block, within which a barrier orders what was written before it
             tl.debug_barrier()
-            stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
-        else:
-            stamp = tl.load(stamp_ptr + slot, mask=live, other=-1)
+        # a stamp is read and reset by atomics: a winner may be in another program, and no cache on the way can hold an
+        # older one; no stamp is below -1
+        stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (stamp == position)
         priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
@@ -221,7 +220,7 @@ def update_kernel(
         change = new - old
         # copies of a thread's position in other threads have read stamp and leaf before they change
         tl.debug_barrier()
-        tl.store(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner)
+        tl.atomic_min(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner, sem="relaxed")
         tl.store(levels[0] + slot, new, mask=accepted)
         for each in tl.static_range(len(extremes)):
             tl.store(extremes[each] + (slot >> SHIFT), tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)

@@ -81,3 +81,6 @@ class DeviceEngine:
             if dead.numel():
                 raise not_readable(int(keys[dead[0, 0]]), first, added)
             return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
+
+    # all that is stored can be read
+    stored = read

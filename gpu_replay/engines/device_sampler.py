@@ -6,6 +6,7 @@ counters.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from gpu_replay.ops.uniform_draw import launch_uniform_draw
 from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stream_order import StreamOrder
+from gpu_replay.validation import computed
 
 
 class WeighedDraw(NamedTuple):
@@ -60,6 +62,8 @@ class DeviceSampler:
         self._storage = storage
         self._schedule: Tensor | None = None
         self._ranks: DeviceRanks | None = None
+        # whether it draws from some of the slots, for one call
+        self._narrowed = False
         if plan.kind == "rank":
             self._ranks = DeviceRanks(state.slots, plan.alpha, plan.resort_every, self.counters)
         if state.tree is not None:
@@ -98,6 +102,12 @@ class DeviceSampler:
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
 
+    def mark(self) -> None:
+        """Nothing: where the draws stand is known to the device."""
+
+    def take_back(self, mark: Any) -> None:
+        """Nothing: what was launched runs."""
+
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
         return self.stream_order.capturing()
@@ -120,8 +130,8 @@ class DeviceSampler:
                     f"a call that is captured in a CUDA graph needs its tensors on {self.device}; found one on "
                     f"{value.device}, which a replay could not read again. Keep one on the device and copy into it."
                 )
-            value = value.to(self.device, non_blocking=not value.is_pinned())
-        return value.contiguous()
+            value = self.stream_order.copied(value) if value.is_pinned() else value.to(self.device, non_blocking=True)
+        return computed(value).contiguous()
 
     def write(self, values: Mapping[str, Tensor], priorities: Tensor | None) -> Tensor | None:
         """Store the values after the newest; returns the priorities on the device if they come to count. 1 launch."""
@@ -136,6 +146,12 @@ class DeviceSampler:
         """Something was added or updated."""
         if self._ranks is not None:
             self._ranks.changed(self.capturing())
+
+    def among(self, allowed: Tensor) -> DeviceSampler:
+        """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
+        found = copy.copy(self)
+        found.state, found._narrowed = self.state.narrowed(allowed), True
+        return found
 
     def draw(
         self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False, exact: bool = False
@@ -156,7 +172,7 @@ class DeviceSampler:
             ranks.skip_sample(capturing)
         if ranks is not None and drawn > 0:
             # an order without the newest slots serves this call alone
-            alone = skipped > 0 or (exact and ranks.every > 1)
+            alone = skipped > 0 or self._narrowed or (exact and ranks.every > 1)
             ranked = ranks.exact(state.masses, skipped, capturing) if alone else ranks.current(state.masses, capturing)
             outdated = state.sparse and ranks.every > 1 and not alone
             found = launch_rank_draw(ranks.sums, ranked, state.masses, starts, *rows, outdated=outdated, **of_starts)

@@ -6,16 +6,20 @@ device knows; the host keeps a lower bound of it, and reads the number again whe
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler
+from gpu_replay.engines.host_twin import HostTwin
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag, launch_add_step, launch_keep_finals
+from gpu_replay.ops.eligibility import Flag, endings, launch_add_step, launch_keep_finals, sequence_starts
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows
 from gpu_replay.ops.hindsight import Chosen, Strategy, launch_choose_goals
+from gpu_replay.ops.many_steps import GivenFinals, steps_together
+from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.windows import powers_of
 
 
@@ -70,6 +74,9 @@ class TrajectoryDeviceEngine:
         """Store one step of all environments and return its (num_envs,) keys; 2 launches, 3 with final observations."""
         storage, draws = self._storage, self.draws
         with draws.ordered():
+            # whatever must come to the device comes before the ring is written
+            flags = draws.moved(terminated), draws.moved(truncated)
+            moved = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             own = draws.write(values, priorities)
             keys = launch_add_step(
                 storage.streams,
@@ -77,18 +84,77 @@ class TrajectoryDeviceEngine:
                 draws.state.eligible_tree,
                 draws.counters,
                 storage.times_sampled,
-                draws.moved(terminated),
-                draws.moved(truncated),
+                *flags,
                 own,
                 draws.source,
-                with_final=finals is not None,
+                with_final=moved is not None,
             )
-            if finals is not None:
-                moved = {name: draws.moved(value) for name, value in finals.items()}
+            if moved is not None:
                 launch_keep_finals(storage.streams, storage.finals, storage.fields, moved, draws.counters)
             if draws.runs_now(self._shape.num_envs):
                 self.on_replay(self._shape.num_envs)
         return keys
+
+    def extend(
+        self,
+        values: dict[str, Tensor],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        priorities: Tensor | None,
+        finals: GivenFinals | None,
+    ) -> None:
+        """Store T steps of all environments, as T calls of `add_step` do. Waits for the device.
+
+        Fields go to the device as they are. What is known of the steps is brought to the host, where `add_steps` works
+        on it, and back.
+        """
+        draws, storage, shape = self.draws, self._storage, self._shape
+        if draws.capturing():
+            raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
+        with draws.ordered():
+            numbers = None if priorities is None else priorities.detach().cpu().double().numpy()
+            refused = numbers is not None and not np.isfinite(numbers).all()
+            twin = HostTwin(storage, draws, self._powers)
+            together = steps_together(twin.eligibility)
+            if refused or shape.hindsight or draws.source == Counter.HIGHEST or together < 2:
+                self._extend_by_step(values, terminated, truncated, priorities, finals)
+                return
+            masses = None if numbers is None or draws.masses is None else twin.masses(numbers)
+            for begin in range(0, len(terminated), together):
+                some = slice(begin, min(begin + together, len(terminated)))
+                rows = (some.stop - begin) * shape.num_envs
+                part = {name: value[some].flatten(0, 1) for name, value in values.items()}
+                draws.write(part, None)
+                slots = (draws.counters[Counter.ADDED] + torch.arange(rows, device=draws.device)) % shape.slots
+                storage.times_sampled[slots] = 0
+                draws.counters[Counter.ADDED] += rows
+                own = None if masses is None else masses[some]
+                kept = twin.add_steps(
+                    terminated[some], truncated[some], own, None if finals is None else finals.given[some]
+                )
+                if finals is not None and kept.places.size:
+                    chosen = finals.rows_of(begin, kept, shape.num_envs)
+                    # of a row that was kept twice the last one stays
+                    places, back = np.unique(kept.rows[::-1], return_index=True)
+                    last = chosen[torch.from_numpy(len(chosen) - 1 - back)]
+                    for name, value in finals.rows.items():
+                        storage.finals[name][torch.from_numpy(places)] = value[last].to(draws.device)
+                self.on_replay(rows)
+            twin.give_back()
+
+    def _extend_by_step(
+        self,
+        values: dict[str, Tensor],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        priorities: Tensor | None,
+        finals: GivenFinals | None,
+    ) -> None:
+        for step in range(len(terminated)):
+            flags = torch.from_numpy(terminated[step]), torch.from_numpy(truncated[step])
+            given = None if priorities is None else priorities[step]
+            final = None if finals is None else finals.of_step(step, self._shape.num_envs)
+            self.add_step({name: value[step] for name, value in values.items()}, *flags, given, final)
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
@@ -161,13 +227,28 @@ class TrajectoryDeviceEngine:
             )
         return {**tensors, **drawn.named}
 
-    def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, and read those steps."""
-        draws, storage, skipped = self.draws, self._storage, (length - 1) * self._shape.num_envs
+    def among(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
+        """What draws only the starts that `sequence_starts` names, and how many there are.
+
+        Waits for the device for their number; while capturing it takes them for enough.
+        """
+        draws = self.draws
         with draws.ordered():
-            drawn = draws.draw(batch, beta, skipped, shifted=storage.random_shift > 0, exact=True)
+            added = draws.counters[Counter.ADDED]
+            found = draws.among(sequence_starts(self._storage.streams, added, length, strict, stride))
+            if draws.capturing():
+                return found, self._shape.slots
+            return found, int((found.state.eligible.masses > 0).sum())
+
+    def sample_sequences(
+        self, batch: int, length: int, beta: float | None, among: DeviceSampler | None = None
+    ) -> dict[str, Tensor]:
+        """Draw `batch` starts whose `length` steps are stored, from `among` if that is given, and read those steps."""
+        draws, storage, skipped = self.draws, self._storage, 0 if among else (length - 1) * self._shape.num_envs
+        with draws.ordered():
+            drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0, exact=True)
             tensors = launch_gather_sequences(
-                storage, drawn.slots, length, draws.counters, words=drawn.words, weighing=drawn.pending
+                storage, drawn.slots, length, self._powers, draws.counters, words=drawn.words, weighing=drawn.pending
             )
         return {**tensors, **drawn.named}
 
@@ -189,3 +270,11 @@ class TrajectoryDeviceEngine:
             if refused.numel():
                 raise not_readable(int(keys[refused[0, 0]]), first, added)
             return launch_gather_windows(self._storage, slots, self._powers, self.draws.counters)
+
+    def stored(self, keys: Tensor) -> dict[str, Tensor]:
+        """The single steps of these live keys."""
+        storage = self._storage
+        with self.draws.ordered():
+            slots = keys % self._shape.slots
+            out = launch_gather(storage.tensors, storage.fields, slots)
+            return out | endings(storage.streams.flags[slots])

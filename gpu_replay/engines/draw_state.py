@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
+from torch import Tensor
 
 from gpu_replay.engines.draw_plan import DrawPlan
 from gpu_replay.ops._backend import Backend
@@ -73,3 +76,18 @@ class DrawState:
             self.eligible_tree.build()
         if self.sparse:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
+
+    def narrowed(self, allowed: Tensor) -> DrawState:
+        """A state for one draw, in which no other slots than the allowed, (slots,) bool, can be drawn.
+
+        The counters are these, the trees its own.
+        """
+        found = copy.copy(self)
+        if self.tree is not None:
+            found.tree = self.plan.tree(self.slots, allowed.device, self.tree.backend)
+        if self.eligible_tree is not None:
+            found.eligible_tree = MassTree(self.slots, allowed.device, self.eligible_tree.backend)
+        for tree, whole in zip(found.trees, self.trees, strict=True):
+            tree.masses.copy_(torch.where(allowed, whole.masses, 0))
+            tree.build()
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.ring import as_numpy, as_sampled, gather_rows, write_rows
+from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of
 from gpu_replay.ops.uniform_draw import slots_of
 
 
@@ -41,31 +43,44 @@ class HostEngine:
         """Take over a restored state and draw from this seed."""
         self.draws.reseed(seed)
 
-    def append(self, values: dict[str, Tensor | np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
+    def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys."""
         draws, capacity, tree = self.draws, self._capacity, self.draws.state.tree
+        counters, stores, times_sampled = draws.counters, self._rows, draws.times_sampled
+        added = counters.item(Counter.ADDED)
+        writes: list[Write] = [(counters, Counter.ADDED, added + rows)]
         masses: int | np.ndarray = 0
         if priorities is None:
             masses = draws.initial_mass()
         elif tree is not None:
             masses, largest, saturated = draws.state.rule.masses(priorities)
-            draws.count_given(largest, saturated)
-        added = draws.counters.item(Counter.ADDED)
-        skipped = max(0, rows - capacity)
-        kept = rows - skipped
-        start = (added + skipped) % capacity
-        write_rows(self._rows, values, start, skipped)
-        head = min(kept, capacity - start)
-        draws.times_sampled[start : start + head] = 0
-        if head < kept:
-            draws.times_sampled[: kept - head] = 0
-        if tree is not None:
-            seam = skipped + head
-            tree.set_range(start, start + head, masses if isinstance(masses, int) else masses[skipped:seam])
-            if head < kept:
-                tree.set_range(0, kept - head, masses if isinstance(masses, int) else masses[seam:])
-        draws.counters[Counter.ADDED] = added + rows
-        return torch.from_numpy(np.arange(added, added + rows))
+            writes += draws.given(largest, saturated)
+        skipped = rows - capacity if rows > capacity else 0
+        parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)
+        for slots, some in parts:
+            writes.append((times_sampled, slots, 0))
+            # values come in the order of the fields
+            part = values.values() if some is None else [value[some] for value in values.values()]
+            writes += zip(stores.values(), repeat(slots), part, strict=False)
+        keys = torch.from_numpy(np.arange(added, added + rows))
+        if tree is None:
+            return commit(writes, keys)
+        if len(parts) == 1 and isinstance(masses, int):
+            extension = tree.loops.set_range(tree, parts[0][0], masses)
+            if extension is not None:
+                return commit(writes, keys, extension)
+        leaves = tree.arrays[0]
+        before = [leaves[slots].copy() for slots, _ in parts]
+        try:
+            for slots, some in parts:
+                own = masses if some is None or isinstance(masses, int) else masses[some]
+                tree.set_range(slots.start, slots.stop, own)
+            return commit(writes, keys)
+        except BaseException:
+            for (slots, _), held in zip(parts, before, strict=True):
+                leaves[slots] = held
+            tree.build()
+            raise
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
@@ -91,3 +106,6 @@ class HostEngine:
         if dead.size:
             raise not_readable(int(array[dead[0]]), first, added)
         return self._gather(slots_of(array - first, first, self._capacity))
+
+    # all that is stored can be read
+    stored = read

@@ -6,6 +6,7 @@ At these sizes the count of array operations is the cost, so one call makes as f
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu_replay.ops.counters import Counter, HostWords, blocks_for
 from gpu_replay.ops.eligible_draw import DrawRange, draw_range
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw_host import HostRanks
+from gpu_replay.ops.ring import Write
 from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
 from gpu_replay.schedule import LinearSchedule
@@ -52,6 +54,9 @@ class HostSampler:
         self._initial = self._plan.initial
         self._first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
         self._random = HostWords(seed)
+        # slots that the last draw counted, and how often they had been sampled
+        self._counted: tuple[np.ndarray, np.ndarray] | None = None
+        self._mark: bytes | None = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -89,6 +94,15 @@ class HostSampler:
         found = self._within(self.state.eligible, skipped).mass
         return found if self.state.eligible_tree is not None else min(found, 1)
 
+    def among(self, allowed: Tensor) -> tuple[HostSampler, int]:
+        """What draws, for one call, no other slots than the allowed, (slots,) bool, and how many of them it can."""
+        found = copy.copy(self)
+        found.state = self.state.narrowed(allowed)
+        found._tree = found.state.tree
+        if self._ranks is not None:
+            found._ranks = self._ranks.among(found.state.masses)
+        return found, int(np.count_nonzero(found.state.eligible.arrays[0]))
+
     # masses of new transitions
 
     def initial_mass(self) -> int:
@@ -101,13 +115,47 @@ class HostSampler:
             return self._tree.highest() or self._first_mass
         return self._first_mass
 
-    def count_given(self, largest: int, saturated: int) -> None:
-        """Count masses that were given: the largest, and how many were cut to the limit."""
+    @property
+    def initial_runs(self) -> bool:
+        """Whether the initial mass is the largest ever given."""
+        return self._initial == "running"
+
+    @property
+    def initial_is_stored(self) -> bool:
+        """Whether the initial mass is the largest of those stored."""
+        return self._initial == "stored"
+
+    def given(self, largest: int, saturated: int) -> list[Write]:
+        """What counts masses that were given, as writes: the largest, and how many were cut to the limit."""
         counters = self.counters
+        writes: list[Write] = []
         if largest > counters.item(Counter.MAX_MASS):
-            counters[Counter.MAX_MASS] = largest
+            writes.append((counters, Counter.MAX_MASS, largest))
         if saturated:
-            counters[Counter.SATURATED] += saturated
+            writes.append((counters, Counter.SATURATED, counters.item(Counter.SATURATED) + saturated))
+        return writes
+
+    # what a draw that raises takes back
+
+    def mark(self) -> Any:
+        """Where the draws stand, for `take_back` of the draw that begins here."""
+        self._counted = None
+        self._mark = self.counters.tobytes()
+        return self._mark
+
+    def take_back(self, mark: Any) -> None:
+        """Let the draws stand where they stood at this mark, unless other draws came after it."""
+        if self._mark is None or mark is not self._mark:
+            return
+        counts = np.frombuffer(self._mark, dtype=np.int64)
+        # what was added meanwhile has not been sampled
+        if self._counted is not None and counts[Counter.ADDED] == self.counters[Counter.ADDED]:
+            slots, times = self._counted
+            self.times_sampled[slots] = times
+        moved = [Counter.RANDOM, Counter.STEP, Counter.RANKED, Counter.SORTED]
+        self.counters[moved] = counts[moved]
+        if self._ranks is not None:
+            self._ranks.take_back()
 
     # random words
 
@@ -148,6 +196,9 @@ class HostSampler:
     def named(self, draw: HostDraw) -> dict[str, Tensor]:
         """Count the draw; returns its keys, probabilities and weights."""
         slots, counters = draw.slots, self.counters
+        self._counted = slots, self.times_sampled.take(slots)
+        if self._ranks is not None:
+            self._ranks.keep_list()
         counters[Counter.STEP] += 1
         keys = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
         return {
@@ -203,16 +254,12 @@ class HostSampler:
 
     # update
 
-    def update(self, keys: Tensor, priorities: np.ndarray) -> None:
+    def update(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
-        array = keys.numpy()
-        if not array.size:
+        if not keys.size:
             return
         first, added = self.span()
         if self._tree is None:
-            stale = int(np.count_nonzero((array < first) | (array >= added)))
+            self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
         else:
-            largest, stale, cut = self._tree.update(array, priorities, self._rule, first, added, sparse=self._sparse)
-            self.count_given(largest, cut)
-        if stale:
-            self.counters[Counter.STALE] += stale
+            self._tree.update(keys, priorities, self._rule, first, added, self.counters, sparse=self._sparse)

@@ -14,13 +14,14 @@ from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.eligibility import Flag, endings, sequence_starts
 from gpu_replay.ops.eligibility_host import HostEligibility
-from gpu_replay.ops.frames import StackPlan, gather_stacks, plan_stacks, shift_pictures, shifts_from
+from gpu_replay.ops.frames import StackPlan, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import Chosen, Strategy, goal_words, goals_from
-from gpu_replay.ops.ring import as_numpy, gather_rows, write_rows
+from gpu_replay.ops.many_steps import GivenFinals, add_steps, steps_together
+from gpu_replay.ops.ring import Write, as_numpy, commit, gather_rows, parts_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS
-from gpu_replay.ops.windows import StoredWindows, Windows, measured, powers_of
+from gpu_replay.ops.windows import StoredWindows, Windows, measured, open_windows, powers_of
 
 # starts whose windows are measured together
 _MEASURED = 2**16
@@ -72,6 +73,10 @@ class TrajectoryHostEngine:
     def rebuild(self, seed: int) -> None:
         """Take over a restored state: measure the windows of all eligible starts, and draw from this seed."""
         self.draws.reseed(seed)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Find the lengths and rewards of the windows of all eligible starts."""
         starts = np.flatnonzero(self.draws.state.eligible.arrays[0])
         for begin in range(0, starts.size, _MEASURED):
             some = starts[begin : begin + _MEASURED]
@@ -83,11 +88,11 @@ class TrajectoryHostEngine:
 
     def add_step(
         self,
-        values: dict[str, Tensor | np.ndarray],
-        terminated: Tensor | np.ndarray,
-        truncated: Tensor | np.ndarray,
+        values: dict[str, np.ndarray],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
         priorities: np.ndarray | None,
-        finals: dict[str, Tensor] | None,
+        finals: dict[str, Any] | None,
     ) -> Tensor:
         """Store one step of all environments and return its (num_envs,) keys."""
         draws, envs, steps = self.draws, self._shape.num_envs, self._shape.steps
@@ -99,19 +104,101 @@ class TrajectoryHostEngine:
         # without priorities every start counts one
         initial = draws.initial_mass() or 1
         start = step % steps * envs
-        write_rows(self._rows, values, start)
-        draws.times_sampled[start : start + envs] = 0
+        slots = slice(start, start + envs)
         oldest = max(draws.counters.item(Counter.FIRST) // envs, step + 1 - steps)
-        largest, kept = self._eligibility.add_step(
-            step, oldest, as_numpy(terminated), as_numpy(truncated), masses, initial, finals is not None
-        )
-        if finals is not None and kept.size:
-            rows = self._eligibility.final_rows(step, kept)
-            for name, value in finals.items():
-                self._pools[name][rows] = as_numpy(value)[kept]
-        draws.count_given(largest, saturated)
-        draws.counters[Counter.ADDED] = added + envs
-        return torch.from_numpy(np.arange(added, added + envs))
+        keys = torch.from_numpy(np.arange(added, added + envs))
+        stores, counters, eligibility = self._rows, draws.counters, self._eligibility
+        writes: list[Write] = [(stores[name], slots, value) for name, value in values.items()]
+        writes += [(draws.times_sampled, slots, 0), (counters, Counter.ADDED, added + envs)]
+        if eligibility.goes_on(step, terminated, truncated):
+            extension = eligibility.extension(step, oldest, masses, initial)
+            if extension is not None:
+                if saturated:
+                    writes += draws.given(0, saturated)
+                return commit(writes, keys, extension)
+        before: list[Write] = [(self._rewards, slots, self._rewards[slots].copy()), (counters, ..., counters.copy())]
+        try:
+            # windows that this step ends are summed up
+            self._rewards[slots] = values["reward"]
+            largest, kept = eligibility.add_step(
+                step, oldest, terminated, truncated, masses, initial, finals is not None, before
+            )
+            if finals is not None and kept.size:
+                rows = eligibility.final_rows(step, kept)
+                writes += [(self._pools[name], rows, as_numpy(value)[kept]) for name, value in finals.items()]
+            writes += draws.given(largest, saturated)
+            return commit(writes, keys)
+        except BaseException:
+            for array, index, held in before:
+                array[index] = held
+            for tree, _ in eligibility.trees:
+                tree.build()
+            self._measure()
+            raise
+
+    def extend(
+        self,
+        values: dict[str, Any],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        priorities: np.ndarray | None,
+        finals: GivenFinals | None,
+    ) -> None:
+        """Store T steps of all environments, as T calls of `add_step` do."""
+        draws, envs, begin = self.draws, self._shape.num_envs, 0
+        together = 0 if self._shape.hindsight else steps_together(self._eligibility)
+        while begin < len(terminated):
+            end = min(begin + max(1, together), len(terminated))
+            some = slice(begin, end)
+            part = {name: value[some] for name, value in values.items()}
+            own = None if priorities is None else priorities[some]
+            if together < 2 or self._initial_varies(end - begin, own is not None):
+                for step in range(begin, end):
+                    one = {name: value[step - begin] for name, value in part.items()}
+                    given = None if priorities is None else priorities[step]
+                    final = None if finals is None else finals.of_step(step, envs)
+                    self.add_step(one, terminated[step], truncated[step], given, final)
+                begin = end
+                continue
+            masses, rows = None, (end - begin) * envs
+            if own is not None and draws.state.tree is not None:
+                flat, _, saturated = draws.state.rule.masses(own.reshape(-1))
+                masses = flat.reshape(own.shape)
+                draws.counters[Counter.SATURATED] += saturated
+            start = draws.counters.item(Counter.ADDED) % self._capacity
+            for slots, taken in parts_of(start, rows, self._capacity):
+                for name, value in part.items():
+                    self._rows[name][slots] = as_numpy(value).reshape(rows, *value.shape[2:])[taken]
+            self._times_sampled_from(start, rows)
+            kept = add_steps(
+                self._eligibility,
+                draws.counters,
+                terminated[some],
+                truncated[some],
+                masses,
+                draws.initial_mass() or 1,
+                running=draws.initial_runs,
+                with_final=None if finals is None else finals.given[some],
+            )
+            if finals is not None and kept.places.size:
+                chosen = finals.rows_of(begin, kept, envs)
+                for name, value in finals.rows.items():
+                    self._pools[name][kept.rows] = as_numpy(value[chosen])
+            begin = end
+
+    def _initial_varies(self, steps: int, given: bool) -> bool:
+        """Whether the largest stored mass, which new starts get, may change within so many steps."""
+        if not self.draws.initial_is_stored:
+            return False
+        first, after = self.span_of_steps()
+        full = after > first and after + steps > self._shape.steps
+        return given or full or bool(self._eligibility.pending.any())
+
+    def _times_sampled_from(self, start: int, rows: int) -> None:
+        """Forget how often the slots from `start` on were sampled."""
+        counts = self.draws.times_sampled
+        counts[start : start + rows] = 0
+        counts[: max(0, start + rows - self._capacity)] = 0
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
@@ -135,9 +222,17 @@ class TrajectoryHostEngine:
         tensors.update(self.draws.named(drawn))
         return tensors
 
-    def sample_sequences(self, batch: int, length: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, and read those steps."""
-        drawn = self.draws.draw(batch, beta, (length - 1) * self._shape.num_envs, exact=True)
+    def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
+        """What draws only the starts that `sequence_starts` names, and how many there are."""
+        added = self.draws.counters.item(Counter.ADDED)
+        return self.draws.among(sequence_starts(self._streams, added, length, strict, stride))
+
+    def sample_sequences(
+        self, batch: int, length: int, beta: float | None, among: HostSampler | None = None
+    ) -> dict[str, Tensor]:
+        """Draw `batch` starts whose `length` steps are stored, from `among` if that is given, and read those steps."""
+        draws, skipped = among or self.draws, 0 if among else (length - 1) * self._shape.num_envs
+        drawn = draws.draw(batch, beta, skipped, exact=True)
         shifts = self._shifts(batch)
         return {**self._sequences(drawn.slots, length, shifts), **self.draws.named(drawn)}
 
@@ -149,7 +244,10 @@ class TrajectoryHostEngine:
 
     def _transitions(self, slots: np.ndarray, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """Stacks, windows and single fields of starts."""
-        windows: Windows = self._loops.windows(self._windows, slots)
+        return self._contents(slots, self._loops.windows(self._windows, slots), shifts)
+
+    def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
+        """What a batch holds of steps and their windows."""
         moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
         out, after = {}, {}
         # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch
@@ -177,31 +275,22 @@ class TrajectoryHostEngine:
         return out
 
     def _sequences(self, starts: np.ndarray, length: int, shifts: np.ndarray | None) -> dict[str, Tensor]:
-        """`length` steps from each start, with the mask of those of its episode."""
-        envs, batch = self._shape.num_envs, starts.size
-        slots = starts[:, None] + np.arange(length, dtype=np.int64) * envs
-        slots -= (slots >= self._capacity) * self._capacity
-        flat = slots.reshape(-1)
+        """`length` steps from each start with their windows, and the mask of those of its episode."""
+        envs, steps, batch = self._shape.num_envs, self._shape.steps, starts.size
+        ahead = np.arange(length, dtype=np.int64)
+        slots = (starts[:, None] + ahead * envs) % self._capacity
+        newest = self.draws.counters.item(Counter.ADDED) // envs - 1
+        left = (newest - starts // envs) % steps + 1
+        flat, left = slots.reshape(-1), (left[:, None] - ahead).reshape(-1)
+        windows = open_windows(self._windows, self._rewards, flat, left)
+        moved = None if shifts is None else shifts.repeat(length, axis=0)
+        out = self._contents(flat, windows, moved)
+        out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
         flags = self._flags.take(slots)
         ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
         mask = np.ones((batch, length), dtype=bool)
         np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
-        plan = plan_stacks(
-            flat, self._depth.take(flat), self._shape.stack, envs, self._capacity, zero=self._windows.zero
-        )
-        out = self._stacks(plan, None, None)
-        for name, rows, field in self._single:
-            out[name] = gather_rows(rows, field, flat)
-        out["reward"] = torch.from_numpy(self._rewards.take(flat))
-        out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
-        if shifts is not None:
-            for name, _, field in self._stacked:
-                if len(field.shape) >= 2:
-                    out[name] = shift_pictures(out[name], shifts[:, :2])
-        out["terminated"] = torch.from_numpy(flags & Flag.TERMINATED != 0)
-        out["truncated"] = torch.from_numpy(flags & Flag.TRUNCATED != 0)
-        out["mask"] = torch.from_numpy(mask)
-        return out
+        return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
     def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
         """Choose `count` rows of the batch with these keys, and where their new goals are."""
@@ -220,3 +309,9 @@ class TrajectoryHostEngine:
         if not np.logical_and.reduce(readable):
             raise not_readable(int(array[readable.argmin()]), first, added)
         return self._transitions(slots, None)
+
+    def stored(self, keys: Tensor) -> dict[str, Tensor]:
+        """The single steps of these live keys."""
+        slots = keys.numpy() % self._capacity
+        out = {name: gather_rows(rows, field, slots) for name, rows, field in (*self._stacked, *self._single)}
+        return out | {"reward": torch.from_numpy(self._rewards.take(slots))} | endings(self._streams.flags[slots])

@@ -45,7 +45,9 @@ def estimate(
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on the device, or None where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # what torch keeps of freed tensors is free as well
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     found = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
     return min(found) if found else None
 
@@ -123,7 +125,9 @@ def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
     if len(small) < 2:
         return None
     small.sort(key=lambda item: -item[1].dtype.itemsize)
-    parts = [(name, as_numpy(torch.empty(0, dtype=field.dtype)).dtype, field.shape) for name, field in small]
+    parts = [
+        (name, as_numpy(torch.empty(0, dtype=field.dtype, device="cpu")).dtype, field.shape) for name, field in small
+    ]
     return np.dtype(parts, align=True)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.graphs.custom_ops import STEPS, Output
@@ -22,7 +23,9 @@ REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
 Padding = Literal["reset", "zero"]
 
-_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs")
+_OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
+# frames of a stack and steps of a window at most: what is made for each of them is not counted
+_MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
 # bytes that may go to final observations in any case, and bytes per step of a long ring
 _FINALS_AT_LEAST = 3 * 2**20
 _FINALS_PER_STEP = 32
@@ -60,7 +63,27 @@ def stream_shape(
         finals = min(whole("final_capacity", final_capacity, 0), slots)
     next_step = choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
     kept = 0 if next_step else finals
-    return StreamShape(envs, steps, whole("stack", stack, 1), whole("n_step", n_step, 1), next_step, kept, hindsight)
+    frames, window = whole("stack", stack, 1, _MOST_FRAMES), whole("n_step", n_step, 1, _MOST_STEPS)
+    return StreamShape(envs, steps, frames, window, next_step, kept, hindsight)
+
+
+def stream_layout(
+    *,
+    capacity: int,
+    num_envs: int,
+    fields: Mapping[str, Field],
+    stack: int,
+    n_step: int,
+    autoreset: Autoreset,
+    final_capacity: int,
+    sampler: Sampler,
+    relabel: object = None,
+    **_: object,
+) -> StateLayout:
+    """What decides which state a trajectory buffer made with these arguments has."""
+    checked, hindsight = check_stream_fields(fields), relabel is not None
+    shape = stream_shape(capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=hindsight)
+    return StateLayout(shape.slots, plan_of(sampler), shape)
 
 
 def check_stream_fields(fields: object) -> dict[str, Field]:
@@ -94,6 +117,15 @@ def trajectory_estimate(
     return sizes
 
 
+def stream_sizes(
+    capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend
+) -> dict[str, int]:
+    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
+    checked = check_stream_fields(fields)
+    shape = stream_shape(capacity, num_envs, checked, 1, 1, autoreset, None)
+    return trajectory_estimate(shape, checked, sampler, backend)
+
+
 def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> dict[str, Output]:
     """What a batch of windows, or of sequences, holds besides what every draw gives, in order."""
     stacked = observation_names(fields)
@@ -101,9 +133,8 @@ def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool =
     stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
     singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked}
     number, flag = (torch.float32, ()), (torch.bool, ())
-    outputs: dict[str, Output] = {**stacks, **singles, "reward": number}
-    if not sequences:
-        outputs |= {**{f"next_{name}": output for name, output in stacks.items()}, "discount": number}
+    after = {f"next_{name}": output for name, output in stacks.items()}
+    outputs: dict[str, Output] = {**stacks, **singles, "reward": number, **after, "discount": number}
     outputs |= {"terminated": flag, "truncated": flag}
     if sequences:
         outputs["mask"] = flag
@@ -144,19 +175,7 @@ class TrajectoryStorage(Storage):
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
         """Views of what is kept beside the fields while so many slots are written, by name."""
-        streams = self.streams
-        views = {
-            "streams.flags": streams.flags[:written],
-            "streams.depth": streams.depth[:written],
-            "streams.pending": streams.pending,
-        }
-        if streams.shape.hindsight:
-            views["streams.spans"] = streams.spans[:written]
-            views["streams.parted"] = streams.parted
-        if streams.shape.finals:
-            views["streams.final"] = streams.final[:written]
-            views["streams.owner"] = streams.owner
-        return views | {f"final.{name}": tensor for name, tensor in self.finals.items()}
+        return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
     def reset_from(self, written: int) -> None:
         """Make the slots from this one on as if they had never been written."""

@@ -55,7 +55,7 @@ class BatchMemory:
         for side in shape:
             count *= side
         if count < _LARGE:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._bytes(name, count)).view(dtype).view(shape)
 
     def _bytes(self, name: str, count: int) -> np.ndarray:

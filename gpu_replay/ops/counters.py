@@ -90,6 +90,8 @@ class HostWords:
 
     def _at(self, block: int, count: int) -> np.random.Generator:
         if block != self._next:
+            # an exception in between finds neither the old position nor the new one
+            self._next = -1
             self._generator = np.random.Generator(np.random.Philox(counter=[block, 0, 0, 0], key=self._key))
         self._next = block + blocks_for(count)
         return self._generator

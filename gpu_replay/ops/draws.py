@@ -68,7 +68,8 @@ class DeviceDraws(NamedTuple):
 
 def new_draws(batch: int, device: torch.device, *, by_priority: bool, shifted: bool = False) -> DeviceDraws:
     """Empty tensors for a draw by priority or a uniform one."""
-    slots, keys = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
+    slots = torch.empty(batch, dtype=torch.int64, device=device)
+    keys = torch.empty(batch, dtype=torch.int64, device=device)
     probability = torch.empty(batch, dtype=torch.float32, device=device)
     value = torch.empty(batch, dtype=torch.int64 if by_priority else torch.float32, device=device)
     words = torch.empty(1, dtype=torch.int64, device=device) if shifted else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
-from gpu_replay.ops.ring import layout_of, tile_for
+from gpu_replay.ops.ring import moved_rows
 
 
 class Flag:
@@ -30,6 +31,11 @@ class Flag:
     DEAD = 4  # carries the final observation of an episode and nothing else: never a start
     FINAL = 8  # ended, and its final observation is there; known of truncated steps, or of all for hindsight
     CUT = 16  # the stream was broken from outside after this step
+
+
+def endings(flags: Tensor) -> dict[str, Tensor]:
+    """How single steps ended, as bool of the shape of their flags."""
+    return {"terminated": flags & Flag.TERMINATED != 0, "truncated": flags & Flag.TRUNCATED != 0}
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,17 @@ class StreamShape:
         """Steps of all environments that fit."""
         return self.num_envs * self.steps
 
+    @cached_property
+    def deepest(self) -> int:
+        """Where the depth of a step stops counting: it and that of the step after its window stay 32-bit numbers."""
+        return 2**31 - 1 - self.n_step
+
 
 class Streams:
     """What is stored per step beside the user's fields.
 
     flags:   (slots,) uint8 of `Flag`.
-    depth:   (slots,) int32 steps since the first of the episode.
+    depth:   (slots,) int32 steps since the first of the episode, `StreamShape.deepest` where they are more.
     pending: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in row
              `t % (n_step + 1)`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
@@ -87,10 +98,47 @@ class Streams:
         """All of it, in the order in which `add_step_kernel` takes it."""
         return (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
 
+    def views(self, written: int) -> dict[str, Tensor]:
+        """What is in use while so many slots are written, by name in a saved state."""
+        views = {
+            "streams.flags": self.flags[:written],
+            "streams.depth": self.depth[:written],
+            "streams.pending": self.pending,
+        }
+        if self.shape.hindsight:
+            views |= {"streams.spans": self.spans[:written], "streams.parted": self.parted}
+        if self.shape.finals:
+            views |= {"streams.final": self.final[:written], "streams.owner": self.owner}
+        return views
+
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def sequence_starts(streams: Streams, added: Tensor | int, length: int, strict: bool, stride: int) -> Tensor:
+    """(slots,) bool, where sequences of `length` steps may begin that are all stored.
+
+    added:  transitions added so far. strict: whether no step but the last may end an episode.
+    stride: what the number of the step must be a multiple of.
+    """
+    steps, envs, device = streams.shape.steps, streams.shape.num_envs, streams.flags.device
+    age = torch.arange(steps, device=device)
+    # in the order of time: the row of the next step holds the oldest one
+    rows = (added // envs + age) % steps
+    chosen = (age <= steps - length) & ((added // envs - steps + age) % stride == 0)
+    allowed = chosen[:, None].repeat(1, envs)
+    if strict and 1 < length <= steps:
+        flags = streams.flags.view(steps, envs)[rows]
+        over = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
+        ended = torch.cumsum(over, dim=0, dtype=torch.int32)
+        # as many endings up to the last step but one as before the first
+        allowed[0] &= ended[length - 2] == 0
+        allowed[1 : steps - length + 1] &= ended[length - 1 : steps - 1] == ended[: steps - length]
+    result = torch.empty_like(allowed)
+    result[rows] = allowed
+    return result.view(-1)
 
 
 def length_dtype(n_step: int) -> np.dtype[Any]:
@@ -203,8 +251,8 @@ def launch_keep_finals(
 
     envs = streams.shape.num_envs
     kinds = [fields[name] for name in pools]
-    layout = layout_of(kinds, [tile_for(field, envs, counters.device.type == "cpu") for field in kinds])
-    keep_finals_kernel[(layout.programs(envs),)](
+    layout, programs = moved_rows(kinds, envs, counters.device.type == "cpu")
+    keep_finals_kernel[(programs,)](
         tuple(given[name] for name in pools),
         tuple(pools.values()),
         streams.flags,

@@ -7,7 +7,7 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import BatchMemory
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draws import per_program
-from gpu_replay.ops.eligibility import Flag, Streams
-from gpu_replay.ops.ring import Tile, as_numpy, layout_of, tile_for, tile_of
+from gpu_replay.ops.eligibility import Flag, Streams, endings
+from gpu_replay.ops.ring import Layout, Tile, as_numpy, layout_of, tile_for, tile_of
 from gpu_replay.ops.weights import PendingWeights, part_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
@@ -117,7 +118,7 @@ def gather_stacks(
     if final is not None:
         rows, newest = final
         places = torch.from_numpy(rows * stack + stack - 1)
-        kept = torch.empty((rows.size, *field.shape), dtype=field.output_dtype)
+        kept = torch.empty((rows.size, *field.shape), dtype=field.output_dtype, device="cpu")
         convert_into(kept, _as_field(newest, field), field)
         converted[places] = kept
     return converted.reshape(shape)
@@ -236,7 +237,7 @@ def launch_gather_windows(
         1,
         words,
         weighing,
-        _Windows(powers, tuple(after.values()), (reward, discount, terminated, truncated)),
+        _Windows((powers,), tuple(after.values()), (reward, discount, terminated, truncated)),
     )
     return {
         **outputs,
@@ -252,37 +253,89 @@ def launch_gather_sequences(
     storage: StepStore,
     starts: Tensor,
     length: int,
+    powers: Tensor,
     counters: Tensor,
     *,
     words: Tensor | None = None,
     weighing: PendingWeights | None = None,
 ) -> dict[str, Tensor]:
-    """Device: `length` steps from each of (B,) slots on, [B, length, ...], and the mask of those of its episode.
+    """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
+    those of its episode.
 
-    words, weighing: as in `launch_gather_windows`. Besides one launch for the values a few small ones of torch find
-    slots and mask.
+    powers, words, weighing: as in `launch_gather_windows`. Besides one launch for the values a few small ones of torch
+    find slots and mask.
     """
     shape = storage.streams.shape
     batch, device = starts.numel(), starts.device
-    slots = (starts[:, None] + torch.arange(length, device=device) * shape.num_envs) % shape.slots
+    ahead = torch.arange(length, device=device)
+    slots = (starts[:, None] + ahead * shape.num_envs) % shape.slots
+    # steps that are stored from each on: the newest one lies before the next
+    left = (counters[Counter.ADDED] // shape.num_envs - 1 - starts // shape.num_envs) % shape.steps + 1
     flags = storage.streams.flags[slots]
     ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
     # a step belongs to the first episode while none before it ended
     mask = torch.cumsum(ended, dim=1) - ended.long() == 0
-    singles = [name for name in storage.fields if name not in storage.observations]
+    singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
     outputs = _outputs(storage, singles, batch * length)
-    _launch(storage, slots.reshape(-1), counters, outputs, length, words, weighing, None)
-    out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in outputs.items()}
-    out["terminated"] = flags & Flag.TERMINATED != 0
-    out["truncated"] = flags & Flag.TRUNCATED != 0
-    out["mask"] = mask
-    return out
+    after = _outputs(storage, [], batch * length)
+    reward, discount = (torch.empty(batch * length, dtype=torch.float32, device=device) for _ in range(2))
+    windows = _Windows((powers, (left[:, None] - ahead).reshape(-1)), tuple(after.values()), (reward, discount))
+    _launch(storage, slots.reshape(-1), counters, outputs, length, words, weighing, windows)
+    out = {
+        **outputs,
+        "reward": reward,
+        **{f"next_{name}": stacks for name, stacks in after.items()},
+        "discount": discount,
+    }
+    out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
+    return out | endings(flags) | {"mask": mask}
+
+
+class MovedFrames(NamedTuple):
+    """A layout of stacks and single fields, the items of a program that finds windows, and the programs of all."""
+
+    layout: Layout
+    items: int
+    programs: int
+
+
+def moved_frames(
+    fields: Iterable[Field], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
+) -> MovedFrames:
+    """How a launch moves a batch of fields, of which the first `stacked` are stacks, before windows and after them.
+
+    Made once, as `moved_rows`.
+    """
+    return _moved_frames(tuple(fields), stacked, batch, stack, shifted, interpreted)
+
+
+@lru_cache(maxsize=256)
+def _moved_frames(
+    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
+) -> MovedFrames:
+    pictures = [field.shape[-2:] if shifted and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
+    frames = batch * stack
+    tiles = [
+        frame_tile(field, frames, picture != (0, 0), interpreted)
+        for field, picture in zip(fields, pictures, strict=False)
+    ]
+    tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
+    layout = layout_of(fields, tiles, converted=True)._replace(
+        heights=tuple(height for height, _ in pictures), sides=tuple(side for _, side in pictures)
+    )
+    # one item per thread
+    items = per_program(128, batch, interpreted)
+    programs = 2 * layout.programs(frames, 0, stacked) + layout.programs(batch, stacked) + -(-batch // items)
+    return MovedFrames(layout, items, programs)
 
 
 class _Windows(NamedTuple):
-    """What is made of windows: stacks after them, and (B,) rewards, discounts, terminated and truncated."""
+    """What is made of windows: stacks after them, and (B,) rewards, discounts and, if asked for, how they ended.
 
-    powers: Tensor
+    given: powers of gamma, and the steps stored from each start on where windows may not be whole.
+    """
+
+    given: tuple[Tensor, ...]
     after: tuple[Tensor, ...]
     numbers: tuple[Tensor, ...]
 
@@ -305,7 +358,7 @@ def _launch(
     span: int,
     words: Tensor | None,
     weighing: PendingWeights | None,
-    windows: _Windows | None,
+    windows: _Windows,
 ) -> None:
     """Fill the outputs, which begin with the stacks, and what belongs to windows.
 
@@ -315,37 +368,22 @@ def _launch(
 
     streams = storage.streams
     shape, shift = streams.shape, 0 if words is None else storage.random_shift
-    batch, interpreted = slots.numel(), slots.device.type == "cpu"
-    stacked = len(storage.observations)
-    fields = [storage.fields[name] for name in outputs]
-    pictures = [field.shape[-2:] if shift and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
-    frames = batch * shape.stack
-    tiles = [
-        frame_tile(field, frames, picture != (0, 0), interpreted)
-        for field, picture in zip(fields, pictures, strict=False)
-    ]
-    tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
-    layout = layout_of(fields, tiles, converted=True)._replace(
-        heights=tuple(height for height, _ in pictures), sides=tuple(side for _, side in pictures)
-    )
-    # one item per thread
-    items = per_program(128, batch, interpreted)
-    programs = layout.programs(frames, 0, stacked) + layout.programs(batch, stacked)
-    if windows is not None:
-        programs += layout.programs(frames, 0, stacked) + -(-batch // items)
+    batch, stacked = slots.numel(), len(storage.observations)
+    fields = (storage.fields[name] for name in outputs)
+    layout, items, programs = moved_frames(fields, stacked, batch, shape.stack, shift > 0, slots.device.type == "cpu")
     part = part_of(weighing)
     gather_windows_kernel[(part.programs + programs,)](
         tuple(storage.tensors[name] for name in outputs),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
         tuple(outputs.values()),
-        () if windows is None else windows.after,
+        windows.after,
         part.pointers,
         slots,
         (streams.flags, streams.depth, streams.final),
-        () if windows is None else (storage.tensors["reward"], windows.powers),
+        (storage.tensors["reward"], *windows.given),
         () if words is None else (words,),
         counters,
-        () if windows is None else windows.numbers,
+        windows.numbers,
         batch,
         shape.num_envs,
         shape.steps,

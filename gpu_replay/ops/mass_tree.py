@@ -142,24 +142,34 @@ class MassTree:
         self.arrays[0][start:stop] = mass
         self.sum_range(start, stop)
 
-    def sum_range(self, start: int, stop: int) -> None:
-        """Host: give the ancestors of the slots `start` to `stop` their sums, after masses were written there."""
+    def sum_range(self, start: int, stop: int, loops: Any = None) -> None:
+        """Host: give the ancestors of the slots `start` to `stop` their sums, after masses were written there.
+
+        loops: the module whose `sum_range` does it, if not the one that was chosen.
+        """
         if self.order is not None:
             self.order.note(start, stop)
-        self.loops.sum_range(self, start, stop)
+        (loops or self.loops).sum_range(self, start, stop)
 
     def update(
-        self, keys: np.ndarray, priorities: np.ndarray, rule: Rule, first: int, added: int, *, sparse: bool = False
-    ) -> tuple[int, int, int]:
+        self,
+        keys: np.ndarray,
+        priorities: np.ndarray,
+        rule: Rule,
+        first: int,
+        added: int,
+        counters: np.ndarray,
+        *,
+        sparse: bool = False,
+    ) -> None:
         """Host: give live keys, those from `first` to `added`, the masses of their priorities, and the sums above them.
 
-        The last of a repeated key wins.
+        The last of a repeated key wins. Counts the largest mass given, keys that were not live, and masses that were
+        cut to the limit. An exception, whatever it is and wherever it comes from, leaves all as it was.
 
         keys, priorities: (B,) int64 and finite float64. sparse: whether slots without mass keep none.
-        returns: the largest mass given, how many keys were not live, and how many masses were cut to the limit.
         """
-        found: tuple[int, int, int] = self.loops.update(self, keys, priorities, rule, first, added, sparse)
-        return found
+        self.loops.update(self, keys, priorities, rule, first, added, counters, sparse)
 
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from gpu_replay.ops import numpy_loops
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import StackPlan
 from gpu_replay.ops.mass_tree import DIRTY
@@ -28,6 +29,9 @@ def _compiled(function):
 
 
 _inlined = njit(error_model="numpy", inline="always")
+# less the steps of a window, as `StreamShape.deepest`
+_DEEPEST = 2**31 - 1
+_STALE, _SATURATED, _MAX_MASS, _ELIGIBLE = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS, Counter.ELIGIBLE
 _TERMINATED, _TRUNCATED, _FINAL = Flag.TERMINATED, Flag.TRUNCATED, Flag.FINAL
 
 
@@ -181,12 +185,12 @@ def count_draws(slots, added, capacity, times_sampled):
 
 
 @_compiled
-def _update(keys, powers, limit, first, added, capacity, sparse, flat, starts, shift, low, high):
+def _update(keys, powers, limit, first, added, capacity, counters, sparse, flat, starts, shift, low, high):
     """Give live keys the masses of (B,) float64 powers, as `MassRule` says; the last of a repeated key wins.
 
     sparse:    whether slots without mass keep none.
     flat, starts, shift: the tree, and the logarithm of its fan-out. low, high: its extremes, or nothing.
-    returns:   the largest mass given, how many keys were not live, and how many masses were cut.
+    counters:  count the largest mass given, keys that were not live, and masses that were cut.
     """
     batch = keys.size
     held = np.empty(batch, dtype=np.int64)
@@ -230,14 +234,17 @@ def _update(keys, powers, limit, first, added, capacity, sparse, flat, starts, s
             low[slot >> shift] = DIRTY
         if high.size:
             high[slot >> shift] = DIRTY
-    return largest, stale, cut
+    counters[_STALE] += stale
+    counters[_SATURATED] += cut
+    counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
 
 
-def update(tree, keys, priorities, rule, first, added, sparse):
+def update(tree, keys, priorities, rule, first, added, counters, sparse):
     if rule.ordered:
-        return numpy_loops.update(tree, keys, priorities, rule, first, added, sparse)
+        return numpy_loops.update(tree, keys, priorities, rule, first, added, counters, sparse)
     given = rule.powers(priorities), rule.limit
-    return _update(np.ascontiguousarray(keys), *given, first, added, tree.slots, sparse, *tree.compiled)
+    # one call, in which no signal is handled: an exception comes before all of it or after
+    return _update(np.ascontiguousarray(keys), *given, first, added, tree.slots, counters, sparse, *tree.compiled)
 
 
 @_compiled
@@ -261,6 +268,19 @@ def _sum_range(flat, starts, shift, low, high, start, stop):
 
 def sum_range(tree, start, stop):
     _sum_range(*tree.compiled, start, stop)
+
+
+@_compiled
+def _set_range(flat, starts, shift, low, high, start, stop, mass):
+    """Give the slots from `start` to `stop` a mass, and their ancestors the sums."""
+    flat[start:stop] = mass
+    _sum_range(flat, starts, shift, low, high, start, stop)
+
+
+def set_range(tree, slots, mass):
+    if tree.order is not None:
+        tree.order.note(slots.start, slots.stop)
+    return _set_range, (*tree.compiled, slots.start, slots.stop, mass)
 
 
 @_compiled
@@ -358,14 +378,14 @@ def gather_stacks(frames, plan, out):
 
 @_compiled
 def _extend_episodes(
-    step, oldest, steps, num_envs, stack, depth, flags, pending, masses, initial, unit,
-    flat, starts, shift, low, high, rewards, powers, sums, lengths,
+    step, oldest, masses, initial, steps, num_envs, stack, depth, flags, pending, unit,
+    flat, starts, shift, low, high, rewards, powers, sums, lengths, counters,
 ):  # fmt: skip
     """Add a step in which nothing ended, after one in which nothing did, as `numpy_loops.extend_episodes` says.
 
     depth, flags, rewards, sums, lengths: (slots,) of the ring. pending: (n_step + 1, num_envs).
     masses: (num_envs,) given with the step, or nothing. unit: whether the tree counts starts instead of their masses.
-    returns: how many starts more can be drawn, and the largest given mass that came to count.
+    counters: count the starts that can be drawn, and the largest given mass that came to count.
     """
     n = pending.shape[0] - 1
     row, begun, start = step % steps, (step - n) % steps, step - n
@@ -381,7 +401,7 @@ def _extend_episodes(
                     lost[age] = True
                     more -= 1
         slot = row * num_envs + env
-        behind = np.int64(depth[(row - 1) % steps * num_envs + env]) + 1
+        behind = min(np.int64(depth[(row - 1) % steps * num_envs + env]) + 1, _DEEPEST - n)
         depth[slot] = behind
         flags[slot] = 0
         pending[step % (n + 1), env] = masses[env] if masses.size else 0
@@ -405,15 +425,21 @@ def _extend_episodes(
             _sum_range(flat, starts, shift, low, high, slot, slot + num_envs)
     if granted:
         _sum_range(flat, starts, shift, low, high, begun * num_envs, (begun + 1) * num_envs)
-    return more, largest
+    counters[_ELIGIBLE] += more
+    counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
 
 
-def extend_episodes(host, step, oldest, masses, initial):
-    (tree, unit), shape = host.trees[0], host.shape
-    if len(host.trees) > 1 or tree.order is not None:
-        return numpy_loops.extend_episodes(host, step, oldest, masses, initial)
+def extension(host, step, oldest, masses, initial):
+    if host.compiled is None:
+        (tree, unit), shape = host.trees[0], host.shape
+        alone = len(host.trees) == 1 and tree.order is None
+        ring = host.depth.reshape(-1), host.flags.reshape(-1), host.pending
+        windows = host.rewards.reshape(-1), host.powers, host.reward, host.length
+        sizes = shape.steps, shape.num_envs, shape.stack
+        host.compiled = (*sizes, *ring, unit, *tree.compiled, *windows, host.counters) if alone else ()
     given = host.pending[0, :0] if masses is None else masses
-    ring = host.depth.reshape(-1), host.flags.reshape(-1), host.pending
-    windows = host.rewards.reshape(-1), host.powers, host.reward, host.length
-    sizes = shape.steps, shape.num_envs, shape.stack
-    return _extend_episodes(step, oldest, *sizes, *ring, given, initial, unit, *tree.compiled, *windows)
+    return (_extend_episodes, (step, oldest, given, initial, *host.compiled)) if host.compiled else None
+
+
+# where it takes more than one call
+extend_episodes = numpy_loops.extend_episodes

@@ -9,14 +9,16 @@ from functools import lru_cache
 
 import numpy as np
 
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.eligibility_host import HostEligibility
 from gpu_replay.ops.frames import StackPlan, plan_stacks
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
+from gpu_replay.ops.ring import Write, commit
 from gpu_replay.ops.stratified_draw import MassDraw, stratified_targets
 from gpu_replay.ops.uniform_draw import SMALL, independent_ranks, slots_of
-from gpu_replay.ops.windows import StoredWindows, Windows, wrapped
+from gpu_replay.ops.windows import StoredWindows, Windows, sum_in_order, wrapped
 
 # from this many draws on, comparing whole blocks beats a binary search for each draw
 _COMPARED = 1024
@@ -39,9 +41,20 @@ def sum_range(tree: MassTree, start: int, stop: int) -> None:
         low, high = low // tree.fanout, -(-high // tree.fanout)
 
 
+def set_range(tree: MassTree, slots: slice, mass: int) -> None:
+    """There is no single function that gives a range of slots a mass, and their ancestors the sums."""
+
+
 def update(
-    tree: MassTree, keys: np.ndarray, priorities: np.ndarray, rule: Rule, first: int, added: int, sparse: bool
-) -> tuple[int, int, int]:
+    tree: MassTree,
+    keys: np.ndarray,
+    priorities: np.ndarray,
+    rule: Rule,
+    first: int,
+    added: int,
+    counters: np.ndarray,
+    sparse: bool,
+) -> None:
     """Give live keys the masses of their (B,) priorities, as `MassTree.update` says."""
     ages, stale = keys - np.array(first), 0
     # seen as unsigned, a negative age is a large one
@@ -50,27 +63,49 @@ def update(
         live = (ages >= 0) & (ages < added - first)
         ages, priorities = ages[live], priorities[live]
         stale = live.size - ages.size
-    if ages.size == 0:
-        return 0, stale, 0
-    slots, priorities = _last_of_each(slots_of(ages, first, tree.slots), priorities)
-    leaves = tree.arrays[0]
-    if sparse:
-        held = leaves.take(slots) > 0
+    slots = ages
+    if slots.size:
+        slots, priorities = _last_of_each(slots_of(ages, first, tree.slots), priorities)
+    if sparse and slots.size:
+        held = tree.arrays[0].take(slots) > 0
         slots, priorities = slots[held], priorities[held]
-        if slots.size == 0:
-            return 0, stale, 0
+    if slots.size == 0:
+        counters[Counter.STALE] += stale
+    else:
+        _give(tree, slots, priorities, rule, stale, counters)
+
+
+def _give(
+    tree: MassTree, slots: np.ndarray, priorities: np.ndarray, rule: Rule, stale: int, counters: np.ndarray
+) -> None:
+    """Give (B,) distinct slots the masses of their priorities; `stale` more keys were not live."""
+    leaves = tree.arrays[0]
     masses, largest, cut = rule.masses(priorities)
     if tree.order is not None:
         tree.order.note_slots(slots)
-    change = masses - leaves.take(slots) if len(tree.arrays) > 1 else masses
-    leaves[slots] = masses
-    node = slots >> tree.shift
+    writes: list[Write] = []
+    if largest > counters.item(Counter.MAX_MASS):
+        writes.append((counters, Counter.MAX_MASS, largest))
+    for counter, more in ((Counter.STALE, stale), (Counter.SATURATED, cut)):
+        if more:
+            writes.append((counters, counter, counters.item(counter) + more))
+    node = slots >> tree.shift if len(tree.arrays) > 1 or tree.extremes else slots
     for extreme in tree.extremes:
         extreme[node] = DIRTY
-    for above in tree.arrays[1:]:
-        np.add.at(above, node, change)
-        node = node >> tree.shift
-    return largest, stale, cut
+    if len(tree.arrays) == 1:
+        return commit([(leaves, slots, masses), *writes], None)
+    before = leaves.take(slots)
+    change = masses - before
+    try:
+        leaves[slots] = masses
+        for above in tree.arrays[1:]:
+            np.add.at(above, node, change)
+            node = node >> tree.shift
+        return commit(writes, None)
+    except BaseException:
+        leaves[slots] = before
+        tree.build()
+        raise
 
 
 def _last_of_each(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -276,6 +311,10 @@ def gather_stacks(frames: np.ndarray, plan: StackPlan, out: np.ndarray) -> None:
     frames.take(plan.slots.reshape(-1), 0, out, "clip")
 
 
+def extension(host: HostEligibility, step: int, oldest: int, masses: np.ndarray | None, initial: int) -> None:
+    """There is no such function: it takes several operations."""
+
+
 def extend_episodes(
     host: HostEligibility, step: int, oldest: int, masses: np.ndarray | None, initial: int
 ) -> tuple[int, int]:
@@ -294,6 +333,9 @@ def extend_episodes(
             lost = host.leaves[0][row:end] > 0
             lost &= host.depth[row:end] >= host.ages
     depth = np.add(host.depth[row - 1], 1, out=host.depth[row])
+    if step >= shape.deepest:
+        # past the last 32-bit number the sum is negative
+        np.copyto(depth, shape.deepest, where=(depth < 0) | (depth > shape.deepest))
     host.flags[row] = 0
     host.pending[step % (shape.n_step + 1)] = 0 if masses is None else masses
     chosen, largest = _complete_windows(host, step, begun, depth, oldest, initial)
@@ -335,7 +377,8 @@ def _complete_windows(
         return 0, 0
     chosen = depth >= n
     if start - shape.stack + 1 < oldest:
-        chosen &= start - np.minimum(depth - n, shape.stack - 1) >= oldest
+        # as 32-bit numbers: steps are counted further
+        chosen &= np.minimum(depth - n, shape.stack - 1) <= start - oldest
     count = int(np.count_nonzero(chosen))
     if not count:
         return 0, 0
@@ -344,14 +387,13 @@ def _complete_windows(
     if np.count_nonzero(given):
         largest = int(np.maximum.reduce(given * chosen))
         entering = np.where(given > 0, given, initial)
-    # row upon row, so that the order of the sum is that of the steps
     rewards, powers = host.rewards, host.powers[:n, None]
     if n == 1:
         sums = rewards[row]
     elif row + n <= shape.steps:
-        sums = np.add.reduce(rewards[row : row + n] * powers, axis=0)
+        sums = sum_in_order(rewards[row : row + n] * powers)
     else:
-        sums = np.add.reduce(rewards[np.arange(row, row + n) % shape.steps] * powers, axis=0)
+        sums = sum_in_order(rewards[np.arange(row, row + n) % shape.steps] * powers)
     everywhere = True if count == shape.num_envs else chosen
     for (_, unit), leaves in zip(host.trees, host.leaves, strict=True):
         np.copyto(leaves[row], 1 if unit else entering, where=everywhere)

@@ -43,11 +43,14 @@ class DeviceRanks:
     every:    samples that a list serves. One that serves a single sample is kept all the same while the host knows that
               nothing has changed; with more, `counters` say how long it is and when it was made.
     counters: of the buffer.
+    sums:     the masses of the ranks up to each, (slots,) int64 on the device, where somebody has made them already.
     """
 
-    def __init__(self, slots: int, alpha: float, every: int, counters: Tensor) -> None:
+    def __init__(self, slots: int, alpha: float, every: int, counters: Tensor, sums: Tensor | None = None) -> None:
         device = counters.device
-        self.sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(device))
+        if sums is None:
+            sums = inclusive_prefix_sum(torch.from_numpy(rank_masses(slots, alpha)).to(device))
+        self.sums = sums
         self.every = every
         self._counters = counters
         count = counters[Counter.RANKED : Counter.RANKED + 1] if every > 1 else torch.zeros_like(counters[:1])

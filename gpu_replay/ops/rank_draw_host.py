@@ -7,6 +7,7 @@ that can.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_order import RankOrder, order_bytes, sorted_ages
 from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.ring import commit
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import independent_ranks
 
@@ -61,15 +63,23 @@ class HostRanks:
         self._last = self._rows[:, -1].copy()
         self._order: RankOrder | None = None
         self.list: Tensor | None = None
+        # a list just made, until its draw is counted
+        self._made: np.ndarray | None = None
         if every == 1:
             self._order = tree.order = RankOrder(self._leaves, tree.slots)
         else:
-            self.list = torch.zeros(tree.slots, dtype=torch.int32)
+            self.list = torch.zeros(tree.slots, dtype=torch.int32, device="cpu")
 
     @property
     def nbytes(self) -> int:
         """Bytes of table and order."""
         return host_ranks_bytes(self._slots, self._every)
+
+    def among(self, tree: MassTree) -> HostRanks:
+        """The same for one exact draw from other codes."""
+        found = copy.copy(self)
+        found._leaves, found._order = tree.arrays[0][: tree.slots], None
+        return found
 
     def draw(self, doubles: np.ndarray, *, stratified: bool, skipped: int = 0, exact: bool = False) -> RankedRows:
         """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
@@ -134,10 +144,23 @@ class HostRanks:
         counters, kept = self._counters, self.list.numpy()
         step = counters.item(Counter.STEP)
         if not counters.item(Counter.RANKED) or step - counters.item(Counter.SORTED) >= self._every:
-            slots = self._sorted(0)
-            kept[: slots.size] = slots
-            counters[Counter.RANKED], counters[Counter.SORTED] = slots.size, step
+            self._made = self._sorted(0)
+            return self._made
         return kept[: counters.item(Counter.RANKED)]
+
+    def keep_list(self) -> None:
+        """Keep the list if the draw in progress has made one."""
+        made, self._made = self._made, None
+        if made is not None and self.list is not None:
+            said = slice(Counter.RANKED, Counter.SORTED + 1)
+            counts = made.size, self._counters.item(Counter.STEP)
+            commit([(self.list.numpy(), slice(0, made.size), made), (self._counters, said, counts)], None)
+
+    def take_back(self) -> None:
+        """After a draw that raised, and whose counters were taken back: make list or order anew."""
+        self._made = None
+        if self._order is not None:
+            self._order.invalidate()
 
     def _passed_on(self, listed: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """The slots at the first ranks from the given ones on that can be drawn; the first rank comes after the last.

@@ -5,8 +5,12 @@ Gathered values are cast and scaled where a field says so: `value * scale` in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, starmap
+from operator import setitem
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +21,10 @@ from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.weights import PendingWeights, part_of
 
+Result = TypeVar("Result")
+# an array, where in it, and what comes there
+Write = tuple[np.ndarray, Any, Any]
+
 
 def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     """A NumPy view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. An array is its own."""
@@ -25,24 +33,30 @@ def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def write_rows(
-    stores: Mapping[str, np.ndarray], values: Mapping[str, Tensor | np.ndarray], start: int, skipped: int = 0
-) -> None:
-    """Host: put the rows of every field into the slots from `start` on, in two slices where the ring wraps.
+def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[slice, slice | None]]:
+    """Host: the slots that `count` rows take from `start` on in a ring of `size`, and which rows: two where it wraps.
 
-    skipped: rows at the beginning that are left out.
+    skipped: rows at the beginning that are left out. None stands for all rows.
     """
-    for name, value in values.items():
-        store, rows = stores[name], as_numpy(value)
-        if skipped:
-            rows = rows[skipped:]
-        stop = start + len(rows)
-        if stop <= len(store):
-            store[start:stop] = rows
-            continue
-        head = len(store) - start
-        store[start:] = rows[:head]
-        store[: stop - len(store)] = rows[head:]
+    stop = start + count
+    if stop <= size:
+        return [(slice(start, stop), slice(skipped, skipped + count) if skipped else None)]
+    seam = skipped + size - start
+    return [(slice(start, size), slice(skipped, seam)), (slice(0, stop - size), slice(seam, skipped + count))]
+
+
+def commit(writes: Iterable[Write], result: Result, extension: tuple[Any, tuple[Any, ...]] | None = None) -> Result:
+    """Host: make these writes all together or not at all; returns `result`.
+
+    extension: a compiled function and its arguments, called before them: that it must be compiled first costs nothing.
+
+    An exception in between would leave transitions that are half those that they overwrite. The interpreter handles a
+    signal between two of its own instructions, and this is one. The values must fit: nothing may be left that fails.
+    """
+    if extension is None:
+        return (deque(starmap(setitem, writes), maxlen=0), result)[1]
+    function, arguments = extension
+    return (deque(chain(starmap(function, (arguments,)), starmap(setitem, writes)), maxlen=0), result)[1]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
@@ -112,6 +126,24 @@ class Layout(NamedTuple):
         return sum(-(-count // rows) * chunks for rows, chunks in tiles)
 
 
+class Moved(NamedTuple):
+    """A layout, and the programs that it takes for the rows that it was made for."""
+
+    layout: Layout
+    programs: int
+
+
+def moved_rows(fields: Iterable[Field], rows: int, interpreted: bool, *, converted: bool = False) -> Moved:
+    """How a launch moves so many rows of fields; made once, since making it takes longer than a launch."""
+    return _moved_rows(tuple(fields), rows, interpreted, converted)
+
+
+@lru_cache(maxsize=256)
+def _moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, converted: bool) -> Moved:
+    layout = layout_of(fields, [tile_for(field, rows, interpreted) for field in fields], converted=converted)
+    return Moved(layout, layout.programs(rows))
+
+
 def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool = False) -> Layout:
     """The layout of fields that are moved in these tiles."""
     columns = tuple(tuple(column) for column in zip(*tiles, strict=True)) or ((), (), ())
@@ -128,16 +160,14 @@ def launch_gather(
     """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch."""
     from gpu_replay.kernels.ring import gather_kernel
 
-    batch = slots.numel()
-    kinds = list(fields.values())
-    tiles = [tile_for(field, batch, slots.device.type == "cpu") for field in kinds]
-    layout = layout_of(kinds, tiles, converted=True)
+    batch, device = slots.numel(), slots.device
+    layout, programs = moved_rows(fields.values(), batch, device.type == "cpu", converted=True)
     outputs = {
-        name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=slots.device)
+        name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=device)
         for name, field in fields.items()
     }
     part = part_of(weighing)
-    gather_kernel[(part.programs + layout.programs(batch),)](
+    gather_kernel[(part.programs + programs,)](
         tuple(stores[name] for name in fields),
         tuple(outputs.values()),
         part.pointers,
@@ -167,9 +197,7 @@ def launch_write(
     first = next(iter(fields))
     rows, capacity = values[first].shape[0], stores[first].shape[0]
     skipped = max(0, rows - capacity)
-    kinds = list(fields.values())
-    layout = layout_of(kinds, [tile_for(field, rows - skipped, interpreted) for field in kinds])
-    programs, leaves = layout.programs(rows - skipped), LeafBlocks(0, 0, 1)
+    (layout, programs), leaves = moved_rows(fields.values(), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
     high: tuple[Tensor, ...] = ()
     if highest and tree is not None and tree.high is not None:
         leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpu_replay.ops.eligibility import Flag, StreamShape
-from gpu_replay.ops.frames import StackPlan
+from gpu_replay.ops.frames import StackPlan, plan_stacks
 
 
 class StoredWindows(NamedTuple):
@@ -62,6 +62,12 @@ def powers_of(gamma: float, n_step: int) -> np.ndarray:
     return np.multiply.accumulate(powers)
 
 
+def sum_in_order(rows: np.ndarray) -> np.ndarray:
+    """(B,) sums of (n, B) numbers, row upon row: the order is that of the steps."""
+    # of a single column NumPy would add up eight partial sums
+    return np.add.reduce(rows, axis=0) if rows.shape[1] > 1 else np.add.accumulate(rows, axis=0)[-1]
+
+
 def measured(
     shape: StreamShape, flags: np.ndarray, rewards: np.ndarray, powers: np.ndarray, starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -81,5 +87,46 @@ def measured(
     if n > 1 and np.logical_or.reduce(over[:-1], axis=None):
         length = np.where(np.logical_or.reduce(over), over.argmax(axis=0) + 1, n)
         np.copyto(rewarded, 0.0, where=steps >= length)
-    # row upon row, so that the order of the sum is that of the steps
-    return length, np.add.reduce(rewarded, axis=0)
+    return length, sum_in_order(rewarded)
+
+
+def open_windows(store: StoredWindows, rewards: np.ndarray, starts: np.ndarray, left: np.ndarray) -> Windows:
+    """Host: the windows of (B,) stored steps, which need not be whole: they end with the newest step at the latest.
+
+    rewards: (slots,) of the ring. left: (B,) steps that are stored from each on.
+
+    Where the observation after a window is not there, since it ends with the newest step, an ending whose final
+    observation was not given or a broken stream, the last one stands in its place.
+    """
+    shape = store.shape
+    length, last, flags = np.zeros(starts.size, np.int64), starts, np.zeros(starts.size, np.uint8)
+    reward, running = np.zeros(starts.size), np.ones(starts.size, dtype=bool)
+    for age in range(shape.n_step):
+        running &= age < left
+        slots = (starts + min(age, shape.steps - 1) * shape.num_envs) % shape.slots
+        found = store.flags.take(slots)
+        reward += np.where(running, rewards.take(slots), 0.0) * store.powers[age]
+        length += running
+        last, flags = np.where(running, slots, last), np.where(running, found, flags)
+        running &= found & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT | Flag.DEAD) == 0
+        if not np.logical_or.reduce(running):
+            break
+    terminated, truncated = flags & Flag.TERMINATED != 0, flags & Flag.TRUNCATED != 0
+    stays, final = terminated | (flags & (Flag.CUT | Flag.DEAD) != 0) | (length >= left), None
+    if not shape.next_step:
+        stays |= truncated
+        kept = truncated & ~terminated & (flags & Flag.FINAL != 0)
+        final = np.concatenate((np.zeros_like(kept), kept)) if np.logical_or.reduce(kept) else None
+    depth = store.depth.take(starts)
+    plan = plan_stacks(
+        np.concatenate((starts, wrapped(last + shape.num_envs * ~stays, shape.slots))),
+        np.concatenate((depth, depth + (length - stays).astype(np.int32))),
+        shape.stack,
+        shape.num_envs,
+        shape.slots,
+        zero=store.zero,
+        final_frame=final,
+    )
+    discount = store.powers.take(length) * ~terminated
+    rows = None if final is None else np.flatnonzero(final)
+    return Windows(plan, rows, reward.astype(np.float32), discount.astype(np.float32), terminated, truncated)

@@ -1,0 +1,222 @@
+"""`gpu-replay soak`: random use, hostile input, damaged files, kills and a long day, all compared with the oracles.
+
+The cases of `soak_cases.py` run in child processes, so that a crash is a finding too; whatever is found is printed with
+the lines that repeat it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+from soak_cases import CYCLE, Tally
+from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
+from training_runs import without_times
+
+from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay.bench.environment import current_environment
+from gpu_replay.cli import main as command
+from gpu_replay.console.arguments import Parser, natural, positive_float
+from gpu_replay.console.atomic_files import write_text
+from gpu_replay.console.markdown import table
+
+# what a run of so many minutes does, beside as many cases as the time allows; shorter ones do their share of it
+WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
+ROUND_SECONDS = 60.0
+
+
+def kills(count: int) -> Tally:
+    """So many SIGKILLs while a process saves: the old checkpoint or the new one, and nothing left behind."""
+    saver = Saver()
+    try:
+        for _ in range(-(-count // 15)):
+            with tempfile.TemporaryDirectory() as folder:
+                test_killed_at_random_moments_leaves_the_old_or_the_new_one(saver, Path(folder), False)
+    finally:
+        saver.close()
+    return Tally(kills=15 * -(-count // 15), cases=2 * 15 * -(-count // 15))
+
+
+def trainer(count: int) -> Tally:
+    """A trainer of Catch that is killed so many times and resumed: the curve of one that was not."""
+    flags = ["catch", "--device", "cpu", "--log-every", "2000", "--eval-every", "8000", "--eval-episodes", "16"]
+    flags += ["--steps", "24000", "--checkpoint-every", "0.2"]
+    draw, killed = random.Random(count), 0
+    with tempfile.TemporaryDirectory() as folder:
+        run, whole = Path(folder) / "killed", Path(folder) / "whole"
+        for attempt in itertools.count():
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(1, 2)
+                begun = any(run.glob("checkpoint/*/state/manifest.json"))
+                os._exit(
+                    command(["train", *(["--resume"] if begun else [*flags, "--overwrite"]), "--output", str(run)])
+                )
+            if killed < count:
+                time.sleep(draw.uniform(1.0, 3.0))
+                os.kill(child, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            killed += status == -signal.SIGKILL
+            if status == 0:
+                break
+            assert (status, attempt < 3 * count + 3) == (-signal.SIGKILL, True), f"the trainer ended with {status}"
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            assert command(["train", *flags, "--output", str(whole)]) == 0
+        assert without_times(run) == without_times(whole), "the curves differ"
+    return Tally(kills=killed, cases=1)
+
+
+def day(thousandths: int) -> Tally:
+    """So much of 10^8 adds and 10^6 pairs of sample and update, across 2^31 and 2^40, in steady memory and time."""
+    buffer = ReplayBuffer(100_000, {"n": Field((), torch.int64)}, sampler=Proportional(), device="cpu")
+    block, tenth = 1000, thousandths * ADDS // 1000 // 10
+    pairs = thousandths * PAIRS // 1000 // 10
+    tally, seconds, resident = Tally(), [], []
+    buffer.add(n=torch.arange(buffer.capacity))
+    for part in range(10):
+        if part in (3, 6):
+            # the counters as after years
+            buffer.clear()
+            state = buffer.state_dict()
+            state["counters"] |= dict.fromkeys(("ADDED", "FIRST"), (2**31 if part == 3 else 2**40) - tenth // 2)
+            buffer.load_state_dict(state)
+        began = time.process_time()
+        for call in range(tenth // block):
+            buffer.add(n=torch.arange(buffer.added, buffer.added + block))
+            for _ in range(pairs * (call + 1) // (tenth // block) - pairs * call // (tenth // block)):
+                batch = buffer.sample(32)
+                assert torch.equal(batch.n, batch.key)
+                buffer.update_priorities(batch.key, batch.probability)
+        seconds.append(time.process_time() - began)
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20)
+        live = buffer[buffer.keys()]
+        assert torch.equal(live.n, live.key)
+        assert buffer.total_mass() == int(buffer.masses().sum())
+        tally += Tally(cases=pairs, bytes=8 * (len(live) + 32 * pairs), adds=tenth, pairs=pairs)
+    assert resident[-1] <= resident[1] + 16, f"MiB in memory: {resident}"
+    assert seconds[-1] <= 2 * seconds[1], f"seconds of each tenth: {seconds}"
+    tally["MiB more in the last tenth than in the first"] = resident[-1] - resident[0]
+    tally["percent of the time of the first tenth that the last one took"] = round(100 * seconds[-1] / seconds[0])
+    return tally
+
+
+PARTS: dict[str, Callable[[int], Tally]] = {part.__name__: part for part in (*CYCLE, kills, trainer, day)}
+Job = tuple[str, int]
+
+
+def in_child(jobs: Iterator[Job], seconds: float, done: Callable[[str, Tally], object]) -> Job | None:
+    """Run jobs in a child process until the time is over; returns the one that failed, or that it died of."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        deadline, status = time.monotonic() + seconds, 0
+        try:
+            for name, argument in jobs:
+                os.write(writing, f"{json.dumps([name, argument])}\n".encode())
+                os.write(writing, f"{json.dumps(PARTS[name](argument))}\n".encode())
+                if time.monotonic() > deadline:
+                    break
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        os._exit(status)
+    os.close(writing)
+    begun: Job | None = None
+    with os.fdopen(reading) as lines:
+        for line in lines:
+            found = json.loads(line)
+            if isinstance(found, list):
+                begun = found[0], found[1]
+            elif begun is not None:
+                done(begun[0], Tally(found))
+    return begun if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) else None
+
+
+def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
+    """Run for so long; returns what each part did, and what failed."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    failures: list[Job] = []
+    share = min(1.0, minutes / WHOLE_MINUTES)
+    once = [("kills", round(SAVE_KILLS * share)), ("trainer", round(TRAINER_KILLS * share))]
+    once.append(("day", max(1, round(1000 * share))))
+    deadline = time.monotonic() + 60 * minutes
+    rounds = (
+        ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(CYCLE), start * 10**5))
+        for start in itertools.count()
+    )
+    jobs: Iterator[Iterator[Job]] = itertools.chain((iter([job]) for job in once if job[1]), rounds)
+    while time.monotonic() < deadline and len(failures) < 10:
+        left = max(0.0, min(ROUND_SECONDS, deadline - time.monotonic()))
+        failed = in_child(next(jobs), left, lambda name, tally: tallies[name].update(tally))
+        if failed is not None:
+            failures.append(failed)
+            print(f"FAILED; again with: cd tests; python -c 'import soak; soak.PARTS[\"{failed[0]}\"]({failed[1]})'")
+        cases = sum(tally["cases"] for tally in tallies.values())
+        print(f"{cases:,} cases, {len(failures)} failures", file=sys.stderr, flush=True)
+    return tallies, failures
+
+
+def page(tallies: dict[str, Tally], failures: Sequence[Job], command: str) -> str:
+    """What was done and found as Markdown."""
+    names = ("cases", "faults", "kills", "bytes")
+    rows = [[name, *(f"{tally[each]:,}" for each in names)] for name, tally in sorted(tallies.items())]
+    rows.append(["all", *(f"{sum(tally[each] for tally in tallies.values()):,}" for each in names)])
+    more = [
+        f"- {name}, {each}: {count:,}"
+        for name, tally in sorted(tallies.items())
+        for each, count in tally.items()
+        if each not in names
+    ]
+    where = current_environment(torch.device("cpu"))
+    versions = ", ".join(f"{name} {version}" for name, version in where.versions.items() if version)
+    return "\n".join(
+        [
+            "# Reliability",
+            "",
+            f"Written by `{command}` on {where.date}, commit {where.commit}, {where.cpu}, "
+            f"{versions}. What each part does is said in `tests/soak_cases.py` and `tests/soak.py`.",
+            "",
+            table(["part", "cases compared", "faults injected", "kills survived", "bytes verified"], rows),
+            "",
+            *more,
+            f"- failures: {len(failures)}",
+            *(f'  - `soak.PARTS["{name}"]({argument})`' for name, argument in failures),
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Soak, print what was done, and return 1 if anything failed."""
+    parser = Parser(prog="gpu-replay soak", description="Random use, hostile input, damage and kills, compared.")
+    parser.add_argument("--minutes", type=positive_float, default=1.0, help="how long (default: 1; 25 for all kills)")
+    parser.add_argument("--seed", type=natural, default=0, help="of everything that is random (default: 0)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="Markdown page to write")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    tallies, failures = soak(options.minutes, options.seed)
+    found = page(tallies, failures, f"gpu-replay soak --minutes {options.minutes:g} --seed {options.seed}")
+    print(found)
+    if options.record is not None:
+        write_text(options.record, found)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

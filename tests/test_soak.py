@@ -1,0 +1,55 @@
+"""The soak itself: what fails or dies in it is found, with the lines that repeat it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import soak
+from soak_cases import Tally
+
+from gpu_replay.cli import main
+
+
+def fails(argument: int) -> Tally:
+    """A part that raises for one argument."""
+    assert argument != 3
+    return Tally(cases=2, bytes=5)
+
+
+def dies(argument: int) -> Tally:
+    """A part that takes the process with it."""
+    if argument == 3:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return Tally(cases=1, kills=1)
+
+
+@pytest.mark.parametrize("part", [fails, dies])
+def test_what_fails_is_named(
+    part: soak.Callable[[int], Tally],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(soak, "CYCLE", [part])
+    monkeypatch.setattr(soak, "PARTS", {part.__name__: part, "day": part})
+    monkeypatch.setattr(soak, "SAVE_KILLS", 0)
+    monkeypatch.setattr(soak, "TRAINER_KILLS", 0)
+    assert soak.main(["--minutes", "0.01", "--record", str(tmp_path / "page.md")]) == 1
+    again = f"cd tests; python -c 'import soak; soak.PARTS[\"{part.__name__}\"](3)'"
+    assert again in capfd.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "- failures: 1" in page
+    assert "soak --minutes 0.01" in page
+
+
+@pytest.mark.slow
+def test_a_short_soak_finds_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "SAVE_KILLS", 0)
+    monkeypatch.setattr(soak, "ADDS", 10**7)
+    assert main(["soak", "--minutes", "0.02", "--seed", "5"]) == 0
+    assert "- failures: 0" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["soak", "--minutes", "none"])
