@@ -5,13 +5,13 @@ Public methods check what users pass in; the work is done by an engine, on CPU t
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.batch import Batch
-from gpu_replay.checkpoint import state as checkpoint_state
-from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
+from gpu_replay.contents import Contents
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage, check_device, check_memory
@@ -37,22 +36,40 @@ from gpu_replay.stats import Distribution, Stats, mass_distribution, rank_distri
 from gpu_replay.stream_order import Recorded, StreamOrder
 
 if TYPE_CHECKING:
-    from gpu_replay.engines.device import DeviceEngine
-    from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-    from gpu_replay.engines.host import HostEngine
-    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-
-    Engine = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
+    from gpu_replay.contents import Engine
 
 # a dtype that no input has
 NO_DTYPE = np.dtype([("nothing", "V1")])
-Own = TypeVar("Own", bound="Buffer")
+# all buffers of this process
+_buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
 
-class Buffer(ABC):
+class _Forked:
+    """Stands in the place of a buffer's lock in a process that was forked from that of the buffer."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError(
+            "this process was forked from the one that made the buffer: its copy would add rows that nobody sees and "
+            "draw what others draw. Let actors in other processes send their steps through a queue to the process of "
+            "the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer in this process."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered, so never left."""
+
+
+def _refuse_calls() -> None:
+    for buffer in _buffers:
+        buffer._lock = _Forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_calls)
+
+
+class Buffer(Contents):
     """A ring of preallocated tensors with a sampler."""
 
-    _engine: Engine
     # what `sample` gives, for compiled code
     _batch_kind: BatchKind
     # what is drawn, for messages, and whether some of what is stored may not be drawn
@@ -75,17 +92,19 @@ class Buffer(ABC):
         self._seed = validation.whole("seed", seed)
         self._backend = choose(self._device)
         self._on_host = self._backend == "host"
-        self._lock = threading.RLock()
+        self._lock: AbstractContextManager[Any] = threading.RLock()
+        _buffers.add(self)
         self._stream_order = StreamOrder(self._device)
         # unnecessary when the process ends
         weakref.finalize(self, self._stream_order.close).atexit = False
         check_memory(self._sizes(), self._device)
 
-        self._storage = self._make_storage()
-        self._state = DrawState(self._plan, capacity, self._device, self._backend, self._seed, sparse=self._sparse)
-        self._counters = self._state.counters
-        # calls on other streams come after what is allocated and filled on this one
-        with self._stream_order.ordered():
+        # inference tensors could not be written outside of inference mode; calls on other streams come after what is
+        # allocated and filled on this one
+        with torch.inference_mode(False), self._stream_order.ordered():
+            self._storage = self._make_storage()
+            self._state = DrawState(self._plan, capacity, self._device, self._backend, self._seed, sparse=self._sparse)
+            self._counters = self._state.counters
             self._engine = self._make_engine()
         self._draws = self._engine.draws
         self._operators = Operators(self, self._device)
@@ -160,12 +179,15 @@ class Buffer(ABC):
 
     # calls
 
-    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
-        """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots."""
+    def _check_enough(self, batch: int, skipped: int = 0, call: str = "", among: int | None = None) -> None:
+        """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.
+
+        among: how many it can draw from, where that is known.
+        """
         newest, distinct = self._plan.newest, self._plan.distinct(batch)
         found = 0
         if newest <= batch:
-            found = self._engine.count_at_least(max(distinct, 1), skipped)
+            found = self._engine.count_at_least(max(distinct, 1), skipped) if among is None else among
             if found and found >= distinct:
                 return
         call = call or f"sample({batch})"
@@ -177,9 +199,16 @@ class Buffer(ABC):
         if found == 0:
             raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
         kind = "of the newest" if distinct in (newest, self._plan.newest_of(batch)) else "without replacement"
+        remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(
-            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. Add more or lower the batch size."
+            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. "
+            f"Add more or lower the batch size{remedy}"
         )
+
+    def _take_back(self, mark: Any) -> None:
+        """After a sample that raised: the next one is as if it had not been."""
+        with self._lock:
+            self._draws.take_back(mark)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities.
@@ -198,18 +227,6 @@ class Buffer(ABC):
         found, numbers = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
             self._draws.update(found, numbers)
-
-    def __getitem__(self, keys: Any) -> Batch:
-        """The stored transitions of these live keys, in their order: `buffer[keys]`.
-
-        keys: (m,) int64, a list of ints, or one int for a batch of one.
-
-        Raises KeyError naming the first key that is not live, TypeError for keys that are not integers.
-        """
-        with self._alone():
-            found = validation.as_keys(keys, self._device).to(self._device)
-            tensors = self._engine.read(found)
-            return Batch({**tensors, "key": found.clone()})
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`."""
@@ -334,58 +351,6 @@ class Buffer(ABC):
             self._engine.on_replay(recorded.rows)
 
     # state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything as copies: transitions, priorities, counters, random state. `save` makes no copy."""
-        with self._alone():
-            return checkpoint_state.snapshot(self._buffer_state())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
-
-        Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
-        nothing is changed then.
-        """
-        with self._alone():
-            checkpoint_state.restore(self._buffer_state(), state)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one."""
-        with self._alone():
-            checkpoint_state.save(self._buffer_state(), path)
-
-    @classmethod
-    def load(cls: type[Own], path: str | PathLike[str], device: torch.device | str | None = None) -> Own:
-        """The buffer that `save` wrote, on any device. Raises CheckpointError that says what is damaged."""
-        return cls._load(checkpoint_state.Saved(path, cls.__name__), device)
-
-    @classmethod
-    def _load(cls: type[Own], saved: checkpoint_state.Saved, device: torch.device | str | None, **more: Any) -> Own:
-        buffer = cls(**cls._arguments(saved.config), device=device, seed=saved.seed, **more)
-        with buffer._alone():
-            saved.fill(buffer._buffer_state())
-        return buffer
-
-    def _buffer_state(self) -> checkpoint_state.BufferState:
-        return checkpoint_state.BufferState(
-            self._config(), self._seed, self._counters, self._state_tensors, self._rebuild
-        )
-
-    def _config(self) -> dict[str, Any]:
-        """Class, capacity, fields and sampler as JSON values."""
-        return {
-            "kind": type(self).__name__,
-            "capacity": self._capacity,
-            "fields": {name: describe_field(field) for name, field in self._fields.items()},
-            "sampler": describe_sampler(self._sampler),
-        }
-
-    @classmethod
-    def _arguments(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """What to make a buffer with, given its `_config`."""
-        own = {name: value for name, value in config.items() if name not in ("kind", "relabel")}
-        fields = {name: field_from(described) for name, described in config["fields"].items()}
-        return {**own, "fields": fields, "sampler": sampler_from(config["sampler"])}
 
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""

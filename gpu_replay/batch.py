@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, ValuesView
-from typing import Any
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 
 class Batch:
@@ -15,7 +17,8 @@ class Batch:
     `len(batch)` is the number of transitions; `keys()`, `values()`, `items()`, `in` and iteration go over the names.
     Besides the fields: `key` (B,) int64, and from `sample` also `probability` (B,) float32 and `weight` (B,) float32.
     Fields with dotted names (`obs.camera`) are also reached as a group: `batch["obs"]["camera"]`, `batch.obs.camera`.
-    A batch is a snapshot: what is added or updated later does not change it.
+    Rows are a Batch too: `batch[3:10]` as views, `batch[mask]` and `batch[index]`, which may be arrays or lists, as
+    copies. A batch is a snapshot: what is added or updated later does not change it. It is a pytree of torch.
     """
 
     __slots__ = ("_tensors",)
@@ -28,7 +31,16 @@ class Batch:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def __getitem__(self, name: str) -> Any:
+    @overload
+    def __getitem__(self, name: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, name: slice | Tensor | np.ndarray | list[int] | list[bool]) -> Batch: ...
+
+    def __getitem__(self, name: Any) -> Any:
+        if not isinstance(name, str):
+            rows = name if isinstance(name, slice) else _row_index(name)
+            return Batch({each: tensor[rows] for each, tensor in self._tensors.items()})
         try:
             return self._tensors[name]
         except KeyError:
@@ -68,10 +80,77 @@ class Batch:
         """Names and tensors."""
         return self._tensors.items()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on another device."""
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """The same batch on another device. TypeError for a dtype: single tensors are cast, `batch.obs.float()`."""
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"Batch.to moves a batch to a device such as 'cpu' or 'cuda'; found {device!r}. Cast single tensors."
+            )
         return Batch({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()})
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which copies to a GPU do not wait."""
+        return Batch({name: tensor.pin_memory() for name, tensor in self._tensors.items()})
+
+    @classmethod
+    def cat(cls, batches: Iterable[Batch]) -> Batch:
+        """The rows of several batches, one after the other; raises KeyError unless all have the same names."""
+        parts = list(batches)
+        if not parts:
+            raise ValueError("Batch.cat needs at least one batch; found none.")
+        for place, part in enumerate(parts):
+            if not isinstance(part, Batch):
+                raise TypeError(f"Batch.cat needs batches; number {place} is a {type(part).__name__}.")
+            if part.keys() != parts[0].keys():
+                unlike = ", ".join(sorted(part.keys() ^ parts[0].keys()))
+                raise KeyError(f"Batch.cat needs batches with the same names; number {place} differs in {unlike}.")
+        return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, in a dictionary of its own; dotted names stay as they are."""
+        return dict(self._tensors)
+
+    def to_tensordict(self) -> Any:
+        """The batch as a `tensordict.TensorDict` of batch size [B]; `obs.camera` becomes ("obs", "camera").
+
+        Raises ImportError without tensordict, ValueError where one name is a tensor and a group at once.
+        """
+        try:
+            from tensordict import TensorDict
+        except ImportError as error:
+            raise ImportError(f"to_tensordict needs tensordict: pip install tensordict ({error}).") from error
+        for name in self:
+            inside = [each for each in self if each.startswith(f"{name}.")]
+            if inside:
+                raise ValueError(f"a TensorDict cannot hold {inside[0]!r} beside {name!r}; rename one of these fields.")
+        return TensorDict({tuple(name.split(".")): tensor for name, tensor in self.items()}, batch_size=[len(self)])
 
     def __repr__(self) -> str:
         parts = (f"{name}={tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors.items())
         return f"Batch({', '.join(parts)})"
+
+
+def _row_index(rows: Any) -> Tensor:
+    """A mask or an index of rows as a tensor, or TypeError / ValueError."""
+    if isinstance(rows, (list, np.ndarray)):
+        # an empty list has no type of its own
+        rows = torch.as_tensor(rows if len(rows) else np.zeros(0, np.int64), device="cpu")
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            f"a batch is indexed by a field's name, or for rows by a slice, a mask or an index tensor; found {rows!r}. "
+            "For a single row use batch[3:4]."
+        )
+    if rows.dtype == torch.uint8 or rows.dtype.is_floating_point or rows.dtype.is_complex:
+        raise TypeError(f"rows of a batch need a mask (bool) or an index (int64); found {rows.dtype}.")
+    if rows.dim() != 1:
+        raise ValueError(f"rows of a batch need a mask or an index of one dimension; found shape {list(rows.shape)}.")
+    return rows if rows.dtype == torch.bool else rows.long()
+
+
+_pytree.register_pytree_node(
+    Batch,
+    lambda batch: (list(batch.values()), list(batch.keys())),
+    lambda values, names: Batch(dict(zip(names, values, strict=True))),
+    serialized_type_name="gpu_replay.Batch",
+    flatten_with_keys_fn=lambda batch: ([(_pytree.MappingKey(k), v) for k, v in batch.items()], list(batch.keys())),
+)

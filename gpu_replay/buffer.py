@@ -13,10 +13,12 @@ from torch.compiler import is_dynamo_compiling
 from gpu_replay import validation
 from gpu_replay.base_buffer import Buffer, refuse_names
 from gpu_replay.batch import Batch
+from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
-from gpu_replay.fields import Field, check_fields
+from gpu_replay.fields import Field, check_fields, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.samplers import Sampler
 
@@ -58,6 +60,11 @@ class ReplayBuffer(Buffer):
     def _sizes(self) -> dict[str, int]:
         return estimate(self._capacity, self._fields, self._sampler, self._backend)
 
+    @staticmethod
+    def _layout(*, capacity: int, sampler: Sampler, fields: Mapping[str, Field]) -> StateLayout:
+        check_fields(fields)
+        return StateLayout(check_capacity(capacity), plan_of(sampler))
+
     def _make_engine(self) -> HostEngine | DeviceEngine:
         if self._on_host:
             return HostEngine(self._storage, HostSampler(self._state, self._storage, self._seed))
@@ -73,25 +80,31 @@ class ReplayBuffer(Buffer):
         observation_space: Space[Any],
         action_space: Space[Any],
         *,
+        dtypes: Mapping[str, Any] | None = None,
         sampler: Sampler = UNIFORM,
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> ReplayBuffer:
         """A buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
 
+        dtypes: of fields by name, such as `{"obs": torch.float64}`, which counts for `next_obs` too, and with a Dict
+                space for all `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+
         A Dict (or Tuple) observation space gives fields named `obs.NAME` and `next_obs.NAME`; so does a Dict action
-        space. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph.
+        space. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph; KeyError for a
+        name in `dtypes` that is no field.
         """
         from gpu_replay.spaces import classic_fields
 
-        fields = classic_fields(observation_space, action_space)
+        fields = classic_fields(observation_space, action_space, dtypes)
         return cls(capacity, fields, sampler=sampler, device=device, seed=seed)
 
     def add(self, *, priority: Any = None, **fields: Any) -> Tensor:
         """Store `m` transitions and return their keys, (m,) int64 on the buffer's device.
 
         fields:   every field of the buffer, `[m, *shape]`, m >= 1: NumPy arrays, CPU tensors or tensors on the buffer's
-                  device. `m` may differ between calls and may exceed the capacity: the last ones stay.
+                  device. `m` may differ between calls and may exceed the capacity: the last ones stay. A dictionary,
+                  nested too, is the same as dotted names: `obs={"image": x}` is the field `obs.image`.
         priority: (m,) absolute TD errors or other non-negative numbers (the sign is dropped); without it new
                   transitions enter with the priority that the sampler's `initial` says.
 
@@ -109,17 +122,23 @@ class ReplayBuffer(Buffer):
     def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The given values as tensors, or as arrays that can be copied as they are, and their number of rows."""
         if given.keys() != self._fields.keys():
-            refuse_names(given, self._fields)
+            given = flattened(given, self._fields)
+            if given.keys() != self._fields.keys():
+                refuse_names(given, self._fields)
         rows: int | None = None
         values: dict[str, Any] = {}
+        dtypes = self._plain_dtypes
         for name, field in self._fields.items():
             value: Any = given[name]
             # fast path: an array that can be copied as it is
-            plain = type(value) is np.ndarray and value.dtype == self._plain_dtypes[name] and value.ndim > 0
-            if not plain or value.shape[1:] != field.shape or (rows is not None and len(value) != rows):
+            shape = value.shape if type(value) is np.ndarray and value.dtype == dtypes[name] else ()
+            if not shape or shape[1:] != field.shape or (rows is not None and shape[0] != rows):
                 value = validation.as_field(name, value, field, rows, self._device)
+                if self._on_host:
+                    value = validation.numpy_view(name, value)
+                shape = value.shape
             values[name] = value
-            rows = len(value)
+            rows = shape[0]
         if not rows:
             raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
         return values, rows
@@ -139,6 +158,12 @@ class ReplayBuffer(Buffer):
             return self._operators.sample(self._batch_kind, batch_size, beta)
         batch = validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)
-        with self._lock:
-            self._check_enough(batch)
-            return Batch(self._engine.sample(batch, exponent))
+        mark = None
+        try:
+            with self._lock:
+                self._check_enough(batch)
+                mark = self._draws.mark()
+                return Batch(self._engine.sample(batch, exponent))
+        except BaseException:
+            self._take_back(mark)
+            raise

@@ -1,4 +1,4 @@
-"""The command `gpu-replay`: train, play, study, bench, estimate, info.
+"""The command `gpu-replay`: train, play, study, bench, estimate, soak, info.
 
 Each command imports its dependencies when it runs, so that `--help` and `info` work on a bare installation. Bad input
 ends with one line on standard error and exit code 2.
@@ -7,8 +7,10 @@ ends with one line on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from gpu_replay.console.arguments import Parser
 from gpu_replay.console.errors import UserError
@@ -38,16 +40,30 @@ def _run(arguments: list[str]) -> int:
         from gpu_replay.bench.main import main as bench
 
         return int(bench(arguments[1:]))
+    if arguments[:1] == ["soak"]:
+        return _soak(arguments[1:])
     if arguments[:2] == ["study", "cliffwalk"]:
         # a command of its own: after `study` comes the name of an environment otherwise
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
+    if not arguments:
+        _parser().print_help()
+        return 0
     options = _parser().parse_args(arguments)
     return int(options.run(options))
 
 
+def _soak(arguments: list[str]) -> int:
+    """Run `tests/soak.py`, which compares with the oracles of the tests."""
+    tests = Path(__file__).resolve().parents[1] / "tests"
+    if not (tests / "soak.py").is_file():
+        raise UserError("the soak needs the tests/ of a checkout; there is none around this installation.")
+    sys.path.insert(0, str(tests))
+    return int(importlib.import_module("soak").main(arguments))
+
+
 def _parser() -> argparse.ArgumentParser:
     from gpu_replay import __version__
-    from gpu_replay.console import info
+    from gpu_replay.console import info, inspect
     from gpu_replay.study import cliffwalk
     from gpu_replay.study import command as study
     from gpu_replay.training import command as train
@@ -63,10 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         ("study cliffwalk", cliffwalk, "the Blind Cliffwalk of the paper on prioritized replay"),
         ("bench", None, "measure add, sample and update_priorities, and record the figures"),
         ("estimate", estimate, "bytes of a buffer before it is made"),
+        ("soak", None, "random use, damage and kills for some minutes, compared with the tests' oracles"),
+        ("inspect", inspect, "what a checkpoint of a buffer holds, as one picture"),
         ("info", info, "versions, devices, and which code would run"),
     ):
         if module is None:
-            # bench has a parser of its own; the entry is for --help
+            # these have parsers of their own; the entries are for --help
             commands.add_parser(name, help=summary)
             continue
         # descriptions of several lines are wrapped already

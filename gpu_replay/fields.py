@@ -1,9 +1,10 @@
-"""`Field`: what one transition holds, as users describe it."""
+"""`Field`: what one transition holds, as users describe it, and the dotted names of nested dictionaries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,13 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_replay.batch import Batch
+
 # bfloat16 is the one that NumPy lacks
 TORCH_OF: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(name): getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
 STORABLE = (*TORCH_OF.values(), torch.bfloat16)
-RESERVED = frozenset({"key", "weight", "probability", "priority"})
+# what stands for several fields at once
+DICTIONARIES = (Mapping, Batch)
+_OWN = ("key", "weight", "probability", "priority", "self")
+# a field named as an attribute of a batch could not be reached as one
+RESERVED = frozenset((*_OWN, *dir(Batch)))
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,11 @@ class Field:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.shape, int) or not all(
-            isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in self.shape
-        ):
+        # an iterator can be read once
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
+        if not all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in shape):
             raise TypeError(f"Field shape must be a tuple of ints such as (84, 84) or (); found {self.shape!r}.")
-        object.__setattr__(self, "shape", tuple(int(side) for side in self.shape))
+        object.__setattr__(self, "shape", tuple(map(int, shape)))
         if any(side < 1 for side in self.shape):
             raise ValueError(f"Field shape must have sides of at least 1; found {self.shape}.")
         for name, dtype in (("dtype", self.dtype), ("sample_dtype", self.sample_dtype)):
@@ -57,7 +64,8 @@ class Field:
         if self.scale is not None:
             if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
                 raise TypeError(f"Field scale must be a number; found {self.scale!r}.")
-            if not math.isfinite(self.scale):
+            # a whole number may be larger than any float
+            if not abs(self.scale) <= sys.float_info.max:
                 raise ValueError(f"Field scale must be finite; found {self.scale}.")
             if self.sample_dtype is not None and not self.sample_dtype.is_floating_point:
                 raise ValueError(
@@ -102,17 +110,47 @@ class Field:
 
 
 def check_fields(fields: object) -> dict[str, Field]:
-    """The fields as a dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
+    """The fields as a flat dict of their own, or TypeError / ValueError / KeyError that says which one is wrong."""
     if not isinstance(fields, Mapping):
         raise TypeError(f"fields must be a dict of name to Field; found {type(fields).__name__}.")
     if not fields:
         raise ValueError('fields must name at least one Field, such as {"obs": Field((4,), torch.float32)}.')
-    for name, field in fields.items():
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"field name {name!r} must be an identifier such as 'obs' or 'obs.camera'.")
+    flat = flattened(fields)
+    for name, field in flat.items():
+        if not isinstance(name, str) or not name or name[0] == "." or name[-1] == ".":
+            raise ValueError(
+                f"field name {name!r} must be a string such as 'obs' or 'obs.camera', not empty and without a dot at "
+                "its ends."
+            )
         if name in RESERVED:
-            reserved = ", ".join(sorted(RESERVED))
-            raise ValueError(f"field name {name!r} is reserved ({reserved}); choose another name.")
+            raise ValueError(
+                f"field name {name!r} is reserved ({', '.join(_OWN)} and the attributes of Batch); choose another name."
+            )
         if not isinstance(field, Field):
             raise TypeError(f"field {name!r} must be a Field(shape, dtype); found {type(field).__name__}.")
-    return dict(fields)
+    return flat
+
+
+def flattened(given: Mapping[str, Any], wanted: Container[str] = ()) -> dict[str, Any]:
+    """Nested dictionaries as one of dotted names: `{"obs": {"image": x}}` becomes `{"obs.image": x}`.
+
+    wanted: names to reach; the tuples of a Gymnasium Tuple space become `obs.item_0` and so on where these are wanted.
+    Raises KeyError for a name that comes twice.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, DICTIONARIES):
+            parts: Any = value.items()
+        elif isinstance(value, tuple) and name not in wanted and f"{name}.item_0" in wanted:
+            parts = ((f"item_{place}", part) for place, part in enumerate(value))
+        else:
+            parts = None
+        for leaf, part in [(name, value)] if parts is None else _leaves(name, parts, wanted):
+            if leaf in flat:
+                raise KeyError(f"{leaf!r} is given twice: inside a dictionary and by its dotted name.")
+            flat[leaf] = part
+    return flat
+
+
+def _leaves(name: str, parts: Iterable[tuple[Any, Any]], wanted: Container[str]) -> Iterable[tuple[str, Any]]:
+    return flattened({f"{name}.{part}": value for part, value in parts}, wanted).items()

@@ -205,15 +205,18 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor, values: Tensor) -> N
 
 def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:
     """Raise TypeError or ValueError where a buffer cannot be given this `relabel`; None always can."""
-    if relabel is None:
-        return
+    if relabel is not None:
+        _as_hindsight(relabel).check(fields, n_step, random_shift)
+
+
+def _as_hindsight(relabel: object) -> Hindsight:
     if not isinstance(relabel, Hindsight):
         raise TypeError(f"relabel must be Hindsight(reward_fn=...) or None; found {relabel!r}.")
-    relabel.check(fields, n_step, random_shift)
+    return relabel
 
 
 def check_relabel_again(path: object, saved: dict[str, Any] | None, relabel: object) -> None:
-    """Raise ValueError where a checkpoint with these settings needs another `relabel`, or none."""
+    """Raise TypeError or ValueError where a checkpoint with these settings needs another `relabel`, or none."""
     if saved is None:
         if relabel is not None:
             raise ValueError(f"{path} was saved without relabel; load it without, or add its steps to a new buffer.")
@@ -224,5 +227,5 @@ def check_relabel_again(path: object, saved: dict[str, Any] | None, relabel: obj
             f"{path} was saved with relabel=Hindsight({words}), whose reward_fn is code and is not saved. Give it "
             "again: load(path, relabel=Hindsight(...))."
         )
-    if isinstance(relabel, Hindsight) and relabel.describe() != saved:
+    if _as_hindsight(relabel).describe() != saved:
         raise ValueError(f"{path} was saved with relabel=Hindsight({words}); found {relabel!r}.")

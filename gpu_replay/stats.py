@@ -87,7 +87,7 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
             priorities += float(((m / UNIT) ** (1 / rule.alpha) - rule.eps).clamp_(min=0).sum())
     if count == 0:
         return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
-    ends = rule.priorities(torch.tensor([low, high], dtype=torch.float64).numpy())
+    ends = rule.priorities(np.array([low, high]))
     mean = priorities / count if rule.alpha > 0 else math.nan
     return Distribution(
         float(ends[0]),

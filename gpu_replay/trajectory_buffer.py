@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base_buffer import NO_DTYPE, Buffer, refuse_names
+from gpu_replay.base_buffer import NO_DTYPE, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.engines.host_sampler import HostSampler
@@ -29,11 +29,13 @@ from gpu_replay.engines.trajectory_storage import (
     TrajectoryStorage,
     check_stream_fields,
     observation_names,
+    stream_layout,
     stream_outputs,
     stream_shape,
     trajectory_estimate,
 )
-from gpu_replay.fields import Field
+from gpu_replay.extending import Extending
+from gpu_replay.fields import Field, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.ops.hindsight import gather_goals
@@ -41,14 +43,16 @@ from gpu_replay.samplers import Sampler
 from gpu_replay.validation import choice, number, whole
 
 if TYPE_CHECKING:
+    from gymnasium import Space
+    from gymnasium.vector import VectorEnv
+
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-    from gpu_replay.ops._backend import Backend
 
 _FLAG = Field((), torch.bool)
 OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
 
 
-class TrajectoryReplayBuffer(Buffer):
+class TrajectoryReplayBuffer(Extending):
     """A ring of the last `capacity` steps of `num_envs` environments, sampled as n-step transitions with stacks.
 
     capacity:       steps of all environments together; rounded down to a multiple of `num_envs`.
@@ -109,7 +113,7 @@ class TrajectoryReplayBuffer(Buffer):
         )
         self._num_envs = self._shape.num_envs
         self._gamma = number("gamma", gamma, high=1.0)
-        self._autoreset = autoreset
+        self._autoreset: Autoreset = autoreset
         self._padding: Padding = choice("padding", padding, get_args(Padding))
         self._random_shift = whole("random_shift", random_shift, 0)
         if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
@@ -146,6 +150,54 @@ class TrajectoryReplayBuffer(Buffer):
 
         return TrajectoryDeviceEngine(self._streams, DeviceSampler(self._state, self._streams, self._stream_order))
 
+    @classmethod
+    def from_spaces(
+        cls: type[OwnStream],
+        capacity: int,
+        num_envs: int,
+        observation_space: Space[Any],
+        action_space: Space[Any],
+        *,
+        dtypes: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> OwnStream:
+        """A buffer of obs and action for the Gymnasium spaces of one environment.
+
+        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which with a Dict space counts for every
+                  `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        settings: stack, n_step, gamma, sampler, device and all else that the class itself takes.
+
+        Dict and Tuple spaces give fields named `obs.NAME`. Raises TypeError for spaces without a fixed shape, such as
+        Text, Sequence and Graph; KeyError for a name in `dtypes` that is no field.
+        """
+        from gpu_replay.spaces import step_fields
+
+        return cls(capacity, num_envs, step_fields(observation_space, action_space, dtypes), **settings)
+
+    @classmethod
+    def from_env(
+        cls: type[OwnStream],
+        env: VectorEnv[Any, Any, Any],
+        capacity: int,
+        *,
+        dtypes: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> OwnStream:
+        """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
+
+        dtypes, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
+        `autoreset_mode`. Raises TypeError for what is no vector environment.
+        """
+        from gpu_replay.spaces import vector_settings
+
+        found = {**vector_settings(env), **settings}
+        if "autoreset" not in found:
+            raise ValueError(
+                "the environment's metadata do not say its autoreset_mode; give autoreset='next_step', 'same_step' or "
+                "'disabled'."
+            )
+        return cls.from_spaces(capacity, dtypes=dtypes, **found)
+
     # attributes
 
     @property
@@ -169,6 +221,11 @@ class TrajectoryReplayBuffer(Buffer):
         return self._gamma
 
     @property
+    def autoreset(self) -> Autoreset:
+        """What follows an ending: "next_step", "same_step" or "disabled"."""
+        return self._autoreset
+
+    @property
     def relabel(self) -> Hindsight | None:
         """How sampled batches are relabelled, or None."""
         return self._relabel
@@ -180,13 +237,14 @@ class TrajectoryReplayBuffer(Buffer):
 
         fields:    every field of the buffer, and `reward`, `terminated`, `truncated`, each `[E, *shape]`: NumPy arrays,
                    CPU tensors or tensors on the buffer's device. `obs` is the newest frame, in which `action` was
-                   chosen; reward and flags are what the environment gave back for it.
+                   chosen; reward and flags are what the environment gave back for it. A dictionary, nested too, is the
+                   same as dotted names: `obs={"image": x}` is the field `obs.image`.
         priority:  (E,) absolute TD errors or other non-negative numbers; each counts when its start becomes eligible.
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
-                   did not end are not read (also as an object array with None in them, as Gymnasium gives it). Only
-                   "same_step" and "disabled" need it, to bootstrap truncated episodes; "next_step" ignores it. With
-                   several observation fields: `final_obs.NAME` for each. With `relabel` those of terminated
-                   episodes are kept as well.
+                   did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
+                   Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where
+                   nothing ended. Only "same_step" and "disabled" need it, to bootstrap truncated episodes; "next_step"
+                   ignores it. With `relabel` those of terminated episodes are kept as well.
 
         With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
@@ -194,12 +252,14 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
-        finals = {name: fields.pop(f"final_{name}") for name in self._streams.observations if f"final_{name}" in fields}
-        if final_obs is not None:
-            finals["obs"] = final_obs
-        wanted = self._step_fields
+        wanted, observations, finals = self._step_fields, self._streams.observations, {}
         if fields.keys() != wanted.keys():
-            refuse_names(fields, wanted)
+            fields = flattened(fields, wanted)
+            finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
+            if fields.keys() != wanted.keys():
+                refuse_names(fields, wanted)
+        if final_obs is not None:
+            finals |= validation.final_columns(final_obs, observations, self._num_envs)
         values = {name: self._checked_step(name, fields[name], field) for name, field in wanted.items()}
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         kept = self._checked_finals(finals, terminated, truncated)
@@ -209,40 +269,6 @@ class TrajectoryReplayBuffer(Buffer):
             )
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, kept)
-
-    def _checked_step(self, name: str, given: Any, field: Field) -> Any:
-        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
-        wanted = (self._num_envs, *field.shape)
-        if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
-            return given
-        tensor = validation.as_tensor(name, given, self._device)
-        if tuple(tensor.shape) != wanted:
-            raise ValueError(
-                f"field {name!r} needs shape {list(wanted)}, one step of each of the {self._num_envs} environments; "
-                f"found {list(tensor.shape)}."
-            )
-        return validation.as_field(name, tensor, field, None, self._device)
-
-    def _checked_finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Tensor] | None:
-        """The final observations as `[E, *shape]` of each observation field, or None where none came."""
-        if not given:
-            return None
-        observations = self._streams.observations
-        if given.keys() != set(observations):
-            refuse_names({f"final_{name}": None for name in given}, {f"final_{name}": None for name in observations})
-        if not self._shape.finals:
-            return None
-        flags = torch.as_tensor(terminated), torch.as_tensor(truncated)
-        # the rows that will be read, where the device need not be asked for them
-        ended = None
-        if flags[0].is_cpu and flags[1].is_cpu:
-            ended = flags[1] & ~flags[0] if self._relabel is None else flags[1] | flags[0]
-        return {
-            name: validation.as_final(
-                f"final_{name}", given[name], self._fields[name], self._num_envs, ended, self._device
-            )
-            for name in observations
-        }
 
     def begin_episodes(self, envs: Any = None) -> None:
         """Mark the next step of all environments, or of those in `envs`, as the first of a new episode.
@@ -285,46 +311,70 @@ class TrajectoryReplayBuffer(Buffer):
             return self._operators.sample(self._batch_kind, batch_size, beta)
         batch = validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)
-        with self._lock:
-            self._check_enough(batch)
-            tensors = self._engine.sample(batch, exponent)
-            count = 0 if self._relabel is None else self._relabel.count(batch)
-            if self._relabel is None or not count:
-                return Batch(tensors)
-            with self._stream_order.ordered():
-                chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
-                name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
-                goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
-        # the user's functions run while other threads add
-        self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
-        return Batch(tensors)
+        mark = None
+        try:
+            with self._lock:
+                self._check_enough(batch)
+                mark = self._draws.mark()
+                tensors = self._engine.sample(batch, exponent)
+                if self._relabel is None or not (count := self._relabel.count(batch)):
+                    return Batch(tensors)
+                with self._stream_order.ordered():
+                    chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
+                    name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
+                    goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
+            # the user's functions run while other threads add
+            self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
+            return Batch(tensors)
+        except BaseException:
+            self._take_back(mark)
+            raise
 
-    def sample_sequences(self, batch_size: int, length: int, burn_in: int = 0, *, beta: float | None = None) -> Batch:
+    def sample_sequences(
+        self,
+        batch_size: int,
+        length: int,
+        burn_in: int = 0,
+        *,
+        beta: float | None = None,
+        strict: bool = False,
+        stride: int = 1,
+    ) -> Batch:
         """Draw `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
+
+        strict: draws only windows in which no step but the last ends an episode.
+        stride: draws only windows that begin at a step whose number, `key // num_envs`, is a multiple.
 
         Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says. A batch holds:
 
-        obs:  (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
-        reward, terminated, truncated: (B, L), of the single steps.
-        mask: (B, L) bool, true for the steps of the episode in which the window begins.
+        obs:      (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
+        next_obs, reward, discount: (B, L, ...), of each step as `sample` gives them: `reward` is that of the step, or
+                  with `n_step > 1` the sum over its window, which `next_obs` comes after; `discount` is 0 where the
+                  episode terminated within it. Windows end with the newest step. Where the observation after one is not
+                  there (yet, or since a truncated episode came without `final_obs`), the last one stands in its place.
+        terminated, truncated: (B, L), of the single steps.
+        mask:     (B, L) bool, true for the steps of the episode in which the window begins. Beyond them only the steps'
+                  own fields are meaningful.
         key, probability, weight: (B,), of the first step.
 
         Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
-        are. A beta schedule advances by one.
+        are. A beta schedule advances by one. With `strict` or `stride` each call looks at all stored steps, and on CUDA
+        asks the device how many windows there are.
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
         if is_dynamo_compiling():
-            return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in)
+            return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
         batch = validation.batch_size(batch_size)
         steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
         exponent = None if beta is None else validation.importance(beta)
+        every = whole("stride", stride, 1)
+        if not isinstance(strict, (bool, np.bool_)):
+            raise TypeError(f"strict must be True or False; found {strict!r}.")
         if self._relabel is not None:
             raise ValueError(
                 "sample_sequences cannot relabel goals. Sample single transitions, or make a buffer without relabel."
             )
-        if "mask" in self._fields:
-            raise ValueError("sample_sequences returns a `mask` of its own; give the field 'mask' another name.")
         with self._lock:
             call = f"sample_sequences({batch}, {length}, {burn_in})"
             first, added = self._engine.span_of_steps()
@@ -333,8 +383,17 @@ class TrajectoryReplayBuffer(Buffer):
                     f"{call} needs {steps} consecutive steps of an environment; the buffer holds {added - first}. "
                     "Add more, or ask for shorter windows."
                 )
-            self._check_enough(batch, (steps - 1) * self._num_envs, call)
-            return Batch(self._engine.sample_sequences(batch, steps, exponent))
+            mark = self._draws.mark()
+            try:
+                if not strict and every == 1:
+                    self._check_enough(batch, (steps - 1) * self._num_envs, call)
+                    return Batch(self._engine.sample_sequences(batch, steps, exponent))
+                among, found = self._engine.among(steps, bool(strict), every)
+                self._check_enough(batch, call=f"{call} with strict={bool(strict)}, stride={every}", among=found)
+                return Batch(self._engine.sample_sequences(batch, steps, exponent, among))  # type: ignore[arg-type]
+            except BaseException:
+                self._draws.take_back(mark)
+                raise
 
     def clear(self) -> None:
         """Forget all steps; keys, the counts of `stats()` and running episodes go on.
@@ -361,28 +420,31 @@ class TrajectoryReplayBuffer(Buffer):
             "relabel": None if self._relabel is None else self._relabel.describe(),
         }
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "relabel": self._relabel}
+
+    _layout = staticmethod(stream_layout)
+
     @classmethod
     def load(
         cls: type[OwnStream],
         path: str | PathLike[str],
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
+        *,
+        sampler: Sampler | None = None,
+        capacity: int | None = None,
     ) -> OwnStream:
         """The buffer that `save` wrote, on any device.
 
-        relabel: given again where the saved buffer had one, since its functions are not saved.
+        relabel:  given again where the saved buffer had one, since its functions are not saved.
+        sampler, capacity: others, as in `ReplayBuffer.load`. Steps whose stack does not fit the smaller ring any more
+                  cannot be drawn.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
         saved = checkpoint_state.Saved(path, cls.__name__)
-        check_relabel_again(path, saved.config.get("relabel"), relabel)
-        return cls._load(saved, device, relabel=relabel)
-
-
-def stream_sizes(
-    capacity: int, num_envs: int, fields: Mapping[str, Field], autoreset: Autoreset, sampler: Sampler, backend: Backend
-) -> dict[str, int]:
-    """Bytes that a trajectory buffer would take, by name; raises as the buffer itself does."""
-    checked = check_stream_fields(fields)
-    shape = stream_shape(capacity, num_envs, checked, 1, 1, autoreset, None)
-    return trajectory_estimate(shape, checked, sampler, backend)
+        with saved.refusing(saved.NO_SETTINGS):
+            described = dict(saved.config.get("relabel") or {}) or None
+        check_relabel_again(path, described, relabel)
+        return cls._load(saved, device, sampler, capacity, relabel=relabel)

@@ -16,16 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "gpu_replay"
 MOST_LINES = 450
 # folders and modules of the top level, and imports between two of them
-MOST_NODES, MOST_ARROWS = 25, 89
+MOST_NODES, MOST_ARROWS = 31, 121
 
 # From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.
 LAYERS = (
     ("cli", "__main__"),
-    ("study", "training", "bench"),
+    ("study", "training", "bench", "integrations", "examples"),
     ("console",),
     ("__init__",),
     ("buffer", "trajectory_buffer"),
+    ("extending",),
     ("base_buffer",),
+    ("contents",),
+    ("inspection",),
+    ("stateful",),
     ("engines",),
     ("hindsight", "stats"),
     ("graphs", "checkpoint"),
@@ -34,11 +38,12 @@ LAYERS = (
     ("kernels",),
     ("spaces",),
     ("validation",),
-    ("fields", "batch", "errors", "stream_order"),
+    ("fields",),
+    ("batch", "errors", "stream_order"),
 )
 RANK = {name: len(LAYERS) - depth for depth, names in enumerate(LAYERS) for name in names}
 # the programs do not know of one another, nor does the core know of them
-PROGRAMS = ("study", "training", "bench")
+PROGRAMS = ("study", "training", "bench", "integrations", "examples")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb")
 HEAVY = ("triton", "numba", "gymnasium", "ale_py", "matplotlib", "tqdm", "safetensors", "tensorboard", "hypothesis")
 
@@ -53,12 +58,13 @@ def sources(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(module: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """What a file imports, wherever in the file: modules of the package without its name, others in full."""
+def imports(module: str, path: Path, modules: dict[str, Path], *, everywhere: bool = True) -> Iterator[str]:
+    """What a file imports, or what it imports when it is imported: modules of the package without its name."""
     inside = module.split(".")[:-1]
     if path.name == "__init__.py" and module != "__init__":
         inside = module.split(".")
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if everywhere else tree.body:
         if isinstance(node, ast.Import):
             yield from (_own(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,6 +83,20 @@ def _own(name: str) -> str:
     if name == PACKAGE:
         return "__init__"
     return name.removeprefix(f"{PACKAGE}.") if name.startswith(f"{PACKAGE}.") else f"foreign {name}"
+
+
+def loaded(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """For each module of the package the distributions that importing it needs."""
+    direct = {name: set(imports(name, path, modules, everywhere=False)) for name, path in modules.items()}
+    found = {}
+    for module in modules:
+        known, waiting = {module}, [module]
+        while waiting:
+            more = direct.get(waiting.pop(), set()) - known
+            known |= more
+            waiting += more
+        found[module] = {name.removeprefix("foreign ").split(".")[0] for name in known if name.startswith("foreign ")}
+    return found
 
 
 def violations(root: Path) -> list[str]:
@@ -249,14 +269,20 @@ PROGRAMS_OF_TESTS = ("api_reference.py", "typed_use.py")
 
 
 def test_tests_are_collected_with_torch_triton_numpy_and_pytest_alone() -> None:
-    """As on a GPU machine that has nothing else; `pytest.importorskip` asks for more."""
+    """As on a GPU machine that has nothing else; `pytest.importorskip`, above the imports, asks for more."""
     folder = Path(__file__).parent
     allowed = {*sys.stdlib_module_names, "torch", "triton", "numpy", "pytest", "gpu_replay"}
     allowed |= {path.stem for path in folder.glob("*.py")}
-    wrong = []
+    modules, wrong = sources(ROOT), []
+    needed = loaded(modules)
     for path in folder.glob("*.py"):
+        asked = set()
         for node in ast.parse(path.read_text()).body if path.name not in PROGRAMS_OF_TESTS else ():
+            if isinstance(node, (ast.Assign, ast.Expr)) and "importorskip" in ast.unparse(node.value):
+                asked |= {each.value.split(".")[0] for each in ast.walk(node) if isinstance(each, ast.Constant)}
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            wrong += [f"{path.name} imports {name}" for name in names if name.split(".")[0] not in allowed]
+            wrong += [f"{path.name} imports {name}" for name in names if name.split(".")[0] not in allowed | asked]
+        for module in imports(path.stem, path, modules, everywhere=False) if path.name not in PROGRAMS_OF_TESTS else ():
+            wrong += [f"{path.name} imports {name}" for name in needed.get(module, set()) - allowed - asked]
     assert wrong == []

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from gpu_replay import Field, Proportional, ReplayBuffer, Uniform, __version__
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform, __version__
 from gpu_replay.cli import main
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -87,7 +88,7 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(without_extr
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "the following arguments are required: COMMAND"),
+        (["--"], "the following arguments are required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["train"], "the following arguments are required: ENV"),
         (["train", "catch", "--stepz", "3"], "unrecognized arguments: --stepz 3"),
@@ -104,12 +105,21 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(without_extr
         (["play", "run", "--episodes", "0"], "argument --episodes: must be at least 1; found 0"),
         (["estimate"], "required: --capacity"),
         (["estimate", "--capacity", "10"], "one of the arguments --field --env is required"),
-        (["estimate", "--capacity", "0", "--field", "a=int64"], "capacity must be from 1 to"),
+        (["estimate", "--capacity", "0", "--field", "a=int64"], "capacity must be at least 1"),
         (["estimate", "--capacity", "1", "--field", "a"], "'a' is not NAME=SHAPE:DTYPE"),
         (["estimate", "--capacity", "1", "--field", "a=3:int65"], "unknown dtype 'int65'"),
         (["estimate", "--capacity", "1", "--field", "a=0x3:int64"], "sides of at least 1"),
         (["estimate", "--capacity", "1", "--field", "key=int64"], "'key' is reserved"),
         (["estimate", "--capacity", "1", "--field", "a=int64", "--field", "a=int8"], "--field a is given twice"),
+        (["estimate", "--capacity", "9", "--env", "catch", "--stack", "0"], "argument --stack: must be at least 1"),
+        (
+            ["estimate", "--capacity", "9", "--field", "a=int8", "--frame-size", "42"],
+            "--frame-size is of Atari's frames",
+        ),
+        (
+            ["estimate", "--capacity", "9", "--env", "catch", "--num-envs", "0"],
+            "argument --num-envs: must be at least 1",
+        ),
         (["info", "--loud"], "unrecognized arguments: --loud"),
     ],
 )
@@ -200,6 +210,62 @@ def test_estimate_of_environments(capsys: Capture) -> None:
         assert any(line.split()[:2] == [name, size] for line in out.splitlines()), out
     assert main(["estimate", "--device", "cpu", "--capacity", "10", "--env", "catch"]) == 0
     assert any(line.split()[:2] == ["obs", "1,440"] for line in capsys.readouterr().out.splitlines())
+
+
+def table_of(capsys: Capture, *arguments: str) -> tuple[dict[str, int], str]:
+    """The sizes that `estimate` prints on a CPU, by name, and all of its output."""
+    assert main(["estimate", "--device", "cpu", *arguments]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines() if " bytes " in line and line.startswith("  ")]
+    return {words[0]: int(words[1].replace(",", "")) for words in lines}, out
+
+
+def test_estimate_asks_nothing_of_an_agent(capsys: Capture) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    spaces = [gymnasium.spaces.Box(-1, 1, shape, np.float64) for shape in ((3,), (1,))]
+    sizes, out = table_of(capsys, "--capacity", "1000", "--env", "Pendulum-v1")
+    made = ReplayBuffer.from_spaces(1000, *spaces, sampler=Proportional(), device="cpu")
+    assert sizes["total"] == pytest.approx(made.nbytes, rel=0.1)
+    assert (sizes["obs"], sizes["action"]) == (12_000, 4_000)
+    assert "`gpu-replay train` cannot learn here: Pendulum-v1 has actions Box" in out
+    sizes, _ = table_of(capsys, "--capacity", "1000", "--env", "Pendulum-v1", "--num-envs", "8")
+    stream = TrajectoryReplayBuffer.from_spaces(1000, 8, *spaces, sampler=Proportional(), device="cpu")
+    assert sizes["total"] == pytest.approx(stream.nbytes, rel=0.1)
+
+
+def test_estimate_says_what_stacks_frames_and_the_trainer_take(capsys: Capture) -> None:
+    for name in ("gymnasium", "ale_py"):
+        pytest.importorskip(name)
+    many = ["--capacity", "20_000", "--env", "pong"]
+    single, _ = table_of(capsys, *many)
+    stacked, out = table_of(capsys, *many, "--stack", "4", "--frame-size", "84")
+    small, _ = table_of(capsys, *many, "--frame-size", "42")
+    once, _ = table_of(capsys, *many, "--stack", "4", "--num-envs", "8")
+    assert (single["obs"], stacked["obs"], small["obs"], once["obs"]) == (
+        141_120_000,
+        564_480_000,
+        35_280_000,
+        141_120_000,
+    )
+    assert stacked["next_obs"] == stacked["obs"]
+    assert "next_obs" not in once
+    assert f"the buffer alone takes {stacked['total']:,} bytes" in out
+    found = re.search(
+        r"`gpu-replay train pong --capacity 20000` would take ([\d,]+) bytes: ([\d,]+) for its buffer", out
+    )
+    assert found is not None
+    whole, buffer = (int(text.replace(",", "")) for text in found.groups())
+    # each frame once, whatever the stack, and networks
+    assert 141_120_000 < buffer < 150_000_000
+    assert 1_000_000 < whole - buffer < 100_000_000
+
+
+def test_the_command_alone_prints_its_help(capsys: Capture) -> None:
+    assert main([]) == 0
+    found = capsys.readouterr()
+    assert found.err == ""
+    assert found.out.startswith("usage: gpu-replay")
+    assert "estimate" in found.out
 
 
 def test_info_names_versions_devices_and_code(capsys: Capture) -> None:

@@ -191,7 +191,7 @@ def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
     buffer, eager = streamed(stack=1, n_step=1), streamed(stack=1, n_step=1)
 
     def draw(replay: TrajectoryReplayBuffer) -> Batch:
-        return replay.sample_sequences(4, 3, burn_in=2)
+        return replay.sample_sequences(4, 3, burn_in=2, stride=2)
 
     quick = compiled(draw)
     for _ in range(2):
@@ -376,13 +376,13 @@ def test_draws_are_operators_that_are_what_they_say(make: Callable[[], Replay]) 
     rewound = Rewound(make())
     draw = rewound.buffer._batch_kind
     assert list(rewound.buffer.sample(6)) == list(draw.names)
-    checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, None)
+    checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, False, 1, None)
 
 
 def test_draws_of_sequences_and_with_an_exponent_are_what_they_say() -> None:
     rewound = Rewound(streamed(n_step=1))
     operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._sequence_kind
-    checked(operators, draw.draw, draw.layout, 5, 4, 2, torch.tensor(0.3, dtype=torch.float64))
+    checked(operators, draw.draw, draw.layout, 5, 4, 2, True, 2, torch.tensor(0.3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("priorities", [None, torch.arange(3.0)], ids=["without", "with"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import thinned
 from guards import guarded
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
@@ -67,8 +68,7 @@ def sizes(full: bool) -> list[tuple[int, int, float, int]]:
     return [(1, 1, 0.5, 5), (1, 7, 0.2, 40), (3, 13, 0.1, 60), (130, 4, 0.3, 30)] if full else [(3, 5, 0.3, 14)]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["", "sizes of a gpu"])
-@pytest.mark.parametrize("mode", MODES)
+@thinned("mode, on_gpu", MODES, [False, True])
 def test_streams_are_followed_as_on_the_host(
     mode: str, on_gpu: bool, full: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,20 +43,25 @@ HARMLESS = {
     "float(np.float32(beta))",
     "bool(ended[row])",  # flags on the CPU
     "beta.item()",  # of compiled code, on the CPU
-    "torch.as_tensor(value)",  # arrays in compiled code
+    "bool(strict)",
+    "torch.as_tensor(value, device='cpu')",  # arrays in compiled code
+    "tensor.numpy()",  # what buffers on the host store
+    "tensor.view(torch.int16).numpy()",
     "torch.as_tensor(terminated)",
     "torch.as_tensor(truncated)",
     "np.asarray(value)",  # arrays that are on the host and stay there until they are moved, which no graph does
     "torch.from_numpy(array)",
     "torch.from_numpy(_storable(name, array))",
+    "self._copies.synchronize()",  # of pinned memory on a stream of their own
 }
 # positions among the counters, bits of flags, and functions that are searched themselves
 PLAIN = ("int(Counter.", "int(Flag.", "validation.")
 # on the way to the host, or of a length that only the device knows unless it is told
 TO_HOST = ("'cpu'", "device='cpu'", "torch.device('cpu')")
 OUTPUT_SIZE = "output_size"
-# waits only when a replayed graph may have added what the host has not seen, or when the host does not know of enough
-MAY_WAIT = {"count_at_least", "span_of_steps"}
+# waits only when a replayed graph may have added what the host has not seen, or when the host does not know of enough;
+# `among` counts for sequences that are strict or have a stride
+MAY_WAIT = {"count_at_least", "span_of_steps", "among"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -206,3 +206,14 @@ def test_without_numba_the_same_buffer_is_made(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         _backend.inner_loops.cache_clear()
     assert _backend.inner_loops() is not numpy_loops
+
+
+def test_long_windows_of_one_environment_are_summed_in_the_order_of_their_steps(both: Any) -> None:
+    make: dict[str, Any] = {"n_step": 16, "gamma": 1.0, "device": "cpu"}
+    fields = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
+    for buffer in both(functools.partial(TrajectoryReplayBuffer, 40, 1, fields, **make)):
+        # what is added to the first reward before the ninth takes it away is too little to count
+        for step in range(18):
+            reward = {0: 1e30, 8: -1e30}.get(step, 1.0)
+            buffer.add(obs=[0.0], action=[0], reward=[reward], terminated=[step == 17], truncated=[False])
+        assert buffer[0].reward.tolist() == [7.0]

@@ -72,7 +72,9 @@ def test_an_order_is_sorted_once_for_all_samples_between_two_changes(
         assert lengths == [20] * (time + 1)
 
 
-@pytest.mark.parametrize("every", [2, 3, 10])
+@pytest.mark.parametrize(
+    "every", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(10, marks=pytest.mark.slow)]
+)
 def test_an_order_for_several_samples_is_sorted_when_it_is_time(
     every: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +132,7 @@ def test_a_captured_draw_that_makes_no_list_leaves_the_host_unsure(
 
 # streams
 
-CALLS = 40
+CALLS = 30
 
 
 def streams(device: str, capacity: int, sampler: Any, **settings: Any) -> Twins:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -28,7 +30,9 @@ def block(page: str, language: str, after: str = "") -> str:
     [
         pytest.param(README, "## Example", id="example"),
         pytest.param(GUIDE, "## Streams of steps", id="streams", marks=pytest.mark.slow),
+        pytest.param(GUIDE, "`TrajectoryReplayBuffer.from_env", id="from_env", marks=pytest.mark.slow),
         pytest.param(GUIDE, "## Hindsight", id="hindsight", marks=pytest.mark.slow),
+        pytest.param(GUIDE, "## Checkpoints", id="checkpoints", marks=pytest.mark.slow),
         pytest.param(GUIDE, "## A learning step as one call", id="capture", marks=pytest.mark.slow),
     ],
 )
@@ -41,6 +45,39 @@ def test_the_examples_print_what_they_say(device: str, page: str, section: str) 
     command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.stderr, done.stdout) == ("", block(page, "text", section))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:minari")
+def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what its reader has already: environments, networks, a dataset."""
+    for module in ("gymnasium", "stable_baselines3", "tensordict", "minari"):
+        pytest.importorskip(module)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    import gymnasium
+    from tensordict import TensorDict
+
+    from gpu_replay import Proportional, ReplayBuffer
+
+    section = README[README.index("## In your own loop") : README.index("## Commands")]
+    loop, libraries = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    envs = gymnasium.make_vec("CartPole-v1", 2)
+    obs, _ = envs.reset(seed=0)
+    after, rewards, terminations, *_ = envs.step(np.array([0, 1]))
+    table = torch.randn(2, 4)
+    names = {"Proportional": Proportional, "ReplayBuffer": ReplayBuffer, "envs": envs, "obs": obs}
+    names |= {"actions": np.array([0, 1]), "rewards": rewards, "real_next_obs": after, "terminations": terminations}
+    names["td_target"] = lambda reward, obs, terminated: reward + 0.99 * (obs @ table.T).amax(1) * ~terminated
+    names["q_values"] = lambda obs, action: (obs @ table.T).gather(1, action[:, None])[:, 0]
+    exec(loop, names)
+    assert names["loss"] > 0  # type: ignore[operator]
+    assert names["rb"].stats().max_priority != 1.0  # type: ignore[attr-defined]
+    from test_integrations_minari import small_dataset
+
+    names |= {"collected": TensorDict({"a": torch.arange(9)}, [9]), "dataset": small_dataset()}
+    exec(libraries.replace("1_000", "120"), names)
+    assert names["model"].replay_buffer.size() == 120  # type: ignore[attr-defined]
+    assert names["batch"].shape == (128,)  # type: ignore[attr-defined]
+    assert names["offline"].stats().eligible == 12  # type: ignore[attr-defined]
 
 
 def test_the_commands_name_extras_and_files_that_there_are() -> None:

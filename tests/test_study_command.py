@@ -76,13 +76,8 @@ def test_a_study_continues_where_it_stopped_and_finds_what_it_would_have_found(s
     assert str(tmp_path / "report.md") in done.stdout
 
 
-@pytest.mark.parametrize(
-    "number, code",
-    [
-        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, 143, id="sigterm", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
 def test_a_signal_ends_it_and_says_how_to_continue(tmp_path: Path, number: signal.Signals, code: int) -> None:
     # long enough that it cannot be over before the signal comes
     arguments = f"-m gpu_replay study cartpole --methods none uniform --seeds 3 --jobs 2 --output {tmp_path}"
@@ -115,6 +110,7 @@ def test_a_finished_study_is_only_reported(study: Path, capsys: pytest.CaptureFi
     assert str(report) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_those_before_it_are_kept() -> None:
     names = ("CartPole-v1", "NoSuchPole-v1")
     tasks = {name: (RunId(name, "uniform", 0), AgentSettings(episodes=1)) for name in names}

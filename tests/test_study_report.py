@@ -44,6 +44,7 @@ def test_everything_is_written_and_every_picture_shown(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_pictures_of_very_little(tmp_path):
     def level(environment, method, seed):
         return -200.0, 2016.0, 0.0

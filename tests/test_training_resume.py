@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from training_runs import TIMES, make_trainer, without_times
+from transitions import same_draws
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.checkpoint.format import read_checkpoint
@@ -20,6 +22,7 @@ from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.training.checkpoints import flatten, latest, unflatten
 from gpu_replay.training.run_dir import NETWORK
 from gpu_replay.training.trainer import Listener, Trainer
+from gpu_replay.training.vector_envs import make_gymnasium
 
 CATCH = ["train", "catch", "--device", "cpu", "--steps", "3000", "--eval-every", "800", "--eval-episodes", "16"]
 CATCH += ["--log-every", "300", "--seed", "5", "--warmup", "500"]
@@ -95,7 +98,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # in the warm-up, while learning, within the second evaluation, one step before the end
-@pytest.mark.parametrize("looks", [[3], [40], [66], [103], [20, 50, 1]])
+@pytest.mark.parametrize(
+    "looks", [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 103)), [66], [20, 50, 1]]
+)
 def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(tmp_path: Path, whole: Path, looks: list[int]) -> None:
     folder = tmp_path / "run"
     assert train(folder, CATCH, looks[0]) == 130
@@ -135,14 +140,60 @@ def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads(json.dumps(values)), {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+OTHERS = ("MountainCar-v0", "Acrobot-v1")
+CLASSIC = {"eval_episodes": 2, "warmup": 200, "eval_max_steps": 30, "log_every": 9_999, "eval_every": 9_999}
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_games_whose_state_can_be_set_go_on_in_mid_episode(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    whole, before = (make_trainer(name, seed=1, steps=1_120, **CLASSIC) for _ in range(2))
+    whole.run(Listener(), StopRequest())
+    for _ in range(40):
+        before._advance()
+    before.buffer.save(tmp_path / "replay")
+    buffer = TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
+    after = make_trainer(name, seed=1, steps=1_120, buffer=buffer, **CLASSIC)
+    after.restore(unflatten(*snapshot(before)), filled=True)
+    assert after.run(Listener(), StopRequest()) == "steps"
+    tensors = [snapshot(each)[1] for each in (after, whole)]
+    check_same(*({path: found[path] for path in found if path.split("/")[-1] not in TIMES} for found in tensors))
+    assert torch.equal(after.buffer.masses(), whole.buffer.masses())
+    same_draws(after.buffer, whole.buffer, 5)
+
+
+def test_the_random_stream_of_a_game_comes_back() -> None:
+    pytest.importorskip("gymnasium")
+    one, other = (make_gymnasium("CartPole-v1", 2) for _ in range(2))
+    one.reset(3)
+    # a half word is kept by the stream
+    for environment in one._vector.envs:
+        environment.unwrapped.np_random.integers(7, dtype=np.uint32)
+    other.reset(4)
+    assert torch.equal(other.restore(one.state()), one._frame)
+    for _ in range(60):
+        for each in (one, other):
+            each.send(torch.tensor([0, 1]))
+        steps = [each.recv() for each in (one, other)]
+        assert torch.equal(steps[0].obs, steps[1].obs)
+    assert one.state().keys() == other.state().keys()
+    assert all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
+
+
+UNKNOWN = "UnknownCartPole-v0"
 CARTPOLE = {"steps": 3_200, "warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every": 300}
 
 
 @pytest.fixture
 def cartpole(tmp_path: Path) -> tuple[Trainer, TrajectoryReplayBuffer]:
     """A trainer at the end of its steps, and its buffer as a checkpoint gives it back."""
-    pytest.importorskip("gymnasium")
-    trainer = make_trainer("CartPole-v1", seed=1, eval_episodes=2, **CARTPOLE)
+    gymnasium = pytest.importorskip("gymnasium")
+    kind = pytest.importorskip("gymnasium.envs.classic_control").CartPoleEnv
+    # of another module, so that nobody knows what its state is made of
+    other = type("Unknown", (kind,), {"__module__": "elsewhere"})
+    if UNKNOWN not in gymnasium.registry:
+        gymnasium.register(UNKNOWN, other, max_episode_steps=500)
+    trainer = make_trainer(UNKNOWN, seed=1, eval_episodes=2, **CARTPOLE)
     assert trainer.run(Listener(), StopRequest()) == "steps"
     trainer.buffer.save(tmp_path / "replay")
     return trainer, TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
@@ -153,7 +204,7 @@ def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
 ) -> None:
     before, buffer = cartpole
     values, tensors = snapshot(before)
-    after = make_trainer("CartPole-v1", seed=1, buffer=buffer, eval_episodes=2, **CARTPOLE)
+    after = make_trainer(UNKNOWN, seed=1, buffer=buffer, eval_episodes=2, **CARTPOLE)
     first_obs = after._obs.clone()
     after.restore(unflatten(values, tensors), filled=True)
     found, same = snapshot(after)
@@ -176,7 +227,7 @@ def test_no_window_joins_what_was_before_with_what_comes_after(
 ) -> None:
     before, buffer = cartpole
     changes = CARTPOLE | {"steps": 4_800}
-    after = make_trainer("CartPole-v1", seed=1, buffer=buffer, eval_episodes=2, **changes)
+    after = make_trainer(UNKNOWN, seed=1, buffer=buffer, eval_episodes=2, **changes)
     after.restore(unflatten(*snapshot(before)), filled=True)
     seam = buffer.added
     assert after.run(Listener(), StopRequest()) == "steps"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_twins import waiting_is_an_error
 from training_runs import CPU, Events, advanced, read_rows, start, train, wait_for
 
 from gpu_replay import Batch, TrajectoryReplayBuffer
@@ -140,12 +141,9 @@ def test_td_errors_become_priorities(short: tuple[Trainer, Events]) -> None:
 def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
     # past the warm-up, and between the steps that are timed
     trainer = advanced(70, device=torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(10):
             trainer._advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert trainer.agent.updates == 2 * (80 - 13)
 
 

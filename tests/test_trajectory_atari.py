@@ -115,7 +115,7 @@ def check_rows(buffer: TrajectoryReplayBuffer, history: History, found: list[Ste
 
 
 @statistical
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("autoreset", ["next_step", pytest.param("same_step", marks=pytest.mark.slow)])
 def test_stacks_of_pong_equal_those_of_the_environment(autoreset: str, device: str) -> None:
     found = check_stacks("pong", autoreset, steps=1000, frames=4 * 170, capacity=1201, device=device)
     assert sum(step.truncated.sum() for step in found) >= 5 * ENVS

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from devices import thinned
 from interpreted import kernel_device as kernel_device
 
 from gpu_replay import Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
@@ -80,8 +81,7 @@ def test_a_ring_that_is_filling_up_is_asked_once_for_each_size(reads: list[int],
     assert len(reads) == 1
 
 
-@pytest.mark.parametrize("stack", [1, 4])
-@pytest.mark.parametrize("seed", range(2))
+@thinned("seed, stack", range(2), [1, 4])
 def test_the_lower_bound_is_never_above_the_number(seed: int, stack: int, device: str) -> None:
     draw = random.Random(seed)
     buffer = made(device, 30, stack=stack, n_step=2, sampler=Latest())

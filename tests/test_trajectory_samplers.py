@@ -213,7 +213,7 @@ def test_nothing_eligible_is_a_runtime_error_however_much_is_stored(sampler: Any
             pair.buffer.sample(2)
 
 
-@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[::3]), ids=repr)
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
 def test_draws_are_eligible_and_the_newest_in_order(autoreset: str, sampler: Any, device: str) -> None:
     pair = Pair(29, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=3, autoreset=autoreset)
@@ -230,7 +230,7 @@ def test_draws_are_eligible_and_the_newest_in_order(autoreset: str, sampler: Any
             assert batch.probability.tolist()[3 - newest :] == [1.0] * newest
 
 
-@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[::3]), ids=repr)
 def test_equal_seeds_draw_the_same_and_other_seeds_do_not(sampler: Any, device: str) -> None:
     drawn = []
     for seed in (0, 0, 1):

@@ -18,7 +18,7 @@ from tolerances import close
 from trajectory_pair import Pair, live_through, numbered, play
 from transitions import EXACT
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, Uniform
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -41,9 +41,11 @@ def test_shapes_types_and_names(stack: int, frame: list[int], device: str) -> No
     batch = pair.buffer.sample_sequences(5, 7, burn_in=2)
     expected = {
         "obs": ([5, 9, *frame, 2], torch.int16),
+        "next_obs": ([5, 9, *frame, 2], torch.int16),
         "note": ([5, 9, 2], torch.float32),
         "action": ([5, 9], torch.int64),
         "reward": ([5, 9], torch.float32),
+        "discount": ([5, 9], torch.float32),
         "key": ([5], torch.int64),
         **dict.fromkeys(("terminated", "truncated", "mask"), ([5, 9], torch.bool)),
         **dict.fromkeys(("probability", "weight"), ([5], torch.float32)),
@@ -53,7 +55,7 @@ def test_shapes_types_and_names(stack: int, frame: list[int], device: str) -> No
     assert len(batch) == 5
 
 
-@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[1::3]), ids=repr)
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 def test_windows_hold_their_steps_at_every_place_of_the_ring(autoreset: str, sampler: Any, device: str) -> None:
     pair = Pair(41, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset, fields=FEW)
@@ -211,6 +213,9 @@ BAD: list[tuple[type[Exception], str, list[Any]]] = [
     (TypeError, "burn_in", [0.5, True]),
     (ValueError, "beta", [-1.0]),
     (TypeError, "beta", ["high"]),
+    (ValueError, "stride", [0]),
+    (TypeError, "stride", [1.5]),
+    (TypeError, "strict", ["yes", 1]),
 ]
 
 
@@ -226,13 +231,111 @@ def test_arguments_that_mean_nothing_are_refused_and_draw_nothing(
     assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
 
 
-def test_rewards_and_flags_are_those_of_single_steps(device: str) -> None:
-    pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, n_step=3, autoreset="same_step")
+def test_flags_are_those_of_single_steps_and_rewards_those_of_windows(device: str) -> None:
+    pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, n_step=3, gamma=0.5, autoreset="same_step")
     for number in range(8):
         pair.add([numbered(number, 0, FEW, reward=float(number), terminated=number == 4)])
     batch = pair.buffer.sample_sequences(2, 3)
     # the newest starts whose own three steps are over
     assert batch.key.tolist() == [3, 4]
-    assert batch.reward.tolist() == [[3.0, 4.0, 5.0], [4.0, 5.0, 6.0]]
+    assert batch.reward.tolist() == [[5.0, 4.0, 9.75], [4.0, 9.75, 9.5]]
+    assert batch.discount.tolist() == [[0.0, 0.0, 0.125], [0.0, 0.125, 0.25]]
     assert batch.terminated.tolist() == [[False, True, False], [True, False, False]]
     assert batch.mask.tolist() == [[True, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+def test_targets_of_steps_are_those_of_samples(autoreset: str, n_step: int, device: str) -> None:
+    """Each step of a sequence that could be drawn alone has the target that it has alone."""
+    settings: dict[str, Any] = {"n_step": n_step, "stack": 2, "autoreset": autoreset, "fields": FEW}
+    pair = live_through(Pair(60, 2, sampler=Uniform(), device=device, **settings), scale(29, 16), end=0.2, final=1.0)
+    starts = pair.history.view().sequence_starts(4)
+    batch, compared = pair.buffer.sample_sequences(len(starts), 4), 0
+    eligible = pair.history.view().eligible()
+    alone = pair.buffer[eligible]
+    for row, key in enumerate(batch.key.tolist()):
+        for age in range(4):
+            later = key + 2 * age
+            if later in eligible and batch.mask[row, age]:
+                place = eligible.index(later)
+                for name in ("obs", "reward", "discount", *(["next_obs"] if alone.discount[place] else [])):
+                    assert torch.equal(batch[name][row, age], alone[name][place]), name
+                compared += 1
+    assert compared >= 2 * len(starts)
+
+
+def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
+    pair = Pair(12, 1, sampler=Latest(), device=device, fields=FEW, gamma=0.5, stack=2, n_step=2)
+    play(pair, "...U.....", fields=FEW)
+    (window,) = pair.buffer.sample_sequences(1, 3)[:1].next_obs.tolist()
+    # of steps 6 to 8, where 9 is to come; the frame of step t is t + 1
+    assert window == [[8, 9], [8, 9], [8, 9]]
+    cut = Pair(12, 1, sampler=Latest(), device=device, fields=FEW, gamma=0.5, autoreset="same_step")
+    play(cut, "..U...", fields=FEW)
+    batch = cut.buffer[[0, 1]]
+    assert batch.next_obs.tolist() == [2, 3]
+    batch = cut.buffer.sample_sequences(3, 3)
+    row = batch.key.tolist().index(1)
+    assert batch.next_obs[row].tolist()[:2] == [3, 3]
+    assert batch.discount[row].tolist()[:2] == [0.5, 0.5]
+    assert batch.truncated[row].tolist() == [False, True, False]
+
+
+def allowed(pair: Pair, length: int, strict: bool, stride: int) -> list[int]:
+    """Keys of the starts that may be drawn."""
+    view = pair.history.view()
+    starts = [key for key in view.sequence_starts(length) if key // pair.history.num_envs % stride == 0]
+    if not strict:
+        return starts
+    return [key for key in starts if all(step["mask"] for step in view.sequence(key, length))]
+
+
+@pytest.mark.parametrize("strict, stride", [(True, 1), (False, 3), (True, 2)])
+@pytest.mark.parametrize(
+    "sampler", scale([*EVERY, RankBased(), RankBased(resort_every=3)], [EXACT, RankBased()]), ids=repr
+)
+def test_strict_windows_and_strides(sampler: Any, strict: bool, stride: int, device: str) -> None:
+    for seed, autoreset in enumerate(("next_step", "same_step")):
+        pair, twin = (lived(sampler, device, seed=seed, autoreset=autoreset, stack=2) for _ in range(2))
+        for length in (1, 4):
+            starts = allowed(pair, length, strict, stride)
+            drawn = min(4, len(starts))
+            newest = sampler.newest if isinstance(sampler, Combined) else 1
+            assert drawn > newest
+            batch = pair.buffer.sample_sequences(drawn, length, strict=strict, stride=stride)
+            assert set(batch.key.tolist()) <= set(starts)
+            pair.check_sequences(batch, pair.history.view(), length)
+            assert not strict or bool(batch.mask.all())
+            if isinstance(sampler, Latest):
+                assert batch.key.tolist() == starts[-drawn:]
+            if isinstance(sampler, Uniform) and not sampler.replacement:
+                every = pair.buffer.sample_sequences(len(starts), length, strict=strict, stride=stride)
+                assert sorted(every.key.tolist()) == starts
+                with pytest.raises(ValueError, match=rf"stride={stride}.*needs {len(starts) + 1}.*holds {len(starts)}"):
+                    pair.buffer.sample_sequences(len(starts) + 1, length, strict=strict, stride=stride)
+        # masses, keys and orders are as they were
+        pair.check()
+        twin.buffer.load_state_dict(pair.buffer.state_dict())
+        assert twin.buffer.sample(3).key.tolist() == pair.buffer.sample(3).key.tolist()
+
+
+def test_strict_windows_may_end_with_their_last_step(device: str) -> None:
+    pair = Pair(40, 1, sampler=Uniform(replacement=True), device=device, fields=FEW, autoreset="same_step")
+    play(pair, "...T...T...T", fields=FEW)
+    assert set(pair.buffer.sample_sequences(50, 4, strict=True).key.tolist()) == {0, 4, 8}
+    assert set(pair.buffer.sample_sequences(50, 3, strict=True, stride=4).key.tolist()) == {0, 4, 8}
+    with pytest.raises(RuntimeError, match="strict=True"):
+        pair.buffer.sample_sequences(1, 5, strict=True)
+
+
+def test_strict_and_weighed_draws_are_in_proportion_to_the_masses(device: str) -> None:
+    pair = lived(EXACT, device, seed=3)
+    starts = allowed(pair, 3, True, 2)
+    mass = {key: 1.0 + key % 5 for key in starts}
+    eligible = pair.history.view().eligible()
+    pair.update(eligible, [mass.get(key, 1000.0) for key in eligible])
+    batch = pair.buffer.sample_sequences(6, 3, strict=True, stride=2, beta=1.0)
+    drawn = [mass[key] for key in batch.key.tolist()]
+    assert close(batch.probability, [each / sum(mass.values()) for each in drawn], "probability")
+    assert close(batch.weight, [min(drawn) / each for each in drawn], "weight")

@@ -237,19 +237,43 @@ class View:
         return [key for key in self.eligible() if self.place(key)[1] + length <= self.count]
 
     def sequence(self, key: int, length: int) -> list[dict[str, Any]]:
-        """The steps of a sequence: fields as they were given, `obs` as stacks, and whether `mask` covers each."""
+        """The steps of a sequence: fields as they were given, stacks, windows, and whether `mask` covers each."""
         env, start = self.place(key)
         sequence = []
         for number in range(start, start + length):
             given = self.history.steps[env][number]
             step = {name: value for name, value in given.items() if name not in ("final", "priority")}
             step |= {name: self.frames(name, env, number) for name in step if is_observation(name)}
-            step["reward"] = float32(step["reward"])
+            step |= self._open_window(env, number)
             same = self._same_episode(env, start, number)
             step["mask"] = same and not self.marks[env][number][1]
             step["dead"] = self.marks[env][number][1]
             sequence.append(step)
         return sequence
+
+    def _open_window(self, env: int, start: int) -> dict[str, Any]:
+        """Reward, discount and what comes after the window of any step, as far as it is stored."""
+        steps, gamma, numbers = self.history.steps[env], self.history.gamma, [start]
+        for number in range(start + 1, min(start + self.history.n_step, self.count)):
+            over = steps[number - 1]["terminated"] or steps[number - 1]["truncated"]
+            if over or not self._same_episode(env, start, number):
+                break
+            numbers.append(number)
+        last = numbers[-1]
+        found: dict[str, Any] = {
+            "reward": float32(sum(gamma**power * float32(steps[each]["reward"]) for power, each in enumerate(numbers))),
+            "discount": 0.0 if steps[last]["terminated"] else float32(gamma ** len(numbers)),
+        }
+        for name in steps[start]:
+            if not is_observation(name):
+                continue
+            if (env, last) in self.kept:
+                after = self.frames(name, env, last, steps[last]["final"][name])
+            else:
+                # what was not seen is replaced by the last that was
+                after = self.frames(name, env, last + 1 if self._same_episode(env, start, last + 1) else last)
+            found[f"next_{name}"] = None if steps[last]["terminated"] else after
+        return found
 
 
 class Priorities:

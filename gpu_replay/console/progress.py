@@ -1,4 +1,4 @@
-"""Progress bars on standard error, so that standard output holds results only."""
+"""The progress of programs on standard error, so that standard output holds results only."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from gpu_replay.checkpoint.progress import progress_bar
 
-def progress_bar(total: float, **options: Any) -> Any:
-    """tqdm with `options`, refreshed rarely where standard error is a log file. Raises ImportError without tqdm."""
-    from tqdm import tqdm
-
-    # in a log file every refresh is a line of its own
-    interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, file=sys.stderr, dynamic_ncols=True, mininterval=interval, **options)
+__all__ = ["Progress", "progress_bar"]
 
 
 class Progress:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from gpu_replay.study.results import Floats
 from gpu_replay.study.run import RunId
@@ -112,6 +111,8 @@ def pooled_spearman(pairs: Sequence[Pair]) -> Floats:
     pairs:   for each group x and y, (..., n) each; leading axes are shared, n may differ from group to group.
     returns: (...) float64, NaN where all is constant. One group gives Spearman's correlation.
     """
+    from scipy import stats
+
     x, y = (np.concatenate([_centred_ranks(pair[side]) for pair in pairs], axis=-1) for side in (0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)
@@ -208,6 +209,8 @@ def _over_methods(groups: list[list[Point]], predictor: str) -> Estimate:
 
 def _exact_p(group: Sequence[Point], predictor: str) -> float:
     """p-value of the correlation of the methods' means over all their orders; NaN for fewer than three methods."""
+    from scipy import stats
+
     pairs = [_pair(members, predictor) for members in _by("method", group).values()]
     x, y = (np.array([pair[side].mean() for pair in pairs]) for side in (0, 1))
     if len(pairs) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -238,6 +241,8 @@ def _bootstrap(sizes: Sequence[int], statistic: Callable[..., Floats]) -> Estima
 
 def _centred_ranks(values: Floats) -> Floats:
     """Ranks along the last axis, shifted and scaled into (-1/2, 1/2): groups of different sizes are comparable."""
+    from scipy import stats
+
     n = values.shape[-1]
     return (stats.rankdata(values, axis=-1) - (n + 1) / 2) / n
 

@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.format import MANIFEST, Checkpoint, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import sync_folder
+from gpu_replay.checkpoint.manifest import MANIFEST, check_version
 
 VERSION = 1
 REPLAY = "replay"
@@ -38,9 +39,7 @@ class SavedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checkpoint: Checkpoint = read_checkpoint(path / STATE)
-        version = self._checkpoint.manifest.get("version")
-        if version != VERSION:
-            raise CheckpointError(f"{path / STATE} has version {version!r}; this gpu_replay reads version {VERSION}.")
+        check_version(f"{path / STATE} has version", self._checkpoint.manifest.get("version"), VERSION)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class SavedRun:
 
     def state(self) -> dict[str, Any]:
         """The whole state as it was saved, with tensors in host memory."""
-        return unflatten(self.values, {name: self._checkpoint.read(name) for name in self._checkpoint.tensor_names})
+        return unflatten(self.values, self._checkpoint.read_all())
 
 
 def latest(folder: Path) -> SavedRun | None:

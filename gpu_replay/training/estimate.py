@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
-from gpu_replay.console.arguments import whole
+from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
 from gpu_replay.engines.storage import check_capacity, check_device, estimate, free_bytes, size_table
+from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
-from gpu_replay.ops._backend import choose
-from gpu_replay.spaces import classic_fields
-from gpu_replay.training.registry import identify, make_environment
+from gpu_replay.ops._backend import Backend, choose
+from gpu_replay.spaces import step_fields
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.registry import EnvironmentId, identify, make_environment
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.vector_envs import spaces
-from gpu_replay.trajectory_buffer import stream_sizes
 
 SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
     "uniform": Uniform(),
@@ -31,10 +34,13 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
 DESCRIPTION = """\
 Print the bytes that a buffer would take, per field, and whether they are free.
 
+With --env also what `gpu-replay train` would take there.
+
 examples:
-  gpu-replay estimate --capacity 1e6 --env CartPole-v1
+  gpu-replay estimate --capacity 1e6 --env Pendulum-v1
+  gpu-replay estimate --capacity 1e6 --env pong --stack 4 --num-envs 64
   gpu-replay estimate --capacity 1e6 --num-envs 64 --field obs=84x84:uint8 --field action=int64
-The second is a trajectory buffer, which stores each frame once."""
+With --num-envs it is a trajectory buffer, which stores each frame once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     field = "one field, such as obs=84x84:uint8; a scalar has no shape: action=int64. Repeat for more"
     what.add_argument("--field", action="append", type=_field, metavar="NAME=SHAPE:DTYPE", help=field)
-    what.add_argument("--env", metavar="ENV", help="the five classic fields of an environment")
+    what.add_argument("--env", metavar="ENV", help="the fields of an environment: pong, Pendulum-v1, catch, ...")
+    stack = "frames of an observation; a trajectory buffer stores each once all the same (default: 1)"
+    parser.add_argument("--stack", type=positive, default=1, metavar="S", help=stack)
+    parser.add_argument("--frame-size", type=positive, metavar="N", help="side of an Atari frame (default: 84)")
     envs = "of a trajectory buffer, which stores each observation once; without it, of a transition buffer"
-    parser.add_argument("--num-envs", type=whole, metavar="E", help=envs)
+    parser.add_argument("--num-envs", type=positive, metavar="E", help=envs)
     parser.add_argument(
         "--autoreset",
         choices=("next_step", "same_step", "disabled"),
@@ -74,26 +83,32 @@ def _field(text: str) -> tuple[str, Field]:
 def run(options: argparse.Namespace) -> int:
     """Print the sizes; returns the exit code. Raises UserError for bad input."""
     sampler = SAMPLERS[options.sampler]
+    if options.frame_size is not None and options.env is None:
+        raise UserError("--frame-size is of Atari's frames; with --field name the shape: --field obs=84x84:uint8.")
     try:
         device = check_device(options.device)
         capacity = check_capacity(options.capacity)
         backend = choose(device)
+        found = identify(options.env) if options.env else None
+        observation, action = ({}, {}) if found is None else _spaces(found, options.frame_size or 84)
         if options.num_envs is not None:
-            fields = _stream_fields(options.env, device) if options.env else _named(options.field)
+            fields = _named(options.field) if found is None else {**observation, **action}
             capacity -= capacity % options.num_envs
             sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
         else:
-            fields = _environment_fields(options.env, device) if options.env else check_fields(_named(options.field))
-            sizes = estimate(capacity, fields, sampler, backend)
+            fields = check_fields(_named(options.field)) if found is None else _classic(observation, action)
+            sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(str(error)) from None
     total, free = sum(sizes.values()), free_bytes(device)
     kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
     print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
     print(size_table(sizes))
-    print(f"{total / capacity:,.1f} bytes per transition")
+    print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
+    if found is not None:
+        print(_of_trainer(found, options, capacity, device, backend))
     if free is not None:
-        print(f"{free / 1e9:.3f} GB are free on {device}: it {'fits' if total <= free else 'does not fit'}")
+        print(f"{free / 1e9:.3f} GB are free on {device}: the buffer {'fits' if total <= free else 'does not fit'}")
     return 0
 
 
@@ -106,19 +121,67 @@ def _named(pairs: Sequence[tuple[str, Field]]) -> dict[str, Field]:
     return fields
 
 
-def _environment_fields(name: str, device: torch.device) -> dict[str, Field]:
-    """obs, action, reward, next_obs, terminated of an environment, as `ReplayBuffer.from_spaces` stores them."""
-    found = identify(name)
+def _spaces(found: EnvironmentId, side: int) -> tuple[dict[str, Field], dict[str, Field]]:
+    """The fields of an observation and of an action of one environment, as they are stored."""
     if found.kind == "gymnasium":
-        return classic_fields(*spaces(found.name))
-    stream = _stream_fields(name, device)
-    reward, terminated = Field((), torch.float32), Field((), torch.bool)
-    return {**stream, "reward": reward, "next_obs": stream["obs"], "terminated": terminated}
+        fields = step_fields(*spaces(found.name))
+    else:
+        frame = (
+            Field((side, side), torch.uint8)
+            if found.kind == "atari"
+            else Catch(1, torch.device("cpu")).spec.observation
+        )
+        fields = {"obs": frame, "action": Field((), torch.int64)}
+    observation = {name: field for name, field in fields.items() if _is_observation(name)}
+    return observation, {name: field for name, field in fields.items() if name not in observation}
 
 
-def _stream_fields(name: str, device: torch.device) -> dict[str, Field]:
-    """obs and action of one step of an environment."""
-    found = identify(name)
-    environment = make_environment(found, 1, Settings.for_family(found.family(device)), device)
-    environment.close()
-    return {"obs": environment.spec.observation, "action": Field((), torch.int64)}
+def _classic(observation: dict[str, Field], action: dict[str, Field]) -> dict[str, Field]:
+    """The five classic fields, as `ReplayBuffer.from_spaces` makes them."""
+    after = {f"next_{name}": field for name, field in observation.items()}
+    return {**observation, **action, "reward": Field((), torch.float32), **after, "terminated": Field((), torch.bool)}
+
+
+def _is_observation(name: str) -> bool:
+    return name.removeprefix("next_").partition(".")[0] == "obs"
+
+
+def _stacked(fields: dict[str, Field], stack: int) -> dict[str, Field]:
+    """The fields of transitions whose observations are stacks; a trajectory buffer stores each frame once."""
+    if stack == 1:
+        return fields
+    return {
+        name: replace(field, shape=(stack, *field.shape)) if _is_observation(name) else field
+        for name, field in fields.items()
+    }
+
+
+def _of_trainer(
+    found: EnvironmentId, options: argparse.Namespace, capacity: int, device: torch.device, backend: Backend
+) -> str:
+    """What the trainer would take with this capacity, or why it would not begin, as a sentence."""
+    changes = {"frame_size": options.frame_size, "num_envs": options.num_envs}
+    if options.stack != 1:
+        changes["frame_stack"] = options.stack
+    try:
+        given = {name: value for name, value in changes.items() if value is not None}
+        family = found.family(device)
+        environment = make_environment(found, 1, Settings.for_family(family, **given), torch.device("cpu"))
+        environment.close()
+        settings = Settings.for_family(family, capacity=capacity, **given)
+    except UserError as error:
+        return f"`gpu-replay train` cannot learn here: {error}"
+    spec, envs = environment.spec, settings.num_envs
+    fields = {"obs": spec.observation, "action": Field((), torch.int64)}
+    kept = max(capacity - capacity % envs, envs)
+    sampler = SAMPLERS[settings.sampler]
+    buffer = sum(stream_sizes(kept, envs, fields, "same_step", sampler, backend).values())
+    network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
+    # the target network, gradients and Adam's two moments beside the weights
+    learned = 5 * sum(part.nbytes for part in network.parameters())
+    shape = "x".join(map(str, spec.observation.shape))
+    return (
+        f"`gpu-replay train {options.env} --capacity {capacity}` would take {buffer + learned:,} bytes: {buffer:,} for "
+        f"its buffer ({envs} environments, {shape}, each frame once, stacks of {spec.stack}), {learned:,} for networks "
+        "and optimizer"
+    )

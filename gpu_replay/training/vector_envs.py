@@ -7,7 +7,7 @@ integers and its actions must be arrays; Gymnasium gives `final_obs` as an array
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,12 +50,14 @@ class HostEnvironment(Environment):
         self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
         self._asynchronous = asynchronous
         self._pending = np.zeros(self.num_envs, dtype=np.int64)
+        self._frame: Tensor | None = None
 
     def reset(self, seed: int) -> Tensor:
         """First observations; each environment has its own seed, derived from `seed`."""
         seeds = np.random.SeedSequence(seed).generate_state(self.num_envs, np.uint32).astype(np.int64) >> 1
         obs, _ = self._vector.reset(seed=seeds if self._asynchronous else seeds.tolist())
-        return self._tensor(obs)
+        self._frame = self._tensor(obs)
+        return self._frame
 
     def send(self, actions: Tensor) -> None:
         """Start a step; this copies the actions to the host."""
@@ -68,13 +70,40 @@ class HostEnvironment(Environment):
         result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
         obs, reward, terminated, truncated, info = result
         ended = np.flatnonzero(terminated | truncated)
+        self._frame = self._tensor(obs)
         return Step(
-            obs=self._tensor(obs),
+            obs=self._frame,
             reward=torch.from_numpy(np.asarray(reward, dtype=np.float32)),
             terminated=torch.from_numpy(np.asarray(terminated, dtype=np.bool_)),
             truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
             final_obs=self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None,
         )
+
+    def state(self) -> dict[str, Tensor] | None:
+        """The newest frames, and of each game its own state, its steps and its random stream; None for other games."""
+        games = [_game(environment) for environment in getattr(self._vector, "envs", ())]
+        if not games or None in games or self._frame is None:
+            return None
+        found = [(np.asarray(game.state, dtype=np.float64), limit, game) for game, limit in filter(None, games)]
+        return {
+            "frame": self._frame,
+            "state": torch.from_numpy(np.stack([state for state, _, _ in found])),
+            "elapsed": torch.tensor([limit._elapsed_steps for _, limit, _ in found]),
+            "random": torch.tensor([_words(game.np_random.bit_generator.state) for _, _, game in found]),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Continue the games of this state, after a `reset`."""
+        rows = zip(state["state"].numpy(), state["elapsed"].tolist(), state["random"].tolist(), strict=True)
+        for environment, (own, elapsed, words) in zip(self._vector.envs, rows, strict=True):
+            found = _game(environment)
+            if found is None:
+                return super().restore(state)
+            game, limit = found
+            game.state, limit._elapsed_steps = own.copy(), elapsed
+            game.np_random.bit_generator.state = _stream(words)
+        self._frame = state["frame"]
+        return self._frame
 
     def pictures(self) -> list[Any]:
         """Pictures of the first environment since the last call, if it was made with `rendered`."""
@@ -96,6 +125,35 @@ class HostEnvironment(Environment):
         # ALE's frames come with a stack axis of one
         tensor = torch.from_numpy(np.ascontiguousarray(obs)).reshape(len(obs), *self.spec.observation.shape)
         return tensor if tensor.dtype == self.spec.observation.dtype else tensor.to(self.spec.observation.dtype)
+
+
+def _game(environment: Any) -> tuple[Any, Any] | None:
+    """A game of Gymnasium's classic control, all of whose state is its `state`, and the wrapper that counts its steps.
+
+    None for other games, and for others of its wrappers, which may have a state of their own.
+    """
+    limit = None
+    while hasattr(environment, "env"):
+        name = type(environment).__name__
+        if name not in ("TimeLimit", "OrderEnforcing", "PassiveEnvChecker"):
+            return None
+        limit = environment if name == "TimeLimit" else limit
+        environment = environment.env
+    ours = type(environment).__module__.startswith("gymnasium.envs.classic_control.")
+    return (environment, limit) if ours and limit is not None else None
+
+
+def _words(stream: Mapping[str, Any]) -> list[int]:
+    """The state of NumPy's PCG64 as ten numbers of 32 bits."""
+    numbers = [(stream["state"][name] >> 32 * place) & 0xFFFFFFFF for name in ("state", "inc") for place in range(4)]
+    return [*numbers, stream["has_uint32"], stream["uinteger"]]
+
+
+def _stream(words: Sequence[int]) -> dict[str, Any]:
+    """The inverse of `_words`."""
+    state, inc = (sum(word << 32 * place for place, word in enumerate(words[at : at + 4])) for at in (0, 4))
+    numbers = {"state": {"state": state, "inc": inc}, "has_uint32": words[8], "uinteger": words[9]}
+    return {"bit_generator": "PCG64", **numbers}
 
 
 def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarray:

@@ -1,0 +1,38 @@
+"""`gpu-replay inspect`: what a checkpoint of a buffer holds, in words and as one picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gpu_replay.console.errors import UserError
+from gpu_replay.errors import CheckpointError
+from gpu_replay.inspection import draw, of_checkpoint
+
+DESCRIPTION = (
+    "Say what a checkpoint of a buffer (or the newest one of a run) holds and how it is drawn from, and draw it. Only "
+    "priorities, counts and a few rows are read, however large it is."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a run of gpu-replay train")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture (default: DIR.png beside it)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the words and write the picture; returns the exit code. Raises UserError for bad input."""
+    folder = options.folder
+    try:
+        found = of_checkpoint(folder)
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
+    print("\n".join(found.lines()))
+    output = options.output or folder.resolve().with_name(f"{folder.resolve().name}.png")
+    try:
+        draw(found, output)
+    except (ImportError, ValueError) as error:
+        raise UserError(str(error)) from None
+    print(f"picture: {output}")
+    return 0

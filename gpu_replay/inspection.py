@@ -1,0 +1,265 @@
+"""One picture of what a buffer holds and how it is drawn from, of a buffer in memory or of a checkpoint on disk.
+
+Of a checkpoint only what is known of the rows is read, and of the fields the few rows that are shown as pictures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.checkpoint.config import field_from, sampler_from
+from gpu_replay.checkpoint.format import read_checkpoint
+from gpu_replay.checkpoint.shards import Rows
+from gpu_replay.checkpoint.state import BufferState
+from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.errors import CheckpointError
+from gpu_replay.fields import Field
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.rank_table import cumulative_masses
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# pictures in each row of the contact sheet, and groups of ages
+_SHOWN, _GROUPS = 12, 60
+_GREY, _BLUE, _RED = "#8A8A8A", "#0072B2", "#D55E00"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is known of a buffer, its live rows from the newest to the oldest.
+
+    fields:      with the bytes that each takes.
+    priority:    (n,) float64, 0 of rows that cannot be drawn; None without priorities.
+    probability: (n,) float64 of drawing each row once.
+    sampled:     (n,) how often each was drawn.
+    keys:        (n,) int64.
+    rows:        gives rows of a field by their slots.
+    """
+
+    name: str
+    capacity: int
+    added: int
+    sampler: Any
+    fields: dict[str, Field]
+    priority: np.ndarray | None
+    probability: np.ndarray
+    sampled: np.ndarray
+    keys: np.ndarray
+    counters: dict[str, int]
+    rows: Callable[[str, np.ndarray], Tensor]
+
+    @property
+    def entropy(self) -> float:
+        """Of the draw, in nats."""
+        held = self.probability[self.probability > 0]
+        return float(-(held * np.log(held)).sum())
+
+    @property
+    def effective(self) -> float:
+        """Rows that would be as varied if they were drawn alike."""
+        return float(1 / max((self.probability**2).sum(), 1e-300)) if self.probability.any() else 0.0
+
+    def lines(self) -> list[str]:
+        """What is stored and how it is drawn, in words."""
+        size, drawable = len(self.keys), int((self.probability > 0).sum())
+        sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
+        lines = [
+            f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
+            f"{self.sampler}",
+            *(
+                f"  {name}: {list(field.shape)} {str(field.dtype).removeprefix('torch.')}, {sizes[name] / 1e9:.3f} GB"
+                for name, field in self.fields.items()
+            ),
+            f"{drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
+            f"entropy {self.entropy:.2f} of {math.log(max(drawable, 1)):.2f} in a uniform draw",
+            f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
+            f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut "
+            f"{self.counters['SATURATED']:,}",
+        ]
+        return lines
+
+
+def of_buffer(state: BufferState) -> Contents:
+    """The contents of a buffer in memory, whose lock is held."""
+    counters = state.lasting()
+    views = state.views(counters["ADDED"])
+
+    def rows(name: str, slots: np.ndarray) -> Tensor:
+        stored = views[name]
+        return stored[torch.from_numpy(slots).to(stored.device)].cpu()
+
+    return _contents(state.config, counters, views, rows)
+
+
+def of_checkpoint(path: str | os.PathLike[str]) -> Contents:
+    """The contents of a checkpoint, or of the newest one of a run. Raises CheckpointError for anything else."""
+    folder = Path(path)
+    if not (folder / "manifest.json").is_file():
+        found = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
+        if not found:
+            raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
+        folder = found[-1].parent
+    saved = read_checkpoint(folder)
+    known = [name for name in saved.tensor_names if name in ("masses", "marks", "times_sampled")]
+
+    def rows(name: str, slots: np.ndarray) -> Tensor:
+        whole = saved.shape_of(name)
+        out = torch.empty((len(slots), *whole[1][1:]), dtype=whole[0])
+        saved.fill_rows({name: [Rows(slot, slot + 1, out[i : i + 1]) for i, slot in enumerate(slots.tolist())]})
+        return out
+
+    try:
+        manifest = saved.manifest
+        return _contents(manifest["settings"], manifest["counters"], {name: saved.read(name) for name in known}, rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
+
+
+def _contents(
+    config: Mapping[str, Any],
+    counters: dict[str, int],
+    known: Mapping[str, Tensor],
+    rows: Callable[[str, np.ndarray], Tensor],
+) -> Contents:
+    sampler = sampler_from(config["sampler"])
+    plan, capacity, added = plan_of(sampler), config["capacity"], counters["ADDED"]
+    first = max(counters["FIRST"], added - capacity)
+    keys = np.arange(added - 1, first - 1, -1)
+    slots = torch.from_numpy(keys % capacity)
+
+    def column(name: str) -> np.ndarray:
+        return known[name].cpu()[slots].numpy()
+
+    weights = np.ones(len(keys), dtype=np.int64)
+    priority = None
+    if plan.prioritized:
+        weights = column("masses")
+        rule = plan.rule(capacity)
+        priority = np.where(weights > 0, rule.priorities(np.maximum(weights, 1)), 0.0)
+        if plan.kind == "rank":
+            # the largest code first, among equal ones the smallest key
+            order = np.lexsort((keys, -weights))[: int((weights > 0).sum())]
+            weights = np.zeros(len(keys), dtype=np.int64)
+            weights[order] = np.diff(cumulative_masses(max(1, len(order)), plan.alpha), prepend=0)[: len(order)]
+        elif isinstance(rule, MassRule) and rule.alpha == 0:
+            priority = None
+    elif "marks" in known:
+        weights = column("marks")
+    total = weights.sum(dtype=np.float64)
+    return Contents(
+        name=config["kind"],
+        capacity=capacity,
+        added=added,
+        sampler=sampler,
+        fields={name: field_from(described) for name, described in config["fields"].items()},
+        priority=priority,
+        probability=weights / total if total else weights * 0.0,
+        sampled=column("times_sampled"),
+        keys=keys,
+        counters=counters,
+        rows=lambda name, chosen: rows(f"fields.{name}", chosen % capacity),
+    )
+
+
+def draw(contents: Contents, path: str | os.PathLike[str]) -> None:
+    """Draw the picture into a file whose suffix says its format: .png, .pdf or .svg. Needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"a picture of a buffer needs matplotlib: pip install matplotlib ({error}).") from error
+    pictures = _pictures(contents)
+    figure = Figure(figsize=(11, 6.5 + 1.3 * len(pictures)), layout="constrained")
+    grid = figure.add_gridspec(2 + len(pictures), 2, height_ratios=[3, 3, *[1.2] * len(pictures)])
+    words = figure.add_subplot(grid[0, 0])
+    words.axis("off")
+    lines = [part for line in contents.lines() for part in textwrap.wrap(line, 78, subsequent_indent="    ")]
+    words.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=7).set_in_layout(False)
+    _draw_priorities(figure, grid[0, 1], contents)
+    _draw_by_age(figure, grid[1, 0], contents, contents.probability, "probability of a draw")
+    _draw_by_age(figure, grid[1, 1], contents, contents.sampled, "times drawn")
+    for row, (title, image) in enumerate(pictures.items()):
+        axes = figure.add_subplot(grid[2 + row, :])
+        axes.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255)
+        axes.set_title(title, loc="left", fontsize=8)
+        axes.axis("off")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_priorities(figure: Figure, place: Any, contents: Contents) -> None:
+    axes = figure.add_subplot(place)
+    if contents.priority is None:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "this sampler has no priorities", ha="center", color=_GREY)
+        return
+    held = contents.priority[contents.priority > 0]
+    if held.size:
+        low, high = held.min(), held.max()
+        axes.hist(
+            held, bins=np.geomspace(low, high * (1 + 1e-9) if high > low else low * 1.1, 60).tolist(), color=_BLUE
+        )
+    axes.set(xscale="log", yscale="log", xlabel="priority", ylabel="rows")
+
+
+def _draw_by_age(figure: Figure, place: Any, contents: Contents, values: np.ndarray, label: str) -> None:
+    """Mean, and from the tenth to the ninetieth of a hundred, of groups of rows of about one age."""
+    axes = figure.add_subplot(place)
+    axes.set(xlabel="age in rows (the newest is 0)", ylabel=label)
+    if not len(values):
+        return
+    groups = np.array_split(values.astype(np.float64), min(_GROUPS, len(values)))
+    ages = np.cumsum([len(group) for group in groups]) - 1
+    low, high = (np.array([np.quantile(group, share) for group in groups]) for share in (0.1, 0.9))
+    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="10% to 90%")
+    axes.plot(ages, [group.mean() for group in groups], color=_BLUE, label="mean")
+    if values is contents.probability and values.any():
+        axes.axhline(1 / (values > 0).sum(), color=_RED, linewidth=0.8, linestyle="--", label="uniform")
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _pictures(contents: Contents) -> dict[str, np.ndarray]:
+    """Strips of rows with the largest priorities and of random ones, of the first field of images, if there is one."""
+    names = [name for name, field in contents.fields.items() if _is_image(field)]
+    if not names or not len(contents.keys):
+        return {}
+    drawable = np.flatnonzero(contents.probability > 0)
+    chosen = {
+        "random rows": np.random.default_rng(0).choice(len(contents.keys), min(_SHOWN, len(contents.keys)), False)
+    }
+    if contents.priority is not None and drawable.size:
+        largest = drawable[np.argsort(-contents.priority[drawable], kind="stable")[:_SHOWN]]
+        chosen = {"largest priorities": largest, **chosen}
+    return {
+        f"{names[0]}: {title}": _strip(contents.rows(names[0], contents.keys[places]).numpy())
+        for title, places in chosen.items()
+    }
+
+
+def _is_image(field: Field) -> bool:
+    return field.dtype == torch.uint8 and len(field.shape) in (2, 3) and min(sorted(field.shape)[-2:]) >= 8
+
+
+def _strip(frames: np.ndarray) -> np.ndarray:
+    """The frames side by side, with white between them."""
+    images = [_as_image(frame) for frame in frames]
+    gap = np.full((images[0].shape[0], max(1, images[0].shape[1] // 20), *images[0].shape[2:]), 255, np.uint8)
+    return np.concatenate([part for image in images for part in (image, gap)][:-1], axis=1)
+
+
+def _as_image(frame: np.ndarray) -> np.ndarray:
+    """(height, width), or (height, width, 3), of a frame with its channels first or last."""
+    if frame.ndim == 2:
+        return frame
+    if frame.shape[0] < frame.shape[2]:
+        frame = frame.transpose(1, 2, 0)
+    return frame if frame.shape[2] == 3 else frame[..., -1]

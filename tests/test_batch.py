@@ -1,0 +1,147 @@
+"""`Batch`: its rows, and what torch and TensorDict do with it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from transitions import same
+
+from gpu_replay import Batch
+
+pytestmark = pytest.mark.contract
+
+
+def made(rows: int = 6, first: int = 0) -> Batch:
+    key = torch.arange(first, first + rows)
+    return Batch({"obs.image": torch.stack((key, -key), 1), "obs.state": key * 0.5, "key": key})
+
+
+@pytest.mark.parametrize(
+    "index, expected",
+    [
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, 4), [0, 4]),
+        (slice(-2, None), [4, 5]),
+        (slice(4, 4), []),
+        (torch.tensor([True, False] * 3), [0, 2, 4]),
+        (np.array([False, True] * 3), [1, 3, 5]),
+        (torch.tensor([5, 0, 5]), [5, 0, 5]),
+        (torch.tensor([-1, 2], dtype=torch.int32), [5, 2]),
+        (np.array([3]), [3]),
+        ([4, 1], [4, 1]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_rows_are_a_batch(index: Any, expected: list[int]) -> None:
+    batch = made()
+    rows = batch[index]
+    assert isinstance(rows, Batch)
+    assert rows.key.tolist() == expected
+    assert rows.obs.image.tolist() == [[key, -key] for key in expected]
+    assert list(rows) == list(batch)
+    assert len(rows) == len(expected)
+    if isinstance(index, slice) and expected:
+        assert rows.key.data_ptr() == batch.key[index].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "index, error",
+    [
+        (3, TypeError),
+        (None, TypeError),
+        ((1, 2), TypeError),
+        (torch.tensor([0.0]), TypeError),
+        (torch.tensor([1], dtype=torch.uint8), TypeError),
+        (torch.tensor(1), ValueError),
+        (torch.zeros(2, 2, dtype=torch.int64), ValueError),
+        (torch.tensor([True]), IndexError),
+        (torch.tensor([6]), IndexError),
+    ],
+    ids=str,
+)
+def test_what_names_no_rows_is_refused(index: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        made()[index]
+
+
+def test_cat_puts_rows_after_rows() -> None:
+    parts = [made(2), made(0), made(3, first=2)]
+    same(Batch.cat(parts), made(5))
+    same(Batch.cat(iter(parts[:1])), made(2))
+    with pytest.raises(ValueError, match="at least one"):
+        Batch.cat([])
+    with pytest.raises(TypeError, match="number 1 is a dict"):
+        Batch.cat([made(), made().to_dict()])
+    with pytest.raises(KeyError, match="number 1 differs in obs.state"):
+        Batch.cat([made(), Batch({name: value for name, value in made().items() if name != "obs.state"})])
+
+
+def test_a_dictionary_is_a_copy_with_dotted_names() -> None:
+    batch = made()
+    found = batch.to_dict()
+    assert type(found) is dict
+    assert list(found) == ["obs.image", "obs.state", "key"]
+    assert found["key"] is batch.key
+    del found["key"]
+    assert "key" in batch
+
+
+@pytest.mark.parametrize("wrong", [torch.float32, None, torch.zeros(1), 1.5], ids=str)
+def test_a_batch_moves_to_devices_only(wrong: Any) -> None:
+    assert made().to("meta").key.device.type == made().to(torch.device("meta")).obs.state.device.type == "meta"
+    with pytest.raises(TypeError, match="device"):
+        made().to(wrong)
+
+
+def test_torch_maps_over_a_batch() -> None:
+    batch = made()
+    doubled = _pytree.tree_map(lambda tensor: tensor * 2, {"batch": batch, "other": [torch.ones(1)]})["batch"]
+    assert isinstance(doubled, Batch)
+    assert doubled.obs.state.tolist() == batch.key.tolist()
+    paths = [_pytree.keystr(path) for path, _ in _pytree.tree_flatten_with_path(batch)[0]]
+    assert paths == ["['obs.image']", "['obs.state']", "['key']"]
+    leaves, spec = _pytree.tree_flatten(batch)
+    assert _pytree.treespec_loads(_pytree.treespec_dumps(spec)) == spec
+    same(_pytree.tree_unflatten(leaves, spec), batch)
+    # as `vmap` sees it
+    assert torch.vmap(lambda rows: rows.key + rows.obs.state)(batch).tolist() == [key * 1.5 for key in range(6)]
+
+
+def test_copies_are_independent() -> None:
+    batch = made()
+    deep, shallow = copy.deepcopy(batch), copy.copy(batch)
+    same(deep, batch)
+    assert shallow.key is batch.key
+    deep.key.zero_()
+    assert batch.key[5] == 5
+
+
+def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pinned memory exists beside a GPU only
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self + 1)
+    assert made().pin_memory().key.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_tensordict_nests_dotted_names() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    batch = made()
+    found = batch.to_tensordict()
+    assert isinstance(found, tensordict.TensorDict)
+    assert found.batch_size == torch.Size([6])
+    assert found["obs", "image"] is batch["obs.image"]
+    assert set(found.keys(True, True)) == {("obs", "image"), ("obs", "state"), "key"}
+    with pytest.raises(ValueError, match="'obs.image' beside 'obs'"):
+        Batch({"obs.image": torch.ones(1), "obs": torch.ones(1)}).to_tensordict()
+
+
+def test_without_tensordict_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensordict", None)
+    with pytest.raises(ImportError, match="pip install tensordict"):
+        made().to_tensordict()

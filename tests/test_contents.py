@@ -1,0 +1,218 @@
+"""What is stored, read by key and in order: `keys`, `in`, `batches`, `priorities`; and copies of a buffer."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from trajectory_pair import FIELDS as STEP_FIELDS
+from trajectory_pair import Pair, live_through
+from transitions import SAMPLERS, make, same, transitions
+
+from gpu_replay import (
+    Batch,
+    Combined,
+    Field,
+    Hindsight,
+    Latest,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+
+pytestmark = pytest.mark.contract
+# whoever copies a buffer to another process does it so
+pickle = importlib.import_module("pickle")
+
+
+def transition_buffer(device: str, sampler: Any = None, rows: int = 13) -> ReplayBuffer:
+    buffer = make(8, sampler, device=device, seed=3)
+    for first in range(0, rows, 4):
+        buffer.add(**transitions(range(first, min(first + 4, rows))))
+    return buffer
+
+
+def trajectory_pair(device: str, sampler: Any = None) -> Pair:
+    settings: dict[str, Any] = {"stack": 2, "n_step": 2, "autoreset": "same_step", "seed": 3}
+    return live_through(Pair(12, 2, sampler=sampler or Proportional(), device=device, **settings), 9, end=0.2)
+
+
+def test_keys_are_the_live_ones_oldest_first(device: str) -> None:
+    buffer = make(8, device=device)
+    assert buffer.keys().tolist() == []
+    buffer.add(**transitions(range(3)))
+    assert (buffer.keys().tolist(), buffer.keys().dtype, buffer.keys().device.type) == ([0, 1, 2], torch.int64, device)
+    buffer.add(**transitions(range(3, 13)))
+    assert buffer.keys().tolist() == list(range(5, 13))
+    same(buffer[buffer.keys()], buffer[list(range(5, 13))])
+    buffer.clear()
+    assert buffer.keys().tolist() == []
+    assert trajectory_pair(device).buffer.keys().tolist() == list(range(6, 18))
+
+
+def test_in_says_whether_a_key_is_live(device: str) -> None:
+    buffer = transition_buffer(device)
+    assert [key for key in range(-3, 20) if key in buffer] == list(range(5, 13))
+    assert np.int64(5) in buffer
+    assert torch.tensor(12) in buffer
+    assert buffer.keys()[0] in buffer
+    assert 2**70 not in buffer
+    for wrong in ("5", 5.0, True, None, torch.tensor(5.0), [5]):
+        with pytest.raises(TypeError, match="needs a key, an int"):
+            assert wrong in buffer
+
+
+def test_a_loop_over_a_buffer_says_what_to_use(device: str) -> None:
+    for buffer in (transition_buffer(device), trajectory_pair(device).buffer):
+        for loop in (iter, list):
+            with pytest.raises(TypeError, match=r"batches\(size\)"):
+                loop(buffer)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_batches_walk_over_everything_in_the_order_of_keys(size: int, device: str) -> None:
+    buffer = transition_buffer(device)
+    found = list(buffer.batches(size))
+    assert [len(batch) for batch in found] == [min(size, 8 - done) for done in range(0, 8, size)]
+    same(Batch.cat(found), buffer[buffer.keys()])
+    assert list(make(8, device=device).batches(size)) == []
+
+
+def test_batches_are_converted_as_samples_are(device: str) -> None:
+    fields = {"obs": Field((2,), torch.uint8, torch.float32, 0.5), "action": Field((), torch.int32, torch.int64)}
+    buffer = TrajectoryReplayBuffer(4, 1, fields, stack=2, random_shift=0, device=device)
+    for step in range(3):
+        buffer.add(obs=[[step, step]], action=[step], reward=[step], terminated=[step == 1], truncated=[False])
+    (batch,) = buffer.batches(4)
+    expected = {"obs", "action", "reward", "terminated", "truncated", "key"}
+    assert set(batch) == expected
+    assert (batch.obs.dtype, batch.action.dtype) == (torch.float32, torch.int64)
+    assert batch.obs.tolist() == [[0, 0], [0.5, 0.5], [1, 1]]
+    assert batch.terminated.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("size", [3, 12])
+def test_batches_of_steps_hold_those_that_cannot_be_drawn_too(size: int, device: str) -> None:
+    pair = trajectory_pair(device)
+    batch = Batch.cat(pair.buffer.batches(size))
+    assert batch.key.tolist() == list(pair.history.view().live())
+    steps = [pair.history.steps[key % 2][key // 2] for key in batch.key.tolist()]
+    for name in (*STEP_FIELDS, "terminated", "truncated"):
+        assert batch[name].tolist() == [step[name] for step in steps]
+    assert batch.reward.tolist() == [pytest.approx(step["reward"], rel=1e-6) for step in steps]
+
+
+def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> None:
+    buffer = transition_buffer(device)
+    walk = buffer.batches(3)
+    assert next(walk).key.tolist() == [5, 6, 7]
+    buffer.add(**transitions(range(13, 17)))
+    assert [batch.key.tolist() for batch in walk] == [[9, 10, 11], [12]]
+    walk = buffer.batches(3)
+    next(walk)
+    buffer.clear()
+    assert list(walk) == []
+    for wrong, error in ((0, ValueError), (1.5, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="size"):
+            buffer.batches(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "sampler", [Proportional(alpha=0.6, eps=0.01), Combined(Proportional(alpha=1.3, clip=5.0))], ids=str
+)
+def test_priorities_are_what_the_masses_say(sampler: Any, device: str) -> None:
+    buffer, rule = transition_buffer(device, sampler), sampler.base if isinstance(sampler, Combined) else sampler
+    buffer.update_priorities([5, 6, 7, 8], [0.0, 0.5, -3.0, 8.0])
+    found = buffer.priorities([8, 7, 6, 5])
+    assert (found.dtype, found.device.type) == (torch.float64, device)
+    masses = buffer.masses().cpu().double().numpy()[[0, 7, 6, 5]]
+    expected = np.maximum((masses / 2**20) ** (1 / rule.alpha) - rule.eps, 0)
+    assert found.tolist() == expected.tolist()
+    given = np.array([min(8.0 + rule.eps, rule.clip or 99) - rule.eps, 3.0, 0.5, 0.0])
+    assert np.allclose(found.cpu(), given, atol=1e-4)
+    # the largest given yet, where none was given
+    assert buffer.priorities(12).tolist() == buffer.priorities(torch.tensor([9])).tolist()
+
+
+def test_priorities_by_rank_are_exactly_those_given(device: str) -> None:
+    buffer = transition_buffer(device, RankBased())
+    given = [1e-30, 0.1, 7.0, 0.0]
+    buffer.update_priorities([5, 6, 7, 8], given)
+    assert buffer.priorities([5, 6, 7, 8]).tolist() == given
+    assert buffer.priorities([]).tolist() == []
+
+
+@pytest.mark.parametrize("sampler", [Proportional(), RankBased()], ids=str)
+def test_steps_that_cannot_be_drawn_have_no_priority(sampler: Any, device: str) -> None:
+    pair = trajectory_pair(device, sampler)
+    view = pair.history.view()
+    numbers = pair.buffer.priorities(pair.buffer.keys()).tolist()
+    assert [number > 0 for number in numbers] == [key in view.eligible() for key in view.live()]
+
+
+def test_priorities_that_cannot_be_read_are_refused(device: str) -> None:
+    buffer = transition_buffer(device, Proportional())
+    for keys, first in (([5, 4, 13], 4), ([13], 13), (-1, -1)):
+        with pytest.raises(KeyError, match=rf"key {first} is not live"):
+            buffer.priorities(keys)
+    with pytest.raises(TypeError, match="keys"):
+        buffer.priorities([0.5])
+    for sampler in (Uniform(), Latest(), Combined(Uniform()), Proportional(alpha=0.0)):
+        with pytest.raises(RuntimeError, match="no priorities"):
+            make(4, sampler, device=device).priorities([])
+
+
+COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer))}
+
+
+@pytest.mark.parametrize("sampler", scale(list(SAMPLERS.values()), [RankBased(resort_every=3)]), ids=str)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_draws_the_same_and_is_independent(way: str, sampler: Any, device: str) -> None:
+    for buffer in (transition_buffer(device, sampler), trajectory_pair(device, sampler).buffer):
+        buffer.sample(2)
+        buffer.update_priorities(buffer.keys()[-4:], torch.arange(1.0, 5.0))
+        twin = COPIES[way](buffer)
+        assert type(twin) is type(buffer)
+        assert (twin.device, twin.seed, twin.fields, twin.sampler) == (
+            buffer.device,
+            buffer.seed,
+            buffer.fields,
+            sampler,
+        )
+        assert twin.stats() == buffer.stats()
+        for _ in range(2):
+            same(twin.sample(3), buffer.sample(3))
+        before = buffer.sample(2).key.tolist(), twin.clear(), len(buffer)
+        assert (len(twin), before[2]) == (0, len(buffer))
+
+
+def close_by(achieved: Any, desired: Any) -> Any:
+    return (achieved == desired).all(1).float()
+
+
+def test_a_copy_relabels_as_the_buffer_does(device: str) -> None:
+    goal = Field((1,), torch.float32)
+    fields = {"obs": {"achieved_goal": goal, "desired_goal": goal}, "action": Field((), torch.int64)}
+    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=Hindsight(reward_fn=close_by), device=device)
+    for step in range(6):
+        obs = {"achieved_goal": [[step]], "desired_goal": [[9]]}
+        buffer.add(obs=obs, action=[0], reward=[0.0], terminated=[False], truncated=[False])
+    for twin in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy({"agent": [buffer]})["agent"][0]):
+        assert twin.relabel == buffer.relabel
+    same(twin.sample(5), buffer.sample(5))
+
+
+def test_the_default_draw_says_how_to_draw_more_than_is_stored(device: str) -> None:
+    for buffer in (transition_buffer(device), trajectory_pair(device, Uniform()).buffer):
+        with pytest.raises(ValueError, match=r"lower the batch size, or draw with Uniform\(replacement=True\)"):
+            buffer.sample(99)
+    with pytest.raises(ValueError, match=r"of the newest needs 99 .* lower the batch size\.$"):
+        transition_buffer(device, Latest()).sample(99)

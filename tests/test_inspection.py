@@ -1,0 +1,91 @@
+"""`gpu-replay inspect` and `buffer.plot`: the numbers that they show, and a picture of each."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+from transitions import SAMPLERS
+
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.checkpoint import format as checkpoint_format
+from gpu_replay.cli import main
+from gpu_replay.inspection import of_buffer, of_checkpoint
+
+pytestmark = host_only
+PICTURES = {"obs": Field((8, 9), torch.uint8), "action": Field((), torch.int64)}
+
+
+def filled(sampler: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(60, 2, PICTURES, sampler=sampler, stack=2, device="cpu")
+    for step in range(45):
+        obs = np.full((2, 8, 9), step, np.uint8)
+        ended = [step % 9 == 8, step == 20]
+        buffer.add(obs=obs, action=[0, 1], reward=[0.0, 1.0], terminated=ended, truncated=[False] * 2)
+    for _ in range(4):
+        keys = buffer.sample(8).key
+        buffer.update_priorities(keys, keys % 7 + 0.5)
+    buffer.update_priorities([0], [1.0])
+    return buffer
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> None:
+    buffer = filled(sampler)
+    buffer.save(tmp_path / "saved")
+    stats, base = buffer.stats(), sampler.base if isinstance(sampler, Combined) else sampler
+    for found in (of_buffer(buffer._buffer_state()), of_checkpoint(tmp_path / "saved")):
+        assert found.keys.tolist() == buffer.keys().flip(0).tolist()
+        assert int((found.probability > 0).sum()) == stats.eligible
+        assert found.entropy == pytest.approx(stats.entropy, rel=1e-9)
+        assert found.effective == pytest.approx(stats.effective_sample_size, rel=1e-9)
+        assert found.sampled.sum() == round(stats.mean_times_sampled * stats.size)
+        assert found.counters["STALE"] == stats.stale_updates == 1
+        if isinstance(base, (Proportional, RankBased)):
+            assert found.priority is not None
+            assert found.priority.tolist() == buffer.priorities(found.keys).tolist()
+        rows = found.rows("obs", found.keys[[0, 3]])
+        assert rows[:, 0, 0].tolist() == [44, 43]
+        assert any("late updates 1," in line for line in found.lines())
+
+
+def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    buffer = filled(Proportional())
+    buffer.plot(tmp_path / "buffer.png")
+    buffer.save(tmp_path / "run" / "checkpoint" / "000000000045" / "replay")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "TrajectoryReplayBuffer: 60 of 60 rows, 90 added" in out
+    for name in ("buffer.png", "run.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    ReplayBuffer(5, {"x": Field((), torch.float32)}, device="cpu").plot(tmp_path / "empty.svg")
+    assert b"<svg" in (tmp_path / "empty.svg").read_bytes()
+
+
+def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "holds neither a checkpoint of a buffer nor a run" in capsys.readouterr().err
+
+
+def test_of_a_large_checkpoint_only_some_shards_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = filled(Proportional())
+    tensors = buffer.state_dict()
+    given = {name: tensors[name] for name in ("version", "settings", "seed", "counters")}
+    checkpoint_format.write_checkpoint(tmp_path / "saved", given, tensors["tensors"], shard_bytes=1000)
+    read, whole = [], checkpoint_format.read_shard
+    monkeypatch.setattr(
+        checkpoint_format, "read_shard", lambda *given: (read.append(given[1].nbytes), whole(*given))[1]
+    )
+    found = of_checkpoint(tmp_path / "saved")
+    frames = tensors["tensors"]["fields.obs"].nbytes
+    assert sum(read) < frames
+    read.clear()
+    assert found.rows("obs", found.keys[:2]).shape == (2, 8, 9)
+    assert 0 < sum(read) <= 2 * 1500 < frames
+    assert math.isfinite(found.entropy)

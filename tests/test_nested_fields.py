@@ -1,0 +1,196 @@
+"""Nested dictionaries go in where they come out, under any name; so do the observations of Gymnasium."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from transitions import same
+
+from gpu_replay import Field, Hindsight, Latest, ReplayBuffer, TrajectoryReplayBuffer
+
+pytestmark = pytest.mark.contract
+
+NUMBER = Field((), torch.int64)
+OBSERVATION = {"image": Field((2,), torch.uint8), "robot": {"arm": NUMBER, "a-b/0": NUMBER}}
+FLAT = ("obs.image", "obs.robot.arm", "obs.robot.a-b/0")
+
+
+def observed(number: int, rows: int = 2) -> dict[str, Any]:
+    each = np.arange(rows) + 10 * number
+    return {"image": np.stack((each, each), 1).astype(np.uint8), "robot": {"arm": each, "a-b/0": -each}}
+
+
+def test_dictionaries_are_the_dotted_names_of_a_transition(device: str) -> None:
+    fields = {"obs": OBSERVATION, "action": {"x": NUMBER}, "next_obs": OBSERVATION}
+    nested, flat = (ReplayBuffer(6, fields, device=device, sampler=Latest()) for _ in range(2))
+    assert list(nested.fields) == [*FLAT, "action.x", *(f"next_{name}" for name in FLAT)]
+    for number in range(3):
+        obs, after, action = observed(number), observed(number + 1), np.array([number, -number])
+        nested.add(obs=obs, action={"x": torch.from_numpy(action)}, next_obs=after)
+        columns = {
+            f"{lead}.{name}": value
+            for lead, part in (("obs", obs), ("next_obs", after))
+            for name, value in (("image", part["image"]), *((f"robot.{k}", v) for k, v in part["robot"].items()))
+        }
+        flat.add(**columns, **{"action.x": action})
+    batch = nested.sample(6)
+    same(batch, flat.sample(6))
+    assert batch["obs"]["robot"]["a-b/0"].tolist() == [0, -1, -10, -11, -20, -21]
+    assert batch.next_obs.robot.arm.tolist() == [10, 11, 20, 21, 30, 31]
+    # what came out goes in again, as a batch too
+    nested.add(obs=batch.obs, action=batch["action"], next_obs=batch.next_obs)
+    again = nested.sample(6)
+    assert all(torch.equal(again[name], batch[name]) for name in nested.fields)
+
+
+@pytest.mark.parametrize("name", ["agent/0", "a-b", "two words", "0", "ünï", "x,y;z%", "a..b", "obs.0", "class", "%2C"])
+def test_any_name_is_a_field(name: str, device: str, tmp_path: Any) -> None:
+    buffer = ReplayBuffer(4, {name: NUMBER}, device=device, sampler=Latest())
+    buffer.add(**{name: np.arange(4)})
+    assert buffer.sample(4)[name].tolist() == [0, 1, 2, 3]
+    buffer.save(tmp_path / "saved")
+    assert ReplayBuffer.load(tmp_path / "saved", device=device).sample(4)[name].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["", ".", "a.", ".a", 3, None])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="must be a string"):
+        ReplayBuffer(4, {name: NUMBER})
+
+
+RESERVED = ["self", "key", "weight", "probability", "priority", "keys", "values", "items", "to", "cat", "to_dict"]
+
+
+@pytest.mark.parametrize("name", [*RESERVED, "pin_memory", "to_tensordict", "_tensors", "__class__"])
+def test_attributes_of_a_batch_are_no_names(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is reserved"):
+        ReplayBuffer(4, {name: NUMBER})
+    # inside of a dictionary they can be reached
+    buffer = ReplayBuffer(4, {"obs": {name: NUMBER}}, device="cpu")
+    buffer.add(obs={name: [7]})
+    assert buffer.sample(1)["obs"][name].tolist() == [7]
+
+
+def test_dictionaries_with_other_names_are_refused_and_store_nothing(device: str) -> None:
+    buffer = ReplayBuffer(4, {"obs": {"a": NUMBER, "b": NUMBER}, "note": NUMBER}, device=device)
+    one = np.zeros(1, np.int64)
+    for error, message, obs in (
+        (KeyError, "missing 'obs.b'", {"a": one}),
+        (KeyError, "unknown 'obs.c.d'", {"a": one, "b": one, "c": {"d": one}}),
+        (KeyError, "missing 'obs.a', 'obs.b' and has unknown 'obs'", one),
+        (KeyError, "missing 'obs.a'", {}),
+    ):
+        with pytest.raises(error, match=message):
+            buffer.add(obs=obs, note=one)
+    with pytest.raises(KeyError, match="'obs.a' is given twice"):
+        buffer.add(obs={"a": one, "b": one}, **{"obs.a": one}, note=one)
+    with pytest.raises((TypeError, KeyError), match=r"dictionary of 'x'|'note.x'"):
+        buffer.add(obs={"a": one, "b": one}, note={"x": one})
+    assert (len(buffer), buffer.added) == (0, 0)
+    plain = ReplayBuffer(4, {"note": NUMBER}, device=device)
+    with pytest.raises(TypeError, match="'note' must be .* a dictionary of 'x', 'y'"):
+        plain.add(note={"x": one, "y": one})
+
+
+def streams(device: str, **settings: Any) -> TrajectoryReplayBuffer:
+    fields = {"obs": OBSERVATION, "action": NUMBER}
+    known: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": device}
+    return TrajectoryReplayBuffer(20, 2, fields, **(known | settings))
+
+
+def rows_of(obs: dict[str, Any], ended: list[bool]) -> list[dict[str, Any] | None]:
+    """As Gymnasium gives final observations: one dictionary for each environment that ended."""
+    return [
+        {"image": obs["image"][env], "robot": {name: value[env] for name, value in obs["robot"].items()}}
+        if over
+        else None
+        for env, over in enumerate(ended)
+    ]
+
+
+def objects(rows: list[Any]) -> np.ndarray:
+    array = np.full(len(rows), None, dtype=object)
+    for place, row in enumerate(rows):
+        array[place] = row
+    return array
+
+
+@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list"])
+def test_final_observations_come_in_every_form(form: str, device: str) -> None:
+    buffer, twin = streams(device), streams(device)
+    for number in range(6):
+        ended = [number == 2, number in (2, 4)]
+        final = observed(50 + number)
+        step = {"action": [0, 0], "reward": [0.0, 0.0], "terminated": [False, False], "truncated": ended}
+        columns = dict(zip(FLAT, (final["image"], final["robot"]["arm"], final["robot"]["a-b/0"]), strict=True))
+        twin.add(obs=observed(number), **step, **{f"final_{name}": value for name, value in columns.items()})
+        rows = rows_of(final, ended)
+        given: dict[str, Any] = {
+            "dict": final,
+            "masked": final | {"_image": np.array(ended), "_robot": np.array(ended)},
+            "objects": objects(rows) if any(ended) else None,
+            "dict of objects": {
+                "image": objects([row and row["image"] for row in rows]),
+                "robot": {name: objects([row and row["robot"][name] for row in rows]) for name in ("arm", "a-b/0")},
+            },
+            "list": rows,
+        }
+        buffer.add(obs=observed(number), **step, final_obs=given[form])
+    assert buffer.stats().eligible == 10
+    batch = buffer.sample(10)
+    same(batch, twin.sample(10))
+    cut = batch["key"].tolist().index(4)
+    assert batch.next_obs.robot.arm[cut].item() == 520
+
+
+def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
+    buffer = streams(device)
+    step: dict[str, Any] = {"action": [0, 0], "reward": [0.0, 0.0], "terminated": [False] * 2, "truncated": [True] * 2}
+    final = observed(9)
+    missing = {"image": final["image"]}
+    for error, message, given in (
+        (KeyError, "final_obs.robot.arm", missing),
+        (KeyError, "environment 1 must hold", [rows_of(final, [True] * 2)[0], missing]),
+        (ValueError, "2 rows", [None]),
+        (ValueError, "None for environment 0", objects([None, rows_of(final, [True] * 2)[1]])),
+        (TypeError, "3 observation fields", np.zeros((2, 3))),
+    ):
+        with pytest.raises(error, match=message):
+            buffer.add(obs=observed(0), **step, final_obs=given)
+    assert buffer.added == 0
+
+
+def test_hindsight_takes_dictionaries(device: str) -> None:
+    goal = Field((1,), torch.float32)
+    fields = {"obs": {"observation": goal, "achieved_goal": goal, "desired_goal": goal}, "action": NUMBER}
+    relabel = Hindsight(reward_fn=lambda achieved, desired: (achieved == desired).all(1).float(), ratio=1.0)
+    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=relabel, autoreset="same_step", device=device)
+    for number in range(4):
+        obs = {name: np.full((1, 1), number, np.float32) for name in fields["obs"]}  # type: ignore[attr-defined]
+        final = objects([{name: np.full(1, 9, np.float32) for name in obs}]) if number == 3 else None
+        ended = {"terminated": [number == 3], "truncated": [False]}
+        buffer.add(obs=obs, action=[0], reward=[0.0], **ended, final_obs=final)
+    batch = buffer.sample(4)
+    assert batch.reward.sum() >= 1
+    assert batch.next_obs.achieved_goal[batch.key == 3].item() == 9
+
+
+def test_compiled_code_takes_dictionaries_and_any_name(device: str) -> None:
+    fields = {"obs": {"a,b%;": NUMBER, "c": NUMBER}, "action": NUMBER}
+    buffer = TrajectoryReplayBuffer(8, 1, fields, autoreset="same_step", sampler=Latest(), device=device)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(number: torch.Tensor, truncated: torch.Tensor) -> Any:
+        obs, final = {"a,b%;": number, "c": -number}, {"a,b%;": number + 90, "c": number}
+        reward, terminated = number.float(), torch.zeros_like(truncated)
+        buffer.add(obs=obs, action=number, reward=reward, terminated=terminated, truncated=truncated, final_obs=final)
+        return buffer.sample(1)
+
+    for number in range(2):
+        batch = step(torch.tensor([number], device=device), torch.tensor([True], device=device))
+    assert batch["obs"]["a,b%;"].tolist() == [1]
+    assert batch["next_obs"]["a,b%;"].tolist() == [91]
