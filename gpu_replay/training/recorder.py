@@ -177,4 +177,10 @@ def _summary_writer(path: Path, purge_step: int | None) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(path / TENSORBOARD), purge_step=purge_step)
+    # Readers take the files of one folder in the order of their names, which begin with the second in which each was
+    # made; files of the same second follow in no useful order, and the dropped events could come last.
+    folder = path / TENSORBOARD
+    seconds = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
+    while int(time.time()) in seconds:
+        time.sleep(0.05)
+    return SummaryWriter(str(folder), purge_step=purge_step)
