@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def batch(**changes: Tensor) -> Batch:
     plain = {"obs": zeros, "next_obs": ones, "weight": ones, "action": torch.tensor([0, 1])}
     plain |= {"reward": torch.tensor([1.0, -1.0]), "discount": torch.tensor([0.5, 0.0])}
     return Batch(plain | changes)
+
+
+def test_the_step_is_that_of_the_averaged_gradients() -> None:
+    def average(weights: Sequence[Tensor]) -> None:
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad.zero_()
+
+    agent = Agent(Table(), Settings(), CPU, seed=0, average=average)  # type: ignore[arg-type]
+    before = [weight.detach().clone() for weight in agent.online.parameters()]
+    assert float(learn(agent, batch()).sum()) > 0
+    for weight, was in zip(agent.online.parameters(), before, strict=True):
+        assert torch.equal(weight, was)
 
 
 # double: the online network prefers action 0 in the next state, which the target values 10

@@ -6,7 +6,7 @@ Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Wang et al. 2016 (duel
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,26 @@ from gpu_replay.training.settings import Settings
 
 
 class Agent:
-    """The online network, its target copy and the optimiser. Only `means` synchronises with the device."""
+    """The online network, its target copy and the optimiser. Only `means` synchronises with the device.
 
-    def __init__(self, network: QNetwork, settings: Settings, device: torch.device, seed: int) -> None:
+    average: makes the gradients of these weights the mean over all ranks of a run, in place; None in a run of one.
+    """
+
+    def __init__(
+        self,
+        network: QNetwork,
+        settings: Settings,
+        device: torch.device,
+        seed: int,
+        *,
+        average: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
         self.settings = settings
         self.device = device
         self.online = network.to(device)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.updates = 0
+        self._average = average
         self._weights = list(self.online.parameters())
         # a CUDA graph needs the step size and the step count on the device
         cuda = device.type == "cuda"
@@ -60,6 +72,8 @@ class Agent:
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        if self._average is not None:
+            self._average(self._weights)
         torch.nn.utils.clip_grad_norm_(self._weights, self.settings.max_grad_norm)
         self._optimizer.step()
         with torch.no_grad():
