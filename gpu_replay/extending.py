@@ -82,7 +82,8 @@ class Extending(Buffer):
         It leaves behind what T calls of `add` would, bit for bit: the same masses, keys and draws. On a CPU it takes
         about a microsecond for each step of an environment; on CUDA it waits for the device. With `relabel`, in rings
         hardly longer than a window, and for `initial="stored"` where priorities change it takes as long as the calls.
-        Raises as `add` does; nothing is stored then.
+        Raises as `add` does, and nothing is stored by a call that raises or is interrupted: until it returns, what it
+        overwrites is kept, in as much memory again as the overwritten steps take; an empty ring takes none.
         """
         wanted, observations = self._step_fields, self._streams.observations
         if fields.keys() != wanted.keys():
@@ -110,9 +111,9 @@ class Extending(Buffer):
             finals = self._given_finals(final_obs, self._reads_final(terminated, truncated))
         with self._lock:
             first = self._draws.span()[1]
-            self._engine.extend(values, terminated, truncated, priority, finals)
-        keys = torch.arange(first, first + count * self._num_envs, device=self._device)
-        return keys.view(count, self._num_envs)
+            keys = torch.arange(first, first + count * self._num_envs, device=self._device)
+            keys = keys.view(count, self._num_envs)
+            return self._engine.extend(values, terminated, truncated, priority, finals, keys)
 
     def _checked_steps(self, name: str, given: Any, field: Field, steps: int | None) -> Any:
         """The value as `[T, E, *shape]` of the field's dtype: a tensor, or an array for the host engine."""

@@ -151,7 +151,9 @@ def add_step_kernel(
             wanted = flags != 0
         rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
         few = wanted & (rank < finals)
-        place = remainder(tl.load(counters_ptr + FINALS), finals, per_finals) + rank
+        # before the barrier, as all that the last program changes
+        finals_kept = tl.load(counters_ptr + FINALS)
+        place = remainder(finals_kept, finals, per_finals) + rank
         place = tl.where(place < finals, place, place - finals)
         # owners are in the order of their keys, so the free rows come first
         owner = tl.load(owner_ptr + place, mask=few, other=0)
@@ -251,7 +253,7 @@ def add_step_kernel(
         if MASSES:
             raise_max_mass(counters_ptr)
         if WITH_FINALS:
-            tl.store(counters_ptr + FINALS, tl.load(counters_ptr + FINALS) + (done >> 32))
+            tl.store(counters_ptr + FINALS, finals_kept + (done >> 32))
         tl.store(counters_ptr + ADDED, added + envs)
 
 

@@ -36,7 +36,8 @@ def _weigh(pending, counters_ptr, program, programs, batch, blocks_drawn, beta, 
     draw = program * DRAWS + tl.arange(0, DRAWS)
     live = draw < batch
     lowest = tl.load(counters_ptr + LOWEST).to(tl.float64)
-    step = tl.load(counters_ptr + STEP)
+    # before the barrier, as all that the last program changes
+    step, block = tl.load(counters_ptr + STEP), tl.load(counters_ptr + RANDOM)
     exponent = tl.full([], 0.0, tl.float64) + beta + beta_rest
     if len(pending) > 2:
         schedule = pending[2]
@@ -52,4 +53,4 @@ def _weigh(pending, counters_ptr, program, programs, batch, blocks_drawn, beta, 
     if is_last(counters_ptr, programs):
         tl.store(counters_ptr + LOWEST, NO_MASS)
         tl.store(counters_ptr + STEP, step + 1)
-        tl.store(counters_ptr + RANDOM, tl.load(counters_ptr + RANDOM) + blocks_drawn)
+        tl.store(counters_ptr + RANDOM, block + blocks_drawn)

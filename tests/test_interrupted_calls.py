@@ -22,8 +22,8 @@ from devices import host_only
 from transitions import SAMPLERS, same
 
 import gpu_replay
-from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops import _backend, numpy_loops
+from gpu_replay import Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops import _backend, many_steps, numpy_loops
 
 pytestmark = [pytest.mark.contract, host_only]
 PACKAGE = str(Path(gpu_replay.__file__).parent)
@@ -171,10 +171,10 @@ RING_CALLS: dict[str, Callable[[ReplayBuffer], Any]] = {
 }
 
 
-def named(names: Iterable[str], *kept: str) -> pytest.MarkDecorator:
-    """Samplers; those that are not kept are slow."""
+def named(names: Iterable[str], *kept: str, argument: str = "name") -> pytest.MarkDecorator:
+    """Samplers, or other names; those that are not kept are slow."""
     return pytest.mark.parametrize(
-        "name", [pytest.param(each, marks=() if each in kept else pytest.mark.slow) for each in names]
+        argument, [pytest.param(each, marks=() if each in kept else pytest.mark.slow) for each in names]
     )
 
 
@@ -241,6 +241,19 @@ def stream_calls(mode: str) -> dict[str, Callable[[Any], Any]]:
     return calls
 
 
+def many(ends: str, fields: dict[str, Field]) -> dict[str, Any]:
+    """What `extend` takes: one step for each letter."""
+    steps = [step(60 + number, kind, fields) for number, kind in enumerate(ends)]
+    given = {name: np.stack([each[name] for each in steps]) for name in step(0, ".", fields)}
+    finals = [
+        {name.removeprefix("final_obs."): value for name, value in each.items() if name.startswith("final_")} or None
+        for each in steps
+    ]
+    if "obs" in fields:
+        finals = [each and each["final_obs"] for each in finals]
+    return {**given, "final_obs": finals, "priority": np.linspace(1, 9, len(ends) * ENVS).reshape(-1, ENVS)}
+
+
 # how the episodes end before the call: the ring is full, and its oldest step is one that can be drawn
 BEFORE = ("..U........", "....T.U..U.")
 
@@ -253,6 +266,20 @@ def test_steps_after_an_exception_anywhere(mode: str, name: str, ends: str, requ
     for number, call in enumerate(calls.values()):
         every = 1 if request.config.option.full else 29 + number
         check_every_place(streams(mode, SAMPLERS[name], ends), call, every)
+
+
+@named(["..U..", "T.U......U.T.U"], "T.U......U.T.U", argument="ends")
+@named(("proportional", "uniform", "combined-proportional", "stored", "rank-outdated"), "proportional")
+@pytest.mark.parametrize("mode", STREAMS)
+def test_many_steps_after_an_exception_anywhere(
+    mode: str, name: str, ends: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are stored in several blocks, and where the ring was not full before."""
+    monkeypatch.setattr(many_steps, "_TOGETHER", 8)
+    given, full = many(ends, STREAMS[mode]["fields"]), request.config.option.full
+    sampler = SAMPLERS.get(name, Proportional(initial="stored"))
+    for before in (BEFORE[1], "..U") if full else BEFORE[1:]:
+        check_every_place(streams(mode, sampler, before), lambda buffer: buffer.extend(**given), 3 if full else 197)
 
 
 def test_a_sample_too_large_for_memory_moves_nothing() -> None:

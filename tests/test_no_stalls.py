@@ -2,7 +2,7 @@
 
 A GPU shows a stall only where a test happens to pass (see test_gpu.py); this finds it in every branch. Functions that
 wait say so in their docstring, in the words "waits for the device", and are not called from `add`, `sample` and
-`update_priorities`, but for the exceptions listed here.
+`update_priorities`, but for the exceptions listed here, and after an exception.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def functions(sources: Mapping[str, str]) -> dict[str, list[tuple[str, Function]
 
 
 def on_the_device(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and all below it, without the branches that only tensors on the CPU take."""
+    """The node and all below it, without branches that only tensors on the CPU take, or calls that were interrupted."""
+    if isinstance(node, ast.ExceptHandler) and node.type is not None and ast.unparse(node.type) == "BaseException":
+        return
     if isinstance(node, ast.If | ast.IfExp) and ast.unparse(node.test) == "self._on_cpu":
         for part in node.orelse if isinstance(node, ast.If) else [node.orelse]:
             yield from on_the_device(part)

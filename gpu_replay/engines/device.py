@@ -6,6 +6,7 @@ refuse a sample from too few transitions without asking.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler
@@ -30,17 +31,32 @@ class DeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        first, added = self.draws.span()
-        self._known = added - first
         self.draws.rebuild()
+        self.recount()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         self._known = 0
         self.draws.on_clear()
 
+    def recount(self) -> None:
+        """Count anew what is stored. Waits for the device."""
+        first, self.draws.added = self.draws.span()
+        self._known = self.draws.added - first
+
+    def forget(self, rows: int) -> None:
+        """Forget the oldest transitions, in whose slots `rows` others were to come. Waits for the device."""
+        draws, capacity = self.draws, self._storage.capacity
+        first, added = draws.span()
+        after = min(added, max(first, added + rows - capacity))
+        slots = torch.arange(capacity, device=draws.device)
+        draws.state.forget(after, (slots - first) % capacity < after - first)
+        self.on_clear()
+        self.recount()
+
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, or an `add` that runs now."""
+        self.draws.added += rows
         self._known = min(self._storage.capacity, self._known + rows)
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
@@ -55,12 +71,17 @@ class DeviceEngine:
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
-        draws = self.draws
+        draws, times_sampled = self.draws, self._storage.times_sampled
         with draws.ordered():
-            own = draws.write(values, priorities)
-            keys = launch_insert(draws.masses, draws.counters, self._storage.times_sampled, rows, own, draws.source)
-            if draws.runs_now(rows):
-                self.on_replay(rows)
+            # whatever must be allocated comes before the ring is written
+            moved, own = draws.on_device(values, priorities)
+            keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
+            draws.add(
+                self,
+                rows,
+                lambda: draws.write(moved),
+                lambda: launch_insert(draws.masses, draws.counters, times_sampled, rows, own, draws.source, keys),
+            )
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:

@@ -7,21 +7,23 @@ counters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.eligible_draw import launch_eligible_draw
 from gpu_replay.ops.priorities import DeviceMasses, launch_update
 from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
 from gpu_replay.ops.ring import launch_write
 from gpu_replay.ops.stratified_draw import launch_stratified_draw
-from gpu_replay.ops.uniform_draw import launch_uniform_draw
+from gpu_replay.ops.uniform_draw import launch_uniform_draw, uniform_blocks
 from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stream_order import StreamOrder
@@ -41,6 +43,36 @@ class WeighedDraw(NamedTuple):
     named: dict[str, Tensor]
     pending: PendingWeights | None
     words: Tensor | None
+
+
+@dataclass
+class _Taken:
+    """What the sample in progress has taken, as far as its launches were made.
+
+    added:   transitions when it began.
+    slots:   (B,) that were counted as sampled.
+    pending: of a draw by priority, whose gather moves schedule and stream on.
+    steps, blocks: by which schedule and stream were moved on by other launches.
+    """
+
+    added: int
+    slots: Tensor | None = None
+    pending: PendingWeights | None = None
+    steps: int = 0
+    blocks: int = 0
+
+
+class Ring(Protocol):
+    """What adds to a ring by launches, and keeps count of it on the host."""
+
+    def on_replay(self, rows: int) -> None:
+        """Count rows that were added."""
+
+    def recount(self) -> None:
+        """Count anew what is stored. Waits for the device."""
+
+    def forget(self, rows: int) -> None:
+        """Forget the oldest rows, in whose slots so many others were to come. Waits for the device."""
 
 
 class DeviceSampler:
@@ -64,6 +96,9 @@ class DeviceSampler:
         self._ranks: DeviceRanks | None = None
         # whether it draws from some of the slots, for one call
         self._narrowed = False
+        # transitions added, but for those that others replay
+        self.added = 0
+        self._taken = _Taken(0)
         if plan.kind == "rank":
             self._ranks = DeviceRanks(state.slots, plan.alpha, plan.resort_every, self.counters)
         if state.tree is not None:
@@ -87,6 +122,7 @@ class DeviceSampler:
 
     def rebuild(self) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
+        self.added = self.span()[1]
         if self._ranks is not None:
             self._ranks.rebuild()
 
@@ -102,11 +138,75 @@ class DeviceSampler:
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
 
-    def mark(self) -> None:
-        """Nothing: where the draws stand is known to the device."""
+    # what a draw that raises takes back
+
+    def mark(self) -> Any:
+        """Where the draws stand, for `take_back` of the draw that begins here."""
+        self._taken = _Taken(self.added)
+        if self._ranks is not None:
+            self._ranks.mark()
+        return self._taken
 
     def take_back(self, mark: Any) -> None:
-        """Nothing: what was launched runs."""
+        """Let the draws stand where they stood at this mark, unless other draws came after it. Waits for the device."""
+        taken = self._taken
+        if mark is not taken or self.capturing():
+            return
+        with self.ordered():
+            blocks, steps = taken.blocks, taken.steps
+            # the gather puts the smallest mass away when it moves schedule and stream on
+            if taken.pending is not None and int(self.counters[Counter.LOWEST]) == NO_MASS:
+                blocks, steps = blocks + taken.pending.blocks, steps + 1
+            self.counters[Counter.LOWEST] = NO_MASS
+            self.counters[Counter.RANDOM] -= blocks
+            self.counters[Counter.STEP] -= steps
+            # what was added meanwhile has not been sampled
+            if taken.slots is not None and taken.added == self.added:
+                less = self._storage.times_sampled.new_full((1,), -1).expand(taken.slots.shape)
+                self._storage.times_sampled.scatter_add_(0, taken.slots, less)
+            if self._ranks is not None:
+                self._ranks.take_back()
+            self._taken = _Taken(self.added)
+
+    def took(self, blocks: int) -> None:
+        """The sample in progress has moved the stream on by so many more blocks."""
+        self._taken.blocks += blocks
+
+    # launches that belong together
+
+    def add(self, ring: Ring, rows: int, *launches: Callable[[], object]) -> None:
+        """Make the launches that add `rows` transitions: all of them, or none.
+
+        The first overwrites the oldest transitions, which nothing brings back; the second counts the new ones in; all
+        but the second may be made twice. So an exception that comes meanwhile does not end the call: the launches that
+        are missing are made, and an interrupt is raised then, as if it had come after the call. If they cannot be made
+        either, the transitions that were overwritten are forgotten: none is a mixture of two.
+        """
+        made = 0
+        try:
+            for launch in launches:
+                launch()
+                made += 1
+            if self.runs_now(rows):
+                ring.on_replay(rows)
+        except BaseException as error:
+            # a graph whose capture failed does not run
+            if self.capturing():
+                raise
+            try:
+                for number, launch in enumerate(launches[made:], made):
+                    # whether it was counted in before the exception came, the device knows
+                    if number != 1 or self.uncounted or self.span()[1] == self.added:
+                        launch()
+                ring.recount()
+            except BaseException:
+                # a first launch that cannot be made has not written
+                if made:
+                    with suppress(Exception):
+                        ring.forget(rows)
+                raise error from None
+            if not isinstance(error, Exception):
+                raise
 
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
@@ -133,14 +233,18 @@ class DeviceSampler:
             value = self.stream_order.copied(value) if value.is_pinned() else value.to(self.device, non_blocking=True)
         return computed(value).contiguous()
 
-    def write(self, values: Mapping[str, Tensor], priorities: Tensor | None) -> Tensor | None:
-        """Store the values after the newest; returns the priorities on the device if they come to count. 1 launch."""
-        storage, highest = self._storage, self.source == Counter.HIGHEST
-        moved = {name: self.moved(value) for name, value in values.items()}
+    def on_device(
+        self, values: Mapping[str, Tensor], priorities: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The values on the device, and the priorities if they come to count."""
         own = None if priorities is None or self.masses is None else self.moved(priorities)
-        launch_write(storage.tensors, storage.fields, moved, self.counters, self.state.tree, highest=highest)
+        return {name: self.moved(value) for name, value in values.items()}, own
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Store values that are on the device after the newest; 1 launch."""
+        storage, highest = self._storage, self.source == Counter.HIGHEST
         self._changed()
-        return own
+        launch_write(storage.tensors, storage.fields, values, self.counters, self.state.tree, highest=highest)
 
     def _changed(self) -> None:
         """Something was added or updated."""
@@ -182,12 +286,17 @@ class DeviceSampler:
             found = launch_stratified_draw(state.tree, *rows, **by_priority)
         else:
             found = launch_uniform_draw(*rows, state.slots, replacement=plan.replacement)
-        pending = None
-        if state.tree is not None and drawn > 0:
+        pending, taken = None, self._taken
+        taken.slots = found.slots
+        if state.tree is None or drawn == 0:
+            taken.blocks += uniform_blocks(drawn, plan.replacement) + blocks_for(batch if shifted else 0)
+            taken.steps += 1
+        else:
             schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
             exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
             # the gather also advances the stream past the words of the shifts
             pending = weighing_of(found.value, self.counters, schedule, exponent, drawn, batch if shifted else 0)
+            taken.pending = pending
         weight = found.value if pending is None else pending.weight
         named = {"key": found.keys, "probability": found.probability, "weight": weight}
         return WeighedDraw(found.slots, named, pending, found.words)

@@ -6,6 +6,8 @@ device knows; the host keeps a lower bound of it, and reads the number again whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,8 +19,8 @@ from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, endings, launch_add_step, launch_keep_finals, sequence_starts
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows
-from gpu_replay.ops.hindsight import Chosen, Strategy, launch_choose_goals
-from gpu_replay.ops.many_steps import GivenFinals, steps_together
+from gpu_replay.ops.hindsight import Chosen, Strategy, goal_blocks, launch_choose_goals
+from gpu_replay.ops.many_steps import GivenFinals, overwritten_parts, steps_together
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.windows import powers_of
 
@@ -44,10 +46,8 @@ class TrajectoryDeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        first, added = self.draws.span()
-        self._first_step, self._next_step = first // self._shape.num_envs, added // self._shape.num_envs
-        self._known = self._overwritten = 0
         self.draws.rebuild()
+        self.recount()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
@@ -55,9 +55,30 @@ class TrajectoryDeviceEngine:
         self._known = self._overwritten = 0
         self.draws.on_clear()
 
+    def recount(self) -> None:
+        """Count anew what is stored. Waits for the device."""
+        first, self.draws.added = self.draws.span()
+        envs = self._shape.num_envs
+        self._first_step, self._next_step = first // envs, self.draws.added // envs
+        self._known = self._overwritten = 0
+
+    def forget(self, rows: int) -> None:
+        """Forget the oldest step, and the starts that lose a frame of their stack with it. Waits for the device."""
+        draws, shape, envs = self.draws, self._shape, self._shape.num_envs
+        first, added = draws.span()
+        after = min(added, max(first, added + rows - shape.slots))
+        age = (torch.arange(shape.slots, device=draws.device) - first) % shape.slots // envs
+        steps = (after - first) // envs
+        # a deep stack lost its first frame steps ago
+        cut = (age < steps + shape.stack - 1) & (self._storage.streams.depth > age - steps)
+        draws.state.forget(after, (after > first) & ((age < steps) | cut))
+        self.on_clear()
+        self.recount()
+
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
         steps = rows // self._shape.num_envs
+        self.draws.added += rows
         self._next_step += steps
         self._overwritten += min(steps, max(0, self._next_step - self._shape.steps))
 
@@ -76,23 +97,28 @@ class TrajectoryDeviceEngine:
         with draws.ordered():
             # whatever must come to the device comes before the ring is written
             flags = draws.moved(terminated), draws.moved(truncated)
-            moved = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
-            own = draws.write(values, priorities)
-            keys = launch_add_step(
-                storage.streams,
-                draws.masses,
-                draws.state.eligible_tree,
-                draws.counters,
-                storage.times_sampled,
-                *flags,
-                own,
-                draws.source,
-                with_final=moved is not None,
-            )
-            if moved is not None:
-                launch_keep_finals(storage.streams, storage.finals, storage.fields, moved, draws.counters)
-            if draws.runs_now(self._shape.num_envs):
-                self.on_replay(self._shape.num_envs)
+            kept = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
+            moved, own = draws.on_device(values, priorities)
+            keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
+            launches: list[Callable[[], object]] = [
+                lambda: draws.write(moved),
+                lambda: launch_add_step(
+                    storage.streams,
+                    draws.masses,
+                    draws.state.eligible_tree,
+                    draws.counters,
+                    storage.times_sampled,
+                    *flags,
+                    own,
+                    draws.source,
+                    with_final=kept is not None,
+                    keys=keys,
+                ),
+            ]
+            if kept is not None:
+                finals_of = storage.streams, storage.finals, storage.fields, kept, draws.counters
+                launches.append(lambda: launch_keep_finals(*finals_of))
+            draws.add(self, self._shape.num_envs, *launches)
         return keys
 
     def extend(
@@ -102,11 +128,12 @@ class TrajectoryDeviceEngine:
         truncated: np.ndarray,
         priorities: Tensor | None,
         finals: GivenFinals | None,
-    ) -> None:
-        """Store T steps of all environments, as T calls of `add_step` do. Waits for the device.
+        keys: Tensor,
+    ) -> Tensor:
+        """Store T steps of all environments, as T calls of `add_step` do, and return `keys`. Waits for the device.
 
         Fields go to the device as they are. What is known of the steps is brought to the host, where `add_steps` works
-        on it, and back.
+        on it, and back. An exception, whatever it is and wherever it comes from, leaves all as it was.
         """
         draws, storage, shape = self.draws, self._storage, self._shape
         if draws.capturing():
@@ -116,31 +143,62 @@ class TrajectoryDeviceEngine:
             refused = numbers is not None and not np.isfinite(numbers).all()
             twin = HostTwin(storage, draws, self._powers)
             together = steps_together(twin.eligibility)
-            if refused or shape.hindsight or draws.source == Counter.HIGHEST or together < 2:
-                self._extend_by_step(values, terminated, truncated, priorities, finals)
-                return
-            masses = None if numbers is None or draws.masses is None else twin.masses(numbers)
-            for begin in range(0, len(terminated), together):
-                some = slice(begin, min(begin + together, len(terminated)))
-                rows = (some.stop - begin) * shape.num_envs
-                part = {name: value[some].flatten(0, 1) for name, value in values.items()}
-                draws.write(part, None)
-                slots = (draws.counters[Counter.ADDED] + torch.arange(rows, device=draws.device)) % shape.slots
-                storage.times_sampled[slots] = 0
-                draws.counters[Counter.ADDED] += rows
-                own = None if masses is None else masses[some]
-                kept = twin.add_steps(
-                    terminated[some], truncated[some], own, None if finals is None else finals.given[some]
-                )
-                if finals is not None and kept.places.size:
-                    chosen = finals.rows_of(begin, kept, shape.num_envs)
-                    # of a row that was kept twice the last one stays
-                    places, back = np.unique(kept.rows[::-1], return_index=True)
-                    last = chosen[torch.from_numpy(len(chosen) - 1 - back)]
-                    for name, value in finals.rows.items():
-                        storage.finals[name][torch.from_numpy(places)] = value[last].to(draws.device)
-                self.on_replay(rows)
-            twin.give_back()
+            before = self._overwritten_by(keys.numel())
+            try:
+                if refused or shape.hindsight or draws.source == Counter.HIGHEST or together < 2:
+                    self._extend_by_step(values, terminated, truncated, priorities, finals)
+                else:
+                    masses = None if numbers is None or draws.masses is None else twin.masses(numbers)
+                    self._extend_together(twin, together, values, terminated, truncated, masses, finals)
+            except BaseException:
+                for tensor, held in before:
+                    tensor.copy_(held)
+                self.recount()
+                raise
+        return keys
+
+    def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """All that so many new transitions change, and copies of it: of fields the rows that are live."""
+        draws, storage, slots = self.draws, self._storage, self._shape.slots
+        tensors = [draws.counters, storage.times_sampled, *storage.streams.tensors, *storage.finals.values()]
+        for tree in draws.state.trees:
+            tensors += [*tree.levels, *(each for each in (tree.low, tree.high) if each is not None)]
+        for part in overwritten_parts(*draws.span(), rows, slots):
+            tensors += [tensor[part] for tensor in storage.tensors.values()]
+        return [(tensor, tensor.clone()) for tensor in tensors]
+
+    def _extend_together(
+        self,
+        twin: HostTwin,
+        together: int,
+        values: dict[str, Tensor],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        masses: np.ndarray | None,
+        finals: GivenFinals | None,
+    ) -> None:
+        """Store steps, so many at once."""
+        draws, storage, shape = self.draws, self._storage, self._shape
+        for begin in range(0, len(terminated), together):
+            some = slice(begin, min(begin + together, len(terminated)))
+            rows = (some.stop - begin) * shape.num_envs
+            part = {name: draws.moved(value[some].flatten(0, 1)) for name, value in values.items()}
+            draws.write(part)
+            slots = (draws.counters[Counter.ADDED] + torch.arange(rows, device=draws.device)) % shape.slots
+            storage.times_sampled[slots] = 0
+            draws.counters[Counter.ADDED] += rows
+            own = None if masses is None else masses[some]
+            given = None if finals is None else finals.given[some]
+            kept = twin.add_steps(terminated[some], truncated[some], own, given)
+            if finals is not None and kept.places.size:
+                chosen = finals.rows_of(begin, kept, shape.num_envs)
+                # of a row that was kept twice the last one stays
+                places, back = np.unique(kept.rows[::-1], return_index=True)
+                last = chosen[torch.from_numpy(len(chosen) - 1 - back)]
+                for name, value in finals.rows.items():
+                    storage.finals[name][torch.from_numpy(places)] = value[last].to(draws.device)
+            self.on_replay(rows)
+        twin.give_back()
 
     def _extend_by_step(
         self,
@@ -255,7 +313,9 @@ class TrajectoryDeviceEngine:
     def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
         """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
         with self.draws.ordered():
-            return launch_choose_goals(self._storage.streams, keys, self.draws.counters, count, strategy)
+            chosen = launch_choose_goals(self._storage.streams, keys, self.draws.counters, count, strategy)
+            self.draws.took(goal_blocks(count, strategy))
+            return chosen
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible.

@@ -64,6 +64,16 @@ class DrawState:
         for tree in self.trees:
             tree.clear()
 
+    def forget(self, first: int, lost: Tensor) -> None:
+        """Forget the keys below `first`; the lost slots, (slots,) bool, cannot be drawn any more."""
+        for tree in self.trees:
+            tree.masses.masked_fill_(lost, 0)
+            tree.build()
+        self.counters[Counter.FIRST] = first
+        self.counters[Counter.RANKED] = 0
+        if self.sparse:
+            self.counters[Counter.ELIGIBLE] = (self.eligible.masses > 0).sum()
+
     def rebuild(self, written: int) -> None:
         """Make all that follows from the restored leaves of the first `written` slots."""
         for tree in self.trees:

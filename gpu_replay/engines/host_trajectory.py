@@ -18,7 +18,7 @@ from gpu_replay.ops.eligibility import Flag, endings, sequence_starts
 from gpu_replay.ops.eligibility_host import HostEligibility
 from gpu_replay.ops.frames import StackPlan, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import Chosen, Strategy, goal_words, goals_from
-from gpu_replay.ops.many_steps import GivenFinals, add_steps, steps_together
+from gpu_replay.ops.many_steps import GivenFinals, add_steps, overwritten_parts, steps_together
 from gpu_replay.ops.ring import Write, as_numpy, commit, gather_rows, parts_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS
 from gpu_replay.ops.windows import StoredWindows, Windows, measured, open_windows, powers_of
@@ -129,11 +129,7 @@ class TrajectoryHostEngine:
             writes += draws.given(largest, saturated)
             return commit(writes, keys)
         except BaseException:
-            for array, index, held in before:
-                array[index] = held
-            for tree, _ in eligibility.trees:
-                tree.build()
-            self._measure()
+            self._put_back(before)
             raise
 
     def extend(
@@ -143,8 +139,56 @@ class TrajectoryHostEngine:
         truncated: np.ndarray,
         priorities: np.ndarray | None,
         finals: GivenFinals | None,
+        keys: Tensor,
+    ) -> Tensor:
+        """Store T steps of all environments, as T calls of `add_step` do, and return `keys`.
+
+        An exception, whatever it is and wherever it comes from, leaves all as it was.
+        """
+        before = self._overwritten_by(keys.numel(), with_finals=finals is not None)
+        try:
+            self._extend(values, terminated, truncated, priorities, finals)
+            return keys
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _overwritten_by(self, rows: int, *, with_finals: bool) -> list[Write]:
+        """All that so many new transitions change, and copies of it: of fields the rows that are live."""
+        shape, streams, eligibility, counters = self._shape, self._streams, self._eligibility, self.draws.counters
+        places: list[tuple[np.ndarray, Any]] = [(counters, ...)]
+        places += [(each.numpy(), ...) for each in (streams.pending, streams.spans, streams.parted)]
+        # from the oldest step whose start may be completed to the newest one that may lose a frame
+        step = counters.item(Counter.ADDED) // shape.num_envs - shape.n_step
+        count = min(shape.steps, rows // shape.num_envs + shape.n_step + shape.stack)
+        for part, _ in parts_of(step % shape.steps, count, shape.steps):
+            places += [(each, part) for each in (eligibility.flags, eligibility.depth, *eligibility.leaves)]
+            places.append((self.draws.times_sampled.reshape(shape.steps, shape.num_envs), part))
+            places += [(eligibility.final, part)] if shape.finals else []
+        if with_finals:
+            begin = counters.item(Counter.FINALS) % shape.finals
+            for part, _ in parts_of(begin, min(rows, shape.finals), shape.finals):
+                places += [(each, part) for each in (eligibility.owner, *self._pools.values())]
+        for part in overwritten_parts(*self.draws.span(), rows, self._capacity):
+            places += [(each, part) for each in self._rows.values()]
+        return [(array, place, array[place].copy()) for array, place in places]
+
+    def _put_back(self, before: list[Write]) -> None:
+        """Let all be as it was, after an exception."""
+        for array, index, held in before:
+            array[index] = held
+        for tree, _ in self._eligibility.trees:
+            tree.build()
+        self._measure()
+
+    def _extend(
+        self,
+        values: dict[str, Any],
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        priorities: np.ndarray | None,
+        finals: GivenFinals | None,
     ) -> None:
-        """Store T steps of all environments, as T calls of `add_step` do."""
         draws, envs, begin = self.draws, self._shape.num_envs, 0
         together = 0 if self._shape.hindsight else steps_together(self._eligibility)
         while begin < len(terminated):

@@ -186,6 +186,7 @@ def launch_add_step(
     source: int | None,
     *,
     with_final: bool,
+    keys: Tensor | None = None,
 ) -> Tensor:
     """Device: add the step that was just written and return its (num_envs,) keys; one launch.
 
@@ -193,6 +194,7 @@ def launch_add_step(
     terminated, truncated: (num_envs,) bool.
     source:        where the initial mass is found if it is there; else it is the one given to `masses`.
     with_final:    whether final observations came with the step, for `launch_keep_finals` to copy.
+    keys:          (num_envs,) int64 to return them in, so that nothing is allocated here.
     """
     from gpu_replay.kernels.eligibility import add_step_kernel
 
@@ -203,7 +205,8 @@ def launch_add_step(
     # what lies further back than the ring is long does not count
     ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), device.type == "cpu")
-    keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
+    if keys is None:
+        keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
     step = terminated.view(torch.uint8), truncated.view(torch.uint8)
     add_step_kernel[(-(-shape.num_envs // envs),)](
         tree.levels,

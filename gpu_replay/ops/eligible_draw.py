@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draws import DeviceDraws, leaf_blocks, lowest_masses, new_draws, per_program
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS
+from gpu_replay.ops.uniform_draw import uniform_blocks
 
 
 class DrawRange(NamedTuple):
@@ -118,8 +118,7 @@ def launch_eligible_draw(
             SKIPS=skipped > 0,
         )
     elif eligible_tree is not None:
-        words = drawn if replacement else PERMUTATION_WORDS
-        moved = (blocks_for(words) if drawn else 0) + blocks_for(batch if shifted else 0)
+        moved = uniform_blocks(drawn, replacement) + blocks_for(batch if shifted else 0)
         draw_eligible_kernel[(programs,)](
             eligible_tree.levels,
             *common,

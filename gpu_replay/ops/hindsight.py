@@ -47,6 +47,11 @@ def goal_words(count: int, strategy: Strategy) -> int:
     return 0 if strategy == "final" else count
 
 
+def goal_blocks(count: int, strategy: Strategy) -> int:
+    """Philox blocks that choosing `count` rows and their goals takes."""
+    return blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy))
+
+
 def goals_from(
     streams: Streams,
     slots: np.ndarray,
@@ -139,7 +144,7 @@ def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count:
         shape.num_envs,
         shape.steps,
         shape.finals,
-        blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy)),
+        goal_blocks(count, strategy),
         LAST=strategy == "final",
         EPISODE=strategy == "episode",
         DRAWS=draws,

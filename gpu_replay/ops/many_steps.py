@@ -17,6 +17,7 @@ from gpu_replay.ops import numpy_loops
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.eligibility_host import HostEligibility
+from gpu_replay.ops.ring import parts_of
 
 _ENDED = Flag.TERMINATED | Flag.TRUNCATED
 # slots that are worked on together, so that their arrays stay in the cache
@@ -63,6 +64,12 @@ def steps_together(host: HostEligibility) -> int:
     """How many steps `add_steps` takes at once: so few that no slot is met twice; 0 where the ring is too short."""
     shape = host.shape
     return min(shape.steps - shape.n_step - shape.stack, max(1, _TOGETHER // shape.num_envs))
+
+
+def overwritten_parts(first: int, added: int, rows: int, slots: int) -> list[slice]:
+    """The slots of the live keys, those from `first` to `added`, that `rows` new ones take; two parts at the seam."""
+    begin, end = max(first, added - slots), min(added, added - slots + rows)
+    return [part for part, _ in parts_of(begin % slots, end - begin, slots)] if begin < end else []
 
 
 def add_steps(

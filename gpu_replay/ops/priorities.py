@@ -62,16 +62,19 @@ def launch_insert(
     rows: int,
     priorities: Tensor | None,
     source: int | None,
+    keys: Tensor | None = None,
 ) -> Tensor:
     """Device: count in `rows` transitions that were just written and return their (rows,) keys; one launch.
 
     source: where the initial mass is found if it is there; else it is the one given to `masses`.
+    keys:   (rows,) int64 to return them in, so that nothing is allocated here.
     """
     from gpu_replay.kernels.priorities import insert_kernel
 
     device, capacity = counters.device, times_sampled.numel()
     skipped = max(0, rows - capacity)
-    keys = torch.empty(rows, dtype=torch.int64, device=device)
+    if keys is None:
+        keys = torch.empty(rows, dtype=torch.int64, device=device)
     tree = None if masses is None else masses.tree
     fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
     blocks = blocks_per_program(rows - skipped, fanout, device.type == "cpu")
@@ -113,23 +116,29 @@ def launch_update(
     draws = together or per_program(128, batch, interpreted)
     grid = (-(-batch // draws),)
     tree = None if masses is None else masses.tree
-    if masses is not None and not together:
-        settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, DRAWS=draws)
-    update_kernel[grid](
-        keys,
-        priorities,
-        () if tree is None else tree.levels,
-        () if masses is None else masses.extremes,
-        () if masses is None else masses.rule,
-        counters if masses is None else masses.stamps,
-        counters,
-        batch,
-        capacity,
-        SHIFT=0 if tree is None else tree.fanout.bit_length() - 1,
-        SPARSE=sparse,
-        ORDERED=masses is not None and masses.ordered,
-        SETTLES=together > 0,
-        # a program of many keys has more threads, so that none of them has many
-        num_warps=8 if together else 4,
-        DRAWS=draws,
-    )
+    try:
+        if masses is not None and not together:
+            settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, DRAWS=draws)
+        update_kernel[grid](
+            keys,
+            priorities,
+            () if tree is None else tree.levels,
+            () if masses is None else masses.extremes,
+            () if masses is None else masses.rule,
+            counters if masses is None else masses.stamps,
+            counters,
+            batch,
+            capacity,
+            SHIFT=0 if tree is None else tree.fanout.bit_length() - 1,
+            SPARSE=sparse,
+            ORDERED=masses is not None and masses.ordered,
+            SETTLES=together > 0,
+            # a program of many keys has more threads, so that none of them has many
+            num_warps=8 if together else 4,
+            DRAWS=draws,
+        )
+    except BaseException:
+        # stamps that no second launch took away would win over those of later updates
+        if masses is not None and not together:
+            masses.stamps.fill_(-1)
+        raise

@@ -61,6 +61,8 @@ class DeviceRanks:
         self._left = 0
         # whether a graph may have changed what the host thinks it knows
         self._unsure = False
+        # samples left when the sample in progress began, and whether it made the list anew
+        self._before, self._made = 0, False
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +89,16 @@ class DeviceRanks:
             if counts[Counter.RANKED]:
                 self._left = max(0, self.every - (counts[Counter.STEP] - counts[Counter.SORTED]))
 
+    def mark(self) -> None:
+        """A sample begins, which `take_back` may take back."""
+        self._before, self._made = self._left, False
+
+    def take_back(self) -> None:
+        """Let the next sample find the list out of date if the one in progress found it so."""
+        if self._made and self._due is not None:
+            self._counters[Counter.RANKED : Counter.RANKED + 1].mul_(1 - self._due)
+        self._left = 0 if self._made else self._before
+
     def skip_sample(self, capturing: bool) -> None:
         """Count a sample that does not make the list anew."""
         if self.every > 1:
@@ -105,11 +117,13 @@ class DeviceRanks:
         if capturing or self._unsure:
             # only the device knows whether it is time
             self._unsure |= self.every > 1
+            self._made = True
             _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
             self._left = 0
         elif self._left:
             self.skip_sample(capturing)
         else:
+            self._made = True
             _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
             # one that serves a single sample does so until something changes
             self._left = max(1, self.every - 1)

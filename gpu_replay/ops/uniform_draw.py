@@ -59,6 +59,11 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     return ranks
 
 
+def uniform_blocks(drawn: int, replacement: bool) -> int:
+    """Philox blocks that `drawn` uniform draws take; none where all rows are the newest."""
+    return blocks_for(drawn if replacement else PERMUTATION_WORDS) if drawn else 0
+
+
 def launch_uniform_draw(
     counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
 ) -> DeviceDraws:
@@ -66,13 +71,12 @@ def launch_uniform_draw(
     from gpu_replay.kernels.uniform_draw import uniform_draw_kernel
 
     found = new_draws(batch, counters.device, by_priority=False)
-    words = drawn if replacement else PERMUTATION_WORDS
     # one draw per thread
     draws = per_program(128, batch, counters.device.type == "cpu")
     uniform_draw_kernel[(-(-batch // draws),)](
         counters,
         found.outputs(times_sampled),
-        *(drawn, batch, capacity, blocks_for(words) if drawn else 0),
+        *(drawn, batch, capacity, uniform_blocks(drawn, replacement)),
         DRAWS=draws,
         REPLACEMENT=replacement or drawn == 0,
     )
