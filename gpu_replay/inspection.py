@@ -28,10 +28,10 @@ from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.rank_table import cumulative_masses
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
-# pictures in each row of the contact sheet, and groups of ages
-_SHOWN, _GROUPS = 12, 60
+# pictures in each row of the contact sheet, groups of ages, and characters in a line of words
+_SHOWN, _GROUPS, _WIDTH = 12, 60, 84
 _GREY, _BLUE, _RED = "#8A8A8A", "#0072B2", "#D55E00"
 
 
@@ -70,24 +70,43 @@ class Contents:
         """Rows that would be as varied if they were drawn alike."""
         return float(1 / max((self.probability**2).sum(), 1e-300)) if self.probability.any() else 0.0
 
+    @property
+    def drawable(self) -> int:
+        """Rows that can be drawn."""
+        return int((self.probability > 0).sum())
+
+    @property
+    def most_entropy(self) -> float:
+        """That of a uniform draw from the same rows."""
+        return math.log(max(self.drawable, 1))
+
     def lines(self) -> list[str]:
         """What is stored and how it is drawn, in words."""
-        size, drawable = len(self.keys), int((self.probability > 0).sum())
+        size = len(self.keys)
         sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
         lines = [
             f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
             f"{self.sampler}",
             *(
-                f"  {name}: {list(field.shape)} {str(field.dtype).removeprefix('torch.')}, {sizes[name] / 1e9:.3f} GB"
+                f"  {name}: {list(field.shape)} {str(field.dtype).removeprefix('torch.')}, {_bytes(sizes[name])}"
                 for name, field in self.fields.items()
             ),
-            f"{drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
-            f"entropy {self.entropy:.2f} of {math.log(max(drawable, 1)):.2f} in a uniform draw",
+            f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} rows",
+            f"{self.drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
+            f"entropy {self.entropy:.2f} nats of {self.most_entropy:.2f} in a uniform draw",
             f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
-            f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut "
-            f"{self.counters['SATURATED']:,}",
+            f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut to the "
+            f"largest mass {self.counters['SATURATED']:,}",
         ]
         return lines
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"
 
 
 def of_buffer(state: BufferState) -> Contents:
@@ -179,25 +198,57 @@ def draw(contents: Contents, path: str | os.PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError(f"a picture of a buffer needs matplotlib: pip install matplotlib ({error}).") from error
     pictures = _pictures(contents)
-    figure = Figure(figsize=(11, 6.5 + 1.3 * len(pictures)), layout="constrained")
-    grid = figure.add_gridspec(2 + len(pictures), 2, height_ratios=[3, 3, *[1.2] * len(pictures)])
-    words = figure.add_subplot(grid[0, 0])
+    # fixed margins in inches: finding them took as long as all the rest
+    width, height, strip = 11.0, 7.0, 1.25
+    whole = height + strip * len(pictures)
+    figure = Figure(figsize=(width, whole))
+    sides = {"left": 0.7 / width, "right": 1 - 0.15 / width}
+    low, high = (whole - height + 0.55) / whole, 1 - 0.35 / whole
+    grid = figure.add_gridspec(2, 2, bottom=low, top=high, hspace=0.36, wspace=0.16, **sides)
+    told = grid[0, 0].subgridspec(2, 1, height_ratios=[3, 1])
+    words = figure.add_subplot(told[0])
     words.axis("off")
-    lines = [part for line in contents.lines() for part in textwrap.wrap(line, 78, subsequent_indent="    ")]
-    words.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=7).set_in_layout(False)
-    _draw_priorities(figure, grid[0, 1], contents)
-    _draw_by_age(figure, grid[1, 0], contents, contents.probability, "probability of a draw")
-    _draw_by_age(figure, grid[1, 1], contents, contents.sampled, "times drawn")
-    for row, (title, image) in enumerate(pictures.items()):
-        axes = figure.add_subplot(grid[2 + row, :])
+    lines = [part for line in contents.lines() for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ")]
+    words.text(-0.1, 1.1, "\n".join(lines), va="top", family="monospace", fontsize=7)
+    _draw_spread(figure.add_subplot(told[1]), contents)
+    _draw_priorities(figure.add_subplot(grid[0, 1]), contents)
+    share = contents.probability * contents.drawable
+    _draw_by_age(figure.add_subplot(grid[1, 0]), share, "chance of a row to be drawn, by age", "1 = uniform draw")
+    _draw_by_age(figure.add_subplot(grid[1, 1]), contents.sampled, "draws of a row so far, by age", "draws")
+    for row, (title, image) in enumerate(reversed(pictures.items())):
+        room = (0.15 / width, (strip * row + 0.05) / whole, 1 - 0.3 / width, (strip - 0.3) / whole)
+        axes = figure.add_axes(room, anchor="W")
         axes.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255)
         axes.set_title(title, loc="left", fontsize=8)
         axes.axis("off")
     figure.savefig(path, dpi=110)
 
 
-def _draw_priorities(figure: Figure, place: Any, contents: Contents) -> None:
-    axes = figure.add_subplot(place)
+def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(up, fontsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def _draw_spread(axes: Axes, contents: Contents) -> None:
+    """Effective sample size and entropy as shares of those of a uniform draw."""
+    most = max(contents.drawable, 1)
+    bars = {
+        f"effective sample size: {contents.effective:,.0f} of {contents.drawable:,}": contents.effective / most,
+        f"entropy: {contents.entropy:.2f} of {contents.most_entropy:.2f} nats": contents.entropy
+        / max(contents.most_entropy, 1e-9),
+    }
+    axes.barh([1, 0], [1, 1], color="#E6E6E6")
+    axes.barh([1, 0], list(bars.values()), color=_BLUE)
+    for place, words in zip((1, 0), bars, strict=True):
+        axes.text(0.01, place, words, va="center", fontsize=8, bbox={"color": "white", "alpha": 0.75, "pad": 1.5})
+    _titled(axes, "how evenly rows are drawn (full bar: a uniform draw)", "")
+    axes.set(xlim=(0, 1), xticks=[], yticks=[])
+    axes.set_frame_on(False)
+
+
+def _draw_priorities(axes: Axes, contents: Contents) -> None:
     if contents.priority is None:
         axes.axis("off")
         axes.text(0.5, 0.5, "this sampler has no priorities", ha="center", color=_GREY)
@@ -208,23 +259,28 @@ def _draw_priorities(figure: Figure, place: Any, contents: Contents) -> None:
         axes.hist(
             held, bins=np.geomspace(low, high * (1 + 1e-9) if high > low else low * 1.1, 60).tolist(), color=_BLUE
         )
-    axes.set(xscale="log", yscale="log", xlabel="priority", ylabel="rows")
+    axes.set(xscale="log", yscale="log")
+    axes.minorticks_off()
+    _titled(axes, "priorities of rows that can be drawn", "priority", "rows")
 
 
-def _draw_by_age(figure: Figure, place: Any, contents: Contents, values: np.ndarray, label: str) -> None:
+def _draw_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None:
     """Mean, and from the tenth to the ninetieth of a hundred, of groups of rows of about one age."""
-    axes = figure.add_subplot(place)
-    axes.set(xlabel="age in rows (the newest is 0)", ylabel=label)
+    from matplotlib.ticker import EngFormatter
+
+    _titled(axes, title, "age in rows (the newest is 0)", label)
     if not len(values):
         return
     groups = np.array_split(values.astype(np.float64), min(_GROUPS, len(values)))
     ages = np.cumsum([len(group) for group in groups]) - 1
     low, high = (np.array([np.quantile(group, share) for group in groups]) for share in (0.1, 0.9))
-    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="10% to 90%")
+    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="10% to 90% of rows")
     axes.plot(ages, [group.mean() for group in groups], color=_BLUE, label="mean")
-    if values is contents.probability and values.any():
-        axes.axhline(1 / (values > 0).sum(), color=_RED, linewidth=0.8, linestyle="--", label="uniform")
-    axes.legend(fontsize=7, frameon=False)
+    if "uniform" in label:
+        axes.axhline(1, color=_RED, linewidth=0.8, linestyle="--", label="uniform draw")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(fontsize=7, frameon=False, loc="upper left" if "uniform" not in label else "upper right")
 
 
 def _pictures(contents: Contents) -> dict[str, np.ndarray]:
@@ -232,15 +288,15 @@ def _pictures(contents: Contents) -> dict[str, np.ndarray]:
     names = [name for name, field in contents.fields.items() if _is_image(field)]
     if not names or not len(contents.keys):
         return {}
+    size = len(contents.keys)
+    chosen = {"random rows": np.random.default_rng(0).choice(size, min(_SHOWN, size), replace=False)}
     drawable = np.flatnonzero(contents.probability > 0)
-    chosen = {
-        "random rows": np.random.default_rng(0).choice(len(contents.keys), min(_SHOWN, len(contents.keys)), False)
-    }
     if contents.priority is not None and drawable.size:
         largest = drawable[np.argsort(-contents.priority[drawable], kind="stable")[:_SHOWN]]
-        chosen = {"largest priorities": largest, **chosen}
+        high, low = contents.priority[largest[[0, -1]]]
+        chosen = {f"rows with the largest priorities, {high:.3g} to {low:.3g}": largest, **chosen}
     return {
-        f"{names[0]}: {title}": _strip(contents.rows(names[0], contents.keys[places]).numpy())
+        f"{names[0]} of {title}": _strip(contents.rows(names[0], contents.keys[places]).numpy())
         for title, places in chosen.items()
     }
 
@@ -250,7 +306,10 @@ def _is_image(field: Field) -> bool:
 
 
 def _strip(frames: np.ndarray) -> np.ndarray:
-    """The frames side by side, with white between them."""
+    """The frames side by side, with white between them; dark ones brightened."""
+    peak = int(frames.max(initial=0))
+    if 0 < peak < 128:
+        frames = (frames.astype(np.uint16) * 255 // peak).astype(np.uint8)
     images = [_as_image(frame) for frame in frames]
     gap = np.full((images[0].shape[0], max(1, images[0].shape[1] // 20), *images[0].shape[2:]), 255, np.uint8)
     return np.concatenate([part for image in images for part in (image, gap)][:-1], axis=1)
