@@ -39,7 +39,7 @@ HEADINGS = {
 _ALWAYS = ("kernels", "gpu", "frames", "peers")
 # exit status of `timeout` when the limit is reached
 _TIMED_OUT = 124
-CURVE = "curve.png"
+CURVE, BUFFER = "curve.png", "buffer.png"
 OUTCOMES = ".outcomes.jsonl"
 # lines of JSON that are no records
 _BESIDE = (".steps.jsonl", OUTCOMES)
@@ -163,7 +163,7 @@ def _outcome(line: str) -> tuple[str, str, float]:
 
 def _pictures(folder: Path, output: Path) -> list[str]:
     """The plots of the folder and of the folders in it, except those of training runs."""
-    found = [path for path in folder.rglob("*.png") if path.name != CURVE]
+    found = [path for path in folder.rglob("*.png") if path.name not in (CURVE, BUFFER)]
     # the roofline of all operations comes first
     found.sort(key=lambda path: (path.stem != "roofline", path))
     if not found:
@@ -181,6 +181,8 @@ def _trained_text(folders: Sequence[Path], output: Path) -> list[str]:
         parts.append(_one_run(folder, finished.get(folder)))
         if (folder / CURVE).is_file():
             parts.append(f"![return of {folder.name} over environment steps]({_relative(folder / CURVE, output)})")
+        if (folder / BUFFER).is_file():
+            parts.append(f"![replay buffer of {folder.name}]({_relative(folder / BUFFER, output)})")
     return parts
 
 

@@ -24,6 +24,7 @@ from gpu_replay.training.run_dir import NETWORK
 from gpu_replay.training.trainer import Listener, Trainer
 from gpu_replay.training.vector_envs import make_gymnasium
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 CATCH = ["train", "catch", "--device", "cpu", "--steps", "3000", "--eval-every", "800", "--eval-episodes", "16"]
 CATCH += ["--log-every", "300", "--seed", "5", "--warmup", "500"]
 SHORT = ["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200", "--log-every", "320"]

@@ -22,7 +22,7 @@ from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.trainer import Trainer
+from gpu_replay.training.trainer import REPLAY_STATS, Trainer
 
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
@@ -159,14 +159,16 @@ def test_events_hold_the_same_numbers_as_the_rows(finished: Path) -> None:
     events = accumulator.EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
     rows = read_rows(finished)
-    for name in ("epsilon", "loss", "eval_return_mean"):
+    tags = {"epsilon": "epsilon", "loss": "loss", "eval_return_mean": "eval_return_mean"}
+    tags |= {name: f"replay/{name}" for name in REPLAY_STATS}
+    for name, tag in tags.items():
         expected = [(row["step"], pytest.approx(row[name], rel=1e-4)) for row in rows if math.isfinite(row[name])]
-        assert [(event.step, event.value) for event in events.Scalars(name)] == expected
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == expected
 
 
 def test_everything_promised_is_there(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()} - {"tensorboard"}
-    files = {"progress.csv", "curve.png", "network.safetensors", "settings.json", "summary.json"}
+    files = {"progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json"}
     assert names == files | {"checkpoint"}
     rows = read_rows(finished)
     assert [row["step"] for row in rows] == [512, 1_024, 1_504, 2_016, 2_528, 3_008]
@@ -175,10 +177,14 @@ def test_everything_promised_is_there(finished: Path) -> None:
         assert all(math.isfinite(row[name]) for name in PROMISED_COLUMNS)
         assert row["updates_per_second"] > 0
     assert rows[0]["epsilon"] > rows[-1]["epsilon"]
+    assert rows[0]["effective_sample_size"] == rows[0]["step"] - 3 * 32
+    assert 1_000 < rows[-1]["effective_sample_size"] < rows[-1]["step"]
+    assert (rows[-1]["max_age"], rows[-1]["stale_updates"]) == (3_007, 0)
     assert sum(math.isfinite(row["eval_return_mean"]) for row in rows) == 2
     summary = json.loads((finished / "summary.json").read_text())
     assert set(summary) >= PROMISED_SUMMARY
     assert (summary["env"], summary["seed"], summary["device"]) == ("catch", 3, "cpu")
+    assert (summary["epsilon"], summary["persistence"]) == (pytest.approx(rows[-1]["epsilon"]), 0)
     assert (summary["steps"], summary["stopped_by"], summary["eval_episodes"]) == (3_008, "steps", 32)
     assert -1 <= summary["eval_return_mean"] <= 1
     assert 0 < summary["replay_share"] < 1
@@ -213,13 +219,14 @@ def test_the_saved_network_is_the_one_that_was_evaluated(finished: Path) -> None
     assert final.return_mean == pytest.approx(summary["eval_return_mean"])
 
 
-def test_the_curve_has_lines_of_two_colours(finished: Path) -> None:
+def test_the_curve_has_lines_of_three_colours(finished: Path) -> None:
     from matplotlib.image import imread
 
     picture = imread(finished / "curve.png")
     assert picture.shape[:2] >= (400, 600)
     colours = {tuple(pixel) for pixel in (picture[..., :3].reshape(-1, 3) * 255).astype(int).tolist()}
-    assert {(31, 119, 180), (255, 127, 14)} <= colours
+    # training, evaluation, epsilon
+    assert {(31, 119, 180), (255, 127, 14), (148, 103, 189)} <= colours
 
 
 @pytest.mark.parametrize(
@@ -240,7 +247,9 @@ def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number:
     rows = read_rows(tmp_path)
     assert rows[-1]["step"] == summary["steps"]
     assert (tmp_path / "network.safetensors").stat().st_size > 10_000
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert "training episodes explore: return " in out
+    for picture in ("curve.png", "buffer.png"):
+        assert (tmp_path / picture).stat().st_size > 10_000
     assert not list(tmp_path.glob(".*"))
 
 

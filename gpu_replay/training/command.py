@@ -21,9 +21,11 @@ Train a double DQN with prioritized replay. ENV is catch, an Atari game (pong, b
 Gymnasium id with discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...).
 
 Written to --output: progress.csv (a row every --log-every steps, flushed), curve.png (redrawn during the run),
-network.safetensors (the network with the best evaluation), settings.json, summary.json, and TensorBoard events if
-tensorboard is installed. Ctrl-C or SIGTERM ends the run with everything written; the exit code is then 130 or 143,
-and bad input gives 2. A second Ctrl-C ends it at once.
+buffer.png (what the replay buffer holds at the end and how it is drawn from, as `gpu-replay inspect` shows it),
+network.safetensors (the network with the best evaluation), settings.json, summary.json, and TensorBoard events, those
+of the replay buffer under replay/, if tensorboard is installed. Training episodes explore (column epsilon);
+evaluations are greedy but for --eval-epsilon. Ctrl-C or SIGTERM ends the run with everything written; the exit code is
+then 130 or 143, and bad input gives 2. A second Ctrl-C ends it at once.
 
 --output also holds checkpoint/, written at intervals and at the end, from which `gpu-replay train --resume --output
 DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random

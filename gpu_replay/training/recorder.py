@@ -14,20 +14,22 @@ from typing import Any
 
 import torch
 
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.atomic_files import replace
 from gpu_replay.console.progress import progress_bar
 from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.evaluation import Evaluation
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.run_dir import CURVE, NETWORK, PROGRESS, TENSORBOARD, RunDir
+from gpu_replay.training.run_dir import BUFFER, CURVE, NETWORK, PROGRESS, TENSORBOARD, RunDir
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.summary import draw_curve
-from gpu_replay.training.trainer import Listener
+from gpu_replay.training.trainer import REPLAY_STATS, Listener
 
 COLUMNS = (
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
     *("updates_per_second", "steps_per_second", "updates", "value_mean", "learning_rate", "stored"),
     *("eval_return_mean", "eval_return_std"),
+    *REPLAY_STATS,
 )
 COUNTS = frozenset({"step", "episodes", "updates", "stored"})
 # drawing takes about half a second, so the curve is drawn rarely
@@ -96,9 +98,11 @@ class Recorder(Listener):
             for name in COLUMNS[1:]:
                 # TensorBoard has no use for NaN
                 if row[name] == row[name]:
-                    self._events.add_scalar(name, row[name], int(row["step"]))
+                    tag = f"replay/{name}" if name in REPLAY_STATS else name
+                    self._events.add_scalar(tag, row[name], int(row["step"]))
         self._bar.set_postfix_str(
-            f"return {row['return_mean']:.4g}, length {row['length_mean']:.4g}, {row['updates_per_second']:.0f} upd/s",
+            f"return {row['return_mean']:.4g} at ε {row['epsilon']:.2g}, length {row['length_mean']:.4g}, "
+            f"{row['updates_per_second']:.0f} upd/s",
             refresh=False,
         )
         if time.perf_counter() - self._drawn > CURVE_SECONDS:
@@ -133,9 +137,13 @@ class Recorder(Listener):
 
     def draw(self) -> None:
         """Write the learning curve so far."""
-        threshold = self._spec.reward_threshold
-        replace(self._path / CURVE, lambda path: draw_curve(path, self._title, self.rows, self._evaluations, threshold))
+        about = self._title, self.rows, self._evaluations, self._spec.reward_threshold, self._settings
+        replace(self._path / CURVE, lambda path: draw_curve(path, *about))
         self._drawn = time.perf_counter()
+
+    def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
+        """Write the picture of the replay buffer."""
+        replace(self._path / BUFFER, buffer.plot)
 
     def state(self) -> dict[str, Any]:
         """Rows and evaluations so far, and the evaluation that belongs to the next row."""
@@ -158,7 +166,9 @@ class Recorder(Listener):
 
 def _formatted(row: Mapping[str, float]) -> dict[str, int | str]:
     """A row as text for progress.csv."""
-    return {name: int(row[name]) if name in COUNTS else f"{row[name]:.6g}" for name in COLUMNS}
+    return {
+        name: int(row[name]) if name in COUNTS and row[name] == row[name] else f"{row[name]:.6g}" for name in COLUMNS
+    }
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, float]]) -> None:

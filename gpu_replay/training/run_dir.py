@@ -14,12 +14,13 @@ from gpu_replay.console.errors import UserError
 
 PROGRESS = "progress.csv"
 CURVE = "curve.png"
+BUFFER = "buffer.png"
 NETWORK = "network.safetensors"
 SETTINGS = "settings.json"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 CHECKPOINT = "checkpoint"
-FILES = (PROGRESS, CURVE, NETWORK, SETTINGS, SUMMARY)
+FILES = (PROGRESS, CURVE, BUFFER, NETWORK, SETTINGS, SUMMARY)
 
 
 class RunDir:

@@ -109,6 +109,7 @@ def run_plan(plan: Plan) -> int:
             if evaluator.best is None:
                 recorder.save(trainer.agent.online, trainer.step)
             recorder.draw()
+            recorder.draw_buffer(trainer.buffer)
         seconds = wall_seconds()
         summary = summarize(trainer, evaluator, fresh, stopped_by=reason, seed=plan.seed, wall_seconds=seconds)
         run_dir.write_json(SUMMARY, summary)

@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_replay.console.versions import device_name, versions
 from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.settings import Settings
 from gpu_replay.training.trainer import Trainer
 
 
@@ -48,6 +49,9 @@ def summarize(
         "reward_threshold": trainer.environment.spec.reward_threshold,
         "train_return_mean": last["return_mean"],
         "train_length_mean": last["length_mean"],
+        "epsilon": last["epsilon"],
+        "persistence": trainer.settings.persistence,
+        "eval_epsilon": trainer.settings.eval_epsilon,
         "steps_per_second": trainer.step / wall_seconds,
         "updates_per_second": trainer.agent.updates / wall_seconds,
         "replay_share": shares["replay"],
@@ -62,7 +66,7 @@ def summarize(
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> str:
-    """Three lines: how good, how fast, where."""
+    """Four lines: how good, exploring as well, how fast, where."""
     reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": "solved"}.get(
         summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
     )
@@ -76,11 +80,19 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
         )
     return (
         f"{summary['env']}, {reason}: {quality}\n"
+        f"training episodes explore: return {summary['train_return_mean']:.2f} with "
+        f"{explored(summary['epsilon'], summary['persistence'])}\n"
         f"{summary['steps']:,} steps and {summary['updates']:,} updates in {summary['wall_seconds']:.1f} s: "
         f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s, "
         f"replay {summary['replay_share']:.1%} of the learning loop\n"
         f"written to {folder}"
     )
+
+
+def explored(epsilon: float, persistence: float) -> str:
+    """What an agent explores with, in words."""
+    persisting = f", each repeated with probability {persistence:g}" if persistence and epsilon else ""
+    return f"{epsilon:.3g} of the actions random{persisting}"
 
 
 def draw_curve(
@@ -89,8 +101,9 @@ def draw_curve(
     rows: Sequence[dict[str, float]],
     evaluations: Sequence[tuple[int, float, float]],
     threshold: float | None,
+    settings: Settings,
 ) -> None:
-    """Return and episode length over environment steps, one above the other, as a PNG.
+    """Return, episode length and what training explores with over environment steps, as a PNG.
 
     rows:        of progress.csv.
     evaluations: (step, mean return, mean length) of the greedy policy.
@@ -101,22 +114,32 @@ def draw_curve(
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 7), dpi=120)
     canvas = FigureCanvasAgg(figure)
-    returns, lengths = figure.subplots(2, 1, sharex=True)
+    # fixed margins: finding them takes as long as all the rest
+    sides = {"left": 0.1, "right": 0.98, "bottom": 0.07, "top": 0.95, "hspace": 0.08}
+    returns, lengths, random = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2.2, 1], **sides})
+    greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
+    names = f"training, which explores: mean of the last {settings.return_window} episodes", f"evaluation, {greedy}"
     steps = [row["step"] for row in rows]
     panels = ((returns, "return_mean", 1, "return of an episode"), (lengths, "length_mean", 2, "steps in an episode"))
     for axes, column, position, label in panels:
-        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label="training, mean of the last episodes")
+        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label=names[0])
         if evaluations:
             points = [each[0] for each in evaluations], [each[position] for each in evaluations]
-            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label="evaluation, greedy")
+            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label=names[1])
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     if threshold is not None:
         returns.axhline(threshold, color="tab:green", linestyle="--", linewidth=1, label=f"solved at {threshold:g}")
     returns.set_title(title)
     returns.legend(loc="best", fontsize="small")
-    lengths.set_xlabel("environment steps")
-    lengths.xaxis.set_major_formatter(EngFormatter())
+    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
+    random.plot(steps, [row["epsilon"] for row in rows], color="tab:purple", label=f"random actions{repeated}")
+    random.set(ylim=(0, 1.05), ylabel="ε of training")
+    random.legend(loc="upper right", fontsize="small")
+    random.grid(alpha=0.3)
+    random.set_xlabel("environment steps")
+    random.xaxis.set_major_formatter(EngFormatter())
+    figure.align_ylabels()
     canvas.print_png(path)

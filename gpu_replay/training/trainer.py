@@ -31,6 +31,11 @@ from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
 
 # batches to which the whitening of images is fitted
 WHITENING_BATCHES = 16
+# statistics of the replay buffer in each row
+REPLAY_STATS = (
+    *("effective_sample_size", "entropy", "mean_priority", "max_priority", "mean_age", "max_age"),
+    *("mean_times_sampled", "stale_updates", "rejected_priorities", "saturated_priorities"),
+)
 
 
 class Listener:
@@ -353,6 +358,8 @@ class Trainer:
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         self._last_mark = (self.step, updates, loop_seconds)
         self._logged = self.step
+        # this waits for the device, as reading the means of losses has
+        stats = self.buffer.stats()
         self.last_row = {
             "step": self.step,
             "seconds": seconds,
@@ -369,5 +376,6 @@ class Trainer:
             "learning_rate": self.settings.learning_rate_at(self.step),
             "updates": updates,
             "stored": min(self._added, self.buffer.capacity),
+            **{name: getattr(stats, name) for name in REPLAY_STATS},
         }
         listener.row(self.last_row)
