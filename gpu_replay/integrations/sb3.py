@@ -12,6 +12,7 @@ loss with row i of the gradient of the network's output multiplied by w_i, and s
 from __future__ import annotations
 
 from abc import abstractmethod
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
@@ -43,8 +45,10 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     """
 
     pos: int
-    # what `sample` gave last, its importance weights (B, 1), and the TD errors, (B, 1) of each critic, found for it
+    # what `sample` gave last, the target network's values of what follows, (B, A) with DQN, its importance weights
+    # (B, 1), and the TD errors, (B, 1) of each critic, found for it
     drawn: Any
+    following: Tensor
     weight: Tensor
     errors: list[Tensor]
 
@@ -66,29 +70,24 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         # not that of the parent, which allocates its arrays
         BaseBuffer.__init__(self, max(buffer_size // n_envs, 1), observation_space, action_space, device, n_envs)
         if optimize_memory_usage:
-            raise ValueError(
-                "SB3ReplayBuffer needs optimize_memory_usage=False; with n_steps > 1 it stores frames once."
-            )
+            raise ValueError("SB3ReplayBuffer needs optimize_memory_usage=False; n_steps > 1 stores frames once.")
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
-        found = step_fields(observation_space, action_space)
-        shapes = get_obs_shape(observation_space)
-        named = {f"obs.{name}": shape for name, shape in shapes.items()} if isinstance(shapes, dict) else None
-        named = named or {"obs": shapes}
-        fields = {name: Field(shape, found[name].dtype) for name, shape in named.items()}
+        found, shapes = step_fields(observation_space, action_space), _by_field(get_obs_shape(observation_space))
+        fields = {name: Field(shape, found[name].dtype) for name, shape in shapes.items()}
         fields["action"] = Field((self.action_dim,), found["action"].dtype)
         settings: dict[str, Any] = {"sampler": sampler, "device": self.device, "seed": seed}
         self.storage: ReplayBuffer | TrajectoryReplayBuffer
         if n_steps == 1:
-            fields |= {f"next_{name}": Field(shape, found[name].dtype) for name, shape in named.items()}
+            fields |= {f"next_{name}": fields[name] for name in shapes}
             fields |= {"reward": Field((), torch.float32), "terminated": Field((), torch.bool)}
             self.storage = ReplayBuffer(self.buffer_size * n_envs, fields, **settings)
         else:
             settings |= {"n_step": n_steps, "gamma": gamma, "autoreset": "same_step"}
             self.storage = TrajectoryReplayBuffer(self.buffer_size * n_envs, n_envs, fields, **settings)
-        # the observations that must come next, and those environments whose episode goes on
-        self._next_obs: Any = None
+        # the observations that must come next, by name, and those environments whose episode goes on
+        self._next_obs: dict[str, np.ndarray] = {}
         self._goes_on = np.zeros(n_envs, bool)
         self._forget_drawn()
 
@@ -102,26 +101,22 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         infos: list[dict[str, Any]],
     ) -> None:
         """Store one step of all environments; `next_obs` of those that are done is their last observation."""
-        limit = self.handle_timeout_termination
-        truncated = np.array([limit and info.get("TimeLimit.truncated", False) for info in infos], bool)
         ended = np.asarray(done, bool)
-        truncated &= ended
-        step = {
-            "obs": self._shaped(obs),
-            "action": action.reshape(self.n_envs, self.action_dim),
-            "reward": np.asarray(reward, np.float32),
-            "terminated": ended & ~truncated,
-        }
-        after = self._shaped(next_obs)
+        cut = [self.handle_timeout_termination and info.get("TimeLimit.truncated", False) for info in infos]
+        truncated = ended & np.array(cut, bool)
+        before, after = self._named(obs), self._named(next_obs)
+        step: dict[str, Any] = {**before, "action": action.reshape(self.n_envs, self.action_dim)}
+        step |= {"reward": np.asarray(reward, np.float32), "terminated": ended & ~truncated}
         if isinstance(self.storage, TrajectoryReplayBuffer):
             # learn() may reset environments without a word
-            reset = self._goes_on & ~_same_rows(step["obs"], self._next_obs) if self._goes_on.any() else self._goes_on
+            same = [(before[name] == was).reshape(self.n_envs, -1).all(1) for name, was in self._next_obs.items()]
+            reset = self._goes_on & ~np.logical_and.reduce(same) if same else self._goes_on
             if reset.any():
                 self.storage.begin_episodes(reset)
-            self.storage.add(**step, truncated=truncated, final_obs=after)
+            self.storage.add(**step, truncated=truncated, **{f"final_{name}": value for name, value in after.items()})
             self._next_obs, self._goes_on = after, ~ended
         else:
-            self.storage.add(**step, next_obs=after)
+            self.storage.add(**step, **{f"next_{name}": value for name, value in after.items()})
         self.full |= self.pos + 1 == self.buffer_size
         self.pos = (self.pos + 1) % self.buffer_size
 
@@ -153,22 +148,20 @@ class SB3ReplayBuffer(PlainReplayBuffer):
             self.errors.clear()
 
     def _forget_drawn(self) -> None:
-        self.drawn, self.weight, self._keys, self.errors = None, torch.empty(0), torch.empty(0), []
+        self.drawn, self.errors = None, []
+        self.following = self.weight = self._keys = torch.empty(0)
 
-    def _shaped(self, obs: Any) -> Any:
-        """Observations with the axes that Stable-Baselines3 gives them: a number has one of length 1."""
-        if isinstance(obs, dict):
-            return {name: value.reshape(self.n_envs, *self.obs_shape[name]) for name, value in obs.items()}
-        return obs.reshape(self.n_envs, *self.obs_shape)
+    def _named(self, obs: Any) -> dict[str, np.ndarray]:
+        """Observations by the names of their fields, with the axes that Stable-Baselines3 gives them."""
+        shapes = {name: (self.n_envs, *field.shape) for name, field in self.storage.fields.items()}
+        return {name: value.reshape(shapes[name]) for name, value in _by_field(obs).items()}
 
     def _normalized(self, obs: Tensor | Batch, env: VecNormalize | None) -> Any:
         """Sampled observations as a tensor or a dict of tensors."""
-        if isinstance(obs, Tensor):
-            return obs if env is None else self._to_device(env.normalize_obs(obs.cpu().numpy()))
+        plain = obs if isinstance(obs, Tensor) else obs.to_dict()
         if env is None:
-            return obs.to_dict()
-        arrays = env.normalize_obs({name: value.cpu().numpy() for name, value in obs.items()})
-        return {name: self._to_device(value) for name, value in arrays.items()}
+            return plain
+        return tree_map(self._to_device, env.normalize_obs(tree_map(lambda value: value.cpu().numpy(), plain)))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, dtype=torch.float32, device=self.device)
@@ -178,11 +171,9 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         return self.__dict__
 
 
-def _same_rows(one: Any, other: Any) -> np.ndarray:
-    """Which rows of two observations are equal, (E,) bool."""
-    if isinstance(one, dict):
-        return np.logical_and.reduce([_same_rows(one[name], other[name]) for name in one])
-    return (one == other).reshape(len(one), -1).all(1)
+def _by_field(parts: Any) -> dict[str, Any]:
+    """What belongs to observations, or to the parts of a dictionary of them, by the names of the fields."""
+    return {f"obs.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {"obs": parts}
 
 
 class _Prioritized(OffPolicyAlgorithm):
@@ -191,17 +182,31 @@ class _Prioritized(OffPolicyAlgorithm):
     replay_buffer: Any
     replay_buffer_class: Any
     replay_buffer_kwargs: dict[str, Any]
+    # the network whose output the loss compares with its target
+    _compared: str
 
     def _setup_model(self) -> None:
         if self.replay_buffer_class is None:
             self.replay_buffer_class = SB3ReplayBuffer
         self.replay_buffer_kwargs = {"sampler": Proportional(), **self.replay_buffer_kwargs}
         super()._setup_model()
-        self._weigh()
+
+        def weigh(_module: object, args: tuple[Any, ...], output: Any) -> None:
+            drawn, weight = self.replay_buffer.drawn, self.replay_buffer.weight
+            values = output if isinstance(output, tuple) else (output,)
+            # in the loss alone: not where an actor asks for the values of its own actions
+            if drawn is None or not all(map(is_, args, (drawn.observations, drawn.actions))):
+                return
+            if values[0].requires_grad:
+                self._note(drawn, values)
+                for value in values:
+                    value.register_hook(lambda gradient: gradient * weight)
+
+        getattr(self, self._compared).register_forward_hook(weigh)
 
     @abstractmethod
-    def _weigh(self) -> None:
-        """Hook the networks whose output the loss compares with its target."""
+    def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:
+        """Put the TD errors of these values into `errors` of the buffer, now or when their gradients are known."""
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
         """That of the algorithm without priorities; the hooks do the rest."""
@@ -212,46 +217,34 @@ class _Prioritized(OffPolicyAlgorithm):
 class PrioritizedDQN(_Prioritized, DQN):
     """DQN with prioritized experience replay (Schaul et al. 2016)."""
 
-    def _weigh(self) -> None:
-        following: list[Tensor] = []
+    _compared = "q_net"
+
+    def _setup_model(self) -> None:
+        super()._setup_model()
 
         def keep(_module: object, _args: object, values: Tensor) -> None:
-            following[:] = [values.detach()]
-
-        def weigh(_module: object, args: tuple[Any, ...], values: Tensor) -> None:
-            buffer, drawn, weight = self.replay_buffer, self.replay_buffer.drawn, self.replay_buffer.weight
-            if drawn is None or args[0] is not drawn.observations or not values.requires_grad:
-                return
-            taken = values.detach().gather(1, drawn.actions.long())
-            discount = self.gamma if drawn.discounts is None else drawn.discounts
-            target = drawn.rewards + (1 - drawn.dones) * discount * following[0].max(1, keepdim=True).values
-            # not from the gradient: that of the Huber loss ends at 1
-            buffer.errors.append(target - taken)
-            values.register_hook(lambda gradient: gradient * weight)
+            self.replay_buffer.following = values.detach()
 
         self.q_net_target.register_forward_hook(keep)
-        self.q_net.register_forward_hook(weigh)
+
+    def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:
+        # the loss evaluates its target first; not from the gradient, since that of the Huber loss ends at 1
+        best = self.replay_buffer.following.max(1, keepdim=True).values
+        discount = self.gamma if drawn.discounts is None else drawn.discounts
+        target = drawn.rewards + (1 - drawn.dones) * discount * best
+        self.replay_buffer.errors.append(target - values[0].detach().gather(1, drawn.actions.long()))
 
 
 class _PrioritizedCritics(_Prioritized):
     """Of an algorithm whose critics have squared losses: their gradient is the TD error times `_slope` / B."""
 
+    _compared = "critic"
     _slope: float
 
-    def _weigh(self) -> None:
-        def weigh(_module: object, args: tuple[Any, ...], values: tuple[Tensor, ...]) -> None:
-            buffer, drawn, weight = self.replay_buffer, self.replay_buffer.drawn, self.replay_buffer.weight
-            if drawn is None or args[1] is not drawn.actions or not values[0].requires_grad:
-                return
-
-            def weighed(gradient: Tensor) -> Tensor:
-                buffer.errors.append(gradient * (len(gradient) / self._slope))
-                return gradient * weight
-
-            for value in values:
-                value.register_hook(weighed)
-
-        self.critic.register_forward_hook(weigh)
+    def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:
+        errors, scale = self.replay_buffer.errors, len(drawn.rewards) / self._slope
+        for value in values:
+            value.register_hook(lambda gradient: errors.append(gradient * scale))
 
 
 class PrioritizedSAC(_PrioritizedCritics, SAC):
