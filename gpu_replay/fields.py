@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -131,7 +131,7 @@ def check_fields(fields: object) -> dict[str, Field]:
     return flat
 
 
-def flattened(given: Mapping[str, Any], wanted: Container[str] = ()) -> dict[str, Any]:
+def flattened(given: Mapping[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
     """Nested dictionaries as one of dotted names: `{"obs": {"image": x}}` becomes `{"obs.image": x}`.
 
     wanted: names to reach; the tuples of a Gymnasium Tuple space become `obs.item_0` and so on where these are wanted.
@@ -141,7 +141,7 @@ def flattened(given: Mapping[str, Any], wanted: Container[str] = ()) -> dict[str
     for name, value in given.items():
         if isinstance(value, DICTIONARIES):
             parts: Any = value.items()
-        elif isinstance(value, tuple) and name not in wanted and f"{name}.item_0" in wanted:
+        elif isinstance(value, tuple) and name not in wanted and has_items(name, wanted):
             parts = ((f"item_{place}", part) for place, part in enumerate(value))
         else:
             parts = None
@@ -152,5 +152,11 @@ def flattened(given: Mapping[str, Any], wanted: Container[str] = ()) -> dict[str
     return flat
 
 
-def _leaves(name: str, parts: Iterable[tuple[Any, Any]], wanted: Container[str]) -> Iterable[tuple[str, Any]]:
+def has_items(name: str, wanted: Collection[str]) -> bool:
+    """Whether `name` is that of a Tuple space, whose parts are among the names to reach."""
+    first = f"{name}.item_0"
+    return any(each == first or each.startswith(f"{first}.") for each in wanted)
+
+
+def _leaves(name: str, parts: Iterable[tuple[Any, Any]], wanted: Collection[str]) -> Iterable[tuple[str, Any]]:
     return flattened({f"{name}.{part}": value for part, value in parts}, wanted).items()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened
+from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened, has_items
 from gpu_replay.stream_order import record_stream
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -135,13 +135,14 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def final_columns(value: Any, observations: Sequence[str], num_envs: int) -> dict[str, Any]:
     """Final observations by the name of their observation field, `obs` or several `obs.NAME`.
 
-    value: of a single field whatever `as_final` takes. Of several a dictionary of that, nested or not, or as Gymnasium
-           gives it an object array (or list) of one dictionary or tuple for each environment, None where nothing ended.
+    value: of a single field whatever `as_final` takes. Of several a dictionary of that, nested or not (of a Tuple
+           space a tuple), or as Gymnasium gives it an object array (or list) of one dictionary or tuple for each
+           environment, None where nothing ended.
     Raises TypeError, ValueError or KeyError for anything else.
     """
     if "obs" in observations:
         return {"obs": value}
-    if isinstance(value, DICTIONARIES):
+    if isinstance(value, DICTIONARIES) or (isinstance(value, tuple) and has_items("obs", observations)):
         columns = flattened({"obs": value}, observations)
         # Gymnasium puts a mask `_NAME` of the environments beside each NAME
         return {name: column for name, column in columns.items() if not name.rpartition(".")[2].startswith("_")}

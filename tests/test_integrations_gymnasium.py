@@ -103,26 +103,33 @@ def test_a_buffer_for_another_mode_is_refused() -> None:
     assert len(buffer) == 0
 
 
-def test_observations_of_dictionaries_are_stored_by_name() -> None:
+@pytest.mark.parametrize("kind", [dict, tuple])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_observations_in_parts_are_stored_by_name(kind: type, mode: AutoresetMode) -> None:
     class Both(gymnasium.ObservationWrapper[Any, Any, Any]):
         def __init__(self, env: Any) -> None:
             super().__init__(env)
             box = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-            self.observation_space = gymnasium.spaces.Dict({"cart": box, "pole": box})
+            inner = gymnasium.spaces.Dict({"pole": box})
+            named, tupled = gymnasium.spaces.Dict({"b": inner, "a": box}), gymnasium.spaces.Tuple((inner, box))
+            self.observation_space = named if kind is dict else tupled
 
-        def observation(self, observation: np.ndarray) -> dict[str, np.ndarray]:
-            return {"cart": observation[:2], "pole": observation[2:]}
+        def observation(self, observation: np.ndarray) -> Any:
+            parts = {"pole": observation[2:]}, observation[:2]
+            return {"b": parts[0], "a": parts[1]} if kind is dict else parts
 
     def one() -> Any:
         return Both(gymnasium.make("CartPole-v1", max_episode_steps=LIMIT))
 
-    env = gymnasium.vector.SyncVectorEnv([one] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = gymnasium.vector.SyncVectorEnv([one] * ENVS, autoreset_mode=mode)
     buffer = ReplayBuffer.from_spaces(200, env.single_observation_space, env.single_action_space, device="cpu")
     streams = TrajectoryReplayBuffer.from_env(env, 200, device="cpu")
     for each in (buffer, streams):
-        collect(env, lambda obs: torch.arange(len(obs["cart"])) % 2, each, 40, seed=3)
+        collect(env, lambda _: torch.arange(ENVS) % 2, each, 40, seed=3)
         batch = each.sample(60)
         live = ~batch.terminated
-        joined = {name: torch.cat([batch[name]["cart"], batch[name]["pole"]], 1)[live] for name in ("obs", "next_obs")}
+        cart, pole = ("a", "b.pole") if kind is dict else ("item_1", "item_0.pole")
+        names = ("obs", "next_obs")
+        joined = {name: torch.cat([batch[f"{name}.{cart}"], batch[f"{name}.{pole}"]], 1)[live] for name in names}
         rest = {name: batch[name][live] for name in ("action", "reward", "terminated")}
         check_physics(type(batch)({**joined, **rest}))

@@ -100,12 +100,15 @@ def collect(
 
 
 def _with_finals(obs: Any, final: Any, ended: np.ndarray) -> Any:
-    """The observations after a step, those of ended episodes from `final`: a dict of arrays, or objects by row."""
+    """The observations after a step, those of ended episodes from `final`: like `obs`, or an object for each row."""
     if not ended.any():
         return obs
-    if isinstance(obs, dict):
-        part = final if isinstance(final, dict) else {name: [row and row[name] for row in final] for name in obs}
-        return {name: _with_finals(value, part[name], ended) for name, value in obs.items()}
+    if isinstance(obs, (dict, tuple)):
+        names = obs.keys() if isinstance(obs, dict) else range(len(obs))
+        if not isinstance(final, type(obs)):
+            final = {name: [row and row[name] for row in final] for name in names}
+        parts = {name: _with_finals(obs[name], final[name], ended) for name in names}
+        return parts if isinstance(obs, dict) else tuple(parts.values())
     found = obs.copy()
     for place in np.flatnonzero(ended):
         found[place] = final[place]
