@@ -49,7 +49,7 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
         if not value.is_cpu:
             record_stream(value)
         return value.detach() if value.requires_grad else value
-    if isinstance(value, np.ma.MaskedArray):
+    if _masked(value):
         raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
     array = value if isinstance(value, np.ndarray) else _array_from(name, value)
     if array.dtype not in TORCH_OF:
@@ -70,6 +70,13 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
 def computed(tensor: Tensor) -> Tensor:
     """The tensor with its numbers in memory: some are only negated when they are read, or zeros without memory."""
     return tensor.resolve_neg().clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
+
+
+def _masked(value: Any) -> bool:
+    """Whether an array has a mask, or one in a list, which would be lost with it."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_masked, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _array_from(name: str, value: Any) -> np.ndarray:

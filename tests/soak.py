@@ -1,7 +1,7 @@
 """`gpu-replay soak`: random use, hostile input, damaged files, kills and a long day, all compared with the oracles.
 
-The cases of `soak_cases.py` run in child processes, so that a crash is a finding too; whatever is found is printed with
-the lines that repeat it.
+The cases of `soak_cases.py` and `soak_steps.py` run in child processes, so that a crash is a finding too; whatever is
+found is printed with the lines that repeat it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
-from soak_cases import CYCLE, Tally
+from soak_cases import Tally, damage, disk, fields, hostile, priorities, sequences, steps, threads
+from soak_steps import counters, extends, hostile_steps
 from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
 
-from gpu_replay import Field, Proportional, ReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.bench.environment import current_environment
 from gpu_replay.cli import main as command
 from gpu_replay.console.arguments import Parser, natural, positive_float
@@ -37,6 +38,9 @@ from gpu_replay.console.markdown import table
 # what a run of so many minutes does, beside as many cases as the time allows; shorter ones do their share of it
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
+# how often each of them comes in turn
+CYCLE = [sequences] * 6 + [steps, fields, priorities, damage, counters, extends] + [hostile, hostile_steps] * 2
+CYCLE = CYCLE * 8 + [disk, threads]
 
 
 def kills(count: int) -> Tally:
@@ -115,7 +119,55 @@ def day(thousandths: int) -> Tally:
     return tally
 
 
-PARTS: dict[str, Callable[[int], Tally]] = {part.__name__: part for part in (*CYCLE, kills, trainer, day)}
+def day_of_steps(thousandths: int) -> Tally:
+    """So much of a day of a trajectory buffer: a tenth of the steps, each episode of 97, across 2^31 and 2^40."""
+    envs, block, tenth = 8, 1250, thousandths * ADDS // 10 // 1000 // 10
+    fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+    buffer = TrajectoryReplayBuffer(
+        100_000, envs, fields, stack=2, n_step=3, autoreset="same_step", sampler=Proportional(), device="cpu"
+    )
+    pairs, tally, seconds, resident = thousandths * PAIRS // 1000 // 100, Tally(), [], []
+
+    def add(steps: int) -> None:
+        key = torch.arange(buffer.added, buffer.added + steps * envs).view(steps, envs)
+        ended = (key // envs) % 97 == 96
+        more = {"terminated": ended, "truncated": torch.zeros_like(ended)}
+        buffer.extend(obs=key, action=key + 1, reward=torch.ones(steps, envs), **more)
+
+    add(buffer.capacity // envs)
+    for part in range(10):
+        if part in (3, 6):
+            buffer.begin_episodes()
+            buffer.clear()
+            state = buffer.state_dict()
+            started = (2**31 if part == 3 else 2**40) - tenth // 2
+            # in the same slot, after the step where the streams were broken off
+            started += buffer.added % buffer.capacity - started % buffer.capacity
+            state["counters"] |= dict.fromkeys(("ADDED", "FIRST"), started)
+            buffer.load_state_dict(state)
+        began = time.process_time()
+        for call in range(tenth // block // envs):
+            add(block)
+            for _ in range(pairs * (call + 1) // (tenth // block // envs) - pairs * call // (tenth // block // envs)):
+                batch = buffer.sample(32)
+                assert torch.equal(batch.obs[:, 1], batch.key)
+                assert torch.equal(batch.action, batch.key + 1)
+                # what is left of the episode, at most the window
+                assert torch.equal(batch.terminated, (batch.key // envs) % 97 >= 94)
+                buffer.update_priorities(batch.key, batch.probability)
+        seconds.append(time.process_time() - began)
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20)
+        assert buffer.total_mass() == int(buffer.masses().sum())
+        tally += Tally(cases=pairs, bytes=8 * 4 * 32 * pairs, adds=tenth, pairs=pairs)
+    assert resident[-1] <= resident[1] + 16, f"MiB in memory: {resident}"
+    assert seconds[-1] <= 2 * seconds[1], f"seconds of each tenth: {seconds}"
+    tally["MiB more in the last tenth than in the first"] = resident[-1] - resident[0]
+    tally["percent of the time of the first tenth that the last one took"] = round(100 * seconds[-1] / seconds[0])
+    return tally
+
+
+ONCE = (kills, trainer, day, day_of_steps)
+PARTS: dict[str, Callable[[int], Tally]] = {part.__name__: part for part in (*CYCLE, *ONCE)}
 Job = tuple[str, int]
 
 
@@ -154,7 +206,7 @@ def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
     failures: list[Job] = []
     share = min(1.0, minutes / WHOLE_MINUTES)
     once = [("kills", round(SAVE_KILLS * share)), ("trainer", round(TRAINER_KILLS * share))]
-    once.append(("day", max(1, round(1000 * share))))
+    once += [(name, max(1, round(1000 * share))) for name in ("day", "day_of_steps")]
     deadline = time.monotonic() + 60 * minutes
     rounds = (
         ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(CYCLE), start * 10**5))
@@ -190,7 +242,8 @@ def page(tallies: dict[str, Tally], failures: Sequence[Job], command: str) -> st
             "# Reliability",
             "",
             f"Written by `{command}` on {where.date}, commit {where.commit}, {where.cpu}, "
-            f"{versions}. What each part does is said in `tests/soak_cases.py` and `tests/soak.py`.",
+            f"{versions}. What each part does is said in `tests/soak_cases.py`, `tests/soak_steps.py` and "
+            "`tests/soak.py`.",
             "",
             table(["part", "cases compared", "faults injected", "kills survived", "bytes verified"], rows),
             "",

@@ -31,7 +31,16 @@ from test_random_sequences import SETTINGS, Pair, play
 from test_threads import WIDE, Adder, check_whole, rows
 from test_trajectory_random_streams import MODES, streams
 
-from gpu_replay import CheckpointError, Combined, Field, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import (
+    CheckpointError,
+    Combined,
+    Field,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
 
 REFUSED = (ValueError, TypeError, KeyError, RuntimeError, MemoryError, OSError)
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -163,7 +172,7 @@ def refusing() -> Iterator[None]:
     raise AssertionError("this was not refused")
 
 
-def whole_state(buffer: ReplayBuffer) -> str:
+def whole_state(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> str:
     """Everything that a call that raised must leave as it was."""
     state = buffer.state_dict()
     tensors = {name: tensor.tolist() for name, tensor in state.pop("tensors").items()}
@@ -337,8 +346,3 @@ def threads(seed: int) -> Tally:
             time.sleep(0.5)
     check_whole(buffer[buffer.keys()])
     return tally
-
-
-# how often each of them comes in turn
-CYCLE = [sequences] * 6 + [steps, fields, priorities, damage] + [hostile] * 3
-CYCLE = CYCLE * 8 + [disk, threads]

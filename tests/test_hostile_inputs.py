@@ -60,6 +60,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "fake": fake,
     "masked": masked,
     "masked array": lambda values: np.ma.masked_equal(values.numpy(), 5),
+    "masked rows": lambda values: list(np.ma.masked_equal(values.numpy(), 5)),
+    "masked values": lambda values: [[np.ma.masked, 1.0] for _ in values],
     "quantized": lambda values: torch.quantize_per_tensor(values, 1.0, 0, torch.qint8),
     "float8": lambda values: values.to(torch.float8_e5m2),
     **{

@@ -34,7 +34,7 @@ def test_what_fails_is_named(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(soak, "CYCLE", [part])
-    monkeypatch.setattr(soak, "PARTS", {part.__name__: part, "day": part})
+    monkeypatch.setattr(soak, "PARTS", {part.__name__: part, "day": part, "day_of_steps": part})
     monkeypatch.setattr(soak, "SAVE_KILLS", 0)
     monkeypatch.setattr(soak, "TRAINER_KILLS", 0)
     assert soak.main(["--minutes", "0.01", "--record", str(tmp_path / "page.md")]) == 1
