@@ -11,6 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,8 @@ from gpu_replay.batch import Batch
 from gpu_replay.contents import Contents
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
-from gpu_replay.engines.storage import Storage, check_device, check_memory
+from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.storage import Storage, check_device, check_room
 from gpu_replay.fields import Field
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.graphs.custom_ops import BatchKind, Operators
@@ -83,12 +85,15 @@ class Buffer(Contents):
         sampler: Sampler,
         device: torch.device | str | None,
         seed: int,
+        storage_device: torch.device | str | None,
+        storage_path: StoragePath | None,
     ) -> None:
         self._capacity = capacity
         self._fields = fields
         self._sampler = sampler
         self._plan = plan_of(sampler)
         self._device = check_device(device)
+        self._placement = check_placement(self._device, storage_device, storage_path)
         self._seed = validation.whole("seed", seed)
         self._backend = choose(self._device)
         self._on_host = self._backend == "host"
@@ -97,7 +102,7 @@ class Buffer(Contents):
         self._stream_order = StreamOrder(self._device)
         # unnecessary when the process ends
         weakref.finalize(self, self._stream_order.close).atexit = False
-        check_memory(self._sizes(), self._device)
+        check_room(self._sizes(), self._placement, {*fields, "alignment"})
 
         # inference tensors could not be written outside of inference mode; calls on other streams come after what is
         # allocated and filled on this one
@@ -124,7 +129,11 @@ class Buffer(Contents):
 
     def _make_storage(self) -> Storage:
         """The ring, allocated."""
-        return Storage(self._capacity, self._fields, self._device, packed=self._on_host)
+        return Storage(self._capacity, self._fields, self._device, packed=self._on_host, memory=self._memory())
+
+    def _memory(self) -> MakeMemory | None:
+        """What makes the memory of the fields, where they are not on the device."""
+        return self._placement.memory(self._stream_order.drain)
 
     # attributes
 
@@ -135,8 +144,20 @@ class Buffer(Contents):
 
     @property
     def device(self) -> torch.device:
-        """Where the transitions are stored and sampled."""
+        """Where priorities are kept and batches come out; the transitions too, but for `storage_device` and
+        `storage_path`.
+        """
         return self._device
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where the fields are: the buffer's device, or the CPU for pinned host memory and files."""
+        return self._placement.storage_device
+
+    @property
+    def storage_path(self) -> Path | None:
+        """The folder of the file that holds the fields; None where they are in memory."""
+        return self._placement.path
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -155,7 +176,7 @@ class Buffer(Contents):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: fields, priorities and counters."""
+        """Bytes of all tensors: fields, priorities and counters, wherever they are."""
         scratch = self._draws.scratch_bytes + self._engine.scratch_bytes
         return self._storage.nbytes + self._state.nbytes + scratch
 
@@ -174,8 +195,12 @@ class Buffer(Contents):
         names = ", ".join(self._fields)
         return (
             f"{type(self).__name__}({len(self):,} of {self._capacity:,} transitions of {names}; {self._sampler}; "
-            f"{self.nbytes / 1e6:,.1f} MB on {self._device})"
+            f"{self.nbytes / 1e6:,.1f} MB on {self._device}{self._elsewhere()})"
         )
+
+    def _elsewhere(self) -> str:
+        """Where the fields are if not on the device, for messages."""
+        return f", fields {self._placement.where}" if self._placement.apart else ""
 
     # calls
 
@@ -355,6 +380,9 @@ class Buffer(Contents):
     def _state_tensors(self, added: int) -> dict[str, Tensor]:
         """Views of all memory in use after `added` transitions, by name."""
         written, state = min(added, self._capacity), self._state
+        if self._placement.pinned:
+            # the device still reads and writes what the host is about to
+            self._stream_order.settle()
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
         if state.tree is not None:

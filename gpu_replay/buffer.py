@@ -16,6 +16,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields, flattened
@@ -36,9 +37,19 @@ class ReplayBuffer(Buffer):
     sampler:  Uniform, Proportional, RankBased, Latest or Combined.
     device:   "cuda" when there is one, else "cpu".
     seed:     of the draws; the same seed and the same masses draw the same keys on every device.
+    storage_device: "cpu" with a buffer on a GPU keeps its fields in pinned host memory, which kernels read and write
+              over the bus; masses, keys and batches stay on the GPU. By default the buffer's own device.
+    storage_path: with a buffer on the CPU, a folder: its fields are kept in a file there, mapped into memory, for rings
+              larger than memory.
+
+    Draws, batches and checkpoints are the same wherever the fields are. The file is scratch: its blocks are reserved
+    when the buffer is made, it is removed with the buffer (or by the next one there, where a process was killed), and
+    what is to last is written by `save`. The folder is made if need be, serves one buffer at a time (RuntimeError for a
+    second), and other files in it are left alone.
 
     One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
-    is allocated, when the device does not have the bytes; TypeError, ValueError for invalid settings.
+    is allocated, when the device, the host or the disk does not have the bytes; OSError for a folder that cannot be
+    written to; TypeError, ValueError for invalid settings.
     """
 
     _engine: HostEngine | DeviceEngine
@@ -53,8 +64,11 @@ class ReplayBuffer(Buffer):
         sampler: Sampler = UNIFORM,
         device: torch.device | str | None = None,
         seed: int = 0,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> None:
-        super().__init__(check_capacity(capacity), check_fields(fields), sampler, device, seed)
+        checked = check_fields(fields)
+        super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
         self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
@@ -84,6 +98,8 @@ class ReplayBuffer(Buffer):
         sampler: Sampler = UNIFORM,
         device: torch.device | str | None = None,
         seed: int = 0,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> ReplayBuffer:
         """A buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
 
@@ -97,7 +113,15 @@ class ReplayBuffer(Buffer):
         from gpu_replay.spaces import classic_fields
 
         fields = classic_fields(observation_space, action_space, dtypes)
-        return cls(capacity, fields, sampler=sampler, device=device, seed=seed)
+        return cls(
+            capacity,
+            fields,
+            sampler=sampler,
+            device=device,
+            seed=seed,
+            storage_device=storage_device,
+            storage_path=storage_path,
+        )
 
     def add(self, *, priority: Any = None, **fields: Any) -> Tensor:
         """Store `m` transitions and return their keys, (m,) int64 on the buffer's device.

@@ -15,6 +15,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.engines.draw_plan import DrawPlan
 from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.mapped_file import folder_for_copy
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.stateful import Stateful
 
@@ -135,17 +136,23 @@ class Contents(Stateful):
     # copies
 
     def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
-        """An independent buffer with the same state: the next draws of both are equal."""
+        """An independent buffer with the same state: the next draws of both are equal.
+
+        Fields at a `storage_path` are copied to the first free folder of `PATH-2`, `PATH-3`, ... beside it.
+        """
         with self._alone():
             return _made(type(self), self._settings(), checkpoint_state.snapshot(self._buffer_state(), copied=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._alone():
-            return _made, (type(self), self._settings(), checkpoint_state.snapshot(self._buffer_state()))
+            state = checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
+            return _made, (type(self), self._settings(), state)
 
 
 def _made(kind: Any, settings: dict[str, Any], state: dict[str, Any]) -> Any:
-    """A buffer of these settings in this state."""
+    """A buffer of these settings in this state; a folder that is in use for fields gets a neighbour."""
+    if settings["storage_path"] is not None:
+        settings["storage_path"] = folder_for_copy(settings["storage_path"])
     buffer = kind(**settings)
     buffer.load_state_dict(state)
     return buffer

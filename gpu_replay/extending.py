@@ -31,6 +31,21 @@ class Extending(Buffer):
     # what a step holds
     _step_fields: dict[str, Field]
 
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped together, `E`."""
+        return self._num_envs
+
+    @property
+    def stack(self) -> int:
+        """Frames of an observation, `S`."""
+        return self._shape.stack
+
+    @property
+    def n_step(self) -> int:
+        """Steps until bootstrapping, `n`."""
+        return self._shape.n_step
+
     def _checked_step(self, name: str, given: Any, field: Field) -> Any:
         """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
         wanted = (self._num_envs, *field.shape)

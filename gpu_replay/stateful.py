@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
+from gpu_replay.engines.placement import Placement, StoragePath, check_placement
 from gpu_replay.engines.saved_state import StateLayout, adapted, check_state
-from gpu_replay.engines.storage import check_device
+from gpu_replay.engines.storage import check_device, free_bytes
 from gpu_replay.fields import Field
 from gpu_replay.samplers import Sampler
 
@@ -29,6 +30,7 @@ class Stateful(ABC):
     _fields: dict[str, Field]
     _sampler: Sampler
     _device: torch.device
+    _placement: Placement
     _seed: int
     _counters: Tensor
     # what decides which state a buffer made with these arguments has
@@ -47,9 +49,21 @@ class Stateful(ABC):
         """Take over what was written into `_state_tensors` and the counters, and draw from this seed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as copies: transitions, priorities, counters, random state. `save` makes no copy."""
+        """Everything as copies in memory: transitions, priorities, counters, random state. `save` makes no copy.
+
+        Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
+        """
         with self._alone():
-            return checkpoint_state.snapshot(self._buffer_state())
+            return checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
+
+    def _check_copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise MemoryError where copies of these are known not to fit."""
+        needed, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes(torch.device("cpu"))
+        if self._placement.path is not None and free is not None and needed > free:
+            raise MemoryError(
+                f"a copy of what the buffer holds needs {needed:,} bytes of memory, where {free:,} are free. Use "
+                "save(path) and load(path), which read and write in pieces, or copy.deepcopy(buffer)."
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
@@ -76,17 +90,21 @@ class Stateful(ABC):
         *,
         sampler: Sampler | None = None,
         capacity: int | None = None,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> Own:
         """The buffer that `save` wrote, on any device.
 
         sampler:  another one than the saved buffer's. Priorities stay as they are if it has some; if the saved buffer
                   had none, all transitions begin with the same, as `initial` says.
         capacity: another one; in a smaller buffer the newest transitions stay, with their keys.
+        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
 
         Raises CheckpointError that says what is damaged; while another process saves to the path, that it is to be
         opened again.
         """
-        return cls._load(checkpoint_state.Saved(path, cls.__name__), device, sampler, capacity)
+        places = {"storage_device": storage_device, "storage_path": storage_path}
+        return cls._load(checkpoint_state.Saved(path, cls.__name__), device, sampler, capacity, **places)
 
     @classmethod
     def _load(
@@ -104,6 +122,7 @@ class Stateful(ABC):
             old = cls._layout(**arguments)
         # what is wrong from here on was given to this call
         device = check_device(device)
+        check_placement(device, more["storage_device"], more["storage_path"])
         new = cls._layout(**(arguments | changes))
         with saved.refusing(saved.NO_SETTINGS):
             buffer = cls(**(arguments | changes | more | {"device": device, "seed": saved.seed}))
@@ -149,4 +168,5 @@ class Stateful(ABC):
 
     def _settings(self) -> dict[str, Any]:
         """What to make a buffer like this one with, functions included."""
-        return {**self._arguments(self._config()), "device": self._device, "seed": self._seed}
+        places = {"storage_device": self._placement.storage_device, "storage_path": self._placement.path}
+        return {**self._arguments(self._config()), "device": self._device, "seed": self._seed, **places}

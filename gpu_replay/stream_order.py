@@ -102,6 +102,16 @@ class StreamOrder:
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
+    def settle(self) -> None:
+        """Wait, within `ordered`, for the device to do all earlier calls: the host can touch what they work on."""
+        if self._streams:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def drain(self) -> None:
+        """Wait for the device to do all calls; none comes after."""
+        if self._end is not None:
+            self._end.synchronize()
+
     def close(self) -> None:
         """Before the memory is freed, on the stream of the first call: let that stream wait for all later calls.
 

@@ -21,6 +21,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
+from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
     REWARD,
@@ -75,6 +76,8 @@ class TrajectoryReplayBuffer(Extending):
                     to stored steps, further truncated windows cannot be drawn.
     relabel:        Hindsight, for goals: rewrites goals and rewards of a share of every batch; needs `n_step=1`. Then
                     final observations are kept for terminated episodes too.
+    storage_device, storage_path: where the fields are kept, as in `ReplayBuffer`; rewards, flags and final observations
+                    stay with the priorities.
 
     A start is eligible, and can be drawn, while its stack, its window of at most `n_step` steps and, unless the episode
     terminated inside, the observation after it are stored. One thread may `add` while another samples and updates.
@@ -105,6 +108,8 @@ class TrajectoryReplayBuffer(Extending):
         seed: int = 0,
         final_capacity: int | None = None,
         relabel: Hindsight | None = None,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> None:
         checked = check_stream_fields(fields)
         self._relabel = relabel
@@ -121,7 +126,7 @@ class TrajectoryReplayBuffer(Extending):
                 f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
             )
         check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
-        super().__init__(self._shape.slots, checked, sampler, device, seed)
+        super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
         flag = np.dtype(bool) if self._on_host else NO_DTYPE
         self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
@@ -139,6 +144,7 @@ class TrajectoryReplayBuffer(Extending):
             gamma=self._gamma,
             padding=self._padding,
             random_shift=self._random_shift,
+            memory=self._memory(),
         )
         return self._streams
 
@@ -199,21 +205,6 @@ class TrajectoryReplayBuffer(Extending):
         return cls.from_spaces(capacity, dtypes=dtypes, **found)
 
     # attributes
-
-    @property
-    def num_envs(self) -> int:
-        """Environments stepped together, `E`."""
-        return self._num_envs
-
-    @property
-    def stack(self) -> int:
-        """Frames of an observation, `S`."""
-        return self._shape.stack
-
-    @property
-    def n_step(self) -> int:
-        """Steps until bootstrapping, `n`."""
-        return self._shape.n_step
 
     @property
     def gamma(self) -> float:
@@ -322,7 +313,8 @@ class TrajectoryReplayBuffer(Extending):
                 with self._stream_order.ordered():
                     chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
                     name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
-                    goals = gather_goals(chosen, self._streams.tensors[name], self._streams.finals.get(name), field)
+                    ring, pool = self._streams.tensors[name], self._streams.finals.get(name)
+                    goals = gather_goals(chosen, ring, pool, field, pinned=self._placement.pinned)
             # the user's functions run while other threads add
             self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
             return Batch(tensors)
@@ -434,12 +426,15 @@ class TrajectoryReplayBuffer(Extending):
         *,
         sampler: Sampler | None = None,
         capacity: int | None = None,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> OwnStream:
         """The buffer that `save` wrote, on any device.
 
         relabel:  given again where the saved buffer had one, since its functions are not saved.
         sampler, capacity: others, as in `ReplayBuffer.load`. Steps whose stack does not fit the smaller ring any more
                   cannot be drawn.
+        storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
         """
@@ -447,4 +442,5 @@ class TrajectoryReplayBuffer(Extending):
         with saved.refusing(saved.NO_SETTINGS):
             described = dict(saved.config.get("relabel") or {}) or None
         check_relabel_again(path, described, relabel)
-        return cls._load(saved, device, sampler, capacity, relabel=relabel)
+        places = {"storage_device": storage_device, "storage_path": storage_path}
+        return cls._load(saved, device, sampler, capacity, relabel=relabel, **places)

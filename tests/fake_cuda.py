@@ -15,7 +15,7 @@ import torch
 
 NAMES = (
     *("Event", "CUDAGraph", "Stream", "current_stream", "current_device", "stream", "device"),
-    *("graph", "graph_pool_handle", "is_current_stream_capturing", "_sleep"),
+    *("graph", "graph_pool_handle", "is_current_stream_capturing", "_sleep", "cudart", "check_error"),
 )
 
 
@@ -33,7 +33,7 @@ class FakeStream:
         self.seen |= event.seen
 
     def wait_stream(self, other: FakeStream) -> None:
-        event = FakeEvent()
+        event = FakeEvent(self._cuda)
         event.record(other)
         self.wait_event(event)
 
@@ -44,9 +44,13 @@ class FakeStream:
 class FakeEvent:
     """A point in the work of a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
         self.seen: set[str] = set()
         self.captured = False
+
+    def synchronize(self) -> None:
+        self._cuda.waited |= self.seen
 
     def record(self, stream: FakeStream) -> None:
         self.seen = set(stream.seen)
@@ -86,6 +90,11 @@ class FakeCuda:
         self.pools: set[int] = set()
         self.recorded_pools: set[int] = set()
         self._handles = itertools.count(1)
+        # bytes of pinned memory by its address, what the host had waited for when some was unpinned, and what the
+        # driver answers
+        self.pinned: dict[int, int] = {}
+        self.unpinned: list[set[str]] = []
+        self.answer = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         for name in NAMES:
@@ -114,7 +123,7 @@ class FakeCuda:
     # what torch.cuda has
 
     def Event(self) -> FakeEvent:
-        return FakeEvent()
+        return FakeEvent(self)
 
     def CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
@@ -145,6 +154,26 @@ class FakeCuda:
 
     def graph_pool_handle(self) -> int:
         return next(self._handles)
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        # portable and mapped
+        assert flags == 3
+        if not self.answer:
+            self.pinned[address] = nbytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert not self.is_current_stream_capturing()
+        del self.pinned[address]
+        self.unpinned.append(set(self.waited))
+        return 0
+
+    def check_error(self, answer: int) -> None:
+        if answer:
+            raise RuntimeError(f"CUDA driver error: {answer}")
 
     def _sleep(self, cycles: int) -> None:
         self.work("sleep")

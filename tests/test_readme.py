@@ -33,6 +33,7 @@ def block(page: str, language: str, after: str = "") -> str:
         pytest.param(GUIDE, "`TrajectoryReplayBuffer.from_env", id="from_env", marks=pytest.mark.slow),
         pytest.param(GUIDE, "## Hindsight", id="hindsight", marks=pytest.mark.slow),
         pytest.param(GUIDE, "## Checkpoints", id="checkpoints", marks=pytest.mark.slow),
+        pytest.param(GUIDE, "## Rings larger than the memory", id="places", marks=pytest.mark.slow),
         pytest.param(GUIDE, "## A learning step as one call", id="capture", marks=pytest.mark.slow),
     ],
 )

@@ -6,6 +6,7 @@ takes its turn is seen by watching who touches the buffer's memory.
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -20,6 +21,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from launches import kernel_class, recorded, rows_of
+from places import pinned_on_the_cpu
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -276,7 +278,7 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
         watch.look(self.__name__, arguments)
         launch(self, *arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch, Operations(watch), Reads(watch):
+    with pytest.MonkeyPatch.context() as patch, watched_by(watch):
         patch.setattr(kernel_class(), "run", launched)
         # launches that are not made count nothing
         for engine in (TrajectoryDeviceEngine, DeviceEngine):
@@ -284,6 +286,13 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
         # nor do they fill anything
         patch.setattr(torch, "empty", torch.zeros)
         yield watch
+
+
+@contextmanager
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Within it the watch sees what torch does."""
+    with Operations(watch), Reads(watch):
+        yield
 
 
 def of_transitions(sampler: Any) -> ReplayBuffer:
@@ -349,6 +358,44 @@ def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
                 call(buffer)
                 assert watch.astray == [], name
                 assert watch.touched, name
+
+
+@pytest.mark.parametrize("kind", ["transitions", "steps", "goals"])
+def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path: Path, cuda: FakeCuda) -> None:
+    """Kernels read and write them in their turn; where the host does, work of earlier calls may be under way."""
+    with recorded(), pinned_on_the_cpu():
+        buffer = BUFFERS[kind]()
+        rows = rows_of(buffer, 3, final=True)
+        buffer.add(**rows)
+        (pinned,) = cuda.pinned
+        watch = Watch(buffer)
+        watch._memory = {pinned}
+        buffer._stream_order.settle = lambda: setattr(watch, "depth", 1)
+        calls = {**CALLS, "save": lambda buffer: buffer.save(tmp_path / "saved"), "copy": copy.deepcopy}
+        calls["batches"] = lambda buffer: list(buffer.batches(2))
+        if kind == "steps":
+            many = {name: value[None].repeat(3, *[1] * value.dim()) for name, value in rows.items()}
+            calls["extend"] = lambda buffer: buffer.extend(**many)
+        if kind != "steps":
+            del calls["sample_sequences"]
+        if kind == "transitions":
+            del calls["begin_episodes"]
+        waited = set()
+        with watched_by(watch), pytest.MonkeyPatch.context() as patch:
+            for engine in (TrajectoryDeviceEngine, DeviceEngine):
+                patch.setattr(engine, "count_at_least", lambda self, wanted, skipped: wanted)
+            # launches that are not made fill nothing
+            patch.setattr(torch, "empty", torch.zeros)
+            if kind != "transitions":
+                buffer._engine.span_of_steps = lambda: (0, 5)
+            for name, call in calls.items():
+                watch.depth = watch.touched = 0
+                call(buffer)
+                assert watch.astray == [], name
+                if watch.depth:
+                    waited.add(name)
+        # and only then: a wait costs
+        assert waited == {"state", "save", "copy", "extend"} & set(calls)
 
 
 def test_a_call_out_of_turn_is_seen() -> None:

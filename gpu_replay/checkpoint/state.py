@@ -56,10 +56,17 @@ class BufferState:
         self.rebuild(seed)
 
 
-def snapshot(buffer: BufferState, *, copied: bool = True) -> dict[str, Any]:
-    """Copies of everything, on the buffer's device, or views where these do."""
+def snapshot(
+    buffer: BufferState, *, copied: bool = True, check: Callable[[Mapping[str, Tensor]], None] | None = None
+) -> dict[str, Any]:
+    """Copies of everything, where it is, or views where these do.
+
+    check: looks at what will be copied.
+    """
     manifest = _manifest(buffer)
     tensors = buffer.views(manifest["counters"]["ADDED"])
+    if check is not None:
+        check(tensors)
     return {**manifest, "tensors": {name: each.clone() if copied else each for name, each in tensors.items()}}
 
 

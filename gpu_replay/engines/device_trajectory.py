@@ -151,6 +151,7 @@ class TrajectoryDeviceEngine:
                     masses = None if numbers is None or draws.masses is None else twin.masses(numbers)
                     self._extend_together(twin, together, values, terminated, truncated, masses, finals)
             except BaseException:
+                draws.stream_order.settle()
                 for tensor, held in before:
                     tensor.copy_(held)
                 self.recount()
@@ -158,7 +159,11 @@ class TrajectoryDeviceEngine:
         return keys
 
     def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """All that so many new transitions change, and copies of it: of fields the rows that are live."""
+        """All that so many new transitions change, and copies of it: of fields the rows that are live.
+
+        Fields in pinned host memory are copied by the host, which waits for the device before.
+        """
+        self.draws.stream_order.settle()
         draws, storage, slots = self.draws, self._storage, self._shape.slots
         tensors = [draws.counters, storage.times_sampled, *storage.streams.tensors, *storage.finals.values()]
         for tree in draws.state.trees:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.mapped_file import free_on_disk
+from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.ring import as_numpy
@@ -83,13 +86,38 @@ def size_table(sizes: Mapping[str, int]) -> str:
 
 def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
     """Raise MemoryError with a per-field table unless the bytes fit what is free on the device."""
-    free = free_bytes(device)
-    needed = sum(sizes.values())
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"the buffer needs {needed:,} bytes on {device}, where {free:,} are free:\n{size_table(sizes)}\n"
-            "Lower the capacity, or store fields in smaller dtypes."
-        )
+    check_room(sizes, Placement(device), ())
+
+
+def sizes_by_place(
+    sizes: Mapping[str, int], placement: Placement, fields: Collection[str]
+) -> list[tuple[str, dict[str, int], int | None]]:
+    """What lies where: each place in words, the sizes there and the bytes that are free, if that is known.
+
+    fields: names of those sizes that go where the placement says.
+    """
+    there = {name: size for name, size in sizes.items() if placement.apart and name in fields}
+    here = {name: size for name, size in sizes.items() if name not in there}
+    places = [(f"on {placement.device}", here, free_bytes(placement.device))]
+    if there:
+        free = free_bytes(torch.device("cpu")) if placement.path is None else free_on_disk(placement.path)
+        places.append((placement.where, there, free))
+    return places
+
+
+def check_room(sizes: Mapping[str, int], placement: Placement, fields: Collection[str]) -> None:
+    """Raise MemoryError with a per-field table that names the place, of device, host memory and disk, that is short."""
+    for place, held, free in sizes_by_place(sizes, placement, fields):
+        needed = sum(held.values())
+        if free is not None and needed > free:
+            elsewhere = 'in host memory with storage_device="cpu"'
+            if placement.device.type == "cpu":
+                elsewhere = "in a file with storage_path"
+            remedy = "." if placement.apart else f", or keep the fields {elsewhere}."
+            raise MemoryError(
+                f"the buffer needs {needed:,} bytes {place}, where {free:,} are free:\n{size_table(held)}\n"
+                f"Lower the capacity, or store fields in smaller dtypes{remedy}"
+            )
 
 
 def check_capacity(capacity: object) -> int:
@@ -150,25 +178,46 @@ class Storage:
     records: (capacity,) structured, the small fields of each transition; None where none lie side by side. The tensors
              of those fields are views of it. Only on the host, with `packed`.
 
+    memory:  makes the memory of fields of these sizes, where they are not on the device.
+    beside:  names of fields that are on the device all the same.
+
     Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
     """
 
-    def __init__(self, capacity: int, fields: dict[str, Field], device: torch.device, *, packed: bool = False) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        fields: dict[str, Field],
+        device: torch.device,
+        *,
+        packed: bool = False,
+        memory: MakeMemory | None = None,
+        beside: Collection[str] = (),
+    ) -> None:
         self.capacity = capacity
         self.fields = fields
         self.device = device
         record = record_dtype(fields) if packed else None
+        together = () if record is None else record.names or ()
         self._padding = capacity * padding_of(record, fields)
+        alone = [name for name in fields if name not in together and name not in beside]
+        sizes = [] if record is None else [capacity * record.itemsize]
+        sizes += [capacity * fields[name].row_bytes for name in alone]
+        # kept: it owns a file or pinned pages
+        self._memory = None if memory is None else memory(sizes)
+        take = partial(allocate, device=device) if self._memory is None else self._memory.take
         self.records: np.ndarray | None = None
         if record is not None:
-            self.records = allocate((capacity * record.itemsize,), torch.uint8, device).numpy().view(record)
+            self.records = take((sizes[0],), torch.uint8).numpy().view(record)
         self.tensors: dict[str, Tensor] = {}
         for name, field in fields.items():
-            if self.records is None or name not in (self.records.dtype.names or ()):
-                self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
-            else:
+            if self.records is not None and name in together:
                 # of the same width, but for bfloat16, which NumPy lacks, of the same dtype
                 self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
+            elif name in beside:
+                self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
+            else:
+                self.tensors[name] = take((capacity, *field.shape), field.dtype)
         self.times_sampled = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.placement import MakeMemory
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
@@ -158,8 +159,10 @@ class TrajectoryStorage(Storage):
         gamma: float,
         padding: Padding,
         random_shift: int,
+        memory: MakeMemory | None = None,
     ) -> None:
-        super().__init__(shape.slots, {**fields, "reward": REWARD}, device)
+        # rewards of whole windows are read for each start: they stay with the flags
+        super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, beside=("reward",))
         # windows are summed up to their full length and masked: what was never written must be a number
         self.tensors["reward"].zero_()
         self.gamma = gamma

@@ -225,8 +225,8 @@ def launch_gather_windows(
     """
     batch, device = slots.numel(), slots.device
     singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
-    outputs = _outputs(storage, singles, batch)
-    after = _outputs(storage, [], batch)
+    outputs = _outputs(storage, singles, batch, device)
+    after = _outputs(storage, [], batch, device)
     reward, discount = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
     terminated, truncated = (torch.empty(batch, dtype=torch.bool, device=device) for _ in range(2))
     _launch(
@@ -276,8 +276,8 @@ def launch_gather_sequences(
     # a step belongs to the first episode while none before it ended
     mask = torch.cumsum(ended, dim=1) - ended.long() == 0
     singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
-    outputs = _outputs(storage, singles, batch * length)
-    after = _outputs(storage, [], batch * length)
+    outputs = _outputs(storage, singles, batch * length, device)
+    after = _outputs(storage, [], batch * length, device)
     reward, discount = (torch.empty(batch * length, dtype=torch.float32, device=device) for _ in range(2))
     windows = _Windows((powers, (left[:, None] - ahead).reshape(-1)), tuple(after.values()), (reward, discount))
     _launch(storage, slots.reshape(-1), counters, outputs, length, words, weighing, windows)
@@ -340,13 +340,13 @@ class _Windows(NamedTuple):
     numbers: tuple[Tensor, ...]
 
 
-def _outputs(storage: StepStore, singles: Sequence[str], batch: int) -> dict[str, Tensor]:
+def _outputs(storage: StepStore, singles: Sequence[str], batch: int, device: torch.device) -> dict[str, Tensor]:
     """Empty tensors for the stacks of every observation field, and for the named single fields."""
     stack, out = storage.streams.shape.stack, {}
     for name in (*storage.observations, *singles):
         field = storage.fields[name]
         rows = (batch, stack) if stack > 1 and name in storage.observations else (batch,)
-        out[name] = torch.empty((*rows, *field.shape), dtype=field.output_dtype, device=storage.tensors[name].device)
+        out[name] = torch.empty((*rows, *field.shape), dtype=field.output_dtype, device=device)
     return out
 
 

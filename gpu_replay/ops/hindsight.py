@@ -21,6 +21,7 @@ from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.frames import convert_into
+from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
 
 Strategy = Literal["future", "final", "episode"]
@@ -106,12 +107,17 @@ def goals_from(
     return Chosen(torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source), places)
 
 
-def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field) -> Tensor:
+def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field, *, pinned: bool = False) -> Tensor:
     """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
-    ring: (slots, *shape) achieved goals of the steps. pool: (finals, *shape) of final observations, or None.
+    ring:   (slots, *shape) achieved goals of the steps. pool: (finals, *shape) of final observations, or None.
+    pinned: the ring is in host memory that kernels read.
     """
-    raw = ring.index_select(0, chosen.slots)
+    if pinned:
+        stored = Field(tuple(ring.shape[1:]), ring.dtype)
+        raw = launch_gather({"goals": ring}, {"goals": stored}, chosen.slots)["goals"]
+    else:
+        raw = ring.index_select(0, chosen.slots)
     if pool is not None and chosen.places is not None:
         pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
         raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)

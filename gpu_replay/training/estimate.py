@@ -12,7 +12,8 @@ import torch
 from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
 from gpu_replay.console.arguments import positive, whole
 from gpu_replay.console.errors import UserError
-from gpu_replay.engines.storage import check_capacity, check_device, estimate, free_bytes, size_table
+from gpu_replay.engines.placement import check_placement
+from gpu_replay.engines.storage import check_capacity, check_device, estimate, size_table, sizes_by_place
 from gpu_replay.engines.trajectory_storage import stream_sizes
 from gpu_replay.fields import STORABLE, check_fields
 from gpu_replay.ops._backend import Backend, choose
@@ -63,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sampler", choices=SAMPLERS, default="proportional", help="default: proportional")
     parser.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
+    pinned = "cpu: the fields of a buffer on a GPU in pinned host memory"
+    parser.add_argument("--storage-device", metavar="DEVICE", help=pinned)
+    parser.add_argument("--storage-path", metavar="DIR", help="the fields of a buffer on the CPU in a file there")
 
 
 def _field(text: str) -> tuple[str, Field]:
@@ -87,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--frame-size is of Atari's frames; with --field name the shape: --field obs=84x84:uint8.")
     try:
         device = check_device(options.device)
+        placement = check_placement(device, options.storage_device, options.storage_path)
         capacity = check_capacity(options.capacity)
         backend = choose(device)
         found = identify(options.env) if options.env else None
@@ -100,15 +105,20 @@ def run(options: argparse.Namespace) -> int:
             sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(str(error)) from None
-    total, free = sum(sizes.values()), free_bytes(device)
+    total = sum(sizes.values())
     kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
     print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
-    print(size_table(sizes))
+    places = sizes_by_place(sizes, placement, {*fields, "alignment"})
+    for place, held, _ in places:
+        print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
     print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
     if found is not None:
         print(_of_trainer(found, options, capacity, device, backend))
-    if free is not None:
-        print(f"{free / 1e9:.3f} GB are free on {device}: the buffer {'fits' if total <= free else 'does not fit'}")
+    for place, held, free in places:
+        if free is not None:
+            part = "its part" if placement.apart else "the buffer"
+            fits = "fits" if sum(held.values()) <= free else "does not fit"
+            print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}")
     return 0
 
 

@@ -1,0 +1,241 @@
+"""A file mapped into memory that holds the fields of one buffer, and is removed with it.
+
+It is scratch: what is to last is written by `save`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import stat
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+# the one file of a buffer in its folder; nothing else there is touched
+FILE_NAME = "gpu_replay.ring"
+# written at once where the system cannot reserve the blocks of a file
+_PIECE = 2**24
+# folders tried for a copy of a buffer
+_COPIES = 1000
+_files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+
+
+class MappedFile:
+    """`nbytes` of a new file in a folder, mapped into memory.
+
+    block: (nbytes,) uint8, zeros.
+
+    The folder is made if it is missing. It is locked while the file is in use, so that no two buffers share it; the
+    system drops the lock with the process, however that ends, and the next buffer there replaces the file that a dead
+    process left. All blocks of the disk are reserved at once: a full disk is an error here, and no SIGBUS later.
+
+    Raises MemoryError where the disk is full, RuntimeError where another buffer uses the folder, OSError where the
+    folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.folder, self.nbytes = folder, nbytes
+        made: list[Path] = []
+        lock: int | None = None
+        identity: tuple[int, int] | None = None
+        try:
+            with _explained(folder):
+                made = _made(folder)
+                lock = _locked(folder)
+                _replaceable(folder)
+                descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+                try:
+                    found = os.fstat(descriptor)
+                    identity = found.st_dev, found.st_ino
+                    _reserve(descriptor, nbytes)
+                    self.block = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+                finally:
+                    os.close(descriptor)
+        except BaseException:
+            _remove(os.getpid(), folder, identity, made, lock)
+            raise
+        self.lock = lock
+        # also when the process ends
+        weakref.finalize(self, _remove, os.getpid(), folder, identity, made, lock)
+        _files.add(self)
+
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Raise OSError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise MemoryError(
+                f"the disk has no room for the fields at storage_path {folder} ({error.strerror}). Lower the capacity, "
+                "or name a folder on another disk."
+            ) from error
+        raise type(error)(
+            error.errno,
+            f"the fields cannot be kept at storage_path: {error.strerror}. Name a folder that can be written to, or "
+            "one that can be made",
+            str(folder),
+        ) from error
+
+
+def _made(folder: Path) -> list[Path]:
+    """Make the folder and what it lies in; returns those that were missing, the deepest first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    made: list[Path] = []
+    try:
+        for each in reversed(missing):
+            each.mkdir()
+            made.insert(0, each)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    except BaseException:
+        for each in made:
+            each.rmdir()
+        raise
+    return made
+
+
+def _locked(folder: Path) -> int | None:
+    """An open descriptor of the folder that holds its lock; None where there are no locks. RuntimeError if it is held.
+
+    File systems without locks, and Windows, go without.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # whoever held it may have removed the folder meanwhile
+        busy = not os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except BlockingIOError:
+        busy = True
+    except OSError:
+        os.close(descriptor)
+        return None
+    if busy:
+        os.close(descriptor)
+        _refuse(folder)
+    return descriptor
+
+
+def _unlock(lock: int) -> None:
+    """Drop a lock, also where a child that is being forked has a copy of the descriptor."""
+    import fcntl
+
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+def _refuse(folder: Path) -> NoReturn:
+    raise RuntimeError(
+        f"storage_path {folder} holds the fields of another buffer that is in use. Give each buffer a folder of its "
+        "own, or drop the other one first."
+    )
+
+
+def _replaceable(folder: Path) -> None:
+    """Remove the file that a dead process left; the caller holds the lock."""
+    file = folder / FILE_NAME
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        # Windows keeps files that are mapped
+        if sys.platform == "win32":
+            _refuse(folder)
+        raise
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a new file its length and all its blocks."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return
+    zeros = bytes(min(nbytes, _PIECE))
+    left = nbytes
+    while left:
+        left -= os.write(descriptor, zeros[:left])
+
+
+def _remove(owner: int, folder: Path, identity: tuple[int, int] | None, made: list[Path], lock: int | None) -> None:
+    """Remove the file, the folders that were made for it and the lock; memory that is still mapped stays.
+
+    owner: the process; a child that it forked removes nothing.
+    """
+    if os.getpid() != owner:
+        return
+    with suppress(OSError):
+        found = os.lstat(folder / FILE_NAME)
+        # not that of another, if folders were moved meanwhile
+        if identity == (found.st_dev, found.st_ino):
+            os.unlink(folder / FILE_NAME)
+    for each in made:
+        with suppress(OSError):
+            each.rmdir()
+    if lock is not None:
+        _unlock(lock)
+
+
+def _leave_locks() -> None:
+    """A child that was forked holds no lock of its parent's: it would outlive the parent."""
+    for file in list(_files):
+        if file.lock is not None:
+            os.close(file.lock)
+            file.lock = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
+
+
+def folder_for_copy(folder: Path) -> Path:
+    """The folder itself if no buffer uses it, else the first free one of `NAME-2`, `NAME-3`, ... beside it."""
+    for number in range(1, _COPIES):
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        if not candidate.is_dir():
+            return candidate
+        try:
+            lock = _locked(candidate)
+        except RuntimeError:
+            continue
+        if lock is not None:
+            _unlock(lock)
+            return candidate
+        if not (candidate / FILE_NAME).exists():
+            return candidate
+    return folder
+
+
+def free_on_disk(folder: Path) -> int | None:
+    """Bytes that a new file there can have, or None where the system does not tell."""
+    there = next((each for each in (folder, *folder.parents) if each.is_dir()), None)
+    if there is None:
+        return None
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError:
+        return None
+    # some network file systems report no sizes at all
+    if not usage.total:
+        return None
+    left = 0
+    with suppress(OSError):
+        found = os.lstat(folder / FILE_NAME)
+        # it will be replaced, or refused
+        left = getattr(found, "st_blocks", 0) * 512 if stat.S_ISREG(found.st_mode) else 0
+    return usage.free + left
