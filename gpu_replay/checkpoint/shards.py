@@ -5,7 +5,7 @@ hashed in the pass that moves it, and a CUDA tensor goes through 8 MiB of host m
 eight bytes of length, a JSON header and raw bytes; the library opens every shard.
 SHA-256 was the fastest cryptographic digest of the standard library where it was measured (1.5 GB/s, twice blake2b),
 and `sha256sum` checks a shard by hand. A few shards at a time are hashed, written or read, each in a thread: one core
-cannot hash as fast as a disk reads.
+cannot hash as fast as a disk reads. `direct.py` moves the bytes of large ones.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.fsync import sync_file
+from gpu_replay.checkpoint.direct import Reader, Writer
 from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 
 CHUNK_BYTES = 8 << 20
-"""What moves at once between a tensor and a file; a worker needs so much host memory for a tensor that is not its own
-bytes in order, such as one on a CUDA device."""
+"""What is hashed at once; a worker needs so much host memory for a tensor that is not its own bytes in order, such as
+one on a CUDA device."""
 WORKERS = 4
 """Shards that are hashed, written or read at the same time."""
 SHARED_SHARD_BYTES = 16 << 20
@@ -212,14 +212,12 @@ def write_shard(
     sha256: of its contents, if it is known already.
     """
     digest = hashlib.sha256()
-    # never through a link: "x" is O_EXCL
-    with open(folder / file, "xb") as out:
+    with Writer(folder / file, file_bytes(parts)) as out:
         for data in _contents(parts, tensors):
             if sha256 is None:
                 digest.update(data)
             out.write(data)
-        sync_file(out)
-        modified = os.fstat(out.fileno()).st_mtime_ns
+        modified = out.finish()
     return Shard(file, parts, sha256 or digest.hexdigest(), modified)
 
 
@@ -244,7 +242,8 @@ def read_shard(folder: Path, shard: Shard, wanted: Mapping[str, Sequence[Rows]])
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
     with _opened(folder, shard) as file:
-        if file.read(len(header)) != header:
+        found = bytearray(len(header))
+        if file.readinto(memoryview(found)) != len(found) or found != header:
             raise _damaged(folder, shard, "its header is not the one that was written")
         for part in shard.parts:
             for target in _targets(part, wanted.get(part.name, ())):
@@ -296,13 +295,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(folder: Path, shard: Shard) -> Iterator[Any]:
+def _opened(folder: Path, shard: Shard) -> Iterator[Reader]:
     check_length(folder, shard)
     try:
-        with open(folder / shard.file, "rb") as file:
-            # the disk reads all of it ahead, while what has come is hashed
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        with Reader(folder / shard.file, shard.nbytes) as file:
             yield file
     except OSError as error:
         raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
