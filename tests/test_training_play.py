@@ -13,7 +13,7 @@ import torch
 from gpu_replay.cli import main
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.registry import identify
-from gpu_replay.training.rendering import CATCH_PIXELS, RenderedAtari, RenderedCatch, RenderedEnvironment, make_rendered
+from gpu_replay.training.rendering import CATCH_PIXELS, RenderedAtari, RenderedEnvironment, make_rendered
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.video import Video, check_output, write_video
 
@@ -98,7 +98,7 @@ def watch(rendered: RenderedEnvironment, steps: int, actions: int) -> list[tuple
 
 
 def test_the_board_of_catch_shows_the_ball_all_the_way_down() -> None:
-    seen = watch(RenderedCatch(), 11, 3)
+    seen = watch(make_rendered(identify("catch"), Settings()), 11, 3)
     for t, (picture, ended) in enumerate(seen):
         assert picture.shape == (240, 240, 3)
         cells = picture[CATCH_PIXELS // 2 :: CATCH_PIXELS, CATCH_PIXELS // 2 :: CATCH_PIXELS, 0] > 100

@@ -17,8 +17,9 @@ from gpu_replay.training.session import Plan, run_plan
 from gpu_replay.training.settings import PRESETS, Settings
 
 DESCRIPTION = """\
-Train a double DQN with prioritized replay. ENV is catch, an Atari game (pong, breakout, ALE/Pong-v5, ...) or a
-Gymnasium id with discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...).
+Train a double DQN with prioritized replay. ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with
+discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...), or one of two games whose every step runs on the
+device of the buffer: catch and device-pong.
 
 Written to --output: progress.csv (a row every --log-every steps, flushed), curve.png (redrawn during the run),
 buffer.png (what the replay buffer holds at the end and how it is drawn from, as `gpu-replay inspect` shows it),
@@ -30,17 +31,17 @@ then 130 or 143, and bad input gives 2. A second Ctrl-C ends it at once.
 --output also holds checkpoint/, written at intervals and at the end, from which `gpu-replay train --resume --output
 DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random
 generators, statistics, best network, rows and replay buffer are the same as in an uninterrupted run. Running games of
-catch continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset with new seeds,
-and their running episodes are dropped."""
+catch and device-pong continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset
+with new seeds, and their running episodes are dropped."""
 FAMILIES = (
-    "Defaults are listed for catch first, then, where they differ, for Gymnasium environments with vectors or images "
-    "as observations, and for Atari on a CPU or on CUDA."
+    "Defaults are listed for catch first, then, where they differ, for device-pong, Gymnasium environments with "
+    "vectors or images as observations, Atari on a CPU or on CUDA, and device-pong on CUDA."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the run, and one flag for each setting of the agent."""
-    env = "catch, pong, any ALE game or any discrete Gymnasium id; not needed with --resume"
+    env = "catch, device-pong, pong, any ALE game or any discrete Gymnasium id; not needed with --resume"
     parser.add_argument("env", metavar="ENV", nargs="?", help=env)
     run = parser.add_argument_group("the run")
     limit = "stop after this many seconds, earlier parts of a resumed run included (default: no limit)"

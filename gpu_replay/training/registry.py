@@ -1,4 +1,4 @@
-"""Environments by name (`pong`, `CartPole-v1`, `catch`), and the family whose default settings apply."""
+"""Environments by name (`pong`, `CartPole-v1`, `catch`, `device-pong`), and the family whose default settings apply."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.training.catch import Catch
+from gpu_replay.training.device_pong import DevicePong
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.settings import Family, Settings
 from gpu_replay.training.vector_envs import is_image, make_atari, make_gymnasium, spaces
@@ -21,24 +22,28 @@ class EnvironmentId:
     """A known environment. `name` is the ROM name for Atari, the registered id for Gymnasium."""
 
     name: str
-    kind: Literal["catch", "atari", "gymnasium"]
+    kind: Literal["catch", "device-pong", "atari", "gymnasium"]
 
     def family(self, device: torch.device) -> Family:
         """The family whose defaults apply on `device`."""
         if self.kind == "catch":
             return "catch"
+        if self.kind == "device-pong":
+            return "device-pong-cuda" if device.type == "cuda" else "device-pong"
         if self.kind == "atari":
             return "atari-cuda" if device.type == "cuda" else "atari"
         return "image" if is_image(spaces(self.name)[0]) else "vector"
 
 
 def identify(name: str) -> EnvironmentId:
-    """Look up an environment: `catch`, a ROM name or ALE id, or a registered Gymnasium id.
+    """Look up an environment: `catch`, `device-pong`, a ROM name or ALE id, or a registered Gymnasium id.
 
     Raises UserError that names the closest known names, or the missing package.
     """
     if name == "catch":
         return EnvironmentId("catch", "catch")
+    if name == "device-pong":
+        return EnvironmentId("device-pong", "device-pong")
     require("gymnasium", purpose=f"environment {name!r}")
     import gymnasium
 
@@ -57,7 +62,7 @@ def identify(name: str) -> EnvironmentId:
         if rom in games:
             return EnvironmentId(rom, "atari")
         known |= games
-    near = difflib.get_close_matches(name, [*sorted(known), "catch"], n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, [*sorted(known), "catch", "device-pong"], n=3, cutoff=0.6)
     hint = f"Did you mean {' or '.join(near)}?" if near else "Try pong, CartPole-v1 or catch."
     raise UserError(f"unknown environment {name!r}. {hint}")
 
@@ -65,9 +70,11 @@ def identify(name: str) -> EnvironmentId:
 def make_environment(
     environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device
 ) -> Environment:
-    """`num_envs` parallel environments: Catch on `device`, all others in host memory."""
+    """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory."""
     if environment.kind == "catch":
         return Catch(num_envs, device)
+    if environment.kind == "device-pong":
+        return DevicePong(num_envs, device, settings.frame_size, settings.frame_stack)
     if environment.kind == "atari":
         return make_atari(environment.name, num_envs, settings)
     return make_gymnasium(environment.name, num_envs)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.console.errors import UserError
-from gpu_replay.training.catch import SIDE, Catch
+from gpu_replay.training.catch import Catch
+from gpu_replay.training.device_pong import DevicePong
 from gpu_replay.training.environments import Environment, Step
 from gpu_replay.training.registry import EnvironmentId
 from gpu_replay.training.settings import Settings
@@ -22,7 +23,9 @@ CPU = torch.device("cpu")
 ATARI_FPS = 15.0
 CATCH_FPS = 8.0
 CATCH_PIXELS = 20
-# colours of an empty cell, and of the ball and the paddle
+DEVICE_PONG_FPS = 15.0
+DEVICE_PONG_PIXELS = 4
+# colours of an empty cell, and of the ball and the paddles
 GROUND = np.array((24, 28, 38), dtype=np.uint8)
 BODY = np.array((236, 196, 86), dtype=np.uint8)
 
@@ -56,31 +59,46 @@ class RenderedEnvironment(Environment):
 def make_rendered(environment: EnvironmentId, settings: Settings) -> RenderedEnvironment:
     """An environment that renders itself. Raises UserError if it cannot."""
     if environment.kind == "catch":
-        return RenderedCatch()
+        return RenderedBoard(Catch(1, CPU), CATCH_FPS, CATCH_PIXELS, gaps=True)
+    if environment.kind == "device-pong":
+        # the pictures that the agent sees
+        played = DevicePong(1, CPU, settings.frame_size, settings.frame_stack)
+        return RenderedBoard(played, DEVICE_PONG_FPS, DEVICE_PONG_PIXELS * 84 // settings.frame_size)
     if environment.kind == "atari":
         return RenderedAtari(environment.name, settings)
     return RenderedGymnasium(environment.name)
 
 
-class RenderedCatch(RenderedEnvironment):
-    """Catch, drawn cell by cell."""
+class RenderedBoard(RenderedEnvironment):
+    """A game whose observations are its picture: Catch and DevicePong, drawn cell by cell.
 
-    fps = CATCH_FPS
+    pixels: side of a cell; `gaps` draws thin lines between cells.
+    """
 
-    def __init__(self) -> None:
-        super().__init__(Catch(1, CPU))
+    def __init__(self, played: Environment, fps: float, pixels: int, gaps: bool = False) -> None:
+        super().__init__(played)
+        self.fps = fps
+        self._pixels, self._gaps = pixels, gaps
 
     def reset(self, seed: int) -> Tensor:
         """Start a game."""
         board = self._played.reset(seed)
-        self.picture = _board_picture(board)
+        self.picture = self._draw(board)
         return board
 
     def recv(self) -> Step:
         """Wait for the step."""
         step = self._played.recv()
-        self.picture = _board_picture(_last_frame(step))
+        self.picture = self._draw(_last_frame(step))
         return step
+
+    def _draw(self, board: Tensor) -> np.ndarray:
+        """A board (1, height, width) as a picture of square cells."""
+        colours = np.where(board[0].numpy().astype(bool)[..., None], BODY, GROUND)
+        picture = colours.repeat(self._pixels, 0).repeat(self._pixels, 1)
+        if self._gaps:
+            picture[:: self._pixels] = picture[:, :: self._pixels] = 0
+        return picture
 
 
 class RenderedAtari(RenderedEnvironment):
@@ -157,12 +175,3 @@ def _last_frame(step: Step) -> Tensor:
     """The frame that the action led to, also at the end of an episode."""
     ended = bool(step.terminated[0] | step.truncated[0])
     return step.final_obs if ended and step.final_obs is not None else step.obs
-
-
-def _board_picture(board: Tensor) -> np.ndarray:
-    """A board (1, 12, 12) as a picture of square cells with thin gaps."""
-    colours = np.where(board[0].numpy().astype(bool)[..., None], BODY, GROUND)
-    picture = colours.repeat(CATCH_PIXELS, 0).repeat(CATCH_PIXELS, 1)
-    for line in range(0, SIDE * CATCH_PIXELS, CATCH_PIXELS):
-        picture[line] = picture[:, line] = 0
-    return picture

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from gpu_replay.console.errors import UserError
 
-Family = Literal["catch", "vector", "image", "atari", "atari-cuda"]
+Family = Literal["catch", "device-pong", "vector", "image", "atari", "atari-cuda", "device-pong-cuda"]
 
 
 def setting(default: Any, reason: str, at_least: int | None = None, at_most: int | None = None) -> Any:
@@ -182,9 +182,34 @@ _ATARI: dict[str, Any] = {
     "epsilon_late": 0.2,  # the last 0.04 cost the network of 800,000 steps about four points
     "eval_max_steps": 6_000,  # ends the long rallies of an agent that cannot score yet
 }
+_DEVICE_PONG: dict[str, Any] = {
+    "capacity": 200_000,  # some two hundred games
+    "network": "mlp",  # in 150,000 steps it came to -10, networks of convolutions to -20
+    "frame_stack": 2,  # older frames add nothing
+    "layer_norm": True,  # the step size was tuned with it
+    "n_step": 5,  # half the way of a slow ball from paddle to paddle
+    "gamma": 0.97,  # a rally is decided within thirty steps
+    "adam_eps": 1e-5,  # Rainbow's value is above most gradients of a network of this size
+    "learning_rate_end": 2e-4,  # less noise at the end
+    "epsilon_end": 0.02,  # a random step can cost a rally of fifty
+    "eval_max_steps": 4_000,  # a perfect player needs a thousand
+    "return_window": 30,  # games
+}
 PRESETS: dict[Family, dict[str, Any]] = {
     "catch": {
         "early_stop": False  # the run is short, and its end shows the return while exploring
+    },
+    "device-pong": {
+        **_DEVICE_PONG,
+        "steps": 600_000,  # some ten minutes on two cores
+        "num_envs": 16,  # stepping them takes a twelfth of the loop
+        "warmup": 5_000,  # a dozen games
+        "shared_draw": True,  # as for Atari
+        "frame_size": 42,  # a quarter of the inputs of 84
+        "epsilon_steps": 50_000,  # the first balls are returned from then on
+        "eval_every": 25_000,  # every fifteen seconds
+        "eval_episodes": 30,  # the reported mean is over thirty games
+        "log_every": 5_000,  # every few seconds
     },
     "vector": {
         "steps": 200_000,  # five seeds of CartPole needed 10,000 to 50,000, MountainCar up to 100,000
@@ -237,5 +262,18 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "eval_every": 250_000,  # about every half minute
         "eval_episodes": 32,  # they run in parallel
         "log_every": 10_000,  # about a row a second
+    },
+    "device-pong-cuda": {
+        **_DEVICE_PONG,
+        "steps": 4_000_000,  # not tried yet
+        "num_envs": 1_024,  # stepping them costs about what stepping one does
+        "warmup": 50_000,  # fifty steps of each game
+        "batch_size": 512,  # smaller batches are bound by launches
+        "updates": 8,  # four samples a step
+        "hidden": (512, 256),  # four times the inputs
+        "epsilon_steps": 400_000,  # a tenth of the run
+        "eval_every": 500_000,  # eight times in a run
+        "eval_episodes": 256,  # they run in parallel
+        "log_every": 100_000,  # forty rows
     },
 }

@@ -1,0 +1,188 @@
+"""Pong in torch on any device: thousands of games at once, without an emulator and without the host in the loop.
+
+The opponent's paddle is on the left, the agent's on the right. A ball leaves a paddle at an angle that depends on where
+it was hit, and faster after each hit of a rally. The opponent follows the ball with limited speed: slow balls it always
+reaches, fast and steep ones it misses. Whoever scores 21 points first wins, and the game is reset within that step.
+
+All quantities are integers, and serves come from a counter-based hash instead of a generator: the same seed and actions
+give the same games on every device, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_replay import Field
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
+
+WINNING_SCORE = 21
+# lengths in 1/256 of a cell of the court, which is 84 x 84 cells at every resolution; speeds in the same units a step
+CELL = 256
+COURT = 84 * CELL
+BALL = 4 * CELL  # side of the ball
+WIDTH, HEIGHT = 2 * CELL, 16 * CELL  # of a paddle
+LEFT, RIGHT = 4 * CELL, COURT - 4 * CELL - WIDTH  # left edges of the paddles
+AGENT_SPEED, OPPONENT_SPEED = 8 * CELL, 11 * CELL // 2
+SERVE_SPEED, FASTER, MOST_SPEED = 8 * CELL, 3 * CELL // 2, 12 * CELL  # horizontal; each hit adds FASTER
+AIM = CELL  # the opponent hits the ball up to this far from the middle of its paddle
+# rows of the state, (ROWS, E) int64; positions are those of upper left corners
+BALL_X, BALL_Y, SPEED_X, SPEED_Y, AGENT, OPPONENT, HITS, AGENT_SCORE, OPPONENT_SCORE, SERVES, ROWS = range(11)
+
+
+@dataclass(frozen=True)
+class Winner:
+    """Who scored in a step: (E,) bool each."""
+
+    agent: Tensor
+    opponent: Tensor
+
+
+class DevicePong(Environment):
+    """`num_envs` games in parallel; obs (E, side, side) uint8 with 255 where a paddle or the ball is.
+
+    Actions: 0 stay, 1 up, 2 down. Reward: +1 for a point of the agent, -1 for one of the opponent.
+    No call synchronises with the device.
+    """
+
+    def __init__(self, num_envs: int, device: torch.device, side: int = 84, stack: int = 4) -> None:
+        self.spec = EnvironmentSpec(
+            name="device-pong",
+            observation=Field((side, side), torch.uint8, torch.float32, 1 / 255),
+            num_actions=3,
+            reward_threshold=18.0,
+            bounds=None,
+            stack=stack,
+        )
+        self.num_envs = num_envs
+        self.device = device
+        # a pixel shows what its centre lies in
+        self._centres = (torch.arange(side, device=device) * COURT + COURT // 2) // side
+        self._games = torch.arange(num_envs, device=device)
+        self._columns = [self._covered(torch.tensor([at], device=device), WIDTH)[:, None] for at in (LEFT, RIGHT)]
+
+    def reset(self, seed: int) -> Tensor:
+        """Start a new game in every environment."""
+        self._seed = torch.tensor(seed, device=self.device)
+        state = torch.zeros((ROWS, self.num_envs), dtype=torch.int64, device=self.device)
+        state[AGENT] = state[OPPONENT] = (COURT - HEIGHT) // 2
+        self._state = self._served(state, torch.ones_like(self._games, dtype=torch.bool), self._games % 2 == 0)
+        return self._picture()
+
+    def send(self, actions: Tensor) -> None:
+        """Keep actions (E,) int64 for the next step."""
+        self._actions = actions
+
+    def recv(self) -> Step:
+        """Step with the actions of `send`."""
+        state = self._state
+        state[AGENT] = (state[AGENT] + _direction(self._actions) * AGENT_SPEED).clamp(0, COURT - HEIGHT)
+        state[OPPONENT] = (state[OPPONENT] + self._opponent_moves(state)).clamp(0, COURT - HEIGHT)
+        scored = self._move_ball(state)
+        state[AGENT_SCORE] += scored.agent
+        state[OPPONENT_SCORE] += scored.opponent
+        terminated = torch.maximum(state[AGENT_SCORE], state[OPPONENT_SCORE]) >= WINNING_SCORE
+        final_obs = self._picture()
+        self._state = self._served(state, scored.agent | scored.opponent, scored.opponent)
+        for row in (AGENT_SCORE, OPPONENT_SCORE):
+            self._state[row].masked_fill_(terminated, 0)
+        for row in (AGENT, OPPONENT):
+            self._state[row].masked_fill_(terminated, (COURT - HEIGHT) // 2)
+        return Step(
+            obs=self._picture(),
+            reward=scored.agent.float() - scored.opponent.float(),
+            terminated=terminated,
+            truncated=torch.zeros_like(terminated),
+            final_obs=final_obs,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """The running games, and the seed of their serves."""
+        return {"games": self._state, "seed": self._seed}
+
+    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
+        """Continue the games of this state; returns their pictures (E, side, side) uint8."""
+        self._state, self._seed = state["games"].to(self.device, copy=True), state["seed"].to(self.device)
+        return self._picture()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _opponent_moves(self, state: Tensor) -> Tensor:
+        """The opponent follows the ball, aiming at a random part of its paddle that changes with each hit."""
+        aim = self._random(state[SERVES], 2 + state[HITS], -AIM, AIM)
+        wanted = state[BALL_Y] + (BALL - HEIGHT) // 2 + aim - state[OPPONENT]
+        return wanted.clamp(-OPPONENT_SPEED, OPPONENT_SPEED)
+
+    def _move_ball(self, state: Tensor) -> Winner:
+        """The ball flies one step, off walls and paddles. Its state is changed in place."""
+        before = state[BALL_X].clone()
+        x, y = before + state[SPEED_X], state[BALL_Y] + state[SPEED_Y]
+        top = COURT - BALL
+        bounced = (y < 0) | (y > top)
+        y = torch.where(y < 0, -y, torch.where(y > top, 2 * top - y, y))
+        speed_y = torch.where(bounced, -state[SPEED_Y], state[SPEED_Y])
+        speed = (SERVE_SPEED + FASTER * (state[HITS] + 1)).clamp(max=MOST_SPEED)
+        speed_x = state[SPEED_X]
+        # (where the ball is when it touches, paddle, direction in which it flies off)
+        for touch, paddle, away in ((LEFT + WIDTH, OPPONENT, 1), (RIGHT - BALL, AGENT, -1)):
+            reached = (before * away >= touch * away) & (x * away < touch * away)
+            offset = y + BALL // 2 - state[paddle] - HEIGHT // 2
+            hit = reached & (offset.abs() < (HEIGHT + BALL) // 2)
+            x = torch.where(hit, 2 * touch - x, x)
+            speed_x = torch.where(hit, away * speed, speed_x)
+            # off the end of a paddle: up to 6.4 cells a step after the first hit, 9.3 at full speed
+            speed_y = torch.where(hit, 7 * offset * (speed - SERVE_SPEED // 2) // (3 * (HEIGHT + BALL)), speed_y)
+            state[HITS] += hit
+        state[BALL_X], state[BALL_Y], state[SPEED_X], state[SPEED_Y] = x, y, speed_x, speed_y
+        return Winner(agent=x < 0, opponent=x > top)
+
+    def _served(self, state: Tensor, where: Tensor, to_agent: Tensor) -> Tensor:
+        """The state with a new rally `where`, whose ball flies from the middle `to_agent` or to the opponent."""
+        serves = state[SERVES] + where
+        fresh = state.clone()
+        fresh[BALL_X] = (COURT - BALL) // 2
+        fresh[BALL_Y] = self._random(serves, 0, COURT // 8, COURT - COURT // 8)
+        fresh[SPEED_X] = torch.where(to_agent, SERVE_SPEED, -SERVE_SPEED)
+        fresh[SPEED_Y] = self._random(serves, 1, -SERVE_SPEED // 2, SERVE_SPEED // 2)
+        fresh[HITS] = 0
+        fresh[SERVES] = serves
+        return torch.where(where, fresh, state)
+
+    def _random(self, serve: Tensor, purpose: Tensor | int, low: int, high: int) -> Tensor:
+        """(E,) int64 in [low, high], a function of the seed, the game, its serve and the purpose alone.
+
+        The finaliser of SplitMix64 (Steele et al. 2014), twice; int64 wraps around on every device.
+        """
+        bits = self._seed
+        for part in (self._games, serve * 1024 + purpose):
+            bits = (bits + part + 1) * -0x61C8864680B583EB
+            bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
+            bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
+            bits = bits ^ _shift_right(bits, 31)
+        return low + _shift_right(bits, 32) * (high - low + 1) // 2**32
+
+    def _covered(self, corner: Tensor, size: int) -> Tensor:
+        """(E, side) bool: rows or columns whose centres lie within `size` of each corner (E,)."""
+        distance = self._centres - corner[:, None]
+        return (distance >= 0) & (distance < size)
+
+    def _picture(self) -> Tensor:
+        state = self._state
+        shown = self._covered(state[BALL_Y], BALL)[:, :, None] & self._covered(state[BALL_X], BALL)[:, None, :]
+        for paddle, columns in zip((OPPONENT, AGENT), self._columns, strict=True):
+            shown |= self._covered(state[paddle], HEIGHT)[:, :, None] & columns
+        return shown.to(torch.uint8) * 255
+
+
+def _direction(actions: Tensor) -> Tensor:
+    """-1 for up, 1 for down, 0 for stay."""
+    return (actions == 2).long() - (actions == 1).long()
+
+
+def _shift_right(bits: Tensor, places: int) -> Tensor:
+    """The logical shift of int64 taken as 64 bits; torch's own keeps the sign."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)
