@@ -133,7 +133,8 @@ class ReplayBuffer(Buffer):
                   transitions enter with the priority that the sampler's `initial` says.
 
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
-        TypeError for a dtype that would lose values. Nothing is stored by a call that raises.
+        TypeError for a dtype that would lose values. Nothing is stored by a call that raises;
+        on CUDA an interrupt (KeyboardInterrupt) between its launches comes after the call.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)

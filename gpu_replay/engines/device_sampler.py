@@ -194,10 +194,12 @@ class DeviceSampler:
             if self.capturing():
                 raise
             try:
-                for number, launch in enumerate(launches[made:], made):
-                    # whether it was counted in before the exception came, the device knows
-                    if number != 1 or self.uncounted or self.span()[1] == self.added:
-                        launch()
+                if made == 1 and self.uncounted:
+                    # where others add as well, nobody knows whether this was counted in
+                    raise error
+                counted = made == 1 and self.span()[1] != self.added
+                for launch in launches[made + counted :]:
+                    launch()
                 ring.recount()
             except BaseException:
                 # a first launch that cannot be made has not written
