@@ -209,9 +209,16 @@ def test_an_update_of_two_launches() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", BEFORE)
 @pytest.mark.parametrize(
-    "name", ["proportional", "uniform", "combined-proportional", "rank", "rank-outdated", "latest"]
+    ("mode", "name"),
+    [
+        ("next_step", "proportional"),
+        ("same_step", "combined-proportional"),
+        ("goals", "uniform"),
+        ("next_step", "rank-outdated"),
+        ("same_step", "latest"),
+        ("goals", "rank"),
+    ],
 )
-@pytest.mark.parametrize("mode", STREAMS)
 def test_steps(mode: str, name: str, ends: str) -> None:
     for number, (each, call) in enumerate(stream_calls(mode).items()):
         adds = each in ("step", "ending", "cut")
@@ -223,8 +230,10 @@ def test_steps(mode: str, name: str, ends: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["..U..", "T.U......U.T.U"])
-@pytest.mark.parametrize("name", ["proportional", "uniform", "combined-proportional", "stored", "rank-outdated"])
-@pytest.mark.parametrize("mode", STREAMS)
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("next_step", "proportional"), ("same_step", "stored"), ("goals", "uniform"), ("next_step", "rank-outdated")],
+)
 def test_many_steps(mode: str, name: str, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_steps, "_TOGETHER", 8)
     given = many(ends, STREAMS[mode]["fields"])
