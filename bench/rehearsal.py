@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class Rehearsal(TorchFunctionMode):
         if func in _GETTERS:
             return _GETTERS[func](_on_gpu(args[0]))
         if func is Tensor.is_pinned:
-            return getattr(args[0], "_pinned", False)
+            return getattr(args[0], "_pinned", False) or Driver.has(args[0])
         if func in (Tensor.numpy, Tensor.__array__) and _on_gpu(args[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         given, structure = tree_flatten((args, kwargs))
@@ -209,6 +209,31 @@ class Event:
     query = Stream.query
 
 
+class Driver:
+    """Pins memory that it is given, by address."""
+
+    _pinned: ClassVar[dict[int, int]] = {}
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:
+        """See CUDA."""
+        cls._pinned[address] = nbytes
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:
+        """See CUDA."""
+        del cls._pinned[address]
+        return 0
+
+    @classmethod
+    def has(cls, tensor: Tensor) -> bool:
+        """Whether a tensor lies in such memory."""
+        with _plain():
+            place = tensor.data_ptr()
+        return any(address <= place < address + nbytes for address, nbytes in cls._pinned.items())
+
+
 class _Here(threading.local):
     stream = DEFAULT = Stream()
     graph: Graph | None = None
@@ -259,6 +284,8 @@ STANDS: dict[str, Any] = {
         for name in ("empty_cache", "synchronize", "reset_peak_memory_stats", "set_sync_debug_mode", "set_device")
     },
     "_sleep": lambda cycles: None,
+    "cudart": lambda: Driver,
+    "check_error": lambda answer: None,
     "Stream": Stream,
     "Event": Event,
     "CUDAGraph": Graph,
