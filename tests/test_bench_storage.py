@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import storage
+from gpu_replay.bench import mapped, storage
 from gpu_replay.bench.layouts import LAYOUTS, Fields, Layout, ListRing
 from gpu_replay.bench.results import read
 from gpu_replay.bench.rows import make_rows
@@ -67,3 +68,22 @@ def test_the_command_records_every_part_of_every_layout(tmp_path: Path, capsys: 
 
 def test_only_chooses_layouts_by_name() -> None:
     assert storage.chosen("NumPy") == ["NumPy array per field", "NumPy array of records"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its memory as Linux does")
+def test_a_ring_in_a_file_is_timed_beside_one_in_memory(tmp_path: Path, capsys: Capture) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    mapped.main(["--folder", str(tmp_path), "--gb", "0.01", "--batches", "2"])
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert list(tmp_path.iterdir()) == []
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("ring of 354 rows, 0.01 GB; own memory limited to ")
+    assert [line.split(":")[0] for line in printed[1:]] == [
+        "add of 64, first lap",
+        "add of 64, later",
+        "sample of 256 and update, cached",
+        "sample of 256 and update, not cached",
+        "plain reads of 256 rows one after the other, not cached",
+    ]

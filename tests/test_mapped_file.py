@@ -209,3 +209,41 @@ except MemoryError as error:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "no room for the fields" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["exact", "same_step"])
+def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[tuple[int, int]] = []
+    buffer, memory = make(kind, storage_path=tmp_path), make(kind)
+    for each in (buffer, memory):
+        list(live(each, 1))
+    ahead, clock = buffer._engine._ahead, [0.0, 0.0]
+
+    class Mapping:
+        def madvise(self, option: int, begin: int, length: int) -> None:
+            # as a mapping checks it
+            ahead_of.madvise(option, begin, length)
+            asked.append((begin, begin + length))
+
+    ahead_of, ahead._mapping = ahead._mapping, Mapping()
+    ahead.slow = False
+    monkeypatch.setattr("time.perf_counter", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert (asked, ahead.slow) == ([], False)
+    # a second a gather: the next one asks
+    clock[0] = 1.0
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert (asked, ahead.slow) == ([], True)
+    clock[0] = 0.0
+    batch = buffer.sample(16)
+    check_equal(batch, memory.sample(16))
+    assert not ahead.slow
+    base = buffer._storage._memory._block.ctypes.data
+    for name, tensor in buffer._storage.tensors.items():
+        row = tensor[0].nbytes
+        for slot in (batch.key % buffer.capacity).tolist() if name != "reward" else ():
+            begin = tensor.data_ptr() - base + slot * tensor.stride(0) * tensor.element_size()
+            assert any(low <= begin and begin + row <= high for low, high in asked), name
+    asked.clear()
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert asked == []

@@ -29,6 +29,7 @@ class HostEngine:
         self._capacity = storage.capacity
         self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._records = storage.records
+        self._ahead = storage.read_ahead()
         together = () if storage.records is None else storage.records.dtype.names or ()
         # in the order of the fields: those in records are taken from them
         self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
@@ -90,6 +91,12 @@ class HostEngine:
         return tensors
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
+        if self._ahead is None:
+            return self._rows_at(slots)
+        with self._ahead.reading(slots):
+            return self._rows_at(slots)
+
+    def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._records is None:
             return {name: gather_rows(self._rows[name], field, slots) for name, field, _ in self._fields}
         records = self._records.take(slots)

@@ -57,6 +57,7 @@ class TrajectoryHostEngine:
         self._single = [column for column in columns if column[0] not in storage.observations]
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
         self._outputs = BatchMemory()
+        self._ahead = storage.read_ahead()
         self._loops: Any = _backend.inner_loops()
 
     @property
@@ -292,6 +293,12 @@ class TrajectoryHostEngine:
 
     def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
         """What a batch holds of steps and their windows."""
+        if self._ahead is None:
+            return self._rows_at(slots, windows, shifts)
+        with self._ahead.reading(windows.plan.slots):
+            return self._rows_at(slots, windows, shifts)
+
+    def _rows_at(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
         moved = None if shifts is None else np.concatenate((shifts[:, :2], shifts[:, 2:]))
         out, after = {}, {}
         # the stacks before and after in one gather: each array operation costs as much as the copy of a small batch

@@ -31,7 +31,7 @@ _files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 class MappedFile:
     """`nbytes` of a new file in a folder, mapped into memory.
 
-    block: (nbytes,) uint8, zeros.
+    mapping: all of it. block: (nbytes,) uint8 of the same memory, zeros.
 
     The folder is made if it is missing. It is locked while the file is in use, so that no two buffers share it; the
     system drops the lock with the process, however that ends, and the next buffer there replaces the file that a dead
@@ -56,7 +56,8 @@ class MappedFile:
                     found = os.fstat(descriptor)
                     identity = found.st_dev, found.st_ino
                     _reserve(descriptor, nbytes)
-                    self.block = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+                    self.mapping = mmap.mmap(descriptor, nbytes)
+                    self.block = np.frombuffer(self.mapping, dtype=np.uint8)
                 finally:
                     os.close(descriptor)
         except BaseException:

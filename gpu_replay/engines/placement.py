@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from gpu_replay.engines.mapped_file import MappedFile
 from gpu_replay.engines.pinned_memory import pinned_block
+from gpu_replay.engines.read_ahead import ReadAhead
 
 # each field begins with a page
 _PAGE = 4096
@@ -107,14 +109,23 @@ class FieldMemory:
             self._block = self._file.block
         else:
             self._block = pinned_block(nbytes, placement.device, drain)
+        # where each piece begins, and its bytes
+        self._pieces: list[tuple[int, int]] = []
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of the next field."""
         begin, nbytes = self._used, math.prod(shape) * dtype.itemsize
+        self._pieces.append((begin, nbytes))
         self._used += _pages(nbytes)
         part: np.ndarray = self._block[begin : begin + nbytes]
         return torch.from_numpy(part).view(dtype).view(shape)
+
+    def read_ahead(self, rows: int) -> ReadAhead | None:
+        """For gathers from what was taken, `rows` rows of each field; None where all of it is memory."""
+        if self._file is None or not hasattr(mmap, "MADV_WILLNEED"):
+            return None
+        return ReadAhead(self._file.mapping, [(begin, nbytes // rows) for begin, nbytes in self._pieces])
 
 
 # gives memory to fields of so many bytes

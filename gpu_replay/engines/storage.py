@@ -20,6 +20,7 @@ from torch import Tensor
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
+from gpu_replay.engines.read_ahead import ReadAhead
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.ring import as_numpy
@@ -224,6 +225,10 @@ class Storage:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
+
+    def read_ahead(self) -> ReadAhead | None:
+        """What gathers of fields in a file use; None where they are in memory."""
+        return None if self._memory is None else self._memory.read_ahead(self.capacity)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
         """Views of what is kept beside the fields while so many slots are written, by name: of transitions nothing."""
