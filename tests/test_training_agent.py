@@ -32,14 +32,20 @@ class Table(torch.nn.Module):
         super().__init__()
         self.values = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [5.0, 3.0]]))
 
-    def forward(self, obs: Tensor) -> Tensor:
-        return self.values[obs.long()]
+    def prepare(self, obs: Tensor) -> Tensor:
+        return obs.long()
+
+    def lowered(self) -> list[Tensor]:
+        return [self.values]
+
+    def forward_with(self, prepared: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return weights[0][prepared]
 
 
 def table_agent(**changes: object) -> Agent:
     agent = Agent(Table(), Settings(**changes), CPU, seed=0)  # type: ignore[arg-type]
     # the target disagrees with the online network about which next action is best
-    agent.target.values.data = torch.tensor([[0.0, 0.0], [10.0, 20.0]])
+    agent.target.values.data.copy_(torch.tensor([[0.0, 0.0], [10.0, 20.0]]))
     return agent
 
 
@@ -140,11 +146,9 @@ def test_whitened_images_have_no_mean_and_a_deviation_of_one(as_sampled: torch.d
     frames = (still + torch.randint(0, 20, (64, 4, 42, 42), generator=generator)).to(torch.uint8)
     obs = frames if as_sampled == torch.uint8 else frames.float() / 255
     network.whiten(obs)
-    seen: list[torch.Tensor] = []
-    network.convolutions.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    network(obs)
-    torch.testing.assert_close(seen[0].mean((0, 1)), torch.zeros(42, 42), atol=1e-4, rtol=0)
-    assert float(seen[0].std()) == pytest.approx(1, abs=1e-3)
+    seen = network.prepare(obs)
+    torch.testing.assert_close(seen.mean((0, 1)), torch.zeros(42, 42), atol=1e-4, rtol=0)
+    assert float(seen.std()) == pytest.approx(1, abs=1e-3)
 
 
 def test_whitening_a_picture_that_never_changes_stays_finite() -> None:

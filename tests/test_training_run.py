@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -102,17 +103,17 @@ def test_rates_and_counts_of_a_row_agree(short: tuple[Trainer, Events]) -> None:
 def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    learn, give = Agent.update, TrajectoryReplayBuffer.update_priorities
+    learn, give = Agent.updates_with, TrajectoryReplayBuffer.update_priorities
 
-    def learning(agent: Agent, batch: Batch) -> torch.Tensor:
-        learned.append(batch.key)
-        return learn(agent, batch)
+    def learning(agent: Agent, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        learned.extend(batch.key for batch in batches)
+        return learn(agent, batches)
 
     def updating(buffer: TrajectoryReplayBuffer, keys: torch.Tensor, priorities: torch.Tensor) -> None:
         given.append(keys)
         give(buffer, keys, priorities)
 
-    monkeypatch.setattr(Agent, "update", learning)
+    monkeypatch.setattr(Agent, "updates_with", learning)
     monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
     trainer, _, _ = train(updates=3, shared_draw=True, steps=2_000)
     samples = trainer.buffer.state_dict()["counters"]["STEP"]
@@ -255,6 +256,8 @@ def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number:
 
 def test_time_is_a_limit_too(tmp_path: Path) -> None:
     arguments = ["train", "catch", "--device", "cpu", "--max-seconds", "0.5", "--output", str(tmp_path)]
+    # the limit falls between two evaluations
+    arguments += ["--eval-every", "25000"]
     assert main(arguments) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stopped_by"] == "max_seconds"

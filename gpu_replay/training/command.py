@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import time
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(Settings):
         flag = f"--{field.name.replace('_', '-')}"
         text = f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")
-        kind = types[field.name]
+        kind = _given(types[field.name])
         options: dict[str, Any] = {"default": None, "help": text, "dest": field.name}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -80,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             options["choices"] = get_args(kind)
         agent.add_argument(flag, **options)
+
+
+def _given(kind: Any) -> Any:
+    """The type of values that a flag gives: `bool` of `bool | None`."""
+    return next(each for each in get_args(kind) if each is not NoneType) if NoneType in get_args(kind) else kind
 
 
 def _defaults(field: dataclasses.Field[Any]) -> str:
@@ -95,6 +101,8 @@ def _defaults(field: dataclasses.Field[Any]) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if value is None:
+        return "auto"
     return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
 
 

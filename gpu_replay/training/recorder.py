@@ -132,7 +132,7 @@ class Recorder(Listener):
             "observation": json.dumps({"shape": field.shape, "dtype": str(field.dtype), "scale": field.scale}),
             "settings": json.dumps(self._settings.to_dict()),
         }
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
         replace(self._path / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
 
     def draw(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -17,6 +18,7 @@ from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
 from gpu_replay.training.checkpoints import CheckpointManager
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.precision import with_precision
 from gpu_replay.training.recorder import Recorder
 from gpu_replay.training.registry import EnvironmentId, make_environment
 from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunDir
@@ -74,6 +76,8 @@ def run_plan(plan: Plan) -> int:
                 stack.enter_context(closing(make_environment(plan.environment, count, settings, plan.device)))
                 for count in (settings.num_envs, settings.eval_episodes)
             )
+            settings = with_precision(settings, environment.spec, plan.device)
+            plan = dataclasses.replace(plan, settings=settings)
             evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
             trainer = _make_trainer(plan, environment, evaluator)
             run_dir.open()
@@ -107,7 +111,7 @@ def run_plan(plan: Plan) -> int:
             except Stopped as stopped:
                 reason = stopped.reason
             if evaluator.best is None:
-                recorder.save(trainer.agent.online, trainer.step)
+                recorder.save(trainer.agent.judged, trainer.step)
             recorder.draw()
             recorder.draw_buffer(trainer.buffer)
         seconds = wall_seconds()

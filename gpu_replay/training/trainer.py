@@ -17,6 +17,7 @@ from torch import Tensor
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
+from gpu_replay.console.versions import cpu_cores
 from gpu_replay.graphs.cuda_graph import CaptureError
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.checkpoints import CheckpointManager
@@ -24,6 +25,7 @@ from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.helper_thread import HelperThread
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.settings import Settings
@@ -79,7 +81,10 @@ class Trainer:
         self.device = device
         self.environment = environment
         self.evaluator = evaluator
-        self.agent = Agent(network, settings, device, stream_seed(seed, "actions"))
+        # vectors take too little time to share
+        helps = device.type == "cpu" and settings.network != "mlp" and settings.helper and cpu_cores() > 1
+        helper = HelperThread() if helps else None
+        self.agent = Agent(network, settings, device, stream_seed(seed, "actions"), helper=helper)
         # an empty buffer counts as false
         self.buffer = buffer if buffer is not None else make_buffer(spec, settings, device, stream_seed(seed, "replay"))
         self.watch = Stopwatch(device)
@@ -315,7 +320,7 @@ class Trainer:
         together = self.settings.updates_a_sample
         # adjacent rows come from adjacent strata of the distribution, so each batch takes rows at a stride
         parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
-        td_errors = [self.agent.update(part) for part in parts]
+        td_errors = self.agent.updates_with(parts)
         self.watch.lap("learn")
         if self._prioritized:
             self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
@@ -342,7 +347,7 @@ class Trainer:
         return shares
 
     def _evaluate(self, listener: Listener) -> None:
-        evaluation, self._solved = self.evaluator.evaluate(self.agent.online, self.step)
+        evaluation, self._solved = self.evaluator.evaluate(self.agent.judged, self.step)
         self._evaluated = self.step
         best = self.evaluator.best
         improved = best is not None and best.step == self.step
