@@ -31,7 +31,11 @@ _UPDATE = ("tests/test_priorities.py",)
 _RANK = ("tests/test_rank_based.py",)
 _FRAMES = ("tests/test_trajectory_oracle.py",)
 _STORAGE = ("tests/test_bench_storage.py",)
-_CHECKPOINT = ("tests/test_checkpoint.py", "tests/test_checkpoint_incremental.py")
+_CHECKPOINT = (
+    "tests/test_checkpoint.py",
+    "tests/test_checkpoint_incremental.py",
+    "tests/test_checkpoint_direct.py",
+)
 _ANSWERS = ("tests/test_bench_kernels.py::test_every_implementation_gives_right_answers",)
 
 # operation: its tests, as pytest takes them
