@@ -15,6 +15,7 @@ from gpu_replay.fields import Field
 from gpu_replay.hindsight import Hindsight
 from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
 from gpu_replay.schedule import LinearSchedule
+from gpu_replay.sharded.buffer import ShardedReplayBuffer
 from gpu_replay.stats import Stats
 from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ReplayBuffer",
     "TrajectoryReplayBuffer",
+    "ShardedReplayBuffer",
     "Field",
     "Batch",
     "Uniform",

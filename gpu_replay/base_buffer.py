@@ -77,6 +77,8 @@ class Buffer(Contents):
     # what is drawn, for messages, and whether some of what is stored may not be drawn
     _units: ClassVar[str]
     _sparse: ClassVar[bool]
+    # slots of all shards, in the shard of a larger buffer
+    _whole: int | None = None
 
     def __init__(
         self,
@@ -108,7 +110,9 @@ class Buffer(Contents):
         # allocated and filled on this one
         with torch.inference_mode(False), self._stream_order.ordered():
             self._storage = self._make_storage()
-            self._state = DrawState(self._plan, capacity, self._device, self._backend, self._seed, sparse=self._sparse)
+            self._state = DrawState(
+                *(self._plan, capacity, self._device, self._backend, self._seed), sparse=self._sparse, whole=self._whole
+            )
             self._counters = self._state.counters
             self._engine = self._make_engine()
         self._draws = self._engine.draws

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.config import describe_field, describe_sampler, field_from, sampler_from
+from gpu_replay.checkpoint.joint import open_saved
 from gpu_replay.engines.placement import Placement, StoragePath, check_placement
 from gpu_replay.engines.saved_state import StateLayout, adapted, check_state
 from gpu_replay.engines.storage import check_device, free_bytes
@@ -104,7 +105,7 @@ class Stateful(ABC):
         opened again.
         """
         places = {"storage_device": storage_device, "storage_path": storage_path}
-        return cls._load(checkpoint_state.Saved(path, cls.__name__), device, sampler, capacity, **places)
+        return cls._load(open_saved(path, cls.__name__), device, sampler, capacity, **places)
 
     @classmethod
     def _load(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,15 @@ from gpu_replay.checkpoint.shards import (
 )
 from gpu_replay.errors import CheckpointError
 
+SHARD_BYTES = 64 << 20
+"""The most that one shard file holds."""
+
 
 def write_checkpoint(
     path: str | os.PathLike[str],
     manifest: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    shard_bytes: int = 64 << 20,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `manifest` and `tensors` as the checkpoint `path`, replacing the one that is there.
 
@@ -70,6 +73,17 @@ def write_checkpoint(
     json.dumps(manifest)
     plan = plan_shards(tensors, shard_bytes)
     settle(tensors.values())
+    with writing(path) as (folder, before):
+        _write_contents(folder, manifest, plan, tensors, before)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[tuple[Path, set[str]]]:
+    """The folder in which a checkpoint `path` is written, and the files there that must survive a failure.
+
+    Whoever enters writes shards and then a manifest; on leaving, the checkpoint is at its place and the shards that the
+    manifest does not name are gone. After an error the old checkpoint is as it was.
+    """
     target = Path(os.path.realpath(path))
     hidden = target.with_name(f".{target.name}.saving")
     if target.exists():
@@ -78,8 +92,13 @@ def write_checkpoint(
             _refuse_other_contents(target)
             before = files_in_force(target)
             _remove_shards(target, keep=before)
-            shards = _write_contents(target, manifest, plan, tensors, before)
-            _remove_shards(target, keep=shards)
+            try:
+                yield target, before
+            except BaseException:
+                with suppress(OSError):
+                    _remove_shards(target, keep=before | files_in_force(target))
+                raise
+            _remove_shards(target, keep=files_in_force(target))
         return
     with suppress(FileExistsError):
         hidden.mkdir(parents=True, exist_ok=True)
@@ -87,7 +106,7 @@ def write_checkpoint(
         _refuse_other_contents(hidden)
         _remove_contents(hidden)
         try:
-            _write_contents(hidden, manifest, plan, tensors, set())
+            yield hidden, set()
             os.rename(hidden, target)
         except BaseException:
             with suppress(OSError):
@@ -164,6 +183,33 @@ class Checkpoint:
         with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
             in_parallel(lambda shard: read_shard(self.path, shard, wanted), shards, lambda done: advance(done.nbytes))
 
+    def read_parts(self, names: Container[str], use: Callable[[Part, Tensor], object]) -> None:
+        """Give `use` each stored part of the tensors with these names, in any order and from several threads.
+
+        Raises CheckpointError as `fill`.
+        """
+        shards = [shard for shard in self._manifest.shards if any(part.name in names for part in shard.parts)]
+
+        def read(shard: Shard) -> Shard:
+            found = [
+                (part, torch.empty((part.stop - part.start, *part.shape[1:]), dtype=part.dtype, device="cpu"))
+                for part in shard.parts
+                if part.name in names
+            ]
+            read_shard(self.path, shard, {part.name: [Rows(part.start, part.stop, out)] for part, out in found})
+            for part, out in found:
+                use(part, out)
+            return shard
+
+        total = sum(shard.nbytes for shard in shards)
+        with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
+            in_parallel(read, shards, lambda done: advance(done.nbytes))
+
+    @property
+    def sha256(self) -> str:
+        """Of the manifest: which checkpoint this is."""
+        return self._manifest.sha256
+
     def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
         found = self._known(name)
@@ -198,18 +244,8 @@ class Checkpoint:
             ) from error
 
 
-def _write_contents(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    plan: list[tuple[Part, ...]],
-    tensors: Mapping[str, Tensor],
-    before: set[str],
-) -> set[str]:
-    """Write the shards that are new and put a manifest in force that names all; on any failure remove those.
-
-    before:  files that must survive a failure.
-    returns: the names of all shards.
-    """
+def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
+    """Write the shards of a plan that the manifest in force does not name already, and sync all; in any order."""
     token = secrets.token_hex(4)
     in_force = _whole_shards(folder)
     shards: list[Shard] = []
@@ -227,12 +263,26 @@ def _write_contents(
         shards.append(shard)
         advance(shard.nbytes)
 
+    require_free(folder, sum(file_bytes(parts) for parts in plan if _rows_of(parts) not in in_force))
+    with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
+        in_parallel(store, range(len(plan)), stored)
+    sync_folder(folder)
+    return shards
+
+
+def _write_contents(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    plan: list[tuple[Part, ...]],
+    tensors: Mapping[str, Tensor],
+    before: set[str],
+) -> None:
+    """Write the shards that are new and put a manifest in force that names all; on any failure remove those.
+
+    before: files that must survive a failure.
+    """
     try:
-        require_free(folder, sum(file_bytes(parts) for parts in plan if _rows_of(parts) not in in_force))
-        with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
-            in_parallel(store, range(len(plan)), stored)
-        sync_folder(folder)
-        write_manifest(folder, manifest, shards)
+        write_manifest(folder, manifest, write_shards(folder, plan, tensors))
     except BaseException as error:
         with suppress(OSError):
             _remove_shards(folder, keep=before | files_in_force(folder))
@@ -240,7 +290,6 @@ def _write_contents(
             state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
             raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
         raise
-    return {shard.file for shard in shards}
 
 
 def _holds(part: Part, wanted: Mapping[str, Sequence[Rows]]) -> bool:

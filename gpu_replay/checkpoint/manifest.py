@@ -42,9 +42,23 @@ class Manifest:
 
 def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     """Put a new manifest in force: from the rename on, these shards are the checkpoint."""
+    body = {"manifest": given, **described(shards)}
+    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
+
+    def write(path: Path) -> None:
+        # never through a link: "x" is O_EXCL
+        with open(path, "x", encoding="utf-8") as out:
+            json.dump(outer, out, indent=1)
+            sync_file(out)
+
+    replace(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
+    sync_folder(folder)
+
+
+def described(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Shards, and the dtypes and shapes of their tensors, as JSON values."""
     parts = [part for shard in shards for part in shard.parts]
-    body = {
-        "manifest": given,
+    return {
         "tensors": {part.name: {"dtype": DTYPE_NAMES[part.dtype], "shape": part.shape} for part in parts},
         "pieces": [
             {
@@ -57,16 +71,12 @@ def write_manifest(folder: Path, given: Mapping[str, Any], shards: Sequence[Shar
             for shard in shards
         ],
     }
-    outer = {"format": FORMAT, "version": VERSION, "sha256": _body_sha256(body), "body": body}
 
-    def write(path: Path) -> None:
-        # never through a link: "x" is O_EXCL
-        with open(path, "x", encoding="utf-8") as out:
-            json.dump(outer, out, indent=1)
-            sync_file(out)
 
-    replace(folder / MANIFEST, write, partial=folder / UNFINISHED_MANIFEST)
-    sync_folder(folder)
+def shards_from(described: Mapping[str, Any]) -> list[Shard]:
+    """The shards that `described` described; KeyError, TypeError or ValueError for anything else."""
+    shapes = {name: _shape(each) for name, each in described["tensors"].items()}
+    return [_shard(each, shapes) for each in described["pieces"]]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -93,7 +93,7 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
     unlike = difference(buffer.config, state["settings"])
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
-    counters = _checked_counters(state["counters"])
+    counters = checked_counters(state["counters"])
     wanted = buffer.views(counters["ADDED"])
     given = state["tensors"]
     for name, view in wanted.items():
@@ -131,7 +131,7 @@ class Saved:
             version = manifest["version"]
             self.config: dict[str, Any] = manifest["settings"]
             self.seed: int = whole("seed", manifest["seed"])
-            self.counters = _checked_counters(manifest["counters"])
+            self.counters = checked_counters(manifest["counters"])
             found = self.config["kind"]
         check_version(f"{path} has state version", version, VERSION)
         if found != kind:
@@ -192,7 +192,8 @@ def _runs(added: int, old: int, new: int) -> Iterator[tuple[int, int, int]]:
         key += count
 
 
-def _checked_counters(counters: Any) -> dict[str, int]:
+def checked_counters(counters: Any) -> dict[str, int]:
+    """Counters by name, as a manifest gives them; KeyError, TypeError or ValueError for anything else."""
     # buffers without such a list say nothing of it, as those of earlier versions
     found = {name: counters.get(name, 0) if name in _OF_LISTS else counters[name] for name in LASTING}
     for name, count in found.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.device_sampler import DeviceSampler
+from gpu_replay.engines.device_sampler import DeviceSampler, WeighedDraw
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.priorities import launch_insert
 from gpu_replay.ops.ring import launch_gather
@@ -90,8 +90,11 @@ class DeviceEngine:
         By rank 2 and a sort come first where the order is rebuilt.
         """
         with self.draws.ordered():
-            drawn = self.draws.draw(batch, beta)
-            tensors = launch_gather(self._storage.tensors, self._storage.fields, drawn.slots, drawn.pending)
+            return self.gather(self.draws.draw(batch, beta))
+
+    def gather(self, drawn: WeighedDraw) -> dict[str, Tensor]:
+        """What `sample` gives for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
+        tensors = launch_gather(self._storage.tensors, self._storage.fields, drawn.slots, drawn.pending)
         return {**tensors, **drawn.named}
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:

@@ -20,14 +20,25 @@ class DrawState:
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these; None for samplers without priorities.
+    whole:         slots of all shards of a buffer of which this is one: they share the limit of masses.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
-    def __init__(self, plan: DrawPlan, slots: int, device: torch.device, backend: Backend, seed: int, *, sparse: bool):
+    def __init__(
+        self,
+        plan: DrawPlan,
+        slots: int,
+        device: torch.device,
+        backend: Backend,
+        seed: int,
+        *,
+        sparse: bool,
+        whole: int | None = None,
+    ) -> None:
         self.plan = plan
         self.slots = slots
         self.sparse = sparse
-        self.rule = plan.rule(slots)
+        self.rule = plan.rule(slots if whole is None else whole)
         self.tree = plan.tree(slots, device, backend)
         self.eligible_tree = MassTree(slots, device, backend) if sparse and plan.counts_starts else None
         self.counters = new_counters(device, seed)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of
@@ -85,7 +85,10 @@ class HostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
-        drawn = self.draws.draw(batch, beta)
+        return self.gather(self.draws.draw(batch, beta))
+
+    def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
+        """What `sample` gives for rows that `draws` has drawn."""
         tensors = self._gather(drawn.slots)
         tensors.update(self.draws.named(drawn))
         return tensors

@@ -67,8 +67,11 @@ def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
 def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
     """Host: (B, *shape) rows of a field as NumPy sees it, referenced nowhere else, as the field wants them sampled."""
     raw = torch.from_numpy(rows)
-    if field.dtype == torch.bfloat16:
-        raw = raw.view(torch.bfloat16)
+    return converted(raw.view(torch.bfloat16) if field.dtype == torch.bfloat16 else raw, field)
+
+
+def converted(raw: Tensor, field: Field) -> Tensor:
+    """(B, *shape) stored values of a field, referenced nowhere else, as it wants them sampled."""
     if not field.converts:
         return raw
     if field.scale is None:

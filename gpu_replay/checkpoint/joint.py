@@ -1,0 +1,181 @@
+"""A checkpoint of a buffer that several ranks shared: its rows in the order of keys, for any number of buffers.
+
+It is one checkpoint like all others, in which the tensors of rank `r` are called `rank{r}/NAME`. The global key of a
+transition is `local key * R + r`. In the order of these, all that is stored is numbered anew so that the newest has the
+number `added - 1`, with `added` of all ranks: where they had added as many each, these are the keys that there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_replay.checkpoint.format import read_checkpoint
+from gpu_replay.checkpoint.manifest import check_version
+from gpu_replay.checkpoint.shards import Part
+from gpu_replay.checkpoint.state import VERSION, BufferState, Saved, checked_counters
+from gpu_replay.errors import CheckpointError
+from gpu_replay.validation import whole
+
+KIND = "ShardedReplayBuffer"
+SINGLE = "ReplayBuffer"
+
+
+class Place(NamedTuple):
+    """One of several buffers among which rows are dealt by their numbers, and how many slots it has."""
+
+    ranks: int
+    rank: int
+    capacity: int
+
+
+def name_of(rank: int, name: str) -> str:
+    """What a tensor of a rank is called in a checkpoint."""
+    return f"rank{rank}/{name}"
+
+
+class JointCheckpoint:
+    """An opened checkpoint of R ranks, or of a ReplayBuffer, which is as that of one rank.
+
+    Raises CheckpointError for a damaged one, or one of another kind.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = path
+        self.checkpoint = read_checkpoint(path)
+        manifest = self.checkpoint.manifest
+        try:
+            version, self.config = manifest["version"], dict(manifest["settings"])
+            self.seed = whole("seed", manifest["seed"])
+            kind, counters = self.config["kind"], manifest["counters"]
+            self.single = kind == SINGLE
+            if kind in (KIND, SINGLE):
+                self.ranks = 1 if self.single else whole("ranks", self.config["ranks"], 1)
+                self.capacity = whole("capacity", self.config["capacity"], self.ranks)
+                self.saved = [checked_counters(each) for each in ([counters] if self.single else counters)]
+                if len(self.saved) != self.ranks:
+                    raise ValueError(f"it has counters of {len(self.saved)} ranks, and was saved by {self.ranks}")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from error
+        check_version(f"{path} has state version", version, VERSION)
+        if kind not in (KIND, SINGLE):
+            raise CheckpointError(f"{path} holds a {kind}; load it with {kind}.load.")
+
+    def tensor_name(self, rank: int, name: str) -> str:
+        """What a tensor of a saved rank is called."""
+        return name if self.single else name_of(rank, name)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """The first live key of each saved rank and its next one."""
+        slots = self.capacity // self.ranks
+        return [(max(each["FIRST"], each["ADDED"] - slots), each["ADDED"]) for each in self.saved]
+
+    def counters(self, place: Place) -> dict[str, int]:
+        """Those of one of the buffers among which all rows are dealt."""
+        spans = self._spans()
+        added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
+        found = dict.fromkeys(self.saved[0], 0)
+        for name in ("RANDOM", "STEP", "TOP"):
+            found[name] = max(each[name] for each in self.saved)
+        for name, end in (("ADDED", added), ("FIRST", added - size)):
+            # numbers below the end that this buffer has
+            found[name] = (end - place.rank + place.ranks - 1) // place.ranks
+        if place.rank == 0:
+            for name in ("STALE", "REJECTED", "SATURATED"):
+                found[name] = sum(each[name] for each in self.saved)
+        return found
+
+    def pour(self, views: Mapping[str, Tensor], place: Place) -> None:
+        """Fill (written, ...) tensors, by name, of one of the buffers with its rows; all other rows become 0."""
+        spans, slots = self._spans(), self.capacity // self.ranks
+        added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
+        last = self.counters(place)["ADDED"]
+        owners: dict[str, tuple[int, Tensor]] = {}
+        for rank, (_, end) in enumerate(spans):
+            for name, view in views.items():
+                stored = self.tensor_name(rank, name)
+                self.checkpoint.require(stored, view.dtype, (min(end, slots), *view.shape[1:]))
+                owners[stored] = rank, view
+        for view in views.values():
+            view.zero_()
+
+        def take(part: Part, rows: Tensor) -> None:
+            rank, view = owners[part.name]
+            first, end = spans[rank]
+            slot = torch.arange(part.start, part.stop)
+            head = end % slots
+            local = slot + (end - head) - slots * (slot >= head)
+            key = local * self.ranks + rank
+            number = torch.full_like(key, added - size)
+            for other, (start, stop) in enumerate(spans):
+                # its live keys below this one
+                below = torch.div(key - other + self.ranks - 1, self.ranks, rounding_mode="floor")
+                number += (below.clamp(max=stop) - start).clamp(min=0)
+            new = torch.div(number, place.ranks, rounding_mode="floor")
+            mine = (local >= first) & (number % place.ranks == place.rank) & (new >= last - place.capacity)
+            where = (new[mine] % place.capacity).to(view.device)
+            view[where] = rows[mine].to(view.device)
+
+        self.checkpoint.read_parts(owners, take)
+
+
+class JoinedSaved(Saved):
+    """A checkpoint of several ranks, opened as that of one ReplayBuffer."""
+
+    def __init__(self, joint: JointCheckpoint) -> None:
+        self._path, self._joint = joint.path, joint
+        self.config = {"kind": SINGLE, **{name: joint.config[name] for name in ("capacity", "fields", "sampler")}}
+        self.seed = joint.seed
+        self.counters = joint.counters(self._place(joint.capacity))
+
+    @staticmethod
+    def _place(capacity: int) -> Place:
+        return Place(1, 0, capacity)
+
+    def fill(self, buffer: BufferState) -> None:
+        """Stream the contents into a buffer made with these settings."""
+        self.fill_as(buffer, self._place(self._joint.capacity))
+
+    def fill_as(self, buffer: BufferState, place: Place) -> None:
+        """Stream what one of several buffers is dealt into it."""
+        counters = self._joint.counters(place)
+        views = buffer.views(counters["ADDED"])
+        rows = {name: view for name, view in views.items() if name != "ranked"}
+        for view in views.values():
+            view.zero_()
+        self._joint.pour(rows, place)
+        with self.refusing(self.NO_STATE):
+            buffer.check(counters, views)
+        buffer.finish(counters, self.seed)
+
+    def read(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with these names, of these dtypes and shapes, in host memory."""
+        out = {name: torch.empty_like(tensor, device="cpu") for name, tensor in expected.items()}
+        self._joint.pour(out, self._place(self._joint.capacity))
+        return out
+
+    def move(
+        self, buffer: BufferState, slots: tuple[int, int], counters: dict[str, int], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Stream the fields into a buffer of other slots, and give it these counters and tensors besides."""
+        views = buffer.views(counters["ADDED"])
+        self._joint.pour(
+            {name: view for name, view in views.items() if name.startswith("fields.")}, self._place(slots[1])
+        )
+        for name, view in views.items():
+            if not name.startswith("fields."):
+                view.copy_(tensors[name]) if name in tensors else view.zero_()
+        buffer.finish(counters, self.seed)
+
+
+def open_saved(path: str | PathLike[str], kind: str) -> Saved:
+    """A checkpoint to load a buffer of this kind from; one of several ranks is opened as one ReplayBuffer."""
+    if kind == SINGLE:
+        settings = read_checkpoint(path).manifest.get("settings")
+        if isinstance(settings, dict) and settings.get("kind") == KIND:
+            return JoinedSaved(JointCheckpoint(path))
+    return Saved(path, kind)

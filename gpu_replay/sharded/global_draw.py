@@ -1,0 +1,133 @@
+"""Global mode: the draw of one buffer over all slots, dealt out to the ranks that hold them and to those that asked.
+
+The slots of all shards, rank after rank, are those of one tree; the totals of the shards say where each begins. Every
+rank makes the same targets from the same random words, so each knows which rows lie where and where they go, and the
+only large message is that of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.ops.counters import HostWords, blocks_for
+from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
+from gpu_replay.sharded.shard import Column, Shard
+
+# messages between ranks, in bytes: before the rows the smallest mass that a shard drew, after the fields of a row its
+# key and its mass
+HEADER, TAIL = 8, 16
+
+Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
+
+
+class Deal(NamedTuple):
+    """All rows of one draw.
+
+    owner:  (rows,) the rank that holds each.
+    number: (rows,) where: a target in its mass, how many live slots come before, or, from row `chance` on, its key in
+            the shard.
+    total:  of the masses of all shards, or all stored transitions.
+    random: Philox blocks used after it.
+    """
+
+    owner: np.ndarray
+    number: np.ndarray
+    chance: int
+    total: int
+    random: int
+
+
+def deal(plan: DrawPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
+    """The draw of so many rows from all shards, of which there are enough; table: (R, Column.COUNT) int64."""
+    by_mass = plan.kind == "mass"
+    newest = plan.newest_of(rows)
+    chance, block = rows - newest, int(table[:, Column.RANDOM].max())
+    bounds = np.cumsum([0, *table[:, Column.TOTAL if by_mass else Column.SIZE].tolist()])
+    total, words, used = int(bounds[-1]), HostWords(seed), 0
+    numbers = np.zeros(0, dtype=np.int64)
+    if chance and (by_mass or plan.replacement):
+        doubles, used = words.doubles(block, chance), blocks_for(chance)
+        numbers = (stratified_targets if plan.stratified else independent_ranks)(total, doubles)
+    elif chance:
+        numbers, used = permuted_ranks(total, chance, words.words(block, PERMUTATION_WORDS)), PERMUTATION_WORDS // 4
+    owner = bounds[1:].searchsorted(numbers, "right")
+    numbers = numbers - bounds[owner]
+    if newest:
+        keys = newest_keys(table, newest)
+        owner = np.concatenate((owner, keys % len(table)))
+        numbers = np.concatenate((numbers, keys // len(table)))
+    return Deal(owner, numbers, chance, total, block + used)
+
+
+def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
+    """The largest `count` keys stored in any shard, ascending."""
+    ranks = len(table)
+    found = [
+        np.arange(added - min(size, count), added) * ranks + rank
+        for rank, (added, size) in enumerate(table[:, [Column.ADDED, Column.SIZE]].tolist())
+    ]
+    return np.sort(np.concatenate(found))[-count:]
+
+
+def exchanged(
+    shard: Shard, plan: DrawPlan, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
+) -> dict[str, Tensor]:
+    """Give every rank its rows, in one exchange of bytes, and take those of this one.
+
+    exchange: `Group.all_to_all`: what is given, and how many bytes go to each rank and come from each.
+    """
+    ranks, batch = len(table), dealt.owner.size // len(table)
+    added, size = int(table[rank, Column.ADDED]), int(table[rank, Column.SIZE])
+    mine = np.flatnonzero(dealt.owner == rank)
+    by_chance = int(np.searchsorted(mine, dealt.chance))
+    numbers = torch.from_numpy(dealt.number[mine[by_chance:]]).to(shard.device)
+    slots = torch.cat([shard.find(dealt.number[mine[:by_chance]], added, size), numbers % shard.capacity])
+    masses = shard.masses_at(slots)
+    step = int(table[:, Column.STEP].max())
+    shard.count_draw(slots, dealt.random, step + 1)
+
+    # what goes to each rank: rows ascend, so those of one rank lie together
+    tail = torch.stack([shard.keys_at(slots, added) * ranks + rank, masses], dim=1)
+    packed = torch.cat([*shard.stored_bytes(slots), tail.view(torch.uint8)], dim=1)
+    lowest = shard.lowest()
+    if plan.kind == "mass" and not plan.lowest_of_all:
+        lowest = masses[:by_chance].min() if by_chance else torch.full_like(lowest, 2**63 - 1)
+    header = lowest.view(1).view(torch.uint8)
+    counts = np.bincount(mine // batch, minlength=ranks).tolist()
+    parts = [part for rows in packed.split(counts) for part in (header, rows.reshape(-1))]
+    width = packed.shape[1]
+    from_each = np.bincount(dealt.owner[rank * batch : (rank + 1) * batch], minlength=ranks)
+    given = [HEADER + count * width for count in counts]
+    taken = [HEADER + count * width for count in from_each.tolist()]
+    received = exchange(torch.cat(parts), given, taken).split(taken)
+
+    # what came, in the order of the rows
+    rows = torch.cat([part[HEADER:].view(-1, width) for part in received])
+    order = np.argsort(dealt.owner[rank * batch : (rank + 1) * batch], kind="stable")
+    if (order[1:] < order[:-1]).any():
+        places = torch.from_numpy(order).to(rows.device)
+        rows = torch.empty_like(rows).index_copy_(0, places, rows)
+    tensors, rest = shard.from_bytes(rows)
+    key, mass = rest.contiguous().view(torch.int64).unbind(1)
+    lows = torch.stack([part[:HEADER].clone().view(torch.int64)[0] for part in received])
+    chance = min(max(dealt.chance - rank * batch, 0), batch)
+    probability, weight = _weighed(plan, mass[:chance], int(lows.min()), dealt.total, beta)
+    sure = torch.ones(batch - chance, dtype=torch.float32)
+    named = {"probability": torch.cat([probability, sure]), "weight": torch.cat([weight, sure])}
+    return {**tensors, "key": key.contiguous(), **{name: each.to(shard.device) for name, each in named.items()}}
+
+
+def _weighed(plan: DrawPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
+    """Probabilities and weights of (n,) masses, on the host: the same numbers as one buffer's."""
+    if plan.kind != "mass":
+        return torch.full(masses.shape, 1 / total, dtype=torch.float32), torch.ones(masses.shape)
+    array = masses.cpu().numpy()
+    probability = (array / total).astype(np.float32)
+    return torch.from_numpy(probability), torch.from_numpy(importance_weights(array, lowest, beta))

@@ -1,0 +1,192 @@
+"""The shard of one rank: a replay buffer whose draws are made in parts, so that ranks can agree in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.buffer import ReplayBuffer
+from gpu_replay.engines.host_sampler import HostDraw
+from gpu_replay.fields import Field
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.ring import converted
+from gpu_replay.ops.target_draw import lowest_mass, slots_at
+from gpu_replay.samplers import Sampler
+from gpu_replay.schedule import LinearSchedule
+
+
+class Column:
+    """Places in the row of int64 that each rank adds to the table of a `sample`."""
+
+    FAILED = 0  # 1 where the rank cannot draw
+    BATCH = 1  # rows that it was asked for
+    ADDED = 2  # transitions ever added to its shard
+    SIZE = 3  # stored ones
+    TOTAL = 4  # mass of all of them
+    LEVEL = 5  # the bits of the float64 log2(g) of `local_draw`; of no use in global mode
+    LARGEST = 6  # largest mass ever given
+    RANDOM = 7  # Philox blocks used
+    STEP = 8  # samples drawn
+    COUNT = 9
+
+
+class ShardDraw(NamedTuple):
+    """Rows that were drawn and not gathered yet.
+
+    chance: how many of them, from the first on, were drawn by chance; the others are the newest.
+    level:  float64 without dimensions, the log2(g) of `local_draw`.
+    gather: gives the fields, key, probability and weight; the largest weight is 1.
+    """
+
+    chance: int
+    level: Tensor
+    gather: Callable[[], dict[str, Tensor]]
+
+
+class Shard(ReplayBuffer):
+    """The transitions of one rank.
+
+    whole: slots of all shards together; masses have the limit of a buffer of so many, so that no sum overflows.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        fields: Mapping[str, Field],
+        *,
+        whole: int,
+        sampler: Sampler,
+        device: torch.device | str | None,
+        seed: int,
+        **storage: Any,
+    ) -> None:
+        self._whole = whole
+        super().__init__(capacity, fields, sampler=sampler, device=device, seed=seed, **storage)
+
+    # what the ranks are told
+
+    def size(self) -> Tensor:
+        """Stored transitions, int64 without dimensions on the device."""
+        counts = self._counters
+        return counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - self._capacity)
+
+    def total(self) -> Tensor:
+        """The mass of all stored transitions, 0 without masses; int64 without dimensions."""
+        if self._plan.kind != "mass":
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+        return self._state.masses.levels[-1].sum()
+
+    def row(self, batch: int, level: Tensor | None) -> Tensor:
+        """(Column.COUNT,) int64 of this moment; without a level this rank cannot draw."""
+        counts, nothing = self._counters, torch.zeros((), dtype=torch.int64, device=self._device)
+        return torch.stack(
+            [
+                nothing + (level is None),
+                nothing + batch,
+                counts[Counter.ADDED],
+                self.size(),
+                self.total(),
+                nothing if level is None else level.view(torch.int64),
+                counts[Counter.MAX_MASS],
+                counts[Counter.RANDOM],
+                counts[Counter.STEP],
+            ]
+        )
+
+    def lowest(self) -> Tensor:
+        """The smallest mass stored where weights are divided by its weight, else 0; int64 without dimensions."""
+        if not self._plan.lowest_of_all or self._plan.kind != "mass":
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+        return lowest_mass(self._state.masses)
+
+    def raise_largest(self, largest: Tensor) -> None:
+        """Count with the largest mass that any rank was given, int64 without dimensions."""
+        counts = self._counters
+        counts[Counter.MAX_MASS] = torch.maximum(counts[Counter.MAX_MASS], largest)
+
+    # a draw from this shard alone
+
+    def begin_draw(self, batch: int, beta: float | None) -> ShardDraw:
+        """Draw `batch` rows of this shard; there are enough."""
+        chance = batch - self._plan.newest_of(batch)
+        step = self._counters[Counter.STEP].to(torch.float64)
+        engine: Any = self._engine
+        drawn = engine.draws.draw(batch, beta)
+        if isinstance(drawn, HostDraw):
+            slots, probability = torch.from_numpy(drawn.slots), torch.from_numpy(drawn.probability)
+        else:
+            slots, probability = drawn.slots, drawn.named["probability"]
+        lowest = self._lowest_drawn(slots[:chance], probability[:chance])
+        share = self.total() if self._plan.kind == "mass" else self.size()
+        level = share.to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
+        return ShardDraw(chance, level, partial(engine.gather, drawn))
+
+    def _exponent(self, step: Tensor, beta: float | None) -> Tensor | float:
+        if beta is not None:
+            return beta
+        planned = self._plan.beta
+        if not isinstance(planned, LinearSchedule):
+            return planned
+        return planned.start + (planned.end - planned.start) * (step / planned.steps).clamp(max=1.0)
+
+    def _lowest_drawn(self, slots: Tensor, probability: Tensor) -> Tensor:
+        """What the row of the largest weight weighs, float64: its mass, or by rank its chance times all rows."""
+        if not self._plan.prioritized or not slots.numel():
+            return torch.ones((), dtype=torch.float64, device=self._device)
+        if self._plan.kind == "rank":
+            return probability.min().to(torch.float64) * self.size()
+        tree = self._state.masses
+        lowest = lowest_mass(tree) if self._plan.lowest_of_all else tree.masses[slots].min()
+        return lowest.to(torch.float64)
+
+    # rows that were drawn for all ranks together
+
+    def find(self, numbers: np.ndarray, added: int, size: int) -> Tensor:
+        """(n,) slots of places in this shard: targets in its mass, or how many live slots come before."""
+        places = torch.from_numpy(numbers).to(self._device)
+        if self._plan.kind == "mass":
+            return slots_at(self._state.masses, places)
+        start = (added - size) % self._capacity
+        # live slots in ascending order: those of the newest keys come first where the ring has wrapped
+        wrapped = max(0, start + size - self._capacity)
+        return torch.where(places < wrapped, places, places + start - wrapped)
+
+    def masses_at(self, slots: Tensor) -> Tensor:
+        """(n,) int64 masses of slots, 0 without masses."""
+        return self._state.masses.masses[slots] if self._plan.kind == "mass" else torch.zeros_like(slots)
+
+    def stored_bytes(self, slots: Tensor) -> list[Tensor]:
+        """(n, bytes) uint8 of each field at these slots, as it is stored."""
+        found = []
+        for name, field in self._fields.items():
+            tensor = self._storage.tensors[name]
+            rows = tensor[slots.to(tensor.device)].to(self._device).reshape(slots.numel(), field.elements)
+            found.append(rows.view(torch.uint8).reshape(slots.numel(), field.row_bytes))
+        return found
+
+    def from_bytes(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The fields as they are sampled from (n, bytes) of `stored_bytes`, side by side, and the bytes after them."""
+        tensors, start = {}, 0
+        for name, field in self._fields.items():
+            stop = start + field.row_bytes
+            raw = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(-1).view(field.dtype)
+            tensors[name] = converted(raw.view(-1, *field.shape), field)
+            start = stop
+        return tensors, rows[:, start:]
+
+    def keys_at(self, slots: Tensor, added: int) -> Tensor:
+        """(n,) live keys of this shard in these slots."""
+        head = added % self._capacity
+        return slots + (added - head) - self._capacity * (slots >= head)
+
+    def count_draw(self, slots: Tensor, random: int, step: int) -> None:
+        """Count these slots as sampled; the stream and the schedule go on from here."""
+        ones = torch.ones(slots.numel(), dtype=torch.int32, device=self._device)
+        self._storage.times_sampled.index_add_(0, slots, ones)
+        self._counters[Counter.RANDOM] = random
+        self._counters[Counter.STEP] = step

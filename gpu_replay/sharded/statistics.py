@@ -1,0 +1,52 @@
+"""Statistics of all shards together, from those of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.stats import Stats
+
+_NAMES = [field.name for field in fields(Stats)]
+_COUNTS = ("size", "added", "eligible", "stale_updates", "rejected_priorities", "saturated_priorities")
+
+
+def numbers_of(stats: Stats, total: int) -> Tensor:
+    """Of one shard as float64: its statistics, and the total of its masses."""
+    numbers = [float(getattr(stats, name)) for name in _NAMES]
+    return torch.tensor([*numbers, float(total)], dtype=torch.float64)
+
+
+def combined(table: np.ndarray) -> Stats:
+    """Of all shards: (R, n) of `numbers_of`.
+
+    The distribution of the whole is a mixture of the shards', each with its share s of the masses (of the transitions,
+    where there are none): its entropy is sum s (entropy - log s), and its effective size 1 / sum s ** 2 / size.
+    """
+    columns = dict(zip([*_NAMES, "total"], table.T, strict=True))
+    found: dict[str, float] = {name: int(columns[name].sum()) for name in _COUNTS}
+    size = int(found["size"])
+    held = columns["size"] > 0
+    if not held.any():
+        ends = dict.fromkeys(("min_priority", "mean_priority", "max_priority"), math.nan)
+        return Stats(**{**dict.fromkeys(_NAMES, 0), **found, **ends})  # type: ignore[arg-type]
+    of = {name: column[held] for name, column in columns.items()}
+    weights = of["total"] if of["total"].sum() > 0 else of["size"]
+    shares = weights / weights.sum()
+    rows = of["size"] / size
+    return Stats(
+        **found,  # type: ignore[arg-type]
+        min_priority=float(of["min_priority"].min()),
+        mean_priority=float((rows * of["mean_priority"]).sum()),
+        max_priority=float(of["max_priority"].max()),
+        entropy=float((shares * (of["entropy"] - np.log(shares))).sum()),
+        effective_sample_size=float(1 / (shares**2 / of["effective_sample_size"]).sum()),
+        mean_age=(size - 1) / 2,
+        max_age=size - 1,
+        mean_times_sampled=float((rows * of["mean_times_sampled"]).sum()),
+        max_times_sampled=int(of["max_times_sampled"].max()),
+    )
