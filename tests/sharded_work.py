@@ -128,7 +128,9 @@ class Whole:
             # the live key of that slot
             key = next(k for k in range(shard["first"], shard["added"]) if k % slots == slot % slots)
             keys.append(key * ranks + slot // slots)
-        live_keys = sorted(k * ranks + r for r, shard in enumerate(shards) for k in range(shard["first"], shard["added"]))
+        live_keys = sorted(
+            k * ranks + r for r, shard in enumerate(shards) for k in range(shard["first"], shard["added"])
+        )
         newest = rows - by_chance
         sure = np.ones(newest, dtype=np.float32)
         return {
@@ -149,6 +151,6 @@ SAMPLERS = {
     "uniform": Uniform(),
     "replacement": Uniform(replacement=True),
     "combined": Combined(Proportional(), newest=3),
-    "combined-uniform": Combined(Uniform(), newest=5),
+    "combined-uniform": Combined(Uniform(), newest=2),
     "latest": Latest(),
 }

@@ -24,6 +24,7 @@ LAYERS = (
     ("study", "training", "bench", "integrations", "examples"),
     ("console",),
     ("__init__",),
+    ("sharded",),
     ("buffer", "trajectory_buffer"),
     ("extending",),
     ("base_buffer",),

@@ -131,11 +131,12 @@ class Saved:
             version = manifest["version"]
             self.config: dict[str, Any] = manifest["settings"]
             self.seed: int = whole("seed", manifest["seed"])
-            self.counters = checked_counters(manifest["counters"])
             found = self.config["kind"]
         check_version(f"{path} has state version", version, VERSION)
         if found != kind:
             raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
+        with self.refusing("the manifest is not of a replay buffer"):
+            self.counters = checked_counters(manifest["counters"])
 
     @contextmanager
     def refusing(self, what: str) -> Iterator[None]:

@@ -79,8 +79,10 @@ class Group:
         # torch gives equal names to two groups that some ranks of the program make one after the other
         self._owned = self.size == dist.get_world_size()
         self._group = world
-        if self._owned:
-            with self.call("making a ShardedReplayBuffer"), self.messages():
+        with self.call("making a ShardedReplayBuffer"), self.messages():
+            # a rank that is gone is noticed at once; new_group would wait for it
+            self.all_reduce(torch.zeros(1, device=self.device)).wait(on_host=True)
+            if self._owned:
                 self._group = dist.new_group(ranks, timeout=self.limit, backend=backend)
 
     def close(self) -> None:
