@@ -139,7 +139,9 @@ def reference() -> str:
     classes = [package[name].final_target for name in package.exports if not name.startswith("_")]
     classes.append(package[f"graphs.learning_step.{MADE_BY_A_BUFFER}"])
     buffer = package["ReplayBuffer"].final_target
-    sections = [section(cls, None if cls is buffer else buffer) for cls in classes]
+    # the sharded one reads its own shard where the others read all that is stored
+    own = (buffer.name, "ShardedReplayBuffer")
+    sections = [section(cls, None if cls.name in own else buffer) for cls in classes]
     contents = [f"- [{cls.name}](#{cls.name.lower()})" for cls in classes]
     return re.sub(r"\n{3,}", "\n\n", "\n".join([HEAD, *contents, "", *sections])).strip() + "\n"
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,6 +18,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.config import describe_field, describe_sampler, difference
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
 from gpu_replay.engines.draw_plan import DrawPlan, plan_of
+from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.ops.counters import Counter
@@ -47,6 +49,7 @@ class ShardedReplayBuffer(LocalContents):
     device:   of the shard; None is the GPU of the local rank with NCCL, else the CPU.
     seed:     of the draws of all ranks.
     timeout:  seconds after which a rank that waits for another raises RuntimeError.
+    storage_device, storage_path: of each shard, as in `ReplayBuffer`; rank r has the folder `rank{r}` in that path.
 
     Keys are global: `local key * R + rank`, where the local key counts what this rank has added.
 
@@ -78,6 +81,8 @@ class ShardedReplayBuffer(LocalContents):
         device: torch.device | str | None = None,
         seed: int = 0,
         timeout: float = 60.0,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> None:
         slots = check_capacity(capacity)
         self._mode: Mode = validation.choice("mode", mode, ("local", "global"))
@@ -104,6 +109,8 @@ class ShardedReplayBuffer(LocalContents):
                     sampler=sampler,
                     device=self._group.device,
                     seed=self._seed if self._mode == "global" else seed_of(self._seed, self._group.rank),
+                    storage_device=storage_device,
+                    storage_path=None if storage_path is None else Path(storage_path) / f"rank{self._group.rank}",
                 )
             except Exception as error:
                 own = error
@@ -323,10 +330,13 @@ class ShardedReplayBuffer(LocalContents):
         mode: Mode | None = None,
         group: Any = None,
         timeout: float = 60.0,
+        storage_device: torch.device | str | None = None,
+        storage_path: StoragePath | None = None,
     ) -> ShardedReplayBuffer:
         """The buffer that `save` wrote, on any number of ranks; collective.
 
         mode: another one than the saved buffer's.
+        storage_device, storage_path: where the fields of the shards are to be.
 
         On as many ranks as saved it, everything is as it was: the next `sample` is the one that they would have drawn.
         On another number rows go by their keys, in the order of which they are numbered again, the newest
@@ -340,6 +350,7 @@ class ShardedReplayBuffer(LocalContents):
         arguments = saving.load_arguments(found)
         if mode is not None:
             arguments["mode"] = mode
+        arguments |= {"storage_device": storage_device, "storage_path": storage_path}
         buffer = cls(**arguments, group=group, device=device, timeout=timeout)
         with buffer._call("load"), buffer._shard._alone():
             saving.fill(buffer._group, buffer._shard, found)
