@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, Uniform
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.seeds import stream_seed
+from gpu_replay.training import command
 from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.episodes import EpisodeStatistics
@@ -277,3 +280,14 @@ def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.Monke
     watch.lap("replay")
     assert watch.seconds == {"env": 0.0, "act": 1.0, "replay": 6.0, "learn": 7.0}
     assert watch.shares()["replay"] == pytest.approx(6 / 14)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [(["pong"], 18.0), (["pong", "--stop-at", "5"], 5.0), (["breakout"], None)]
+)
+def test_pong_ends_at_18_and_other_games_do_not(flags: list[str], expected: float | None, tmp_path: Path) -> None:
+    pytest.importorskip("ale_py")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    plan = command._new_plan(parser.parse_args([*flags, "--device", "cpu", "--output", str(tmp_path)]), 0.0)
+    assert (plan.settings.stop_at, plan.settings.eval_episodes, plan.settings.bfloat16) == (expected, 30, None)

@@ -55,7 +55,7 @@ class Scripted(Environment):
         pass
 
 
-def evaluator(environment: Scripted, **changes: int) -> Evaluator:
+def evaluator(environment: Scripted, **changes: float) -> Evaluator:
     settings = Settings.for_family("vector", eval_episodes=environment.num_envs, **changes)
     return Evaluator(environment, settings, device=CPU, seed=0, stop=StopRequest())
 
@@ -118,6 +118,29 @@ def test_solved_needs_a_confirmation_that_is_significant(confirmations: list[lis
     assert judge.evaluate(network(), 10)[1] is solved
     assert len(set(environment.seeds)) == 1 + CONFIRMATIONS
     assert judge.best.solved is solved
+
+
+@pytest.mark.parametrize(
+    ("payments", "solved", "final"),
+    [
+        # both evaluations reach it: the second, on fresh seeds, is what is reported
+        ([[19.0, 19.0], [17.0, 20.0], [1.0, 1.0]], True, 18.5),
+        # the first was luck; the best network is played once more at the end
+        ([[19.0, 19.0], [17.0, 18.0], [5.0, 5.0]], False, 5.0),
+        # below it nothing is confirmed
+        ([[17.0, 17.0], [5.0, 5.0]], False, 5.0),
+    ],
+)
+def test_stop_at_is_reached_in_two_evaluations(payments: list[list[float]], solved: bool, final: float) -> None:
+    lengths = torch.arange(1.0, 3.0)
+    environment = Scripted([(torch.tensor(each) / lengths).tolist() for each in payments], threshold=1.0)
+    judge, net = evaluator(environment, stop_at=18.0), network()
+    assert judge.evaluate(net, 10)[1] is solved
+    copied = evaluator(environment, stop_at=18.0)
+    copied.restore(judge.state(), net)
+    assert copied.best.solved is solved
+    assert copied.final().return_mean == pytest.approx(final)
+    assert len(set(environment.seeds)) == len(payments) - solved
 
 
 def test_a_solved_network_is_better_than_a_lucky_one() -> None:

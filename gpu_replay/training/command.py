@@ -15,7 +15,7 @@ from gpu_replay.training.registry import identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
 from gpu_replay.training.run_dir import RunDir
 from gpu_replay.training.session import Plan, run_plan
-from gpu_replay.training.settings import PRESETS, Settings
+from gpu_replay.training.settings import GAMES, PRESETS, Settings
 
 DESCRIPTION = """\
 Train a double DQN with prioritized replay. ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with
@@ -124,9 +124,10 @@ def _new_plan(options: argparse.Namespace, began: float) -> Plan:
     environment = identify(options.env)
     seed = options.seed if options.seed is not None else 0
     default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    game = GAMES.get(environment.name, {}) if environment.kind == "atari" else {}
     return Plan(
         environment=environment,
-        settings=Settings.for_family(environment.family(device), **given_settings(options)),
+        settings=Settings.for_family(environment.family(device), **{**game, **given_settings(options)}),
         seed=seed,
         device=device,
         run_dir=RunDir(options.output or Path("runs") / default, "replace" if options.overwrite else "refuse"),

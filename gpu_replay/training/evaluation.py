@@ -39,12 +39,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Best:
-    """The network with the best evaluation so far."""
+    """The network with the best evaluation so far, and the evaluation on fresh seeds by which `stop_at` was reached."""
 
     network: QNetwork
     step: int
     evaluation: Evaluation
     solved: bool
+    fresh: Evaluation | None = None
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -78,20 +79,33 @@ class Evaluator:
         """Evaluate `network` and keep a copy if it is the best so far; returns whether the environment is solved, too.
 
         Solved: this evaluation reaches the environment's threshold, and the mean of three more on other seeds exceeds
-        it by three standard errors, so that a run does not end by chance.
+        it by three standard errors, so that a run does not end by chance. With `stop_at`: this evaluation reaches it,
+        and so does one more on other seeds, which is then that of `final`.
         """
         count = self._count + 1
         result = self._play(network, "evaluation", count)
-        solved = self._reaches(result.return_mean) and self._confirmed(network, count)
+        fresh = None
+        solved = self._reaches(result.return_mean)
+        if solved and self._settings.stop_at is not None:
+            fresh = self._play(network, "confirmation", count)
+            solved = self._reaches(fresh.return_mean)
+        elif solved:
+            solved = self._confirmed(network, count)
         # an interrupted evaluation does not count: the resumed run repeats it
         self._count = count
-        candidate = Best(copy.deepcopy(network), step, result, solved)
+        candidate = Best(copy.deepcopy(network), step, result, solved, fresh if solved else None)
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
         return result, solved
 
+    @property
+    def threshold(self) -> float | None:
+        """The mean return at which the environment counts as solved, or None."""
+        stop_at = self._settings.stop_at
+        return self._environment.spec.reward_threshold if stop_at is None else stop_at
+
     def _reaches(self, return_mean: float) -> bool:
-        threshold = self._environment.spec.reward_threshold
+        threshold = self.threshold
         return threshold is not None and return_mean >= threshold
 
     def _confirmed(self, network: QNetwork, count: int) -> bool:
@@ -104,7 +118,9 @@ class Evaluator:
 
     def final(self) -> Evaluation | None:
         """Evaluate the best network on episodes that were not used to choose it; None without a best network."""
-        return None if self.best is None else self._play(self.best.network, "final", 0)
+        if self.best is None or self.best.fresh is not None:
+            return None if self.best is None else self.best.fresh
+        return self._play(self.best.network, "final", 0)
 
     def state(self) -> dict[str, Any]:
         """The number of evaluations, and the best network."""
@@ -113,6 +129,7 @@ class Evaluator:
             best = vars(self.best) | {
                 "network": self.best.network.state_dict(),
                 "evaluation": asdict(self.best.evaluation),
+                "fresh": None if self.best.fresh is None else asdict(self.best.fresh),
             }
         return {"count": self._count, "seconds": self.seconds, "best": best}
 
@@ -125,7 +142,9 @@ class Evaluator:
         if best is not None:
             copied = copy.deepcopy(network)
             copied.load_state_dict(best["network"])
-            self.best = Best(copied, best["step"], Evaluation(**best["evaluation"]), best["solved"])
+            fresh = best.get("fresh")
+            evaluations = Evaluation(**best["evaluation"]), None if fresh is None else Evaluation(**fresh)
+            self.best = Best(copied, best["step"], evaluations[0], best["solved"], evaluations[1])
 
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
         began = time.perf_counter()

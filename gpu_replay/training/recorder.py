@@ -137,7 +137,9 @@ class Recorder(Listener):
 
     def draw(self) -> None:
         """Write the learning curve so far."""
-        about = self._title, self.rows, self._evaluations, self._spec.reward_threshold, self._settings
+        stop_at = self._settings.stop_at
+        threshold = self._spec.reward_threshold if stop_at is None else stop_at
+        about = self._title, self.rows, self._evaluations, threshold, self._settings
         replace(self._path / CURVE, lambda path: draw_curve(path, *about))
         self._drawn = time.perf_counter()
 

@@ -87,6 +87,9 @@ class Settings:
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
     early_stop: bool = setting(True, "stop when the environment is solved: two evaluations, the second a longer one")
+    stop_at: float | None = setting(
+        None, "solved is a mean return of this, in two evaluations; auto: the environment's threshold, 18 for pong"
+    )
     return_window: int = setting(100, "finished training episodes in the reported means of return and length", 1)
     log_every: int = setting(500, "environment steps between rows of progress.csv", 1)
 
@@ -257,7 +260,8 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "hidden": (256,),  # half the parameters of the largest layer
         "frame_size": 42,  # a third of the work of 84, and the ball is still visible
         "epsilon_steps": 100_000,  # games get longer from then on
-        "eval_every": 200_000,  # some minutes
+        "eval_every": 100_000,  # a minute or two
+        "eval_episodes": 30,  # of ten the luckiest network was chosen, not the best
         "return_window": 30,  # games; a hundred would lag too far behind
         "log_every": 5_000,  # every few seconds
     },
@@ -286,4 +290,8 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "eval_episodes": 256,  # they run in parallel
         "log_every": 100_000,  # forty rows
     },
+}
+# what single games add to their family
+GAMES: dict[str, dict[str, Any]] = {
+    "pong": {"stop_at": 18.0}  # as good as won: the game ends at 21
 }

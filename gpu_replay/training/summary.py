@@ -46,7 +46,7 @@ def summarize(
         "eval_fresh": fresh is not None,
         "best_step": trainer.step if best is None else best.step,
         "solved": best is not None and best.solved,
-        "reward_threshold": trainer.environment.spec.reward_threshold,
+        "reward_threshold": evaluator.threshold,
         "train_return_mean": last["return_mean"],
         "train_length_mean": last["length_mean"],
         "epsilon": last["epsilon"],
@@ -67,7 +67,8 @@ def summarize(
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     """Four lines: how good, exploring as well, how fast, where."""
-    reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": "solved"}.get(
+    solved = f"solved, the mean return reached {summary['reward_threshold']}"
+    reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}.get(
         summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
     )
     if summary["eval_return_mean"] is None:
