@@ -7,6 +7,7 @@ page cache, so batches are read twice: from the cache, and after it was told to 
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -66,16 +67,17 @@ def measured(folder: Path, gigabytes: float, batches: int) -> list[str]:
     try:
         mapped = ReplayBuffer(capacity, FIELDS, sampler=Proportional(), device="cpu", storage_path=folder)
         first = [_timed(lambda: mapped.add(**rows)) for _ in range(-(-capacity // ADDED))]
+        descriptor = os.open(folder / FILE_NAME, os.O_RDONLY)
+        _cache(descriptor)
         again: dict[str, list[float]] = {"memory": [], "mapped": []}
         warm: dict[str, list[float]] = {"memory": [], "mapped": []}
         for _ in range(batches):
             for name, buffer in (("memory", memory), ("mapped", mapped)):
                 again[name].append(_timed(partial(buffer.add, **rows)))
                 warm[name].append(_timed(partial(_cycle, buffer)))
-        descriptor = os.open(folder / FILE_NAME, os.O_RDONLY)
         try:
-            cold = _cold(descriptor, lambda: _cycle(mapped), batches)
-            plain = _cold(descriptor, lambda: _plain(descriptor, capacity), batches)
+            cold = _cold(mapped, descriptor, lambda: _cycle(mapped), batches)
+            plain = _cold(mapped, descriptor, lambda: _plain(descriptor, capacity), batches)
         finally:
             os.close(descriptor)
     finally:
@@ -94,6 +96,14 @@ def measured(folder: Path, gigabytes: float, batches: int) -> list[str]:
     return lines
 
 
+def _cache(descriptor: int) -> None:
+    """Let nothing wait to be written, and all of it be in the page cache."""
+    os.fsync(descriptor)
+    piece, place = bytearray(2**24), 0
+    while read := os.preadv(descriptor, [piece], place):
+        place += read
+
+
 def _cycle(buffer: ReplayBuffer) -> None:
     batch = buffer.sample(BATCH)
     buffer.update_priorities(batch.key, batch.weight)
@@ -105,9 +115,14 @@ def _plain(descriptor: int, capacity: int) -> None:
         os.preadv(descriptor, [out], slot * ROW)
 
 
-def _cold(descriptor: int, call: Callable[[], object], times: int) -> list[float]:
+def _cold(buffer: ReplayBuffer, descriptor: int, call: Callable[[], object], times: int) -> list[float]:
     """Seconds of calls after the file has left the page cache, but for what earlier calls read again."""
+    file = buffer._storage._memory._file if buffer._storage._memory else None
+    if file is None:
+        raise RuntimeError("the buffer has no mapped file.")
     os.fsync(descriptor)
+    # pages that a process has mapped stay in the cache
+    file.mapping.madvise(mmap.MADV_DONTNEED)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     return [_timed(call) for _ in range(times)]
 

@@ -111,12 +111,12 @@ def _made(folder: Path) -> list[Path]:
 def _locked(folder: Path) -> int | None:
     """An open descriptor of the folder that holds its lock; None where there are no locks. RuntimeError if it is held.
 
-    File systems without locks, and Windows, go without.
+    File systems and systems without locks, as Windows is, go without.
     """
-    if sys.platform == "win32":
+    try:
+        import fcntl
+    except ImportError:
         return None
-    import fcntl
-
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
