@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Stream = Literal["training", "evaluation", "confirmation", "final", "network", "actions", "replay", "play"]
+Stream = Literal["training", "evaluation", "confirmation", "final", "network", "actions", "replay", "play", "actor"]
 
 
 def stream_seed(seed: int, stream: Stream, index: int = 0) -> int:

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
 from gpu_replay.console.errors import UserError, require
+from gpu_replay.training.ray_actors import check_actors
 from gpu_replay.training.registry import identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
 from gpu_replay.training.run_dir import RunDir
@@ -63,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
         "it continues to learn. The disk needs room for two checkpoints",
     )
+    actors = "number of actors of a local Ray, or ray://HOST:PORT of a cluster (one for each CPU): they step the "
+    actors += "environments in processes of their own, which share --num-envs, and are replaced when they die; needs "
+    actors += "the extra ray (default: environments in this process)"
+    run.add_argument("--actors", metavar="N", help=actors)
     agent = parser.add_argument_group("the agent", FAMILIES)
     types = get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
@@ -110,6 +115,8 @@ def run(options: argparse.Namespace) -> int:
     """Train as the flags say; returns the exit code. Raises UserError for bad input."""
     began = time.perf_counter()
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
+    if options.actors is not None:
+        check_actors(options.actors)
     plan = resumed_plan(options, began) if options.resume else _new_plan(options, began)
     if isinstance(plan, str):
         print(plan)
@@ -135,4 +142,5 @@ def _new_plan(options: argparse.Namespace, began: float) -> Plan:
         checkpoint_every=options.checkpoint_every,
         checkpoint_replay=options.checkpoint_replay,
         began=began,
+        actors=options.actors,
     )

@@ -30,6 +30,8 @@ COLUMNS = (
     *("updates_per_second", "steps_per_second", "updates", "value_mean", "learning_rate", "stored"),
     *("eval_return_mean", "eval_return_std"),
     *REPLAY_STATS,
+    # of actors in processes of their own
+    *("weights_age", "weights_seconds", "actor_restarts"),
 )
 COUNTS = frozenset({"step", "episodes", "updates", "stored"})
 # drawing takes about half a second, so the curve is drawn rarely
@@ -87,7 +89,8 @@ class Recorder(Listener):
     def row(self, row: dict[str, float]) -> None:
         """Write the row, show it beside the bar, and draw the curve if it was last drawn long ago."""
         evaluation, self._last_evaluation = self._last_evaluation, None
-        row = row | {
+        row = dict.fromkeys(COLUMNS, float("nan")) | row
+        row |= {
             "eval_return_mean": float("nan") if evaluation is None else evaluation.return_mean,
             "eval_return_std": float("nan") if evaluation is None else evaluation.return_std,
         }

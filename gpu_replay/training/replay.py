@@ -11,8 +11,10 @@ from gpu_replay.training.environments import EnvironmentSpec
 from gpu_replay.training.settings import Settings
 
 
-def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int) -> TrajectoryReplayBuffer:
-    """An empty buffer for `settings.num_envs` environments; frames are stored once, and `sample` stacks them.
+def make_buffer(
+    spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int, num_envs: int | None = None
+) -> TrajectoryReplayBuffer:
+    """An empty buffer for `num_envs` environments, by default those of the settings; frames are stored once.
 
     Raises MemoryError if it does not fit.
     """
@@ -30,7 +32,7 @@ def make_buffer(spec: EnvironmentSpec, settings: Settings, device: torch.device,
         sampler = Combined(prioritized, newest=settings.newest)
     return TrajectoryReplayBuffer(
         settings.capacity,
-        settings.num_envs,
+        settings.num_envs if num_envs is None else num_envs,
         {"obs": sampled_field(spec.observation, settings, device), "action": Field((), torch.int64)},
         stack=spec.stack,
         n_step=settings.n_step,

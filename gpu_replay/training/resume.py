@@ -13,6 +13,7 @@ from gpu_replay import CheckpointError
 from gpu_replay.console.errors import UserError
 from gpu_replay.engines.storage import check_device
 from gpu_replay.training.checkpoints import latest
+from gpu_replay.training.ray_actors import check_actors
 from gpu_replay.training.registry import identify
 from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunDir
 from gpu_replay.training.session import Plan, ResumeState
@@ -53,6 +54,7 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
     if missing:
         raise UserError(f"{options.output / SETTINGS} does not say {', '.join(missing)}.")
     identity = {name: written.pop(name) for name in IDENTITY}
+    actors = _resumed_actors(written.pop("actors", None), options)
     settings = _raised(Settings.from_dict(written), identity, options)
     try:
         saved = latest(run_dir.path / CHECKPOINT)
@@ -85,7 +87,17 @@ def resumed_plan(options: argparse.Namespace, began: float) -> Plan | str:
         checkpoint_replay=options.checkpoint_replay,
         began=began,
         earlier=ResumeState(state, saved.replay),
+        actors=actors,
     )
+
+
+def _resumed_actors(before: str | None, options: argparse.Namespace) -> str | None:
+    """The actors to go on with: others, on request, but not where there were none."""
+    if before is None and options.actors is not None:
+        raise UserError(f"the run in {options.output} was started without --actors, and cannot go on with them.")
+    if options.actors is None and before is not None:
+        check_actors(before)
+    return options.actors or before
 
 
 def _raised(settings: Settings, identity: Mapping[str, Any], options: argparse.Namespace) -> Settings:

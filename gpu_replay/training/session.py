@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
+from gpu_replay.checkpoint.format import read_checkpoint
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
+from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.checkpoints import CheckpointManager
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.precision import with_precision
+from gpu_replay.training.ray_actors import ActorTrainer, Fleet
 from gpu_replay.training.recorder import Recorder
 from gpu_replay.training.registry import EnvironmentId, make_environment
 from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunDir
@@ -44,6 +47,7 @@ class Plan:
     checkpoint_replay: whether checkpoints include the replay buffer.
     began:             when this part of the run was started, by `time.perf_counter`.
     earlier:           the run to resume, or None for a new one.
+    actors:            `--actors`, checked; None steps environments in this process.
     """
 
     environment: EnvironmentId
@@ -56,6 +60,7 @@ class Plan:
     checkpoint_replay: bool
     began: float
     earlier: ResumeState | None = None
+    actors: str | None = None
 
 
 def run_plan(plan: Plan) -> int:
@@ -72,16 +77,20 @@ def run_plan(plan: Plan) -> int:
 
     with StopRequest() as stop:
         with ExitStack() as stack:
+            fleet = None if plan.actors is None else stack.enter_context(closing(_make_fleet(plan, plan.actors)))
+            counts = (settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes)
             environment, evaluation = (
                 stack.enter_context(closing(make_environment(plan.environment, count, settings, plan.device)))
-                for count in (settings.num_envs, settings.eval_episodes)
+                for count in counts
             )
             settings = with_precision(settings, environment.spec, plan.device)
             plan = dataclasses.replace(plan, settings=settings)
             evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
-            trainer = _make_trainer(plan, environment, evaluator)
+            trainer = _make_trainer(plan, environment, evaluator, fleet)
             run_dir.open()
             identity = {"env": plan.environment.name, "seed": plan.seed, "device": str(plan.device)}
+            if plan.actors is not None:
+                identity["actors"] = plan.actors
             run_dir.write_json(SETTINGS, identity | settings.to_dict())
             rows = None if earlier is None else earlier["recorder"]
             recorder = Recorder(run_dir, environment.spec, settings, plan.seed, resumed=rows, step=trainer.step)
@@ -121,13 +130,26 @@ def run_plan(plan: Plan) -> int:
     return EXIT_CODES.get(reason, 0)
 
 
-def _make_trainer(plan: Plan, environment: Environment, evaluator: Evaluator) -> Trainer:
+def _make_fleet(plan: Plan, actors: str) -> Fleet:
+    """The actors; those of a resumed run have as many environments each as its buffer has streams."""
+    streams = None
+    if plan.earlier is not None and plan.earlier.replay is not None:
+        streams = int(read_checkpoint(plan.earlier.replay).manifest["settings"]["num_envs"])
+    parts = 0 if plan.earlier is None else int(plan.earlier.state["trainer"]["resumed"]) + 1
+    return Fleet(actors, plan.environment, plan.settings, stream_seed(plan.seed, "actor", parts), streams)
+
+
+def _make_trainer(plan: Plan, environment: Environment, evaluator: Evaluator, fleet: Fleet | None) -> Trainer:
     """The trainer, and with it the evaluator, in the state of the run that is resumed."""
     earlier, buffer = plan.earlier, None
     try:
         if earlier is not None and earlier.replay is not None:
             buffer = TrajectoryReplayBuffer.load(earlier.replay, plan.device)
-        trainer = Trainer(environment, evaluator, plan.settings, device=plan.device, seed=plan.seed, buffer=buffer)
+        arguments: dict[str, Any] = {"device": plan.device, "seed": plan.seed, "buffer": buffer}
+        if fleet is None:
+            trainer = Trainer(environment, evaluator, plan.settings, **arguments)
+        else:
+            trainer = ActorTrainer(fleet, environment, evaluator, plan.settings, **arguments)
     except MemoryError as error:
         raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None
     except CheckpointError as error:

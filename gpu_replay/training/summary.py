@@ -8,6 +8,7 @@ from typing import Any
 
 from gpu_replay.console.versions import device_name, versions
 from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.ray_actors import ActorTrainer
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.trainer import Trainer
 
@@ -62,7 +63,18 @@ def summarize(
         "resumed": trainer.resumed,
         "replay_bytes": trainer.buffer.nbytes,
         "versions": versions(),
+        **_of_actors(trainer),
     }
+
+
+def _of_actors(trainer: Trainer) -> dict[str, Any]:
+    """What is known of actors in processes of their own."""
+    if not isinstance(trainer, ActorTrainer):
+        return {}
+    fleet, (updates, seconds) = trainer.fleet, trainer.weights_age
+    figures = {"actors": fleet.count, "envs_of_an_actor": fleet.num_envs, "actor_restarts": fleet.restarts}
+    ages = {"weights_age": updates, "weights_seconds": seconds}
+    return figures | ages | {"frame_bytes": fleet.unpacked, "frame_bytes_sent": fleet.received}
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> str:
@@ -79,6 +91,14 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
             f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
             f"{summary['eval_episodes']} {kind} episodes, network of step {summary['best_step']:,}"
         )
+    actors = ""
+    if "actors" in summary:
+        actors = (
+            f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced; "
+            f"their weights were {summary['weights_age']:.0f} updates ({summary['weights_seconds']:.2f} s) old"
+        )
+        ratio = summary["frame_bytes"] / max(summary["frame_bytes_sent"], 1)
+        actors += f", frames sent in 1/{ratio:.0f} of their bytes\n" if ratio > 1.5 else "\n"
     return (
         f"{summary['env']}, {reason}: {quality}\n"
         f"training episodes explore: return {summary['train_return_mean']:.2f} with "
@@ -86,7 +106,7 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
         f"{summary['steps']:,} steps and {summary['updates']:,} updates in {summary['wall_seconds']:.1f} s: "
         f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s, "
         f"replay {summary['replay_share']:.1%} of the learning loop\n"
-        f"written to {folder}"
+        f"{actors}written to {folder}"
     )
 
 

@@ -85,8 +85,9 @@ class Trainer:
         helps = device.type == "cpu" and settings.network != "mlp" and settings.helper and cpu_cores() > 1
         helper = HelperThread() if helps else None
         self.agent = Agent(network, settings, device, stream_seed(seed, "actions"), helper=helper)
-        # an empty buffer counts as false
-        self.buffer = buffer if buffer is not None else make_buffer(spec, settings, device, stream_seed(seed, "replay"))
+        if buffer is None:
+            buffer = make_buffer(spec, settings, device, stream_seed(seed, "replay"), environment.num_envs)
+        self.buffer = buffer
         self.watch = Stopwatch(device)
         self.step = 0
         self._seed = seed
@@ -382,5 +383,10 @@ class Trainer:
             "updates": updates,
             "stored": min(self._added, self.buffer.capacity),
             **{name: getattr(stats, name) for name in REPLAY_STATS},
+            **self._actor_figures(),
         }
         listener.row(self.last_row)
+
+    def _actor_figures(self) -> dict[str, float]:
+        """More for a row, of actors in processes of their own."""
+        return {}

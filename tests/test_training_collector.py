@@ -1,0 +1,106 @@
+"""What an actor in a process of its own sends: every row can be learned from, and is what the environment did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_runs import CPU
+
+zstandard = pytest.importorskip("zstandard", reason="needs zstandard, in the extra `ray`")
+
+from gpu_replay import TrajectoryReplayBuffer  # noqa: E402
+from gpu_replay.console.errors import UserError  # noqa: E402
+from gpu_replay.training.collector import Collector, final_rows, pack, sent_bytes, unpack  # noqa: E402
+from gpu_replay.training.networks import QNetwork  # noqa: E402
+from gpu_replay.training.ray_actors import FinishedEpisodes, check_actors  # noqa: E402
+from gpu_replay.training.registry import identify  # noqa: E402
+from gpu_replay.training.replay import make_buffer  # noqa: E402
+from gpu_replay.training.settings import Settings  # noqa: E402
+
+ENVS, STEPS = 3, 20
+SETTINGS = Settings.for_family("catch", n_step=1, capacity=50 * ENVS, num_envs=ENVS, warmup=64)
+
+
+def stored(buffer: TrajectoryReplayBuffer, chunk: dict[str, Any]) -> None:
+    names = ("action", "reward", "terminated", "truncated")
+    buffer.extend(obs=unpack(chunk["obs"]), **{name: chunk[name] for name in names}, final_obs=final_rows(chunk))
+
+
+def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
+    collectors = [Collector(identify("catch"), SETTINGS, ENVS, seed) for seed in (1, 2)]
+    network = QNetwork(collectors[0]._actors.environment.spec.stacked, 3, SETTINGS)
+    weights = {name: value.numpy() for name, value in network.state_dict().items()}
+    buffer = make_buffer(collectors[0]._actors.environment.spec, SETTINGS, CPU, 0)
+    lengths: list[float] = []
+    # of two actors by turns, and more than the ring holds
+    for turn in range(6):
+        chunk = collectors[turn % 2].collect(weights, 0, 0.5, STEPS)
+        stored(buffer, chunk)
+        lengths += chunk["lengths"]
+        assert len(chunk["returns"]) == len(chunk["lengths"]) == int(chunk["terminated"].sum())
+        assert not (chunk["truncated"][:-1]).any()
+        assert (chunk["truncated"] | chunk["terminated"])[-1].all()
+    assert set(lengths) == {11}
+    assert buffer.stats().eligible == 50 * ENVS
+    batch = buffer.sample(50 * ENVS)
+    going = ~batch.terminated
+    before, after = batch.obs[going].float(), batch.next_obs[going].float()
+    # the ball falls by one row in its column
+    assert torch.equal(before[:, :10], after[:, 1:11])
+    moved = [_paddle(after[row]) - _paddle(before[row]) for row in range(len(after))]
+    wanted = (batch.action[going] - 1).tolist()
+    # the walls stop it
+    assert all(step in (0, want) for step, want in zip(moved, wanted, strict=True))
+    assert sum(step == want for step, want in zip(moved, wanted, strict=True)) > 0.7 * len(moved)
+
+
+def _paddle(board: torch.Tensor) -> float:
+    return float(board[11].nonzero().double().mean())
+
+
+def test_new_weights_act_from_the_next_chunk_on() -> None:
+    collector = Collector(identify("catch"), SETTINGS, ENVS, 0)
+    network = QNetwork(collector._actors.environment.spec.stacked, 3, SETTINGS)
+    weights = {name: value.numpy().copy() for name, value in network.state_dict().items()}
+    for version, best in enumerate((0, 2)):
+        last = [name for name in weights if name.startswith("head")][-1]
+        weights[last] = np.zeros_like(weights[last])
+        # the value, then an advantage for each action
+        weights[last][1 + best] = 100.0
+        chunk = collector.collect(weights, version, 0.0, 4)
+        assert (chunk["action"] == best).all()
+        assert chunk["version"] == version
+
+
+def test_frames_are_compressed_and_come_back() -> None:
+    frames = np.zeros((8, 2, 42, 42), np.uint8)
+    frames[:, :, 5, 3:9] = 200
+    assert np.array_equal(unpack(pack(frames)), frames)
+    assert sent_bytes(pack(frames)) < frames.nbytes / 50
+    numbers = np.arange(5000, dtype=np.float32)
+    assert unpack(pack(numbers)) is numbers
+    assert sent_bytes(pack(numbers)) == numbers.nbytes
+
+
+def test_finished_episodes_are_the_newest() -> None:
+    episodes = FinishedEpisodes(1, 3, CPU)
+    episodes.finish([1.0, 2.0], [10.0, 20.0])
+    assert episodes.read() == (2, 1.5, 15.0)
+    episodes.finish([3.0, 4.0, 8.0], [1.0, 1.0, 4.0])
+    assert episodes.read() == (5, 5.0, 2.0)
+
+
+@pytest.mark.parametrize("given", ["0", "two", "ray://host", "ray://:1", "-3"])
+def test_other_actors_are_refused(given: str) -> None:
+    with pytest.raises(UserError, match="--actors must be a number such as 4, or ray://HOST:PORT"):
+        check_actors(given)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"ray": None}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, object()))
+    with pytest.raises(UserError, match=r'ray is needed for --actors .* pip install "gpu-replay\[training,ray\]"'):
+        check_actors("2")

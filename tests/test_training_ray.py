@@ -1,0 +1,188 @@
+"""Actors on Ray: real processes that are killed and stopped, on a local Ray and through a cluster's address."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs ray, in the extra `ray`")
+pytest.importorskip("zstandard")
+
+from training_runs import ROOT, read_rows, start, wait_for  # noqa: E402
+
+from gpu_replay.cli import main  # noqa: E402
+from gpu_replay.console.errors import UserError  # noqa: E402
+from gpu_replay.training.catch import Catch  # noqa: E402
+from gpu_replay.training.networks import QNetwork  # noqa: E402
+from gpu_replay.training.ray_actors import Fleet  # noqa: E402
+from gpu_replay.training.registry import EnvironmentId, identify  # noqa: E402
+from gpu_replay.training.settings import Settings  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # sockets that Ray leaves to the collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+SETTINGS = Settings.for_family("catch", num_envs=8)
+CARTPOLE = ["CartPole-v1", "--device", "cpu", "--num-envs", "16"]
+
+
+@pytest.fixture
+def fleets() -> Iterator[Callable[..., Fleet]]:
+    made: list[Fleet] = []
+
+    def make(count: int, environment: EnvironmentId) -> Fleet:
+        fleet = Fleet(str(count), environment, SETTINGS, 0)
+        made.append(fleet)
+        network = QNetwork(Catch.spec.stacked, 3, SETTINGS)
+        fleet.publish(network.state_dict(), 0, 0.5)
+        return fleet
+
+    yield make
+    for fleet in made:
+        fleet.close()
+
+
+def collectors() -> list[int]:
+    """Processes of actors on this machine, all of them started by these tests."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cmdline").read_bytes().startswith(b"ray::Collector"):
+                    found.append(int(entry.name))
+            except OSError:
+                pass
+    return sorted(found)
+
+
+def receive(fleet: Fleet, count: int, seconds: float = 60.0) -> list[dict[str, Any]]:
+    """At least so many chunks."""
+    found: list[dict[str, Any]] = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count:
+        found += fleet.receive(0.2, 0.5)
+        assert time.monotonic() < deadline
+    return found
+
+
+def test_a_killed_actor_is_replaced_and_what_it_sent_is_kept(fleets: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    fleet = fleets(1, identify("catch"))
+    receive(fleet, 1)
+    (process,) = collectors()
+    # both of its calls are done, and nobody has fetched what they gave
+    ray.wait(list(fleet._pending), num_returns=2, timeout=30)
+    os.kill(process, signal.SIGKILL)
+    time.sleep(1)
+    kept = fleet.receive(0.0, 0.5)
+    assert len(kept) == 2
+    assert all(chunk["action"].shape == (32, 8) for chunk in kept)
+    assert len(receive(fleet, 3)) >= 3
+    assert fleet.restarts == 1
+    assert collectors() != [process]
+    assert "actor 0 is gone" in capfd.readouterr().err
+
+
+def test_a_stopped_actor_holds_up_nobody(fleets: Any) -> None:
+    fleet = fleets(2, identify("catch"))
+    while len(collectors()) < 2:
+        receive(fleet, 1)
+    first = collectors()[0]
+    os.kill(first, signal.SIGSTOP)
+    try:
+        receive(fleet, 4)
+        began = time.monotonic()
+        assert len(receive(fleet, 20)) >= 20
+        assert time.monotonic() - began < 20
+        assert fleet.restarts == 0
+    finally:
+        os.kill(first, signal.SIGCONT)
+
+
+def test_an_actor_that_cannot_begin_ends_the_run_with_its_reason(fleets: Any) -> None:
+    fleet = fleets(1, EnvironmentId("NoSuchGame-v0", "gymnasium"))
+    with pytest.raises(UserError, match="actor 0 ended 3 times before its first chunk"):
+        receive(fleet, 1)
+
+
+def test_cartpole_is_learned_through_actors_that_are_killed_and_resumed(tmp_path: Path) -> None:
+    process = start(tmp_path, *CARTPOLE, "--actors", "2", "--no-early-stop", "--steps", "60000", "--log-every", "1000")
+    for rows in (3, 8):
+        wait_for(process, lambda rows=rows: len(read_rows(tmp_path)) >= rows)  # type: ignore[misc]
+        os.kill(collectors()[0], signal.SIGKILL)
+    wait_for(process, lambda: len(read_rows(tmp_path)) >= 20)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, err
+    assert err.count("is gone") >= 2
+    assert "2 actors, 2 replaced" in out
+    assert collectors() == []
+    rows = read_rows(tmp_path)
+    assert rows[-1]["actor_restarts"] == 2
+    assert all(row["weights_age"] >= 0 and row["weights_seconds"] < 60 for row in rows[4:] if "weights_age" in row)
+    # the same number of updates for a step as with environments in the process
+    learned = rows[-1]["step"] - 1_000
+    assert rows[-1]["updates"] == pytest.approx(2 * learned / 16, rel=0.15)
+    process = start(tmp_path, "--resume")
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["eval_return_mean"] >= 475
+    assert (summary["actors"], summary["resumed"]) == (2, 1)
+    assert read_rows(tmp_path)[-1]["step"] >= 60_000
+
+
+def test_pong_comes_in_a_small_part_of_its_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("ale_py")
+    flags = ["--device", "cpu", "--steps", "6000", "--num-envs", "4", "--warmup", "2000", "--capacity", "20000"]
+    flags += ["--eval-episodes", "2", "--eval-max-steps", "50", "--batch-size", "16", "--actors", "2"]
+    out, err = start(tmp_path, "pong", *flags).communicate(timeout=400)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["updates"] > 500, err
+    assert summary["frame_bytes"] >= 6_000 * 42 * 42
+    assert summary["frame_bytes_sent"] < summary["frame_bytes"] / 20
+    assert "frames sent in 1/" in out
+
+
+def test_a_cluster_is_reached_by_its_address(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", "0"]
+    command += ["--num-cpus", "2"]
+    command += ["--ray-client-server-port", str(port), "--include-dashboard", "false"]
+    head = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.5)
+        run = start(
+            tmp_path, *CARTPOLE, "--steps", "3000", "--eval-episodes", "2", "--actors", f"ray://127.0.0.1:{port}"
+        )
+        out, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+        assert "2 actors, 0 replaced" in out
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "catch", "--device", "cpu", "--actors", "ray://127.0.0.1:9", "--output", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "--actors ray://127.0.0.1:9: Ray cannot be reached" in capsys.readouterr().err
