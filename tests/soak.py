@@ -201,21 +201,24 @@ def in_child(jobs: Iterator[Job], seconds: float, done: Callable[[str, Tally], o
 
 
 def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
-    """Run for so long; returns what each part did, and what failed."""
+    """Run for so long, but each of `ONCE` and a case of the cycle; returns what each part did, and what failed."""
     tallies: dict[str, Tally] = defaultdict(Tally)
     failures: list[Job] = []
     share = min(1.0, minutes / WHOLE_MINUTES)
-    once = [("kills", round(SAVE_KILLS * share)), ("trainer", round(TRAINER_KILLS * share))]
+    asked = {"kills": round(SAVE_KILLS * share), "trainer": round(TRAINER_KILLS * share)}
+    once = [(name, count) for name, count in asked.items() if count]
     once += [(name, max(1, round(1000 * share))) for name in ("day", "day_of_steps")]
     deadline = time.monotonic() + 60 * minutes
     rounds = (
         ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(CYCLE), start * 10**5))
         for start in itertools.count()
     )
-    jobs: Iterator[Iterator[Job]] = itertools.chain((iter([job]) for job in once if job[1]), rounds)
-    while time.monotonic() < deadline and len(failures) < 10:
+    jobs: Iterator[Iterator[Job]] = itertools.chain((iter([job]) for job in once), rounds)
+    for number, child in enumerate(jobs):
+        if number > len(once) and (time.monotonic() > deadline or len(failures) >= 10):
+            break
         left = max(0.0, min(ROUND_SECONDS, deadline - time.monotonic()))
-        failed = in_child(next(jobs), left, lambda name, tally: tallies[name].update(tally))
+        failed = in_child(child, left, lambda name, tally: tallies[name].update(tally))
         if failed is not None:
             failures.append(failed)
             print(f"FAILED; again with: cd tests; python -c 'import soak; soak.PARTS[\"{failed[0]}\"]({failed[1]})'")
