@@ -108,6 +108,21 @@ OPERATIONS: dict[str, Operation] = {
     "frame-cycle": Operation(
         f"add a step of {FRAME_ENVS}, sample B, update B", added=2 * FRAME_BYTES, drawn=FRAMES, fields=FIELDS
     ),
+    "step-add": Operation("store one step of one environment", added=ADD),
+    "step-exact": Operation("store one step whose dtypes are those of the fields", added=ADD),
+    "step-cycle": Operation("store one step of one environment, sample B, update B", added=ADD, drawn=SAMPLE + UPDATE),
+    "step-uniform": Operation(
+        "store one step of one environment, sample B without priorities", added=ADD, drawn=SAMPLE
+    ),
+    "ratio-rank": Operation(f"add {ADDED}, sample B, update B, by rank or by mass", added=ADD, drawn=SAMPLE + UPDATE),
+    "ratio-replacement": Operation("draw B transitions uniformly, with or without replacement", drawn=SAMPLE),
+    "ratio-loops": Operation(
+        f"add {ADDED}, sample B, update B, with or without Numba", added=ADD, drawn=SAMPLE + UPDATE
+    ),
+    "ratio-hindsight": Operation("draw B transitions, four fifths of them with other goals"),
+    "ratio-threads": Operation(
+        f"draw B transitions with stacks of {STACK} frames, on one thread or two", drawn=FRAMES, fields=FIELDS
+    ),
     "storage-one": Operation("store transitions one at a time", added=2 * ROW_BYTES + KEY),
     "storage-blocks": Operation("store blocks of B transitions", added=2 * ROW_BYTES + KEY),
     "storage-batches": Operation("read batches of B transitions", drawn=2 * ROW_BYTES),
@@ -116,6 +131,21 @@ OPERATIONS: dict[str, Operation] = {
     "checkpoint-load": Operation("load a buffer of N frames", slot=FRAME_BYTES, fields=FIELDS),
     "checkpoint-again": Operation("save a buffer of N frames again, 1% of them new", fields=FIELDS),
     "checkpoint-memory": Operation("peak of memory beyond the buffer's", slot=FRAME_BYTES, fields=FIELDS),
+}
+
+
+# operations of another name than their call
+_CALLS = {
+    "frames": "sample",
+    "step-add": "add",
+    "step-exact": "add",
+    "step-cycle": "cycle",
+    "step-uniform": "read",
+    "ratio-rank": "cycle",
+    "ratio-replacement": "sample",
+    "ratio-loops": "cycle",
+    "ratio-hindsight": "sample",
+    "ratio-threads": "sample",
 }
 
 
@@ -142,14 +172,19 @@ def bind(case: Case, subject: Subject, device: torch.device) -> Bound:
         subject.add(given[0])
         draw_and_update()
 
+    def add_and_sample() -> None:
+        subject.add(given[0])
+        subject.sample(case.batch)
+
     calls: dict[str, Bound] = {
         "add": (lambda: subject.add(given[0]), prepare),
         "sample": (lambda: subject.sample(case.batch), lambda: None),
         "update": (lambda: subject.update(given[2], given[1]), prepare_update),
         "cycle": (whole_cycle, prepare),
+        "read": (add_and_sample, prepare),
         "index": (draw_and_update, prepare),
     }
-    return calls[{"frames": "sample"}.get(case.operation, case.operation.removeprefix("frame-"))]
+    return calls[_CALLS.get(case.operation, case.operation.removeprefix("frame-"))]
 
 
 def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:

@@ -77,6 +77,14 @@ def _on_cpu(record: Record) -> bool:
     return record.environment.device == "cpu"
 
 
+def _of_settings(record: Record) -> bool:
+    return record.operation.startswith("ratio-")
+
+
+def _beside_peers(record: Record) -> bool:
+    return not _of_settings(record)
+
+
 _KERNELS_NOTE = (
     "Best baseline: the fastest torch operations that do the whole work; speedup: their time over ours. % of copy "
     "bandwidth: the bytes that must move over the time, relative to a plain copy in the same run. Caches are flushed "
@@ -86,7 +94,12 @@ _PEERS_NOTE = (
     "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
     "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
     "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
-    "are left out of the speedup. Implementations are interleaved. Medians."
+    "are left out of the speedup, but where a loop without priorities is measured. Of one environment a step is added, with "
+    "a float64 reward and a Python bool. Implementations are interleaved. Medians."
+)
+_RATIOS_NOTE = (
+    "Settings of this package, interleaved: the time of the second over that of the first. A case of rank or loops adds "
+    "8, samples B and updates B; hindsight, replacement and threads sample. Medians."
 )
 _CYCLE_NOTE = (
     f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on this machine. Medians."
@@ -112,7 +125,8 @@ SECTIONS: dict[str, Section] = {
     "kernels-cpu": Section(
         "kernels", lambda mine, _: tables.kernels_table(mine), _on_cpu, _KERNELS_NOTE, " --device cpu"
     ),
-    "peers": Section("peers", lambda mine, _: tables.peers_table(mine), note=_PEERS_NOTE),
+    "peers": Section("peers", lambda mine, _: tables.peers_table(mine), _beside_peers, _PEERS_NOTE),
+    "ratios": Section("peers", lambda mine, _: tables.ratios_table(mine), _of_settings, _RATIOS_NOTE),
     "frames": Section("frames", lambda mine, _: tables.frames_table(mine), note=_FRAMES_NOTE),
     "checkpoint": Section("checkpoint", lambda mine, _: checkpoint_table(mine), note=_CHECKPOINT_NOTE),
     "storage": Section("storage", lambda mine, _: storage_table(mine), note=_STORAGE_NOTE),

@@ -43,6 +43,11 @@ def make_rows(count: int, random: np.random.Generator) -> Rows:
     return {"obs": obs, **_implied(obs)}
 
 
+def as_stepped(rows: Rows) -> dict[str, Any]:
+    """One row as a loop over one environment has it: observations in float32, a float64 reward and a Python bool."""
+    return {**rows, "reward": rows["reward"].astype(np.float64), "terminated": rows["terminated"].tolist()}
+
+
 def make_priorities(batch: int, random: np.random.Generator) -> Tensor:
     """(batch,) float32 absolute TD errors, as a learner would give them."""
     return torch.from_numpy(np.abs(random.standard_normal(batch, dtype=np.float32)))

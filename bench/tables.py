@@ -24,7 +24,13 @@ _PEER_ROWS = {
     "frame-add": "add, Atari",
     "index": "index alone",
     "update": "update",
+    "step-add": "one environment: add",
+    "step-exact": "one environment: add, exact dtypes",
+    "step-cycle": "one environment: add, sample, update",
+    "step-uniform": "one environment: add, sample, no priorities",
 }
+# what is measured against libraries without priorities
+_WITHOUT_PRIORITIES = frozenset({"step-uniform"})
 
 
 def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
@@ -33,7 +39,8 @@ def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
         other
         for other in others
         if (other.case, *other.identity[3:]) == (record.case, *record.identity[3:])
-        and other.implementation not in {OURS, *UNIFORM}
+        and other.implementation != OURS
+        and (other.implementation not in UNIFORM or other.operation in _WITHOUT_PRIORITIES)
         and not other.implementation.endswith(ALONE)
         and other.quick <= record.quick
     ]
@@ -129,3 +136,16 @@ def peers_table(records: Records) -> str:
         rows.append([label, *[number(record.median) if record else "" for record in here], speedup])
     heads = [f"{name} (uniform)" if name in UNIFORM else name for name in names]
     return table(["µs", *heads, "speedup"], rows)
+
+
+def ratios_table(records: Records) -> str:
+    """Settings of this package beside each other: the time of each over that of the first of its case."""
+    first: dict[str, Record] = {}
+    rows = []
+    for record in records:
+        base = first.setdefault(record.case, record)
+        if record is not base:
+            times = [number(each.median) for each in (base, record)]
+            ratio = f"{record.median / base.median:.2f}x"
+            rows.append([record.case, base.implementation, times[0], record.implementation, times[1], ratio])
+    return table(["case", "setting", "µs", "compared with it", "µs", "ratio"], rows)

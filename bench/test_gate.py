@@ -30,6 +30,8 @@ _DRAW = ("tests/test_proportional.py",)
 _UPDATE = ("tests/test_priorities.py",)
 _RANK = ("tests/test_rank_based.py",)
 _FRAMES = ("tests/test_trajectory_oracle.py",)
+_UNIFORM = ("tests/test_uniform.py",)
+_LOOPS = ("tests/test_numba_loops.py",)
 _STORAGE = ("tests/test_bench_storage.py",)
 _CHECKPOINT = (
     "tests/test_checkpoint.py",
@@ -49,6 +51,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "frames": _FRAMES,
     "frame-add": _FRAMES,
     "frame-cycle": (*_FRAMES, *_UPDATE),
+    "step-add": _RING,
+    "step-exact": _RING,
+    "step-cycle": (*_RING, *_DRAW, *_UPDATE),
+    "step-uniform": (*_RING, *_UNIFORM),
+    "ratio-rank": (*_RANK, *_DRAW),
+    "ratio-replacement": _UNIFORM,
+    "ratio-loops": _LOOPS,
+    "ratio-hindsight": ("tests/test_hindsight.py",),
+    "ratio-threads": _FRAMES,
     "storage-one": _STORAGE,
     "storage-blocks": _STORAGE,
     "storage-batches": _STORAGE,
