@@ -51,13 +51,13 @@ class Sizes:
     """
 
     vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    stepped: int = 100_000
-    variants: int = 1_000_000
     stacks: int = frames.CAPACITY
     index: tuple[int, ...] = (1_000_000, 10_000_000)
     batches: tuple[int, ...] = BATCHES
     index_batches: tuple[int, ...] = (32, 4096)
     many: tuple[int, ...] = (64,)
+    stepped: int = 100_000
+    variants: int = 1_000_000
 
 
 # most of what a trial takes is compiling, for every size anew

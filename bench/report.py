@@ -94,12 +94,12 @@ _PEERS_NOTE = (
     "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
     "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
     "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
-    "are left out of the speedup, but where a loop without priorities is measured. Of one environment a step is added, with "
-    "a float64 reward and a Python bool. Implementations are interleaved. Medians."
+    "are left out of the speedup, but where a loop without priorities is measured. Of one environment a step is "
+    "added, with a float64 reward and a Python bool. Implementations are interleaved. Medians."
 )
 _RATIOS_NOTE = (
-    "Settings of this package, interleaved: the time of the second over that of the first. A case of rank or loops adds "
-    "8, samples B and updates B; hindsight, replacement and threads sample. Medians."
+    "Settings of this package, interleaved: the time of the second over that of the first. A case of rank or loops "
+    "adds 8, samples B and updates B; hindsight, replacement and threads sample. Medians."
 )
 _CYCLE_NOTE = (
     f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on this machine. Medians."

@@ -16,7 +16,7 @@ import torch
 from bench_records import Capture, Patch
 from torch import Tensor
 
-from gpu_replay.bench import peers_suite
+from gpu_replay.bench import peers_suite, variants
 from gpu_replay.bench.frames import FrameSubject
 from gpu_replay.bench.peers.python_sum_tree import PythonSumTree
 from gpu_replay.bench.runner import Refused, check, fill
@@ -204,13 +204,17 @@ def test_trees_on_a_gpu_are_refused_without_a_build_that_has_them() -> None:
 
 def test_every_part_has_those_that_can_do_it() -> None:
     everything = list(PEERS)
-    vectors, stacks, more, more_stacks, index = peers_suite.parts(peers_suite.Sizes(), CPU)
-    assert [case.name for case in stacks.cases] == [f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)]
+    vectors, stacks, more, more_stacks, *others, index = peers_suite.parts(peers_suite.Sizes(), CPU)
+    assert [case.name for case in stacks.cases] == [f"frame-cycle/N=20k/B={batch}" for batch in (32, 64, 256, 4096)]
     assert [case.name for case in (*more.cases, *more_stacks.cases)] == ["add/N=1M/B=64", "frame-add/N=20k/B=64"]
     assert (vectors.added, more.added) == (8, 64)
     assert "dopamine" in peers_suite.makers(vectors, 10_000, everything, CPU)
     assert "dopamine" not in peers_suite.makers(vectors, 100_000, everything, CPU)
     assert list(peers_suite.makers(stacks, 20_000, everything, CPU)) == ["gpu_replay", *everything]
+    assert list(peers_suite.makers(others[2], 100_000, everything, CPU)) == ["gpu_replay", "stable_baselines3"]
+    settings = [case.operation for part in others[3:] for case in part.cases]
+    assert len(set(settings)) == 5
+    assert all(len(variants.makers(operation)) == 2 for operation in settings)
     with_index = ["gpu_replay", "tianshou", "torchrl", "dopamine"]
     assert list(peers_suite.makers(index, 10_000_000, everything, CPU)) == with_index
     on_gpu = peers_suite.parts(peers_suite.Sizes(), torch.device("cuda"))
