@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -138,6 +138,15 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
+        if self._on_host and priority is None:
+            return (self._append_given(fields) or (self._append(fields, None),))[0]
+        return self._append(fields, priority)
+
+    def _append_given(self, fields: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
+        with self._lock:
+            return cast(HostEngine, self._engine).append_given(fields)
+
+    def _append(self, fields: dict[str, Any], priority: Any) -> Tensor:
         values, rows = self._checked(fields)
         if priority is not None:
             priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.engines.host_compiled import compiled_transitions
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
@@ -33,6 +35,7 @@ class HostEngine:
         together = () if storage.records is None else storage.records.dtype.names or ()
         # in the order of the fields: those in records are taken from them
         self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
+        self._compiled = compiled_transitions(storage, draws)
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -83,8 +86,16 @@ class HostEngine:
             tree.build()
             raise
 
+    def append_given(self, given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
+        """Store values as users give them and return their keys; nothing where they must be looked at first."""
+        return () if self._compiled is None else self._compiled.append(given)
+
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
+        if self._compiled is not None and self._compiled.samples:
+            found = self._compiled.sample(batch, beta)
+            if found is not None:
+                return found
         return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:

@@ -52,10 +52,11 @@ class HostSampler:
             self._ranks = HostRanks(state.masses, self.counters, self._plan.alpha, self._plan.resort_every)
         # the mass of new transitions where the plan names one, or before any priority was given
         self._initial = self._plan.initial
-        self._first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
-        self._random = HostWords(seed)
+        self.first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
+        self.reseed(seed)
         # slots that the last draw counted, and how often they had been sampled
         self._counted: tuple[np.ndarray, np.ndarray] | None = None
+        self._compiled: np.ndarray | None = None
         self._mark: bytes | None = None
 
     @property
@@ -71,6 +72,8 @@ class HostSampler:
     def reseed(self, seed: int) -> None:
         """Draw from the stream of this seed, from the counter's position on."""
         self._random = HostWords(seed)
+        # of the same stream
+        self.key = np.array([seed & (2**64 - 1), 0], dtype=np.uint64)
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""
@@ -110,10 +113,10 @@ class HostSampler:
         if self._tree is None:
             return 0
         if self._initial == "running":
-            return self.counters.item(Counter.MAX_MASS) or self._first_mass
+            return self.counters.item(Counter.MAX_MASS) or self.first_mass
         if self._initial == "stored":
-            return self._tree.highest() or self._first_mass
-        return self._first_mass
+            return self._tree.highest() or self.first_mass
+        return self.first_mass
 
     @property
     def initial_runs(self) -> bool:
@@ -139,7 +142,7 @@ class HostSampler:
 
     def mark(self) -> Any:
         """Where the draws stand, for `take_back` of the draw that begins here."""
-        self._counted = None
+        self._counted = self._compiled = None
         self._mark = self.counters.tobytes()
         return self._mark
 
@@ -148,6 +151,8 @@ class HostSampler:
         if self._mark is None or mark is not self._mark:
             return
         counts = np.frombuffer(self._mark, dtype=np.int64)
+        if self._compiled is not None and counts[Counter.RANDOM] != self.counters[Counter.RANDOM]:
+            np.subtract.at(self.times_sampled, self._compiled, 1)
         # what was added meanwhile has not been sampled
         if self._counted is not None and counts[Counter.ADDED] == self.counters[Counter.ADDED]:
             slots, times = self._counted
@@ -156,6 +161,10 @@ class HostSampler:
         self.counters[moved] = counts[moved]
         if self._ranks is not None:
             self._ranks.take_back()
+
+    def counting(self, slots: np.ndarray) -> None:
+        """A compiled loop is about to count these drawn slots, and the random words that they took, in one."""
+        self._compiled = slots
 
     # random words
 

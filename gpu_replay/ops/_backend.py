@@ -58,3 +58,12 @@ def inner_loops() -> ModuleType:
 
         return numpy_loops
     return numba_loops
+
+
+def whole_calls() -> ModuleType | None:
+    """Whole calls of buffers of transitions as compiled loops, where the inner loops are and arrays can be read so."""
+    if inner_loops().__name__ != "gpu_replay.ops.numba_loops":
+        return None
+    from gpu_replay.ops import numba_memory, numba_transitions
+
+    return numba_transitions if numba_memory.SUPPORTED else None

@@ -87,10 +87,10 @@ def draw_slots(tree: MassTree, doubles: np.ndarray, stratified: bool) -> tuple[n
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
     """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
-    return _weights(np.true_divide(np.array(lowest), masses), beta)
+    return weights_of(np.true_divide(np.array(lowest), masses), beta)
 
 
-def _weights(ratio: np.ndarray, beta: float) -> np.ndarray:
+def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
     """(B,) float32 of (B,) float64 ratios, which are overwritten."""
     np.log2(ratio, ratio)
     np.multiply(ratio, np.array(beta), ratio)
@@ -111,7 +111,7 @@ def draw_by_mass(
     doubles: (B,) float64 in [0, 1). lowest_of_all: whether the smallest of all masses has weight 1, or of the batch.
     """
     drawn: MassDraw = tree.loops.draw(tree, doubles, stratified, tree.lowest() if lowest_of_all else 0)
-    return drawn.slots, drawn.probability, _weights(drawn.ratio, beta)
+    return drawn.slots, drawn.probability, weights_of(drawn.ratio, beta)
 
 
 def launch_stratified_draw(

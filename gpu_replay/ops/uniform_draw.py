@@ -45,14 +45,19 @@ def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     return slots
 
 
+def rectangle(count: int) -> tuple[int, int]:
+    """The sides of a rectangle that just covers [0, count)."""
+    wide = math.isqrt(count - 1) + 1
+    return wide, -(-count // wide)
+
+
 def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     """The first `batch` places of a random permutation of [0, count).
 
     words:   (PERMUTATION_WORDS,) uint64, the only source of randomness.
     returns: (batch,) int64, distinct; batch <= count.
     """
-    wide = math.isqrt(count - 1) + 1
-    high = -(-count // wide)
+    wide, high = rectangle(count)
     if count >= FEW:
         words = words[: 2 * ROUNDS]
     ranks: np.ndarray = _backend.inner_loops().permuted_ranks(count, batch, wide, high, words)

@@ -1,0 +1,180 @@
+"""The calls of a buffer of transitions on the host, as one compiled loop each where Numba is installed.
+
+In small batches a call costs more than its work. What the loops need to know of a buffer is put together once: where
+the rows of each field begin, how far they are apart and how long they are. What a loop does not take, such as a list or
+a dtype that needs a closer look, goes the way that it goes without Numba, and so does what must raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.storage import Storage
+from gpu_replay.fields import Field
+from gpu_replay.ops import _backend
+from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.ring import as_numpy, as_sampled
+from gpu_replay.ops.stratified_draw import weights_of
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, rectangle
+from gpu_replay.schedule import LinearSchedule
+from gpu_replay.validation import numpy_view
+
+# numbers that a list may hold, as loops over one environment have them
+_NUMBERS = frozenset((bool, int, float, np.bool_, np.float32, np.float64, np.int32, np.int64, np.uint8))
+# bytes of a cache line
+_LINE = 64
+# orders of names that are kept
+_ORDERS = 16
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+
+
+def compiled_transitions(storage: Storage, draws: HostSampler) -> CompiledTransitions | None:
+    """The compiled calls of a buffer, None where its loops are not compiled."""
+    loops = _backend.whole_calls()
+    return None if loops is None else CompiledTransitions(storage, draws, loops)
+
+
+class CompiledTransitions:
+    """Appends and samples as `HostEngine` does, to the same bytes; what it cannot do it leaves undone.
+
+    loops: the module `numba_transitions`.
+    """
+
+    def __init__(self, storage: Storage, draws: HostSampler, loops: Any) -> None:
+        self._draws, self._loops = draws, loops
+        self._capacity = storage.capacity
+        self._fields = tuple(storage.fields.items())
+        # the memory of the ring is that of these, as long as they are
+        self._rings = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
+        self._table = np.array([self._line(name, field) for name, field in self._fields], dtype=np.int64)
+        self._lines = _lines_of(self._table)
+        self._outputs = [(field.shape, self._rings[name].dtype) for name, field in self._fields]
+        self._named = [(name, field, field.converts or field.dtype == torch.bfloat16) for name, field in self._fields]
+        # the names of an add, in their order, to what the loop needs to know of values in that order
+        self._orders: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        plan, tree = draws.state.plan, draws.state.tree
+        self.samples = not plan.newest and plan.kind in ("mass", "uniform")
+        # bfloat16 has no kind
+        self._takes = bool((self._table[:, 3] >= 0).all()) and not draws.initial_is_stored
+        self._ranked = None if tree is None else tree.order
+        initial = np.array([-1 if draws.initial_runs else draws.first_mass, draws.first_mass], dtype=np.int64)
+        none = np.zeros(0, dtype=np.int64)
+        compiled = (none, np.zeros(2, dtype=np.int64), 4, none, none) if tree is None else tree.compiled
+        self._append = loops.append
+        self._state = loops.ADDRESSES, self._capacity, initial, draws.counters, draws.times_sampled, *compiled
+
+    def _line(self, name: str, field: Field) -> tuple[int, int, int, int]:
+        ring = self._rings[name]
+        known = field.dtype != torch.bfloat16 and ring.dtype in self._loops.KINDS
+        kind = self._loops.KINDS.index(ring.dtype) if known else -1
+        # a ring of one slot may have any step
+        return ring.__array_interface__["data"][0], ring.strides[0], field.row_bytes, kind
+
+    # add
+
+    def append(self, given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
+        """Store values and return their keys; nothing, having stored nothing, where they need a closer look."""
+        names = tuple(given)
+        order = self._orders.get(names) or self._order(names)
+        if not order:
+            return ()
+        values = tuple([value if type(value) is np.ndarray else _as_array(value) for value in given.values()])
+        first = values[0]
+        if first is None or not first.ndim:
+            return ()
+        rows, draws, capacity = len(first), self._draws, self._capacity
+        if not 0 < rows <= capacity:
+            return ()
+        added = draws.counters.item(Counter.ADDED)
+        keys = (torch.from_numpy(np.arange(added, added + rows)),)
+        if self._ranked is not None:
+            head = added % capacity
+            self._ranked.note(head, min(head + rows, capacity))
+            if head + rows > capacity:
+                self._ranked.note(0, head + rows - capacity)
+        return ((), keys)[self._append(id(values), *order, rows, *self._state)]
+
+    def _order(self, names: tuple[str, ...]) -> Any:
+        """What the loop needs to know of values in this order; nothing where these are not the fields."""
+        own = [name for name, _ in self._fields]
+        if not self._takes or len(self._orders) == _ORDERS or sorted(names) != sorted(own):
+            return ()
+        lines = [own.index(name) for name in names]
+        shapes = [np.array(self._fields[line][1].shape, dtype=np.int64) for line in lines]
+        starts_of = np.cumsum([0, *map(len, shapes)])
+        self._orders[names] = np.ascontiguousarray(self._table[lines]), np.concatenate(shapes), starts_of
+        return self._orders[names]
+
+    # sample
+
+    def sample(self, batch: int, beta: float | None) -> dict[str, Tensor] | None:
+        """Draw `batch` transitions as `HostEngine.sample` does; None, with nothing changed, where nothing has mass."""
+        draws, plan, loops = self._draws, self._draws.state.plan, self._loops
+        keys, slots = np.empty(batch, _INT64), np.empty(batch, _INT64)
+        probability = np.empty(batch, _FLOAT32)
+        arrays = tuple([np.empty((batch, *shape), dtype) for shape, dtype in self._outputs])
+        known = (
+            draws.counters,
+            draws.key,
+            self._capacity,
+            self._table,
+            self._lines,
+            id(arrays),
+            slots,
+            keys,
+            probability,
+        )
+        tree = draws.state.tree
+        if tree is None:
+            words = batch if plan.replacement else PERMUTATION_WORDS
+            weight, (wide, high) = np.empty(batch, _FLOAT32), (0, 0)
+            if not plan.replacement:
+                first, added = draws.span()
+                wide, high = rectangle(added - first)
+            loops.draw_uniformly(plan.replacement, wide, high, *known, weight)
+        else:
+            words = batch
+            if beta is None:
+                beta = (
+                    plan.beta(draws.counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
+                )
+            ratio = np.empty(batch)
+            lowest = tree.lowest() if plan.lowest_of_all else 0
+            if not loops.draw_by_mass(*tree.compiled[:3], plan.stratified, lowest, *known, ratio):
+                return None
+            weight = weights_of(ratio, beta)
+        tensors = {
+            name: as_sampled(array, field) if changes else torch.from_numpy(array)
+            for (name, field, changes), array in zip(self._named, arrays, strict=True)
+        }
+        tensors["key"] = torch.from_numpy(keys)
+        tensors["probability"] = torch.from_numpy(probability)
+        tensors["weight"] = torch.from_numpy(weight)
+        draws.counting(slots)
+        return (loops.count_draw(slots, draws.times_sampled, draws.counters, blocks_for(words)), tensors)[1]
+
+
+def _lines_of(table: np.ndarray) -> np.ndarray:
+    """The cache lines that a row touches first: (K, 2) addresses of the first row, and steps from row to row.
+
+    Long rows have only their first: the rest follows by itself.
+    """
+    lines: dict[int, int] = {}
+    for address, step, size, _ in table.tolist():
+        lines.setdefault(address // _LINE * _LINE, step)
+        lines.setdefault((address + min(size, _LINE) - 1) // _LINE * _LINE, step)
+    return np.array(list(lines.items()), dtype=np.int64)
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    """A list of one number, or a tensor, as an array; None for what needs a closer look."""
+    if type(value) is list:
+        return np.array(value) if len(value) == 1 and type(value[0]) in _NUMBERS else None
+    if type(value) is Tensor and value.is_cpu and not value.requires_grad and value.layout is torch.strided:
+        return numpy_view("", value)
+    return None

@@ -1,0 +1,172 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""Memory by its address, for compiled loops that take the arrays of any schema without being compiled for each.
+
+Numba compiles a function anew for every combination of argument types, which takes seconds. So what differs between
+buffers, the arrays of their fields, comes as one tuple by its address; the loops read from it what C extensions read
+through the macros of `ndarrayobject.h`, whose layout is NumPy's binary interface. `SUPPORTED` says whether this
+interpreter and this NumPy have that layout; it is found by looking at an array, and without it nothing here is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# where objects keep what, in bytes from their beginning
+_TYPE = object.__basicsize__ - 8
+_DATA = object.__basicsize__
+_DIMENSIONS, _SHAPE, _DTYPE, _FLAGS = _DATA + 8, _DATA + 16, _DATA + 40, _DATA + 48
+_ITEMS = tuple.__basicsize__
+# contiguous in C's order, and aligned
+_PLAIN = 0x101
+
+
+def _layout_is_known() -> bool:
+    """Whether arrays and tuples lie in memory as they are read here."""
+    with_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if sys.implementation.name != "cpython" or not with_lock or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    if np.ndarray.__basicsize__ < _FLAGS + 4:
+        return False
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    held = (array,)
+
+    def at(place, kind=ctypes.c_int64):
+        return kind.from_address(place).value
+
+    place = at(id(held) + _ITEMS)
+    if place != id(array):
+        return False
+    flags = at(place + _FLAGS, ctypes.c_int32)
+    found = at(place + _TYPE), at(place + _DATA), at(place + _DIMENSIONS, ctypes.c_int32), at(place + _DTYPE), flags
+    if found != (id(np.ndarray), array.ctypes.data, 2, id(array.dtype), array.flags.num):
+        return False
+    shape = at(place + _SHAPE)
+    return (at(shape), at(shape + 8)) == array.shape
+
+
+SUPPORTED = _layout_is_known()
+
+
+@intrinsic
+def load(typingctx, address, like):
+    """The number of the type of `like` at an address, aligned or not."""
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_data_type(signature.return_type)
+        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
+
+    return like(address, like), codegen
+
+
+@intrinsic
+def store(typingctx, address, number):
+    """Put a number at an address, aligned or not."""
+
+    def codegen(context, builder, signature, args):
+        kind = context.get_data_type(signature.args[1])
+        builder.store(args[1], builder.inttoptr(args[0], kind.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(address, number), codegen
+
+
+@intrinsic
+def copy(typingctx, target, source, count):
+    """Copy so many bytes from one address to another."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.IntType(8).as_pointer()
+        to, origin = (builder.inttoptr(each, byte) for each in args[:2])
+        cgutils.raw_memcpy(builder, to, origin, args[2], 1, align=1)
+        return context.get_dummy_value()
+
+    return types.void(target, source, count), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Begin to load the cache line at an address."""
+
+    def codegen(context, builder, signature, args):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # for reading, data, to all levels
+        builder.call(function, [builder.inttoptr(args[0], byte), *(number(each) for each in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(address), codegen
+
+
+@intrinsic
+def high_product(typingctx, one, two):
+    """The upper 64 bits of the product of two uint64."""
+
+    def codegen(context, builder, signature, args):
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(each, wide) for each in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+_inlined = njit(error_model="numpy", inline="always")
+
+
+@_inlined
+def item(address, place):
+    """The address of an item of a tuple."""
+    return load(address + _ITEMS + 8 * place, np.int64(0))
+
+
+@_inlined
+def data_of(array):
+    """The address of the data of an array."""
+    return load(array + _DATA, np.int64(0))
+
+
+@_inlined
+def dtype_of(array):
+    """The address of the dtype of an array."""
+    return load(array + _DTYPE, np.int64(0))
+
+
+@njit(error_model="numpy")
+def rows_of(array, shape, ndarray):
+    """The rows of an object if it is an array [rows, *shape], contiguous and aligned; else -1.
+
+    ndarray: address of the class, which is not that of the process for which this was compiled.
+    """
+    if load(array + _TYPE, np.int64(0)) != ndarray or load(array + _FLAGS, np.int32(0)) & _PLAIN != _PLAIN:
+        return np.int64(-1)
+    if load(array + _DIMENSIONS, np.int32(0)) != shape.size + 1:
+        return np.int64(-1)
+    sides = load(array + _SHAPE, np.int64(0))
+    for axis in range(shape.size):
+        if load(sides + 8 * (axis + 1), np.int64(0)) != shape[axis]:
+            return np.int64(-1)
+    return load(sides, np.int64(0))
+
+
+@_inlined
+def move(target, source, count):
+    """Copy the bytes of a row: the few of a scalar without a call."""
+    if count == 4:
+        store(target, load(source, np.int32(0)))
+    elif count == 8:
+        store(target, load(source, np.int64(0)))
+    elif count == 16:
+        store(target, load(source, np.int64(0)))
+        store(target + 8, load(source + 8, np.int64(0)))
+    elif count == 1:
+        store(target, load(source, np.int8(0)))
+    else:
+        copy(target, source, count)
