@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
+from gpu_replay import Uniform
 from gpu_replay.console.progress import Progress
-from gpu_replay.samplers import Uniform
 
 from . import frames, variants
 from .cases import ADDED, OURS, Case, cycle_cases, index_cases

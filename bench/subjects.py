@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Proportional, ReplayBuffer
+from gpu_replay import Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.ops.counters import HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.stratified_draw import draw_slots
-from gpu_replay.samplers import Sampler
 
 from .environment import installed_version
 from .rows import DTYPES, Rows, buffer_fields, make_rows, mismatches
@@ -106,7 +105,9 @@ class FullSubject(Subject):
 class ReplaySubject(Subject):
     """This package's ReplayBuffer."""
 
-    def __init__(self, capacity: int, device: torch.device, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self, capacity: int, device: torch.device, sampler: Proportional | RankBased | Uniform | None = None
+    ) -> None:
         self._device = device
         sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
         self._buffer: Any = ReplayBuffer(capacity, buffer_fields(), sampler=sampler, device=device, seed=0)

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Hindsight, RankBased, TrajectoryReplayBuffer
+from gpu_replay import Field, Hindsight, RankBased, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops import _backend, numpy_loops
-from gpu_replay.samplers import Uniform
 
 from .cases import ADDED, Case
 from .frames import FrameSubject

@@ -92,7 +92,7 @@ class HostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
-        if self._compiled is not None and self._compiled.samples:
+        if self._ahead is None and self._compiled is not None and self._compiled.samples:
             found = self._compiled.sample(batch, beta)
             if found is not None:
                 return found

@@ -1,0 +1,121 @@
+"""Steps that a compiled loop stores as they come: the same bytes and the same refusals as without it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
+from gpu_replay.ops import _backend
+from gpu_replay.ops.counters import HostWords
+
+pytestmark = [host_only, pytest.mark.skipif(_backend.whole_calls() is None, reason="Numba is not installed")]
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+# the largest float64 that rounds to a finite float32, and the next
+LARGE = np.nextafter(2.0**128 - 2.0**103, 0), 2.0**128 - 2.0**103
+VALUES = {
+    "whole": [0, 1, -1, 127, 128, 255, 256, -128, -129, 2**15, 2**31 - 1, 2**31, 2**53 + 1, -(2**63), 2**63 - 1],
+    "floating": [0.0, -0.0, 0.1, 1e-300, 65504.0, 65520.0, *LARGE, -LARGE[1], np.inf, -np.inf, np.nan],
+}
+
+
+def pair(fields: dict[str, Field], capacity: int = 5, **settings: Any) -> tuple[Any, Any]:
+    """Two buffers, of which the second takes nothing as it comes."""
+    buffers = tuple(ReplayBuffer(capacity, fields, device="cpu", **settings) for _ in range(2))
+    buffers[1]._engine._compiled = None
+    return buffers
+
+
+def stored(buffer: Any, values: dict[str, Any]) -> Any:
+    """What an add does: the bytes that it leaves, or what it raises."""
+    try:
+        keys = buffer.add(**values).tolist()
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    # as text, in which nothing equals nothing
+    state = str([tensor.tolist() for tensor in buffer._state_tensors(buffer.added).values()])
+    return keys, state, buffer._counters.tolist()
+
+
+@pytest.mark.parametrize("target", DTYPES)
+def test_every_dtype_is_cast_or_refused_as_without_the_loop(target: str) -> None:
+    field = Field((), getattr(torch, target))
+    taken = 0
+    for source in DTYPES:
+        dtype = np.dtype(source)
+        found = VALUES["floating" if dtype.kind == "f" else "whole"]
+        if dtype.kind != "f":
+            found = [each for each in found if dtype == bool or np.iinfo(dtype).min <= each <= np.iinfo(dtype).max]
+        with np.errstate(over="ignore"):
+            values = [np.array([each]).astype(dtype) for each in found]
+        buffers = pair({"a": field})
+        for value in (*values, values[-1].tolist(), torch.from_numpy(values[0])):
+            taken += bool(buffers[0]._engine.append_given({"a": value}))
+            buffers[1]._engine._compiled = None
+            buffers[0].load_state_dict(buffers[1].state_dict())
+            assert stored(buffers[0], {"a": value}) == stored(buffers[1], {"a": value}), (source, value)
+    assert taken > 5
+
+
+FIELDS = {"obs": Field((2, 3), torch.float32), "n": Field((), torch.int32), "big": Field((80,), torch.float64)}
+
+
+@pytest.mark.parametrize("sampler", [Proportional(), Proportional(initial=3.0), RankBased()], ids=str)
+def test_rows_in_any_order_and_over_the_seam(sampler: Any) -> None:
+    buffers = pair(FIELDS, capacity=7, sampler=sampler, seed=2)
+    random = np.random.default_rng(3)
+    for turn, rows in enumerate((1, 3, 7, 2, 5, 7, 1, 8)):
+        values = {
+            "obs": random.standard_normal((rows, 2, 3)),
+            "n": random.integers(-9, 9, rows),
+            "big": random.standard_normal((rows, 80), dtype=np.float32),
+        }
+        names = list(itertools.permutations(values))[turn % 6]
+        given = {name: values[name] for name in names}
+        assert stored(buffers[0], given) == stored(buffers[1], given)
+        # rows of other memory, and what is not an array at all
+        odd = {**given, "obs": np.asfortranarray(values["obs"])[::-1], "n": values["n"].tolist()}
+        assert stored(buffers[0], odd) == stored(buffers[1], odd)
+        for each in zip(*(buffer.sample(3).values() for buffer in buffers), strict=True):
+            assert torch.equal(*each)
+
+
+@pytest.mark.parametrize("wrong", ["rows", "shape", "name", "masked", "text", "nothing"])
+def test_what_is_wrong_is_refused_in_the_same_words(wrong: str) -> None:
+    good = {"obs": np.zeros((2, 2, 3), np.float32), "n": np.zeros(2, np.int32), "big": np.zeros((2, 80))}
+    bad: dict[str, Any] = {
+        "rows": {"n": np.zeros(3, np.int32)},
+        "shape": {"big": np.zeros((2, 81))},
+        "name": {"other": np.zeros(2)},
+        "masked": {"n": np.ma.masked_array([1, 2], [True, False])},
+        "text": {"n": np.array(["a", "b"])},
+        "nothing": {name: value[:0] for name, value in good.items()},
+    }
+    found = []
+    for buffer in pair(FIELDS):
+        before = stored(buffer, good)
+        with pytest.raises((TypeError, ValueError, KeyError)) as error:
+            buffer.add(**{**good, **bad[wrong]})
+        found.append((before, type(error.value), str(error.value), buffer.added))
+    assert found[0] == found[1]
+    assert found[0][-1] == 2
+
+
+def test_steps_of_one_environment_need_no_second_look() -> None:
+    buffer = pair({"obs": Field((4,), torch.float32), "r": Field((), torch.float32), "t": Field((), torch.bool)})[0]
+    obs = np.zeros((1, 4), dtype=np.float32)
+    for reward, ended in (([0.5], [True]), (np.array([0.5]), np.array([True])), ([np.float64(1)], [np.False_])):
+        assert buffer._engine.append_given({"obs": obs, "r": reward, "t": ended})
+
+
+def test_random_numbers_are_those_of_numpy() -> None:
+    from gpu_replay.ops import numba_transitions
+
+    for seed, block, count in ((0, 0, 1), (2**64 - 1, 2**40, 7), (12345, 3, 100)):
+        key = np.array([seed, 0], dtype=np.uint64)
+        assert np.array_equal(numba_transitions._doubles(block, key, count), HostWords(seed).doubles(block, count))
