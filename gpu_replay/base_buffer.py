@@ -24,6 +24,7 @@ from gpu_replay.batch import Batch
 from gpu_replay.contents import Contents
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
+from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
 from gpu_replay.engines.storage import Storage, check_device, check_room
 from gpu_replay.fields import Field
@@ -253,6 +254,16 @@ class Buffer(Contents):
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)
             return
+        if not self._update_tensors(keys, priorities):
+            self._update(keys, priorities)
+
+    def _update_tensors(self, keys: Any, priorities: Any) -> bool:
+        if not isinstance(self._draws, HostSampler):
+            return False
+        with self._lock:
+            return self._draws.update_tensors(keys, priorities)
+
+    def _update(self, keys: Any, priorities: Any) -> None:
         found, numbers = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
             self._draws.update(found, numbers)

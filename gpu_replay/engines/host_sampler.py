@@ -18,12 +18,15 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
 from gpu_replay.ops.eligible_draw import DrawRange, draw_range
+from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw_host import HostRanks
 from gpu_replay.ops.ring import Write
 from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
 from gpu_replay.schedule import LinearSchedule
+
+_REAL = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class HostDraw(NamedTuple):
@@ -47,6 +50,7 @@ class HostSampler:
         self._plan, self._tree, self._rule, self._sparse = state.plan, state.tree, state.rule, state.sparse
         self._capacity = state.slots
         self._loops: Any = _backend.inner_loops()
+        self._whole: Any = _backend.whole_calls()
         self._ranks: HostRanks | None = None
         if self._plan.kind == "rank":
             self._ranks = HostRanks(state.masses, self.counters, self._plan.alpha, self._plan.resort_every)
@@ -262,6 +266,42 @@ class HostSampler:
         return draw_range(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
 
     # update
+
+    def update_tensors(self, keys: Any, priorities: Any) -> bool:
+        """Update as `update` does if these are plain tensors and the priorities are finite; else false, and no change.
+
+        Both have not been looked at. One compiled loop checks the priorities and another stores them.
+        """
+        rule, tree = self._rule, self._tree
+        if self._whole is None or tree is None or not isinstance(rule, MassRule):
+            return False
+        if type(keys) is not Tensor or type(priorities) is not Tensor or priorities.requires_grad:
+            return False
+        try:
+            key, given = keys.numpy(), priorities.numpy()
+        except (RuntimeError, TypeError):
+            # they are not in memory as they are
+            return False
+        if key.dtype != np.int64 or given.dtype not in _REAL or key.ndim != 1 or key.shape != given.shape:
+            return False
+        if not (key.size and key.flags.c_contiguous and given.flags.c_contiguous):
+            return False
+        numbers = np.empty(key.size)
+        if not self._whole.shifted(given, rule.eps, rule.clip, rule.least, numbers):
+            return False
+        return (
+            self._whole.update(
+                key,
+                rule.raised(numbers),
+                rule.limit,
+                *self.span(),
+                tree.slots,
+                self.counters,
+                self._sparse,
+                *tree.compiled,
+            )
+            is None
+        )
 
     def update(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""

@@ -69,13 +69,23 @@ class MassRule:
 
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
         """
-        eps, alpha = self._operands
+        eps = self._operands[0]
         x = np.abs(priorities)
         np.add(x, eps, x)
         if self.clip < math.inf:
             np.minimum(x, self.clip, out=x)
-        if self.eps < TINY:
-            np.maximum(x, TINY, out=x)
+        if self.least:
+            np.maximum(x, self.least, out=x)
+        return self.raised(x)
+
+    @property
+    def least(self) -> float:
+        """What priorities count at least as; 0 where `eps` makes all of them larger."""
+        return TINY if self.eps < TINY else 0.0
+
+    def raised(self, x: np.ndarray) -> np.ndarray:
+        """(B,) float64 above 0 to the power of alpha, no more than 2**42.5, in their place."""
+        alpha = self._operands[1]
         np.log2(x, x)
         np.multiply(x, alpha, x)
         np.minimum(x, _TOP_EXPONENT, out=x)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.numba_loops import _draw, _permuted_ranks, _set_range
+from gpu_replay.ops.numba_loops import _draw, _permuted_ranks, _set_range, _update
 from gpu_replay.ops.numba_memory import data_of, dtype_of, high_product, item, load, move, prefetch, rows_of, store
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS
 
@@ -326,3 +326,7 @@ def shifted(priorities, eps, clip, least, numbers):
             return False
         numbers[row] = max(min(abs(number) + eps, clip), least)
     return True
+
+
+# new masses of live keys, as `numba_loops` has it
+update = _update
