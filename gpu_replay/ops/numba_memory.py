@@ -118,7 +118,7 @@ def high_product(typingctx, one, two):
     return types.uint64(types.uint64, types.uint64), codegen
 
 
-_inlined = njit(error_model="numpy", inline="always")
+_inlined = njit(error_model="numpy")
 
 
 @_inlined

@@ -25,7 +25,7 @@ def _compiled(function):
         return njit(error_model="numpy")(function)
 
 
-_inlined = njit(error_model="numpy", inline="always")
+_inlined = njit(error_model="numpy")
 _ADDED, _FIRST, _RANDOM, _STEP, _MAX_MASS = (
     Counter.ADDED, Counter.FIRST, Counter.RANDOM, Counter.STEP, Counter.MAX_MASS,
 )  # fmt: skip
