@@ -54,7 +54,9 @@ def test_every_dtype_is_cast_or_refused_as_without_the_loop(target: str) -> None
         with np.errstate(over="ignore"):
             values = [np.array([each]).astype(dtype) for each in found]
         buffers = pair({"a": field})
-        for value in (*values, values[-1].tolist(), torch.from_numpy(values[0])):
+        # NumPy has no bfloat16
+        half = torch.tensor([1.5], dtype=torch.bfloat16)
+        for value in (*values, values[-1].tolist(), torch.from_numpy(values[0]), half):
             taken += bool(buffers[0]._engine.append_given({"a": value}))
             buffers[1]._engine._compiled = None
             buffers[0].load_state_dict(buffers[1].state_dict())

@@ -22,7 +22,6 @@ from gpu_replay.ops.ring import as_numpy, as_sampled
 from gpu_replay.ops.stratified_draw import weights_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, rectangle
 from gpu_replay.schedule import LinearSchedule
-from gpu_replay.validation import numpy_view
 
 # numbers that a list may hold, as loops over one environment have them
 _NUMBERS = frozenset((bool, int, float, np.bool_, np.float32, np.float64, np.int32, np.int64, np.uint8))
@@ -175,6 +174,11 @@ def _as_array(value: Any) -> np.ndarray | None:
     """A list of one number, or a tensor, as an array; None for what needs a closer look."""
     if type(value) is list:
         return np.array(value) if len(value) == 1 and type(value[0]) in _NUMBERS else None
-    if type(value) is Tensor and value.is_cpu and not value.requires_grad and value.layout is torch.strided:
-        return numpy_view("", value)
-    return None
+    if type(value) is not Tensor or value.requires_grad:
+        return None
+    try:
+        found: np.ndarray = value.numpy()
+    except (RuntimeError, TypeError):
+        # NumPy has no such numbers, or they are not in memory as they are
+        return None
+    return found
