@@ -359,15 +359,18 @@ def test_a_subject_that_is_kept_is_filled_once(monkeypatch: Patch) -> None:
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     quicker(monkeypatch)
-    sizes = peers_suite.Sizes((1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=())
+    sizes = peers_suite.Sizes(
+        (1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=(), stepped=100, variants=300
+    )
     monkeypatch.setattr(peers_suite, "QUICK", sizes)
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
     assert commands.main(arguments) == 0
     both, ours = ["gpu_replay", "python_sum_tree"], ["gpu_replay"]
     found = read(file)
-    assert [r.operation for r in found] == ["cycle", "cycle", "frame-cycle", "frame-cycle", "index"]
-    assert [r.implementation for r in found] == [*both, *both, *ours]
+    settings = ["ratio-rank", "ratio-rank", "ratio-loops", "ratio-loops"]
+    assert [r.operation for r in found] == ["cycle", "cycle", "frame-cycle", "frame-cycle", *settings, "index"]
+    assert [r.implementation for r in found] == [*both, *both, "Proportional", "RankBased", "Numba", "NumPy", *ours]
     assert "python_sum_tree" in capsys.readouterr().out
 
 
