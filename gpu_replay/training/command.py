@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
 from gpu_replay.console.errors import UserError, require
+from gpu_replay.training.branch import branched_plan
 from gpu_replay.training.ray_actors import check_actors
 from gpu_replay.training.registry import identify
 from gpu_replay.training.resume import given_device, given_settings, resumed_plan
@@ -34,7 +35,9 @@ then 130 or 143, and bad input gives 2. A second Ctrl-C ends it at once.
 DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random
 generators, statistics, best network, rows and replay buffer are the same as in an uninterrupted run. Running games of
 catch and device-pong continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset
-with new seeds, and their running episodes are dropped."""
+with new seeds, and their running episodes are dropped.
+
+`--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start."""
 FAMILIES = (
     "Defaults are listed for catch first, then, where they differ, for device-pong, Gymnasium environments with "
     "vectors or images as observations, Atari on a CPU or on CUDA, and device-pong on CUDA."
@@ -43,7 +46,7 @@ FAMILIES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the run, and one flag for each setting of the agent."""
-    env = "catch, device-pong, pong, any ALE game or any discrete Gymnasium id; not needed with --resume"
+    env = "catch, device-pong, pong, any ALE game or any discrete Gymnasium id; not needed with --resume or --from"
     parser.add_argument("env", metavar="ENV", nargs="?", help=env)
     run = parser.add_argument_group("the run")
     limit = "stop after this many seconds, earlier parts of a resumed run included (default: no limit)"
@@ -55,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     resume = "continue the run in --output with its own settings; only --steps and --max-seconds may be raised"
     existing.add_argument("--resume", action="store_true", help=resume)
+    branch = "begin where the checkpoint in DIR is, with its settings but for those given here; DIR stays as it is"
+    existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
     run.add_argument("--checkpoint-every", type=positive_float, default=300.0, metavar="X", help=interval)
     run.add_argument(
@@ -125,6 +130,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _new_plan(options: argparse.Namespace, began: float) -> Plan:
+    if options.source is not None:
+        suffix = "" if options.seed is None else f"-seed{options.seed}"
+        folder = options.output or Path("runs") / f"{options.source.name}{suffix}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return branched_plan(options, RunDir(folder, "refuse"), began)
     if options.env is None:
         raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     device = given_device(options.device)
