@@ -98,7 +98,7 @@ def prefetch(typingctx, address):
     def codegen(context, builder, signature, args):
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
         # for reading, data, to all levels
         builder.call(function, [builder.inttoptr(args[0], byte), *(number(each) for each in (0, 3, 1))])
         return context.get_dummy_value()
