@@ -17,7 +17,7 @@ PACKAGE = "gpu_replay"
 MOST_LINES = 450
 # folders and modules of the top level, and imports between two of them
 # (issue 18 asks for `sharded`, which lies over the buffers, engines, operations and checkpoints that it divides)
-MOST_NODES, MOST_ARROWS = 32, 134
+MOST_NODES, MOST_ARROWS = 32, 135
 
 # From the top down: a module imports from its own line or from one below. A folder stands for all that is in it.
 LAYERS = (

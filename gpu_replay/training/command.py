@@ -18,6 +18,7 @@ from gpu_replay.training.resume import given_device, given_settings, resumed_pla
 from gpu_replay.training.run_dir import RunDir
 from gpu_replay.training.session import Plan, run_plan
 from gpu_replay.training.settings import GAMES, PRESETS, Settings
+from gpu_replay.training.team import Team, join, launched_together
 
 DESCRIPTION = """\
 Train a double DQN with prioritized replay. ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with
@@ -37,7 +38,10 @@ generators, statistics, best network, rows and replay buffer are the same as in 
 catch and device-pong continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset
 with new seeds, and their running episodes are dropped.
 
-`--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start."""
+`--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start.
+
+`torchrun --nproc-per-node=2 -m gpu_replay train ENV` trains data-parallel: environments, batches, capacity and warm-up
+are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Such a run has no checkpoints."""
 FAMILIES = (
     "Defaults are listed for catch first, then, where they differ, for device-pong, Gymnasium environments with "
     "vectors or images as observations, Atari on a CPU or on CUDA, and device-pong on CUDA."
@@ -122,10 +126,17 @@ def run(options: argparse.Namespace) -> int:
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
     if options.actors is not None:
         check_actors(options.actors)
+    if launched_together() and (options.resume or options.source is not None or options.actors is not None):
+        raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
     plan = resumed_plan(options, began) if options.resume else _new_plan(options, began)
     if isinstance(plan, str):
         print(plan)
         return 0
+    if launched_together():
+        plan = dataclasses.replace(plan, device=join(plan.device))
+        team = Team(plan.settings)
+        if team.size > 1:
+            plan = dataclasses.replace(plan, settings=team.share(), team=team)
     return run_plan(plan)
 
 

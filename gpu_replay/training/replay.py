@@ -12,16 +12,22 @@ from gpu_replay.training.settings import Settings
 
 
 def make_buffer(
-    spec: EnvironmentSpec, settings: Settings, device: torch.device, seed: int, num_envs: int | None = None
+    spec: EnvironmentSpec,
+    settings: Settings,
+    device: torch.device,
+    seed: int,
+    num_envs: int | None = None,
+    planned: int | None = None,
 ) -> TrajectoryReplayBuffer:
     """An empty buffer for `num_envs` environments, by default those of the settings; frames are stored once.
 
+    planned: updates of the run, where these settings are those of one of its ranks.
+
     Raises MemoryError if it does not fit.
     """
+    updates = settings.planned_updates if planned is None else planned
     # the schedule advances by one with each sample, so its length is the planned number of samples
-    beta = LinearSchedule(
-        settings.beta_start, settings.beta_end, steps=max(1, settings.planned_updates // settings.updates_a_sample)
-    )
+    beta = LinearSchedule(settings.beta_start, settings.beta_end, steps=max(1, updates // settings.updates_a_sample))
     prioritized = Proportional(alpha=settings.alpha, beta=beta)
     sampler: Uniform | Proportional | RankBased | Combined = prioritized
     if settings.sampler == "uniform":

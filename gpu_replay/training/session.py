@@ -27,7 +27,8 @@ from gpu_replay.training.registry import EnvironmentId, make_environment
 from gpu_replay.training.run_dir import CHECKPOINT, SETTINGS, SUMMARY, RunDir
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.summary import closing_lines, summarize
-from gpu_replay.training.trainer import Trainer
+from gpu_replay.training.team import Team
+from gpu_replay.training.trainer import Listener, Trainer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Plan:
     began:             when this part of the run was started, by `time.perf_counter`.
     earlier:           the run to resume, or None for a new one.
     actors:            `--actors`, checked; None steps environments in this process.
+    team:              the ranks that share the run, of whose settings these are a share; None for a single process.
     """
 
     environment: EnvironmentId
@@ -61,11 +63,13 @@ class Plan:
     began: float
     earlier: ResumeState | None = None
     actors: str | None = None
+    team: Team | None = None
 
 
 def run_plan(plan: Plan) -> int:
     """Run the plan and write all its files; returns the exit code. Raises UserError for what cannot be made."""
-    settings, run_dir = plan.settings, plan.run_dir
+    settings, run_dir, team = plan.settings, plan.run_dir, plan.team
+    leads = team is None or team.rank == 0
     earlier = None if plan.earlier is None else plan.earlier.state
     torch.set_num_threads(settings.threads)
     if plan.device.type == "cuda":
@@ -78,7 +82,7 @@ def run_plan(plan: Plan) -> int:
     with StopRequest() as stop:
         with ExitStack() as stack:
             fleet = None if plan.actors is None else stack.enter_context(closing(_make_fleet(plan, plan.actors)))
-            counts = (settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes)
+            counts = (settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes if leads else 1)
             environment, evaluation = (
                 stack.enter_context(closing(make_environment(plan.environment, count, settings, plan.device)))
                 for count in counts
@@ -87,11 +91,15 @@ def run_plan(plan: Plan) -> int:
             plan = dataclasses.replace(plan, settings=settings)
             evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
             trainer = _make_trainer(plan, environment, evaluator, fleet)
+            if not leads:
+                return EXIT_CODES.get(trainer.run(Listener(), stop, plan.max_seconds), 0)
             run_dir.open()
-            identity = {"env": plan.environment.name, "seed": plan.seed, "device": str(plan.device)}
+            identity: dict[str, Any] = {"env": plan.environment.name, "seed": plan.seed, "device": str(plan.device)}
             if plan.actors is not None:
                 identity["actors"] = plan.actors
-            run_dir.write_json(SETTINGS, identity | settings.to_dict())
+            if team is not None:
+                identity["ranks"] = team.size
+            run_dir.write_json(SETTINGS, identity | (settings if team is None else team.settings).to_dict())
             rows = None if earlier is None else earlier["recorder"]
             recorder = Recorder(run_dir, environment.spec, settings, plan.seed, resumed=rows, step=trainer.step)
             stack.enter_context(closing(recorder))
@@ -111,7 +119,9 @@ def run_plan(plan: Plan) -> int:
                 }
                 return trainer.step, state, trainer.buffer if plan.checkpoint_replay else None
 
-            checkpoints = CheckpointManager(run_dir.path / CHECKPOINT, plan.checkpoint_every, collect)
+            checkpoints = None
+            if team is None:
+                checkpoints = CheckpointManager(run_dir.path / CHECKPOINT, plan.checkpoint_every, collect)
             reason = trainer.run(recorder, stop, plan.max_seconds, checkpoints)
             fresh: Evaluation | None = None
             try:
@@ -147,7 +157,7 @@ def _make_trainer(plan: Plan, environment: Environment, evaluator: Evaluator, fl
             buffer = TrajectoryReplayBuffer.load(earlier.replay, plan.device)
         arguments: dict[str, Any] = {"device": plan.device, "seed": plan.seed, "buffer": buffer}
         if fleet is None:
-            trainer = Trainer(environment, evaluator, plan.settings, **arguments)
+            trainer = Trainer(environment, evaluator, plan.settings, **arguments, team=plan.team)
         else:
             trainer = ActorTrainer(fleet, environment, evaluator, plan.settings, **arguments)
     except MemoryError as error:

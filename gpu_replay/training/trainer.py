@@ -30,6 +30,7 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
+from gpu_replay.training.team import Team
 
 # batches to which the whitening of images is fitted
 WHITENING_BATCHES = 16
@@ -57,8 +58,9 @@ class Trainer:
     """One run of the agent; `evaluator` plays in environments of its own.
 
     buffer: of a resumed run; without it an empty one is made.
+    team:   the ranks that share the run, of whose settings these are a share; None for a run of one process.
 
-    `step` counts those of all environments together, `resumed` how often the run was resumed.
+    `step` counts those of all environments together, of all ranks, `resumed` how often the run was resumed.
 
     Raises MemoryError if the replay buffer does not fit, UserError if the network does not fit the environment.
     """
@@ -72,6 +74,7 @@ class Trainer:
         device: torch.device,
         seed: int,
         buffer: TrajectoryReplayBuffer | None = None,
+        team: Team | None = None,
     ) -> None:
         spec = environment.spec
         with torch.random.fork_rng(devices=[]):
@@ -84,9 +87,16 @@ class Trainer:
         # vectors take too little time to share
         helps = device.type == "cpu" and settings.network != "mlp" and settings.helper and cpu_cores() > 1
         helper = HelperThread() if helps else None
-        self.agent = Agent(network, settings, device, stream_seed(seed, "actions"), helper=helper)
+        self._team = team
+        planned = settings.planned_updates
+        average = None
+        if team is not None:
+            # all ranks have one network; whatever else is random is their own
+            seed, planned, average = team.seed(seed), team.settings.planned_updates, team.average
+        self.agent = Agent(network, settings, device, stream_seed(seed, "actions"), helper=helper, average=average)
+        # an empty buffer counts as false
         if buffer is None:
-            buffer = make_buffer(spec, settings, device, stream_seed(seed, "replay"), environment.num_envs)
+            buffer = make_buffer(spec, settings, device, stream_seed(seed, "replay"), environment.num_envs, planned)
         self.buffer = buffer
         self.watch = Stopwatch(device)
         self.step = 0
@@ -202,10 +212,7 @@ class Trainer:
         """
         self._began = time.perf_counter()
         self._checkpoints = checkpoints
-        try:
-            reason = self._loop(listener, stop, max_seconds)
-        except Stopped as stopped:
-            reason = stopped.reason
+        reason = self._loop(listener, stop, max_seconds)
         if checkpoints is not None:
             checkpoints.save()
         try:
@@ -220,24 +227,36 @@ class Trainer:
 
     def _loop(self, listener: Listener, stop: StopRequest, max_seconds: float | None) -> str:
         while True:
-            # an evaluation or row that an interruption skipped comes first
-            if self.step >= self._next_evaluation and self.agent.updates:
-                self._evaluate(listener)
-                self._next_evaluation += self.settings.eval_every
-            if self.step >= self._next_row:
-                self._next_row += self.settings.log_every
-                self._log(listener)
-            if self._solved and self.settings.early_stop:
-                return "solved"
-            if self.step >= self.settings.steps:
-                return "steps"
-            if max_seconds is not None and self.seconds >= max_seconds:
-                return "max_seconds"
-            if self._checkpoints is not None and self._checkpoints.due():
-                self._checkpoints.save()
-            stop.check()
+            try:
+                reason = self._between_steps(listener, stop, max_seconds)
+            except Stopped as stopped:
+                reason = stopped.reason
+            if self._team is not None:
+                reason = self._team.agree(reason)
+            if reason:
+                return reason
             self._advance()
             listener.advance(self.step)
+
+    def _between_steps(self, listener: Listener, stop: StopRequest, max_seconds: float | None) -> str:
+        """What is due before the next step; returns why the run ends, or nothing."""
+        # an evaluation or row that an interruption skipped comes first
+        if self.step >= self._next_evaluation and self.agent.updates:
+            self._evaluate(listener)
+            self._next_evaluation += self.settings.eval_every
+        if self.step >= self._next_row:
+            self._next_row += self.settings.log_every
+            self._log(listener)
+        if self._solved and self.settings.early_stop:
+            return "solved"
+        if self.step >= self.settings.steps:
+            return "steps"
+        if max_seconds is not None and self.seconds >= max_seconds:
+            return "max_seconds"
+        if self._checkpoints is not None and self._checkpoints.due():
+            self._checkpoints.save()
+        stop.check()
+        return ""
 
     def _advance(self) -> None:
         """One step of all environments, with its updates."""
@@ -264,7 +283,7 @@ class Trainer:
         watch.lap("replay")
         self._frame, self._obs = arrival.frame, arrival.obs
         self._added += self.environment.num_envs
-        self.step += self.environment.num_envs
+        self.step += self.environment.num_envs * (1 if self._team is None else self._team.size)
 
     @property
     def _open_windows(self) -> int:
@@ -275,7 +294,8 @@ class Trainer:
         """Fit the whitening to the warm-up, before the first update."""
         if self.settings.whiten:
             batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
-            self.agent.whiten(torch.cat(batches))
+            obs = torch.cat(batches)
+            self.agent.whiten(obs if self._team is None else self._team.of_first(obs))
 
     @property
     def _samples(self) -> int:
@@ -347,7 +367,15 @@ class Trainer:
             shares["replay"] += moved
         return shares
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank evaluates and writes; in a run of one process it does."""
+        return self._team is None or self._team.rank == 0
+
     def _evaluate(self, listener: Listener) -> None:
+        if not self.leads:
+            self._evaluated = self.step
+            return
         evaluation, self._solved = self.evaluator.evaluate(self.agent.judged, self.step)
         self._evaluated = self.step
         best = self.evaluator.best
