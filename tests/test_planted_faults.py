@@ -19,4 +19,4 @@ def test_a_fault_can_be_planted(fault: Fault) -> None:
 
 def test_there_are_forty_of_all_parts() -> None:
     assert len(faults()) >= 40
-    assert {fault.area for fault in faults()} == {"host", "engines", "kernels", "checkpoints", "training"}
+    assert {fault.area for fault in faults()} == {"host", "engines", "kernels", "checkpoints", "training", "sharded"}
