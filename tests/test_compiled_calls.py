@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,3 +125,25 @@ def test_random_numbers_are_those_of_numpy() -> None:
     for seed, block, count in ((0, 0, 1), (2**64 - 1, 2**40, 7), (12345, 3, 100)):
         key = np.array([seed, 0], dtype=np.uint64)
         assert np.array_equal(numba_transitions._doubles(block, key, count), HostWords(seed).doubles(block, count))
+
+
+COMPILES = """
+import torch
+from gpu_replay import Field, ReplayBuffer
+from gpu_replay.ops import numba_transitions
+ReplayBuffer(4, {"a": Field((), torch.float32)}, device="cpu").add(a=torch.ones(2))
+print(sum(numba_transitions.append.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.slow
+def test_loops_are_compiled_again_when_a_file_that_they_contain_is_newer(tmp_path: Path) -> None:
+    def compiled() -> int:
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        return int(subprocess.check_output([sys.executable, "-c", COMPILES], env=environment))
+
+    assert compiled() == 1
+    assert compiled() == 0
+    for index in tmp_path.rglob("numba_transitions.*.nbi"):
+        os.utime(index, (1, 1))
+    assert compiled() == 1

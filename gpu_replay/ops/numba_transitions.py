@@ -8,9 +8,12 @@ changes: an exception comes before it or after it.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from numba import njit
 
+from gpu_replay.ops import numba_loops, numba_memory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.numba_loops import _draw, _permuted_ranks, _set_range, _update
 from gpu_replay.ops.numba_memory import data_of, dtype_of, high_product, item, load, move, prefetch, rows_of, store
@@ -330,3 +333,15 @@ def shifted(priorities, eps, clip, least, numbers):
 
 # new masses of live keys, as `numba_loops` has it
 update = _update
+
+
+def _forget_older_code() -> None:
+    """Numba compiles a function again when its own file has changed; here also when one has whose loops it contains."""
+    newest = max(Path(module.__file__).stat().st_mtime for module in (numba_loops, numba_memory))
+    for index in Path(append.stats.cache_path).glob(f"{Path(__file__).stem}.*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)
+
+
+if append.stats.cache_path:
+    _forget_older_code()
