@@ -8,7 +8,6 @@ actor. An actor whose process or machine is gone is replaced; of what it sent no
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -16,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,9 +62,6 @@ class Fleet:
     def __init__(
         self, where: str, environment: EnvironmentId, settings: Settings, seed: int, num_envs: int | None = None
     ) -> None:
-        if where.startswith("ray://") and _has_token():
-            # as `ray start --head` does where there is a token; read when Ray is imported
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         self._ray, on_sigterm = ray, signal.getsignal(signal.SIGTERM)
@@ -83,8 +78,8 @@ class Fleet:
                     ray.init("local", num_cpus=int(where), num_gpus=0, include_dashboard=False, **quiet)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} A cluster that has "
-                "a token wants the same one here, in RAY_AUTH_TOKEN or ~/.ray/auth_token."
+                f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} For a "
+                "cluster with a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
             ) from None
         finally:
             # Ray would end the process at once, with nothing written
@@ -274,9 +269,3 @@ class ActorTrainer(Trainer):
         updates, seconds = np.mean(self._ages, 0).tolist() if self._ages else (float("nan"),) * 2
         self._ages.clear()
         return {"weights_age": updates, "weights_seconds": seconds, "actor_restarts": self._fleet.restarts}
-
-
-def _has_token() -> bool:
-    """Whether this user has a token for Ray's clusters."""
-    named = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
-    return named or (Path.home() / ".ray" / "auth_token").is_file()
