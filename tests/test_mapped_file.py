@@ -211,6 +211,8 @@ except MemoryError as error:
     assert list(tmp_path.iterdir()) == []
 
 
+# read-ahead belongs to the host engine
+@host_only
 @pytest.mark.parametrize("kind", ["exact", "same_step"])
 def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[tuple[int, int]] = []

@@ -40,8 +40,8 @@ def branched_plan(options: argparse.Namespace, run_dir: RunDir, began: float) ->
     if written is None or any(name not in written for name in IDENTITY):
         raise UserError(f"--from {source} holds no run: {SETTINGS} is missing or does not say {', '.join(IDENTITY)}.")
     identity = {name: written.pop(name) for name in IDENTITY}
-    if written.pop("actors", None) is not None or options.actors is not None:
-        raise UserError("--from does not go with --actors, whose games have no common start.")
+    if written.pop("actors", None) is not None:
+        raise UserError(f"--from {source} is a run with --actors, whose games have no common start to branch from.")
     if options.env is not None and identify(options.env).name != identity["env"]:
         raise UserError(f"--from {source} is a run of {identity['env']}, not of {options.env}.")
     before = Settings.from_dict(written)

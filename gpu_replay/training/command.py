@@ -125,6 +125,8 @@ def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
     if options.actors is not None:
+        if options.source is not None:
+            raise UserError("--from does not go with --actors, whose games have no common start.")
         check_actors(options.actors)
     if launched_together() and (options.resume or options.source is not None or options.actors is not None):
         raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
