@@ -76,7 +76,7 @@ class Settings:
     graph: bool = setting(True, "CUDA: capture an update as one graph instead of launching some hundred kernels")
     threads: int = setting(1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1)
     helper: bool = setting(
-        True, "CPU, images: a second thread computes next values where there are two cores; no result depends on it"
+        False, "CPU, images: a second thread computes next values, for cores that emulators leave idle; same results"
     )
     frame_size: int = setting(84, "side of an Atari frame in pixels", 36)
     frame_stack: int = setting(4, "newest Atari frames stacked into one observation", 1)
