@@ -294,6 +294,11 @@ def test_a_sample_too_large_for_memory_moves_nothing() -> None:
 
 
 def test_a_reward_function_that_fails_moves_nothing() -> None:
+    failing_reward_moves_nothing()
+
+
+def failing_reward_moves_nothing() -> None:
+    """A sample whose `reward_fn` raises leaves draws and counts where they were."""
     failing = [True]
 
     def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,11 @@ from launches import kernel_class
 from test_interrupted_calls import (
     BEFORE,
     ENVS,
-    GOALS,
     RING_CALLS,
     STREAMS,
+    failing_reward_moves_nothing,
     many,
     named,
-    reward,
     ring,
     rows,
     step,
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transitions import SAMPLERS, same
 from trees import check_sums
 
-from gpu_replay import Field, Hindsight, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Field, Proportional, ReplayBuffer
 from gpu_replay.ops import many_steps
 
 NOWHERE = sys.maxsize
@@ -285,22 +284,4 @@ def test_a_step_that_cannot_go_on_forgets_what_it_overwrote(mode: str) -> None:
 
 @pytest.mark.slow
 def test_a_reward_function_that_fails_moves_nothing() -> None:
-    failing = [True]
-
-    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        if failing[0]:
-            raise ArithmeticError
-        return reward(achieved, desired)
-
-    both = [
-        TrajectoryReplayBuffer(18, 2, GOALS, relabel=Hindsight("a", "d", reward_fn=each), device="cpu")
-        for each in (fails, reward)
-    ]
-    for buffer in both:
-        for number in range(6):
-            buffer.add(**step(number, ".", GOALS))
-    with pytest.raises(ArithmeticError):
-        both[0].sample(3)
-    failing[0] = False
-    same(both[0].sample(3), both[1].sample(3))
-    assert both[0].stats() == both[1].stats()
+    failing_reward_moves_nothing()
