@@ -346,7 +346,7 @@ def pretend() -> None:
 def _use_sizes_of_the_interpreter() -> None:
     """Let each program do as much as it can: in the interpreter one takes a millisecond."""
     for found in pkgutil.iter_modules(ops.__path__):
-        if found.name == "numba_loops":
+        if found.name.startswith("numba_"):
             continue
         module = importlib.import_module(f"{ops.__name__}.{found.name}")
         for name, function in inspect.getmembers(module, inspect.isfunction):

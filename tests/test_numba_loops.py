@@ -14,6 +14,7 @@ from devices import host_only, thinned
 from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops import _backend, numpy_loops
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.samplers import Combined, LinearSchedule, Proportional, RankBased, Uniform
 
 pytestmark = [host_only, pytest.mark.skipif(_backend.inner_loops() is numpy_loops, reason="Numba is not installed")]
@@ -83,6 +84,24 @@ def check_batches(first: Any, second: Any, *, spare: frozenset[str] = frozenset(
             one, two = one[counts], two[counts]
         assert same(one, two), name
         assert one.is_contiguous()
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_draws_from_a_tree_larger_than_caches_are_the_same(stratified: bool) -> None:
+    from gpu_replay.ops import numba_loops, numba_tree
+
+    slots, random = 2**21 + 17, np.random.default_rng(4)
+    tree = MassTree(slots, torch.device("cpu"), "host")
+    # most of it empty, so that targets fall on both ends of blocks
+    some = np.append(random.integers(0, slots, 5_000), [0, slots - 1])
+    tree.arrays[0][some] = random.integers(1, 2**40, some.size)
+    tree.build()
+    doubles = random.random(1_037)
+    doubles[:2] = 0, 1 - 2**-53
+    found, wanted = (loops.draw(tree, doubles, stratified, 0) for loops in (numba_loops, numpy_loops))
+    assert tree.compiled[0].size > numba_tree._FAR
+    for one, two in zip(found, wanted, strict=True):
+        assert np.array_equal(one, two)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -53,6 +56,15 @@ def _layout_is_known() -> bool:
 
 
 SUPPORTED = _layout_is_known()
+
+
+def compiled(function: Any) -> Any:
+    """The function compiled, and the result kept for other processes where there is a place for it."""
+    try:
+        return njit(cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        # nowhere to keep compiled code: it is made anew in each process
+        return njit(error_model="numpy")(function)
 
 
 @intrinsic
@@ -170,3 +182,16 @@ def move(target, source, count):
         store(target, load(source, np.int8(0)))
     else:
         copy(target, source, count)
+
+
+def forget_older_code(compiled: Any, *modules: ModuleType) -> None:
+    """Let what is kept of a file's functions be compiled again if one of these modules, of whose loops they are made,
+    is newer: Numba itself looks only at the file.
+    """
+    if not compiled.stats.cache_path:
+        return
+    newest = max(Path(module.__file__ or "").stat().st_mtime for module in modules)
+    kept = f"{Path(compiled.py_func.__code__.co_filename).stem}.*.nbi"
+    for index in Path(compiled.stats.cache_path).glob(kept):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)

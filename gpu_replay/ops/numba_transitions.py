@@ -8,25 +8,27 @@ changes: an exception comes before it or after it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numba import njit
 
-from gpu_replay.ops import numba_loops, numba_memory
+from gpu_replay.ops import numba_loops, numba_memory, numba_tree
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.numba_loops import _draw, _permuted_ranks, _set_range, _update
-from gpu_replay.ops.numba_memory import data_of, dtype_of, high_product, item, load, move, prefetch, rows_of, store
+from gpu_replay.ops.numba_loops import _permuted_ranks
+from gpu_replay.ops.numba_memory import (
+    compiled,
+    data_of,
+    dtype_of,
+    forget_older_code,
+    high_product,
+    item,
+    load,
+    move,
+    prefetch,
+    rows_of,
+    store,
+)
+from gpu_replay.ops.numba_tree import draw, set_range
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS
-
-
-def _compiled(function):
-    try:
-        return njit(cache=True, error_model="numpy")(function)
-    except RuntimeError:
-        # nowhere to keep compiled code: it is made anew in each process
-        return njit(error_model="numpy")(function)
-
 
 _inlined = njit(error_model="numpy")
 _ADDED, _FIRST, _RANDOM, _STEP, _MAX_MASS = (
@@ -134,7 +136,7 @@ def _kind_at(dtype, addresses):
     return -1
 
 
-@_compiled
+@compiled
 def append(
     given, table, shapes, starts_of, rows, addresses, capacity, initial, counters, times_sampled,
     flat, starts, shift, low, high,
@@ -179,9 +181,9 @@ def append(
         times_sampled[slot - capacity if slot >= capacity else slot] = 0
     if flat.size:
         end = min(head + rows, capacity)
-        _set_range(flat, starts, shift, low, high, head, end, mass)
+        set_range(flat, starts, shift, low, high, head, end, mass)
         if head + rows > capacity:
-            _set_range(flat, starts, shift, low, high, 0, head + rows - capacity, mass)
+            set_range(flat, starts, shift, low, high, 0, head + rows - capacity, mass)
     counters[_ADDED] = added + rows
     return 1
 
@@ -246,7 +248,7 @@ def _keys(slots, counters, capacity, keys):
         keys[row] = added - head + slot - (capacity if slot >= head else 0)
 
 
-@_compiled
+@compiled
 def draw_by_mass(
     flat,
     starts,
@@ -267,18 +269,18 @@ def draw_by_mass(
     """Draw (B,) slots by mass, unless there is none, and gather their fields; nothing is counted.
 
     key:     (2,) uint64 of the random stream. lowest: the mass with the largest weight, or 0 for that of the batch.
-    outputs: address of a tuple of arrays, one for each field of the table. ratio: (B,) float64, as `_draw` has it.
+    outputs: address of a tuple of arrays, one for each field of the table. ratio: (B,) float64, as `draw` has it.
     """
     masses = np.empty(slots.size, dtype=np.int64)
     doubles = _doubles(counters[_RANDOM], key, slots.size)
-    if _draw(flat, starts, shift, doubles, stratified, lowest, slots, masses, probability, ratio) == 0:
+    if draw(flat, starts, shift, doubles, stratified, lowest, slots, masses, probability, ratio) == 0:
         return False
     _keys(slots, counters, capacity, keys)
     _gather(slots, table, lines, outputs)
     return True
 
 
-@_compiled
+@compiled
 def draw_uniformly(
     replacement, wide, high, counters, key, capacity, table, lines, outputs, slots, keys, probability, weight
 ):
@@ -308,7 +310,7 @@ def draw_uniformly(
     _gather(slots, table, lines, outputs)
 
 
-@_compiled
+@compiled
 def count_draw(slots, times_sampled, counters, blocks):
     """Count (B,) drawn slots as sampled, the blocks of random words that they took, and the sample."""
     for row in range(slots.size):
@@ -320,7 +322,7 @@ def count_draw(slots, times_sampled, counters, blocks):
 # priorities
 
 
-@_compiled
+@compiled
 def shifted(priorities, eps, clip, least, numbers):
     """min(|priority| + eps, clip), at least `least`, of (B,) priorities as float64; whether all are finite."""
     for row in range(priorities.size):
@@ -331,17 +333,8 @@ def shifted(priorities, eps, clip, least, numbers):
     return True
 
 
-# new masses of live keys, as `numba_loops` has it
-update = _update
+# new masses of live keys, as `numba_tree` has it
+update = numba_tree.update
 
 
-def _forget_older_code() -> None:
-    """Numba compiles a function again when its own file has changed; here also when one has whose loops it contains."""
-    newest = max(Path(module.__file__).stat().st_mtime for module in (numba_loops, numba_memory))
-    for index in Path(append.stats.cache_path).glob(f"{Path(__file__).stem}.*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
-
-
-if append.stats.cache_path:
-    _forget_older_code()
+forget_older_code(append, numba_loops, numba_memory, numba_tree)
