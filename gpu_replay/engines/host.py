@@ -13,7 +13,7 @@ from gpu_replay.engines.host_compiled import compiled_transitions
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of
+from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of, taken
 from gpu_replay.ops.uniform_draw import slots_of
 
 
@@ -113,7 +113,7 @@ class HostEngine:
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._records is None:
             return {name: gather_rows(self._rows[name], field, slots) for name, field, _ in self._fields}
-        records = self._records.take(slots)
+        records = taken(self._records, slots)
         return {
             name: as_sampled(records[name].copy(), field) if packed else gather_rows(self._rows[name], field, slots)
             for name, field, packed in self._fields

@@ -20,6 +20,7 @@ from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.ring import as_numpy, as_sampled
 from gpu_replay.ops.stratified_draw import weights_of
+from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, rectangle
 from gpu_replay.schedule import LinearSchedule
 
@@ -52,6 +53,8 @@ class CompiledTransitions:
         self._rings = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._table = np.array([self._line(name, field) for name, field in self._fields], dtype=np.int64)
         self._lines = _lines_of(self._table)
+        self._no_fields = self._table[:0], self._lines[:0]
+        self._row_bytes = int(self._table[:, 2].sum())
         self._outputs = [(field.shape, self._rings[name].dtype) for name, field in self._fields]
         self._named = [(name, field, field.converts or field.dtype == torch.bfloat16) for name, field in self._fields]
         # the names of an add, in their order, to what the loop needs to know of values in that order
@@ -117,17 +120,9 @@ class CompiledTransitions:
         keys, slots = np.empty(batch, _INT64), np.empty(batch, _INT64)
         probability = np.empty(batch, _FLOAT32)
         arrays = tuple([np.empty((batch, *shape), dtype) for shape, dtype in self._outputs])
-        known = (
-            draws.counters,
-            draws.key,
-            self._capacity,
-            self._table,
-            self._lines,
-            id(arrays),
-            slots,
-            keys,
-            probability,
-        )
+        threads = threads_for(batch * self._row_bytes)
+        fields = (self._table, self._lines) if threads == 1 else self._no_fields
+        known = (draws.counters, draws.key, self._capacity, *fields, id(arrays), slots, keys, probability)
         tree = draws.state.tree
         if tree is None:
             words = batch if plan.replacement else PERMUTATION_WORDS
@@ -147,6 +142,8 @@ class CompiledTransitions:
             if not loops.draw_by_mass(*tree.compiled[:3], plan.stratified, lowest, *known, ratio):
                 return None
             weight = weights_of(ratio, beta)
+        if threads > 1:
+            self._gather_in_parts(slots, arrays, threads)
         tensors = {
             name: as_sampled(array, field) if changes else torch.from_numpy(array)
             for (name, field, changes), array in zip(self._named, arrays, strict=True)
@@ -156,6 +153,15 @@ class CompiledTransitions:
         tensors["weight"] = torch.from_numpy(weight)
         draws.counting(slots)
         return (loops.count_draw(slots, draws.times_sampled, draws.counters, blocks_for(words)), tensors)[1]
+
+    def _gather_in_parts(self, slots: np.ndarray, arrays: tuple[np.ndarray, ...], threads: int) -> None:
+        gather, known = self._loops.gather, (self._table, self._lines, id(arrays))
+
+        # the memory stays until the last thread is done, also where this one is interrupted
+        def copy(begin: int, end: int, held: Any = (arrays, self._rings)) -> None:
+            gather(slots, begin, end, *known)
+
+        in_parts(copy, slots.size, threads)
 
 
 def _lines_of(table: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.ring import Layout, Tile, as_numpy, layout_of, tile_for, tile_of
+from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.weights import PendingWeights, part_of
 
 # bytes of a piece that is gathered and converted while it is in the cache
@@ -109,10 +110,14 @@ def gather_stacks(
             out[rows * stack + stack - 1] = newest
         return _as_field(out.reshape(shape), field)
     converted = outputs.tensor(name, (flat.size, *field.shape), field.output_dtype)
-    piece = max(1, _PIECE // max(1, field.row_bytes))
+    # large enough that several threads gather it, and torch's own ones convert it, where there are any
+    size = _PIECE if threads_for(converted.nbytes) == 1 else 4 * _PIECE
+    piece = min(max(1, size // max(1, field.row_bytes)), flat.size)
+    raw = np.empty((piece, *frames.shape[1:]), frames.dtype)
     for start in range(0, flat.size, piece):
         stop = min(start + piece, flat.size)
-        convert_into(converted[start:stop], _as_field(frames.take(flat[start:stop], axis=0), field), field)
+        take_rows(frames, flat[start:stop], raw[: stop - start])
+        convert_into(converted[start:stop], _as_field(raw[: stop - start], field), field)
     if plan.zero_padded is not None:
         converted[torch.from_numpy(plan.zero_padded)] = 0
     if final is not None:

@@ -8,18 +8,24 @@ for number, and none of them rounds differently: what needs a logarithm stays wi
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
+from numba import njit
 
 from gpu_replay.ops import numba_memory, numba_tree, numpy_loops
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import StackPlan
-from gpu_replay.ops.numba_memory import compiled, forget_older_code
+from gpu_replay.ops.numba_memory import compiled, forget_older_code, move, prefetch
 from gpu_replay.ops.stratified_draw import MassDraw
+from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.windows import Windows
 
 # less the steps of a window, as `StreamShape.deepest`
 _DEEPEST = 2**31 - 1
+# bytes of a frame that are asked for ahead: more come by themselves, and would push others out of the caches
+_WHOLE = 2**13
 _MAX_MASS, _ELIGIBLE = Counter.MAX_MASS, Counter.ELIGIBLE
 _TERMINATED, _TRUNCATED, _FINAL = Flag.TERMINATED, Flag.TRUNCATED, Flag.FINAL
 
@@ -175,29 +181,55 @@ def windows(store, starts):
     return Windows(stacks, np.flatnonzero(final) if ending else None, *numbers)
 
 
-@compiled
-def _gather_stacks(store, plan, out):
-    """Copy frames to where the plan of (2 * B, S) slots says: both stacks of a row together, since they share frames.
+@njit(error_model="numpy")
+def _copy_stacks(origin, step, size, plan, out, begin, end):
+    """Copy the frames of these rows to where the plan of (2 * B, S) slots says, those of both stacks of a row together.
 
-    store: (slots, W) int64 words of the frames. out: (2 * B * S, W), row upon row of the plan.
+    A frame that is in both is copied to both while it is in a close cache, and those of the next row are on their way
+    from memory meanwhile.
+
+    origin, step, size: address of the first frame, bytes from one to the next, and bytes of one. out: address.
     """
-    batch, stack, words = plan.shape[0] // 2, plan.shape[1], store.shape[1]
-    for row in range(batch):
-        for side in range(2):
-            for frame in range(stack):
-                slot = plan[side * batch + row, frame]
-                place = (side * batch + row) * stack + frame
-                for word in range(words):
-                    out[place, word] = store[slot, word]
+    batch, stack = plan.shape[0] // 2, plan.shape[1]
+    for row in range(begin, end):
+        later = min(row + 1, end - 1)
+        for frame in range(stack + 1):
+            ahead = plan[later, frame] if frame < stack else plan[batch + later, stack - 1]
+            for line in range(0, min(size, _WHOLE), 64):
+                prefetch(origin + step * ahead + line)
+            if frame < stack:
+                move(out + size * (row * stack + frame), origin + step * plan[row, frame], size)
+            if frame > 0:
+                place = (batch + row) * stack + frame - 1
+                move(out + size * place, origin + step * plan[batch + row, frame - 1], size)
+
+
+@compiled
+def _gather_stacks(origin, step, size, plan, out, begin, end):
+    """See `_copy_stacks`."""
+    _copy_stacks(origin, step, size, plan, out, begin, end)
+
+
+@partial(compiled, nogil=True)
+def _gather_stacks_beside(origin, step, size, plan, out, begin, end):
+    """The same, while other threads do other rows."""
+    _copy_stacks(origin, step, size, plan, out, begin, end)
 
 
 def gather_stacks(frames, plan, out):
-    row_bytes = frames[:1].nbytes
-    if plan.slots.shape[1] == 1 or len(plan.slots) % 2 or row_bytes % 8:
+    slots = plan.slots
+    if len(slots) % 2 or not frames[:1].flags.c_contiguous:
         numpy_loops.gather_stacks(frames, plan, out)
         return
-    held = frames.reshape(len(frames), -1).view(np.int64)
-    _gather_stacks(held, plan.slots, out.reshape(-1).view(np.int64).reshape(-1, row_bytes // 8))
+    threads, size = threads_for(out.nbytes), frames[:1].nbytes
+    loop = _gather_stacks if threads == 1 else _gather_stacks_beside
+    places = frames.__array_interface__["data"][0], frames.strides[0], size, slots, out.__array_interface__["data"][0]
+
+    # the memory stays until the last thread is done, also where this one is interrupted
+    def copy(begin, end, held=(frames, out)):
+        loop(*places, begin, end)
+
+    in_parts(copy, len(slots) // 2, threads)
 
 
 @compiled

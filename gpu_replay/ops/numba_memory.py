@@ -58,13 +58,16 @@ def _layout_is_known() -> bool:
 SUPPORTED = _layout_is_known()
 
 
-def compiled(function: Any) -> Any:
-    """The function compiled, and the result kept for other processes where there is a place for it."""
+def compiled(function: Any, *, nogil: bool = False) -> Any:
+    """The function compiled, and the result kept for other processes where there is a place for it.
+
+    nogil: whether other threads run Python meanwhile.
+    """
     try:
-        return njit(cache=True, error_model="numpy")(function)
+        return njit(cache=True, error_model="numpy", nogil=nogil)(function)
     except RuntimeError:
         # nowhere to keep compiled code: it is made anew in each process
-        return njit(error_model="numpy")(function)
+        return njit(error_model="numpy", nogil=nogil)(function)
 
 
 @intrinsic

@@ -219,9 +219,8 @@ def _doubles(block, key, batch):
     return doubles
 
 
-@njit(error_model="numpy")
-def _gather(slots, table, lines, outputs):
-    """Rows of all fields at (B,) slots, into a tuple of arrays.
+def _copy_rows(slots, begin, end, table, lines, outputs):
+    """Rows from `begin` to `end` of all fields at (B,) slots, into a tuple of arrays.
 
     lines: (K, 2) first cache lines of what lies together, and the steps from row to row.
     """
@@ -229,14 +228,19 @@ def _gather(slots, table, lines, outputs):
     targets = np.empty(fields, dtype=np.int64)
     for field in range(fields):
         targets[field] = data_of(item(outputs, field))
-    for row in range(slots.size):
+    for row in range(begin, end):
         slot = slots[row]
-        later = slots[min(row + _AHEAD, slots.size - 1)]
+        later = slots[min(row + _AHEAD, end - 1)]
         for line in range(lines.shape[0]):
             prefetch(lines[line, 0] + lines[line, 1] * later)
         for field in range(fields):
             size = table[field, 2]
             move(targets[field] + size * row, table[field, 0] + table[field, 1] * slot, size)
+
+
+_gather = njit(error_model="numpy")(_copy_rows)
+# a part of a large batch, beside threads that do the others
+gather = compiled(_copy_rows, nogil=True)
 
 
 @_inlined
@@ -269,6 +273,7 @@ def draw_by_mass(
     """Draw (B,) slots by mass, unless there is none, and gather their fields; nothing is counted.
 
     key:     (2,) uint64 of the random stream. lowest: the mass with the largest weight, or 0 for that of the batch.
+    table:   of the fields that are gathered here, none where threads do it afterwards.
     outputs: address of a tuple of arrays, one for each field of the table. ratio: (B,) float64, as `draw` has it.
     """
     masses = np.empty(slots.size, dtype=np.int64)
@@ -276,7 +281,7 @@ def draw_by_mass(
     if draw(flat, starts, shift, doubles, stratified, lowest, slots, masses, probability, ratio) == 0:
         return False
     _keys(slots, counters, capacity, keys)
-    _gather(slots, table, lines, outputs)
+    _gather(slots, 0, slots.size, table, lines, outputs)
     return True
 
 
@@ -307,7 +312,7 @@ def draw_uniformly(
         probability[row] = 1.0 / count
         weight[row] = 1.0
     _keys(slots, counters, capacity, keys)
-    _gather(slots, table, lines, outputs)
+    _gather(slots, 0, slots.size, table, lines, outputs)
 
 
 @compiled

@@ -17,6 +17,7 @@ from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import Write, commit
 from gpu_replay.ops.stratified_draw import MassDraw, stratified_targets
+from gpu_replay.ops.threads import take_rows
 from gpu_replay.ops.uniform_draw import SMALL, independent_ranks, slots_of
 from gpu_replay.ops.windows import StoredWindows, Windows, sum_in_order, wrapped
 
@@ -307,8 +308,7 @@ def windows(store: StoredWindows, starts: np.ndarray) -> Windows:
 
 def gather_stacks(frames: np.ndarray, plan: StackPlan, out: np.ndarray) -> None:
     """Copy frames to `out`, (rows * S, ...), row upon row of the plan."""
-    # slots exist, so clipping changes none; it is the mode that writes straight into `out`
-    frames.take(plan.slots.reshape(-1), 0, out, "clip")
+    take_rows(frames, plan.slots.reshape(-1), out)
 
 
 def extension(host: HostEligibility, step: int, oldest: int, masses: np.ndarray | None, initial: int) -> None:

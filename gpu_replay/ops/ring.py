@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
 from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.threads import LARGE, take_rows
 from gpu_replay.ops.weights import PendingWeights, part_of
 
 Result = TypeVar("Result")
@@ -61,7 +62,16 @@ def commit(writes: Iterable[Write], result: Result, extension: tuple[Any, tuple[
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
     """Host: (B, *shape) rows of one field's array, as the field wants them sampled."""
-    return as_sampled(rows.take(slots, axis=0), field)
+    return as_sampled(taken(rows, slots), field)
+
+
+def taken(rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Host: (B, ...) rows of an array at slots that exist, on several threads where they are large."""
+    if slots.size * rows[:1].nbytes < LARGE:
+        return rows.take(slots, axis=0)
+    found = np.empty((slots.size, *rows.shape[1:]), rows.dtype)
+    take_rows(rows, slots, found)
+    return found
 
 
 def as_sampled(rows: np.ndarray, field: Field) -> Tensor:

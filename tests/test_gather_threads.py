@@ -1,0 +1,141 @@
+"""Large gathers on several threads: the bytes of one thread, errors of any, and calls from many threads at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops import _backend, numpy_loops, ring, threads
+
+pytestmark = host_only
+FIELDS = {"obs": Field((9, 7), torch.uint8), "half": Field((3,), torch.float16, torch.float32, 0.5)}
+FIELDS["action"] = Field((), torch.int64)
+
+
+@pytest.fixture(name="on_threads", autouse=True)
+def on_threads_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch uses; every gather is a large one."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "LARGE", 1)
+    monkeypatch.setattr(ring, "LARGE", 1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def rows() -> ReplayBuffer:
+    buffer = ReplayBuffer(300, FIELDS, sampler=Proportional(), device="cpu", seed=1)
+    buffer.add(**values(300))
+    return buffer
+
+
+def uniform() -> ReplayBuffer:
+    buffer = ReplayBuffer(300, FIELDS, sampler=Uniform(replacement=True), device="cpu", seed=1)
+    buffer.add(**values(300))
+    return buffer
+
+
+def stacks(stack: int = 3) -> TrajectoryReplayBuffer:
+    obs = Field((9, 7), torch.uint8, torch.float32, 1 / 255) if stack == 2 else FIELDS["obs"]
+    fields = {"obs": obs, "action": FIELDS["action"]}
+    buffer = TrajectoryReplayBuffer(600, 2, fields, stack=stack, sampler=Proportional(), device="cpu", seed=1)
+    for step in range(150):
+        one = {name: value for name, value in values(2, step).items() if name != "half"}
+        flags = np.array([step % 20 == 19, step % 31 == 30])
+        buffer.add(**one, reward=np.ones(2, np.float32), terminated=flags, truncated=np.zeros(2, bool))
+    return buffer
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "rows": rows,
+    "uniform": uniform,
+    "stacks": stacks,
+    "floats": lambda: stacks(2),
+    "frames": lambda: stacks(1),
+}
+
+
+def values(count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "obs": random.integers(0, 256, (count, 9, 7), dtype=np.uint8),
+        "half": random.standard_normal((count, 3)).astype(np.float16),
+        "action": np.arange(count),
+    }
+
+
+@pytest.mark.parametrize("loops", ["numba", "numpy"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_bytes_are_those_of_one_thread(
+    make: Callable[[], Any], loops: str, on_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if loops == "numpy":
+        monkeypatch.setattr(_backend, "inner_loops", lambda: numpy_loops)
+    parts: list[int] = []
+    in_parts = threads._Threads.start
+    monkeypatch.setattr(threads._Threads, "start", lambda self, jobs: (parts.append(len(jobs)), in_parts(self, jobs)))
+    found = []
+    for count in (1, 2, 5):
+        on_threads(count)
+        parts.clear()
+        buffer = make()
+        found.append([buffer.sample(67), buffer.sample(3), buffer[buffer.sample(40).key]])
+        assert torch.get_num_threads() == count
+        # no more threads than rows
+        assert max(parts, default=0) == count - 1
+    for others in found[1:]:
+        for one, two in zip(found[0], others, strict=True):
+            assert list(one) == list(two)
+            assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_one_thread_raises_is_raised_when_all_are_done() -> None:
+    done = []
+
+    def work(begin: int, end: int) -> None:
+        if begin == 4:
+            raise ValueError("of row 4")
+        done.append(begin)
+
+    with pytest.raises(ValueError, match="of row 4"):
+        threads.in_parts(work, 8, 4)
+    assert sorted(done) == [0, 2, 6]
+    # and the threads are still there
+    threads.in_parts(lambda begin, _: done.append(begin), 8, 4)
+    assert len(done) == 7
+
+
+def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]) -> None:
+    on_threads(2)
+    wanted = stacks().sample(64)
+
+    def draw(_: int) -> bool:
+        found = stacks().sample(64)
+        return all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(draw, range(6)))
+    names = [thread.name for thread in threading.enumerate()]
+    assert 0 < names.count("gpu_replay gather") <= 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_makes_its_own() -> None:
+    threads.in_parts(lambda *_: None, 2, 2)
+    child = os.fork()
+    if child == 0:
+        found: list[int] = []
+        try:
+            threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 6, 3)
+        finally:
+            os._exit(0 if sorted(found) == list(range(6)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
