@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from gpu_replay.console.markdown import table
 
 from .results import recorded_folder
 
-THRESHOLDS = (0.0, 15.0, 18.0)
+THRESHOLDS = (0.0, 15.0)
+ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
 
 
 def run_folders(root: Path | None = None) -> list[Path]:
@@ -42,22 +42,22 @@ def progress_of(folder: Path) -> list[dict[str, str]]:
 
 
 def section(folders: Sequence[Path]) -> str:
-    """One line a run: minutes and steps to each threshold, its last evaluation, its speed."""
+    """One line a run: minutes and steps to each threshold and to its end, its last evaluation, its speed."""
     if not folders:
         return "Not measured yet: `gpu-replay train pong`."
     columns = [f"mean return > {threshold:.0f}" for threshold in THRESHOLDS]
-    header = ["run", *columns, "highest", "evaluation", "steps/s", "updates/s", "replay"]
+    header = ["run", *columns, "ended", "evaluation", "steps/s", "updates/s", "replay"]
     rows, devices = [], []
     for folder in folders:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         progress = progress_of(folder)
-        means = [mean for mean in (float(row["return_mean"]) for row in progress) if not math.isnan(mean)]
+        ending = str(summary["stopped_by"])
         devices.append(str(summary["device_name"]))
         rows.append(
             [
                 f"{folder.parent.name}/{folder.name}",
                 *[_reached(first_above(progress, threshold)) for threshold in THRESHOLDS],
-                f"{max(means, default=math.nan):.1f}",
+                f"{_minutes(summary['wall_seconds'], summary['steps'])}, {ENDINGS.get(ending, ending)}",
                 f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
                 f"{summary['steps_per_second']:,.0f}",
                 f"{summary['updates_per_second']:,.0f}",
@@ -68,11 +68,15 @@ def section(folders: Sequence[Path]) -> str:
     note = (
         f"Mean over the last {window} finished training episodes, exploration included; minutes of wall clock from the "
         "start of the run, evaluations included, and environment steps; the evaluation is that of the best network on "
-        "fresh games."
+        "fresh games, by which a run also ends (solved)."
     )
     machines = ", ".join(dict.fromkeys(devices))
     return f"{table(header, rows)}\n\n{note} {machines}. Reproduce: `gpu-replay train pong --seed N`."
 
 
 def _reached(found: tuple[float, int] | None) -> str:
-    return "not reached" if found is None else f"{found[0] / 60:.1f} min, {found[1] / 1e6:.2f}M"
+    return "not reached" if found is None else _minutes(*found)
+
+
+def _minutes(seconds: float, steps: int) -> str:
+    return f"{seconds / 60:.1f} min, {steps / 1e6:.2f}M"

@@ -29,7 +29,7 @@ def steps(folder: Path, part: str, **ended: int) -> None:
     (folder / f"{part}.steps.jsonl").write_text("\n".join(lines) + "\n")
 
 
-ROWS = ("100,60,nan", "250000,120,16.5")
+ROWS = ("100,60,nan", "250000,120,14.5")
 
 
 def run(folder: Path, env: str, rows: tuple[str, ...] = ROWS, *, finished: bool = True) -> None:
@@ -40,9 +40,10 @@ def run(folder: Path, env: str, rows: tuple[str, ...] = ROWS, *, finished: bool 
     (folder / "settings.json").write_text('{"return_window": 30}')
     if finished:
         summary = {"env": env, "device_name": GPU.device, "updates": 1234, "stopped_by": "solved", "solved": True}
+        ended = {"wall_seconds": 1530.0, "steps": 950_000}
         speeds = {"steps_per_second": 1234.5, "updates_per_second": 99.4, "replay_share": 0.0456}
         evaluation = {"eval_return_mean": 17.25, "eval_return_std": 2.0}
-        (folder / "summary.json").write_text(json.dumps(summary | speeds | evaluation))
+        (folder / "summary.json").write_text(json.dumps(summary | ended | speeds | evaluation))
 
 
 def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_path: Path) -> None:
@@ -53,8 +54,8 @@ def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_
     text = runs.section(runs.run_folders(tmp_path))
     (line,) = [cells(line) for line in text.splitlines() if "pong-somewhere/seed-7" in line]
     # exactly 0 is not above 0
-    reached = ["20.5 min, 0.72M", "25.0 min, 0.90M", "not reached"]
-    assert line[1:] == [*reached, "15.5", "17.2 ± 2.0", "1,234", "99", "4.6%"]
+    reached = ["20.5 min, 0.72M", "25.0 min, 0.90M", "25.5 min, 0.95M, solved"]
+    assert line[1:] == [*reached, "17.2 ± 2.0", "1,234", "99", "4.6%"]
     assert "last 30 finished training episodes" in text
     assert GPU.device in text
 
@@ -89,9 +90,9 @@ def test_a_page_of_everything(folder: Path) -> None:
     for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.11.0, triton 3.6.0"):
         assert part in text
     # Pong's row has its minute and step; catch has a sentence, and no marks of Pong
-    assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +2.0 min, 0.25M \| +not reached \|", text)
+    assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +not reached \| 25.5 min, 0.95M, solved \|", text)
     assert not re.search(r"\| test-9000/catch", text)
-    assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 16.50; 1,234 updates" in text
+    assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 14.50; 1,234 updates" in text
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) == 4
     assert all((output.parent / link).exists() for link in links)

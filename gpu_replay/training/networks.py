@@ -1,4 +1,4 @@
-"""Q networks: an MLP for vectors, three stacks of convolutions for images.
+"""Q networks: an MLP for vectors, stacks of convolutions for images.
 
 Networks take observations as they are stored: they scale integers by the field's `scale`, map vectors with bounds to
 [-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
@@ -23,6 +23,7 @@ from gpu_replay.training.settings import Settings
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "mlp": (),
     "compact": ((16, 8, 4), (32, 4, 2)),
+    "fine": ((16, 8, 4), (32, 3, 1)),
     "small": ((16, 6, 3), (32, 4, 2), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
