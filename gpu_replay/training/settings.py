@@ -269,6 +269,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
     },
     "atari-cuda": {
         **_ATARI,
+        "steps": 2_000_000,  # fewer updates a step than on a CPU
         "num_envs": 128,  # saturates sixteen cores
         "warmup": 20_000,  # twenty games of Pong
         "batch_size": 256,  # smaller batches are bound by launches
