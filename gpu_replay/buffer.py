@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ class ReplayBuffer(Buffer):
 
     def _append_given(self, fields: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
         with self._lock:
-            return cast(HostEngine, self._engine).append_given(fields)
+            return self._engine.append_given(fields)  # type: ignore[union-attr]
 
     def _append(self, fields: dict[str, Any], priority: Any) -> Tensor:
         values, rows = self._checked(fields)

@@ -18,6 +18,7 @@ from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.rank_order import RankOrder
 from gpu_replay.ops.ring import as_numpy, as_sampled
 from gpu_replay.ops.stratified_draw import weights_of
 from gpu_replay.ops.threads import in_parts, threads_for
@@ -58,17 +59,20 @@ class CompiledTransitions:
         self._outputs = [(field.shape, self._rings[name].dtype) for name, field in self._fields]
         self._named = [(name, field, field.converts or field.dtype == torch.bfloat16) for name, field in self._fields]
         # the names of an add, in their order, to what the loop needs to know of values in that order
-        self._orders: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._orders: dict[tuple[str, ...], np.ndarray] = {}
         plan, tree = draws.state.plan, draws.state.tree
         self.samples = not plan.newest and plan.kind in ("mass", "uniform")
         # bfloat16 has no kind
         self._takes = bool((self._table[:, 3] >= 0).all()) and not draws.initial_is_stored
         self._ranked = None if tree is None else tree.order
-        initial = np.array([-1 if draws.initial_runs else draws.first_mass, draws.first_mass], dtype=np.int64)
+        initial = -1 if draws.initial_runs else draws.first_mass, draws.first_mass
         none = np.zeros(0, dtype=np.int64)
-        compiled = (none, np.zeros(2, dtype=np.int64), 4, none, none) if tree is None else tree.compiled
+        flat, starts, shift, low, high = (none, np.zeros(2, np.int64), 4, none, none) if tree is None else tree.compiled
+        arrays = loops.ADDRESSES, draws.counters, draws.times_sampled, flat, starts, low, high
+        # read by their addresses, so they must stay
+        self._kept = arrays
         self._append = loops.append
-        self._state = loops.ADDRESSES, self._capacity, initial, draws.counters, draws.times_sampled, *compiled
+        self._state = np.array([self._capacity, *initial, shift, *loops.places_of(*arrays)], dtype=np.int64)
 
     def _line(self, name: str, field: Field) -> tuple[int, int, int, int]:
         ring = self._rings[name]
@@ -82,34 +86,41 @@ class CompiledTransitions:
     def append(self, given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
         """Store values and return their keys; nothing, having stored nothing, where they need a closer look."""
         names = tuple(given)
-        order = self._orders.get(names) or self._order(names)
-        if not order:
-            return ()
+        order = self._orders.get(names)
+        if order is None:
+            order = self._order(names)
+            if order is None:
+                return ()
         values = tuple([value if type(value) is np.ndarray else _as_array(value) for value in given.values()])
         first = values[0]
         if first is None or not first.ndim:
             return ()
-        rows, draws, capacity = len(first), self._draws, self._capacity
-        if not 0 < rows <= capacity:
+        rows = len(first)
+        if not 0 < rows <= self._capacity:
             return ()
-        added = draws.counters.item(Counter.ADDED)
-        keys = (torch.from_numpy(np.arange(added, added + rows)),)
+        keys = np.empty(rows, _INT64)
+        found = (torch.from_numpy(keys),)
         if self._ranked is not None:
-            head = added % capacity
-            self._ranked.note(head, min(head + rows, capacity))
-            if head + rows > capacity:
-                self._ranked.note(0, head + rows - capacity)
-        return ((), keys)[self._append(id(values), *order, rows, *self._state)]
+            self._note(self._ranked, rows)
+        return ((), found)[self._append(id(values), order, rows, keys, self._state)]
 
-    def _order(self, names: tuple[str, ...]) -> Any:
-        """What the loop needs to know of values in this order; nothing where these are not the fields."""
+    def _note(self, ranked: RankOrder, rows: int) -> None:
+        """Tell the order of ranks which slots are about to change."""
+        head = self._draws.counters.item(Counter.ADDED) % self._capacity
+        ranked.note(head, min(head + rows, self._capacity))
+        if head + rows > self._capacity:
+            ranked.note(0, head + rows - self._capacity)
+
+    def _order(self, names: tuple[str, ...]) -> np.ndarray | None:
+        """What the loop needs to know of values in this order; None where these are not the fields."""
         own = [name for name, _ in self._fields]
         if not self._takes or len(self._orders) == _ORDERS or sorted(names) != sorted(own):
-            return ()
+            return None
         lines = [own.index(name) for name in names]
-        shapes = [np.array(self._fields[line][1].shape, dtype=np.int64) for line in lines]
+        shapes = [self._fields[line][1].shape for line in lines]
         starts_of = np.cumsum([0, *map(len, shapes)])
-        self._orders[names] = np.ascontiguousarray(self._table[lines]), np.concatenate(shapes), starts_of
+        parts = [len(lines)], self._table[lines].reshape(-1), starts_of, *shapes
+        self._orders[names] = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
         return self._orders[names]
 
     # sample

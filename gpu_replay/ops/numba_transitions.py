@@ -15,6 +15,7 @@ from gpu_replay.ops import numba_loops, numba_memory, numba_tree
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.numba_loops import _permuted_ranks
 from gpu_replay.ops.numba_memory import (
+    array_at,
     compiled,
     data_of,
     dtype_of,
@@ -23,6 +24,7 @@ from gpu_replay.ops.numba_memory import (
     item,
     load,
     move,
+    places_of,  # noqa: F401
     prefetch,
     rows_of,
     store,
@@ -137,18 +139,24 @@ def _kind_at(dtype, addresses):
 
 
 @compiled
-def append(
-    given, table, shapes, starts_of, rows, addresses, capacity, initial, counters, times_sampled,
-    flat, starts, shift, low, high,
-):  # fmt: skip
+def append(given, order, rows, keys, state):
     """Store rows of all fields after the newest; returns 0, having done nothing, where a value needs a closer look.
 
-    given:     address of a tuple of objects, one for each field.
-    table:     (fields, 4) address of the ring, step from row to row, bytes of a row, kind.
-    shapes, starts_of: of all fields end to end, and where each begins.
-    initial:   (2,) mass of the new transitions, -1 for the largest ever given, and what that is before any.
+    given: address of a tuple of objects, one for each field.
+    order: how many fields there are; of each the address of the ring, the step from row to row, bytes of a row, kind;
+           where the shape of each begins, and where the last one ends; all shapes.
+    keys:  (rows,) int64, of the new transitions.
+    state: capacity, mass of the new transitions, -1 for the largest ever given, and what that is before any, shift of
+           the tree; then as `places_of` has them ADDRESSES, counters, times sampled, and the arrays of the tree.
     """
-    fields = table.shape[0]
+    fields = order[0]
+    table = order[1 : 4 * fields + 1].reshape((fields, 4))
+    starts_of, shapes = order[4 * fields + 1 :], order[5 * fields + 2 :]
+    addresses, counters = array_at(state[4:], np.int64(0)), array_at(state[6:], np.int64(0))
+    times_sampled = array_at(state[8:], np.int32(0))
+    flat, starts = array_at(state[10:], np.int64(0)), array_at(state[12:], np.int64(0))
+    low, high = array_at(state[14:], np.int64(0)), array_at(state[16:], np.int64(0))
+    capacity, mass, shift = state[0], state[1], state[3]
     source = np.empty(fields, dtype=np.int64)
     for field in range(fields):
         value, kind = item(given, field), table[field, 3]
@@ -161,11 +169,10 @@ def append(
                 return 0
     added = counters[_ADDED]
     head = added % capacity
-    mass = initial[0]
     if mass < 0:
         mass = counters[_MAX_MASS]
         if mass == 0:
-            mass = initial[1]
+            mass = state[2]
     for field in range(fields):
         data, kind, size = data_of(item(given, field)), table[field, 3], table[field, 2]
         count = size // _WIDTHS[kind]
@@ -179,6 +186,7 @@ def append(
     for row in range(rows):
         slot = head + row
         times_sampled[slot - capacity if slot >= capacity else slot] = 0
+        keys[row] = added + row
     if flat.size:
         end = min(head + rows, capacity)
         set_range(flat, starts, shift, low, high, head, end, mass)
