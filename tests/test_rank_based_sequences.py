@@ -21,7 +21,7 @@ from trajectory_pair import Pair as StreamPair
 from trajectory_pair import columns, final_of, numbered
 
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer
-from gpu_replay.ops import rank_order
+from gpu_replay.ops import _backend, numpy_loops, rank_order
 
 SETTINGS = {
     "exact": RankBased(),
@@ -41,6 +41,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_order, "width_for", lambda slots: (2, 4, 8)[slots % 3])
     # sorted anew only when nearly everything has changed
     monkeypatch.setattr(rank_order, "_CHANGED", 1)
+    if _backend.inner_loops() is not numpy_loops:
+        from gpu_replay.ops import numba_rank_order
+
+        monkeypatch.setattr(numba_rank_order, "fan_for", lambda slots: (2, 4, 8)[slots % 3])
 
 
 class PairByRank(Pair):

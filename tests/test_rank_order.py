@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_replay.ops import rank_order
+from gpu_replay.ops import _backend, rank_order
 from gpu_replay.ops.rank_order import RankOrder, order_bytes, sorted_ages
 from gpu_replay.ops.rank_table import cumulative_masses
 
@@ -78,14 +79,26 @@ def test_nothing_is_sorted_where_nothing_has_a_code() -> None:
 # the order
 
 
+def slots_at(order: Any, ranks: np.ndarray) -> list[int]:
+    """The slots at these ranks; a compiled order draws them, where each rank has the same mass."""
+    if isinstance(order, RankOrder):
+        return order.at(ranks).tolist()
+    sums = np.full(-(-order._slots // 64) * 64, 2**63 - 1)
+    sums[: order._slots] = np.arange(1, order._slots + 1)
+    slots, masses, total = order.draw(sums, sums[63::64].copy(), (ranks + 0.5) / order.count, False)
+    assert total == order.count
+    assert masses.tolist() == [1] * ranks.size
+    return slots.tolist()
+
+
 class Ring:
     """Codes of a ring of slots, and the order under test, which hears of every change."""
 
-    def __init__(self, slots: int, seed: str, kinds: int) -> None:
+    def __init__(self, slots: int, seed: str, kinds: int, kind: Any = RankOrder) -> None:
         self.slots, self.kinds, self.added = slots, kinds, 0
         self.random = random.Random(seed)
         self.codes = np.zeros(slots, dtype=np.int64)
-        self.order = RankOrder(self.codes, slots)
+        self.order = kind(self.codes, slots)
 
     def code(self) -> int:
         """A code, one of few or nearly never the same again, or none."""
@@ -121,9 +134,9 @@ class Ring:
         expected = [slot for slot in expected_order(self.codes, self.added % self.slots) if slot not in hidden]
         assert self.order.count == len(expected)
         if expected:
-            assert self.order.at(np.arange(len(expected))).tolist() == expected
+            assert slots_at(self.order, np.arange(len(expected))) == expected
             ranks = np.array(self.random.choices(range(len(expected)), k=7))
-            assert self.order.at(ranks).tolist() == [expected[rank] for rank in ranks]
+            assert slots_at(self.order, ranks) == [expected[rank] for rank in ranks]
 
 
 @pytest.fixture
@@ -221,3 +234,110 @@ def test_bytes(slots: int) -> None:
     # what grows and shrinks is counted in full
     assert held <= order.nbytes == order_bytes(slots)
     assert order.nbytes <= held + 40 * (math.ceil(slots / 32) + 2)
+
+
+# the order in compiled loops
+
+
+@pytest.fixture(name="compiled")
+def compiled_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[str]]:
+    """The compiled order with groups of four blocks, and how often it divided one, filled blocks up, and sorted."""
+    pytest.importorskip("numba")
+    from gpu_replay.ops import numba_rank_order
+
+    monkeypatch.setattr(numba_rank_order, "fan_for", lambda slots: 4)
+    done: Counter[str] = Counter()
+    for name in ("_divide_group", "_slots_in_order", "_sort"):
+        method = getattr(numba_rank_order.RankOrder, name)
+
+        def counted(order: Any, *given: Any, name: str = name, method: Any = method) -> Any:
+            done[name] += 1
+            return method(order, *given)
+
+        monkeypatch.setattr(numba_rank_order.RankOrder, name, counted)
+    return numba_rank_order.RankOrder, done
+
+
+@pytest.mark.parametrize("kinds", [1, 3, len(CODES), 0])
+def test_the_compiled_order_is_exact_through_random_changes(
+    kinds: int, compiled: tuple[Any, Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # sorted anew only when nearly everything has changed
+    monkeypatch.setattr(rank_order, "_CHANGED", 1)
+    order, done = compiled
+    for slots in (1, 2, 31, 32, 33, 150, 600):
+        ring = Ring(slots, f"{kinds} {slots}", kinds, order)
+        for _ in range(25):
+            if ring.random.random() < 0.4:
+                ring.add(ring.random.randrange(1, max(2, slots // 4)))
+            else:
+                ring.update(ring.random.randrange(1, max(2, slots // 6)))
+            if ring.random.random() < 0.02:
+                ring.codes[:] = 0
+                ring.order.invalidate()
+            if ring.random.random() < 0.5:
+                ring.check()
+        ring.check()
+    assert done["_divide_group"] > 0
+
+
+@pytest.mark.parametrize("falling", [False, True])
+def test_new_entries_that_all_come_to_one_end_of_the_compiled_order(
+    falling: bool, compiled: tuple[Any, Counter[str]]
+) -> None:
+    order, done = compiled
+    ring = Ring(700, "end", 0, order)
+    ring.add(700, 2**40)
+    ring.check(hide=0)
+    for turn in range(300):
+        ring.add(7, 2**40 - turn if falling else 2**40 + turn)
+        ring.order.sort_changes(ring.added)
+        assert ring.order.count == 700
+        if turn % 50 == 0:
+            ring.check(hide=0)
+    ring.check(hide=0)
+    # empty blocks are used again without sorting
+    assert done["_sort"] == 1
+    assert done["_slots_in_order"] > 1
+
+
+def test_the_compiled_order_sorts_few_changes_into_place_and_many_anew(compiled: tuple[Any, Counter[str]]) -> None:
+    order, done = compiled
+    ring = Ring(2000, "few", 0, order)
+    ring.add(2000)
+    for _ in range(20):
+        ring.update(64)
+        ring.add(8, CODES[3])
+        ring.order.sort_changes(ring.added)
+    assert done["_sort"] == 1
+    ring.check()
+    for _ in range(4):
+        ring.add(200)
+    ring.check(hide=1)
+    assert done["_sort"] == 2
+
+
+def test_many_changes_at_once_are_put_in_order_first(compiled: tuple[Any, Counter[str]]) -> None:
+    ring = Ring(8000, "many", 0, compiled[0])
+    ring.add(8000)
+    ring.order.sort_changes(ring.added)
+    ring.update(400)
+    ring.update(600)
+    assert ring.order._state[1] > 512
+    ring.check(hide=0)
+
+
+@pytest.mark.parametrize("slots", [1, 64, 1000, 100_003])
+def test_bytes_of_the_compiled_order(slots: int) -> None:
+    pytest.importorskip("numba")
+    from gpu_replay.ops import numba_rank_order
+
+    order = numba_rank_order.RankOrder(np.zeros(slots, dtype=np.int64), slots)
+    held = sum(array.nbytes for array in (*order.arrays, order._changed))
+    assert held == order.nbytes == numba_rank_order.order_bytes(slots)
+
+
+def test_the_loops_decide_which_order_a_buffer_has() -> None:
+    loops = _backend.inner_loops()
+    slots = 1000
+    assert loops.RankOrder(np.zeros(slots, dtype=np.int64), slots).nbytes == loops.order_bytes(slots)

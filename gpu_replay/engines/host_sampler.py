@@ -52,8 +52,11 @@ class HostSampler:
         self._loops: Any = _backend.inner_loops()
         self._whole: Any = _backend.whole_calls()
         self._ranks: HostRanks | None = None
+        # where compiled updates note what changes in an order
+        self._noted: Any = ()
         if self._plan.kind == "rank":
             self._ranks = HostRanks(state.masses, self.counters, self._plan.alpha, self._plan.resort_every)
+            self._noted = () if self._whole is None else self._whole.noted_by(state.masses)
         # the mass of new transitions where the plan names one, or before any priority was given
         self._initial = self._plan.initial
         self.first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
@@ -273,7 +276,7 @@ class HostSampler:
         Both have not been looked at. One compiled loop checks the priorities and another stores them.
         """
         rule, tree = self._rule, self._tree
-        if self._whole is None or tree is None or not isinstance(rule, MassRule):
+        if self._whole is None or tree is None:
             return False
         if type(keys) is not Tensor or type(priorities) is not Tensor or priorities.requires_grad:
             return False
@@ -289,19 +292,11 @@ class HostSampler:
         numbers = np.empty(key.size)
         if not self._whole.shifted(given, rule.eps, rule.clip, rule.least, numbers):
             return False
-        return (
-            self._whole.update(
-                key,
-                rule.raised(numbers),
-                rule.limit,
-                *self.span(),
-                tree.slots,
-                self.counters,
-                self._sparse,
-                *tree.compiled,
-            )
-            is None
-        )
+        counts = self.counters, self._sparse, *tree.compiled
+        if isinstance(rule, MassRule):
+            masses = rule.raised(numbers), rule.limit
+            return self._whole.update(key, *masses, *self.span(), tree.slots, *counts) is None
+        return self._whole.update_codes(key, numbers.view(np.int64), *self.span(), *counts, *self._noted) is None
 
     def update(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""

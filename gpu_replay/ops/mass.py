@@ -116,6 +116,7 @@ class OrderRule:
     eps: ClassVar[float] = 0.0
     clip: ClassVar[float] = math.inf
     limit: ClassVar[int] = 2**63 - 1
+    least: ClassVar[float] = 0.0
 
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 codes of (B,) finite float64 priorities, the largest of them, and 0: none is ever cut."""

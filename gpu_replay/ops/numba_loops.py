@@ -13,11 +13,14 @@ from functools import partial
 import numpy as np
 from numba import njit
 
-from gpu_replay.ops import numba_memory, numba_tree, numpy_loops
+from gpu_replay.ops import numba_memory, numba_rank_loops, numba_tree, numpy_loops
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import StackPlan
 from gpu_replay.ops.numba_memory import compiled, forget_older_code, move, prefetch
+from gpu_replay.ops.numba_rank_order import RankOrder as RankOrder
+from gpu_replay.ops.numba_rank_order import noted_by
+from gpu_replay.ops.numba_rank_order import order_bytes as order_bytes
 from gpu_replay.ops.stratified_draw import MassDraw
 from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.windows import Windows
@@ -95,7 +98,9 @@ def count_draws(slots, added, capacity, times_sampled):
 
 def update(tree, keys, priorities, rule, first, added, counters, sparse):
     if rule.ordered:
-        return numpy_loops.update(tree, keys, priorities, rule, first, added, counters, sparse)
+        codes = np.abs(priorities).view(np.int64)
+        known = first, added, counters, sparse, *tree.compiled
+        return numba_rank_loops.update(np.ascontiguousarray(keys), codes, *known, *noted_by(tree))
     given = rule.powers(priorities), rule.limit
     # one call, in which no signal is handled: an exception comes before all of it or after
     return numba_tree.update(

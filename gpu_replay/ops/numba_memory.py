@@ -128,6 +128,24 @@ def copy(typingctx, target, source, count):
 
 
 @intrinsic
+def shift(typingctx, array, target, origin, count):
+    """Move so many numbers of a contiguous array of one dimension to another place in it."""
+
+    def codegen(context, builder, signature, args):
+        kind, numbers = signature.args[0], args[1:]
+        data = context.make_array(kind)(context, builder, args[0]).data
+        places = [
+            context.cast(builder, number, of, types.int64)
+            for number, of in zip(numbers, signature.args[1:], strict=True)
+        ]
+        to, origin = (builder.gep(data, [place]) for place in places[:2])
+        cgutils.raw_memmove(builder, to, origin, places[2], context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+        return context.get_dummy_value()
+
+    return types.void(array, target, origin, count), codegen
+
+
+@intrinsic
 def prefetch(typingctx, address):
     """Begin to load the cache line at an address."""
 

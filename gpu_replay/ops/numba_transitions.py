@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gpu_replay.ops import numba_loops, numba_memory, numba_tree
+from gpu_replay.ops import numba_loops, numba_memory, numba_rank_loops, numba_rank_order, numba_tree
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.numba_loops import _permuted_ranks
 from gpu_replay.ops.numba_memory import (
@@ -346,8 +346,9 @@ def shifted(priorities, eps, clip, least, numbers):
     return True
 
 
-# new masses of live keys, as `numba_tree` has it
-update = numba_tree.update
+# new masses or order codes of live keys, as the loops of all buffers have it
+update, update_codes = numba_tree.update, numba_rank_loops.update
+noted_by = numba_rank_order.noted_by
 
 
 forget_older_code(append, numba_loops, numba_memory, numba_tree)

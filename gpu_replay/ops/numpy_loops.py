@@ -15,6 +15,8 @@ from gpu_replay.ops.eligibility_host import HostEligibility
 from gpu_replay.ops.frames import StackPlan, plan_stacks
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
+from gpu_replay.ops.rank_order import RankOrder as RankOrder
+from gpu_replay.ops.rank_order import order_bytes as order_bytes
 from gpu_replay.ops.ring import Write, commit
 from gpu_replay.ops.stratified_draw import MassDraw, stratified_targets
 from gpu_replay.ops.threads import take_rows

@@ -8,15 +8,16 @@ that can.
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_order import RankOrder, order_bytes, sorted_ages
+from gpu_replay.ops.rank_order import RankOrder, sorted_ages
 from gpu_replay.ops.rank_table import cumulative_masses
 from gpu_replay.ops.ring import commit
 from gpu_replay.ops.stratified_draw import stratified_targets
@@ -41,7 +42,9 @@ class RankedRows(NamedTuple):
 
 def host_ranks_bytes(slots: int, every: int) -> int:
     """Bytes of the `HostRanks` of a buffer."""
-    return (-(-slots // _ROW) * (_ROW + 1)) * 8 + (order_bytes(slots) if every == 1 else slots * 4)
+    return (-(-slots // _ROW) * (_ROW + 1)) * 8 + (
+        _backend.inner_loops().order_bytes(slots) if every == 1 else slots * 4
+    )
 
 
 class HostRanks:
@@ -62,11 +65,14 @@ class HostRanks:
         self._sums[: tree.slots] = cumulative_masses(tree.slots, alpha)
         self._last = self._rows[:, -1].copy()
         self._order: RankOrder | None = None
+        # the whole draw as one loop, where there is one
+        self._compiled: Any = None
         self.list: Tensor | None = None
         # a list just made, until its draw is counted
         self._made: np.ndarray | None = None
         if every == 1:
-            self._order = tree.order = RankOrder(self._leaves, tree.slots)
+            self._order = tree.order = tree.loops.RankOrder(self._leaves, tree.slots)
+            self._compiled = getattr(self._order, "draw", None)
         else:
             self.list = torch.zeros(tree.slots, dtype=torch.int32, device="cpu")
 
@@ -92,6 +98,9 @@ class HostRanks:
             if skipped:
                 self._order.hide(self.newest(skipped))
             count = self._order.count
+            if self._compiled is not None:
+                slots, masses, total = self._compiled(self._sums, self._last, doubles, stratified)
+                return RankedRows(slots, masses, total, total - (self._sums.item(count - 2) if count > 1 else 0))
         elif exact:
             listed = self._sorted(skipped)
             count = listed.size

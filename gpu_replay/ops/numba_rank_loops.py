@@ -1,0 +1,315 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""The compiled loops of `numba_rank_order.RankOrder`, whose arrays they take: changes, and what stands where.
+
+state: numbers of the whole, at the places below. codes, slot_at: of each row its entries, sorted; past their end codes
+are 0. row_of: of each slot, -1 without one. bounds: of each block the code and the key of an entry that none of it
+comes before. blocks: of each its row and its size. tops: the first bounds of groups, in their order. listed: the groups
+in their order. groups_of: of each its blocks and its entries. place_of: of each row its block. free: rows and groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from gpu_replay.ops import numba_memory
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import DIRTY
+from gpu_replay.ops.numba_memory import compiled, forget_older_code, prefetch, shift
+
+# only called by other loops
+_inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# entries of a block at most
+WIDTH = 32
+# places in the state of an order: whether it stands, changes that are noted, entries, groups, free rows and groups,
+# slots, blocks of a group at most, and where three arrays begin
+STANDING, NOTED, RANKED, GROUPS, FREE_ROWS, FREE_GROUPS, FULL, SLOTS, FAN = range(9)
+CODES, SLOT_AT, ROW_OF, LEAVES = range(9, 13)
+STATE = 13
+# sums of masses that a search looks at together
+ROW = 64
+# changes that are on their way from memory while one is made
+_AHEAD = 16
+LINE = 64
+_STALE, _MAX_MASS = Counter.STALE, Counter.MAX_MASS
+
+
+# changes
+
+
+@_inlined
+def _last_of(code, key, bounds, low, high):
+    """The last place from `low` to `high` whose bound is not after an entry; that at `low` is none."""
+    # without a branch that is hard to foresee
+    count, last = high - low + 1, high
+    while count > 1:
+        half = count >> 1
+        # all ones where the bound is larger
+        low += half & ((code - bounds[2 * (low + half)]) >> 63)
+        count -= half
+    if low == last or bounds[2 * low + 2] != code:
+        return low
+    # keys decide
+    high = last
+    while low < high:
+        middle = (low + high + 1) >> 1
+        bound = bounds[2 * middle]
+        if bound > code or (bound == code and bounds[2 * middle + 1] <= key):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@_inlined
+def _place_of(code, key, state, bounds, tops, listed, groups_of):
+    """The place of the block where an entry belongs."""
+    group = listed[_last_of(code, key, tops, 0, state[GROUPS] - 1)]
+    first = group * state[FAN]
+    return _last_of(code, key, bounds, first, first + groups_of[2 * group] - 1)
+
+
+@_inlined
+def _ask_for(row, state):
+    """Begin to load a row."""
+    for line in range(0, WIDTH * 8, LINE):
+        prefetch(state[CODES] + row * WIDTH * 8 + line)
+    for line in range(0, WIDTH * 4, LINE):
+        prefetch(state[SLOT_AT] + row * WIDTH * 4 + line)
+
+
+@compiled
+def remove(slots, count, state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free):
+    """Take out the entries of the first `count` of (B,) slots, where they have any."""
+    for turn in range(count + _AHEAD):
+        if turn < count:
+            prefetch(state[ROW_OF] + 4 * slots[min(turn + _AHEAD, count - 1)])
+            row = row_of[slots[turn]]
+            if row >= 0:
+                _ask_for(row, state)
+        if turn < _AHEAD:
+            continue
+        slot = slots[turn - _AHEAD]
+        row = row_of[slot]
+        if row < 0:
+            continue
+        row_of[slot] = -1
+        place, begin = np.int64(place_of[row]), row * WIDTH
+        entry = 0
+        while slot_at[begin + entry] != slot:
+            entry += 1
+        shift(codes, begin + entry, begin + entry + 1, WIDTH - 1 - entry)
+        shift(slot_at, begin + entry, begin + entry + 1, WIDTH - 1 - entry)
+        codes[begin + WIDTH - 1] = 0
+        blocks[2 * place + 1] -= 1
+        groups_of[2 * (place // state[FAN]) + 1] -= 1
+        state[RANKED] -= 1
+
+
+@_inlined
+def _divide(place, head, base, state, codes, slot_at, row_of, bounds, blocks, groups_of, place_of, free):
+    """Give the later half of the entries of a block to a new one, for which its group has the place.
+
+    head, base: the slot of the next key, and the key that slot 0 has or had before it.
+    """
+    group = place // state[FAN]
+    later = group * state[FAN] + groups_of[2 * group] - place - 1
+    shift(bounds, 2 * place + 4, 2 * place + 2, 2 * later)
+    shift(blocks, 2 * place + 4, 2 * place + 2, 2 * later)
+    state[FREE_ROWS] -= 1
+    groups_of[2 * group] += 1
+    row, other, stay = blocks[2 * place], free[0, state[FREE_ROWS]], WIDTH // 2
+    blocks[2 * place + 1] = stay
+    blocks[2 * place + 2], blocks[2 * place + 3] = other, WIDTH - stay
+    for at in range(place + 1, place + 2 + later):
+        place_of[blocks[2 * at]] = at
+    to, origin = other * WIDTH, row * WIDTH + stay
+    for entry in range(WIDTH - stay):
+        slot = slot_at[origin + entry]
+        codes[to + entry], slot_at[to + entry], row_of[slot] = codes[origin + entry], slot, other
+        codes[origin + entry] = 0
+    slot = slot_at[to]
+    bounds[2 * place + 2] = codes[to]
+    bounds[2 * place + 3] = base + slot - (state[SLOTS] if slot >= head else 0)
+
+
+@compiled
+def move(
+    added, begin, leaves, changed,
+    state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free,
+):  # fmt: skip
+    """Bring what is noted, and has been removed, to its place; then the order stands.
+
+    begin:   changes that an earlier call has brought there; 0 of the first one.
+    returns: how many have been, all at the end. In `FULL` stands the group that must be divided first, or -1 where
+             there is no room and blocks must be filled up again.
+    """
+    count = state[NOTED]
+    fan, slots, places = state[FAN], state[SLOTS], np.empty(_AHEAD, dtype=np.int64)
+    head = added % slots
+    base = added - head
+    for start in range(begin, count, _AHEAD):
+        end, divided = min(start + _AHEAD, count), False
+        # blocks are looked up and asked for, then entered
+        for turn in range(start, end):
+            later = np.int64(changed[min(turn + _AHEAD, count - 1)])
+            prefetch(state[ROW_OF] + 4 * later)
+            prefetch(state[LEAVES] + 8 * later)
+            slot = np.int64(changed[turn])
+            key = base + slot - (slots if slot >= head else 0)
+            places[turn - start] = _place_of(leaves[slot], key, state, bounds, tops, listed, groups_of)
+            _ask_for(blocks[2 * places[turn - start]], state)
+        for turn in range(start, end):
+            slot, place = np.int64(changed[turn]), places[turn - start]
+            code, key = leaves[slot], base + slot - (slots if slot >= head else 0)
+            if code == 0 or row_of[slot] >= 0:
+                continue
+            while divided or blocks[2 * place + 1] == WIDTH:
+                # blocks may stand elsewhere than when it was looked up
+                place = _place_of(code, key, state, bounds, tops, listed, groups_of)
+                if blocks[2 * place + 1] < WIDTH:
+                    break
+                group = place // fan
+                if state[FREE_ROWS] == 0 or groups_of[2 * group] == fan:
+                    state[FULL] = group if state[FREE_ROWS] and state[FREE_GROUPS] else -1
+                    return turn
+                _divide(place, head, base, state, codes, slot_at, row_of, bounds, blocks, groups_of, place_of, free)
+                divided = True
+            row = np.int64(blocks[2 * place])
+            first, entry, half = row * WIDTH, 0, WIDTH >> 1
+            while half:
+                entry += half & ((code - codes[first + entry + half - 1]) >> 63)
+                half >>= 1
+            # equal codes are in the order of their keys
+            while codes[first + entry] == code:
+                other = slot_at[first + entry]
+                if base + other - (slots if other >= head else 0) > key:
+                    break
+                entry += 1
+            shift(codes, first + entry + 1, first + entry, blocks[2 * place + 1] - entry)
+            shift(slot_at, first + entry + 1, first + entry, blocks[2 * place + 1] - entry)
+            codes[first + entry], slot_at[first + entry], row_of[slot] = code, slot, row
+            blocks[2 * place + 1] += 1
+            groups_of[2 * (place // fan) + 1] += 1
+            state[RANKED] += 1
+    state[NOTED], state[STANDING] = 0, 1
+    return count
+
+
+# what stands where
+
+
+@compiled
+def draw(
+    sums, ends, doubles, stratified, slots, masses,
+    state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free,
+):  # fmt: skip
+    """Draw (B,) slots by the masses of their ranks, of which there is one at least; returns the mass of all.
+
+    sums, ends: of the masses of ranks up to each, and those at the ends of rows of `ROW`.
+    doubles:    (B,) float64 in [0, 1). masses: (B,) int64, of the ranks.
+    """
+    entries, total = np.empty(state[GROUPS], dtype=np.int64), np.int64(0)
+    for at in range(entries.size):
+        total += groups_of[2 * listed[at] + 1]
+        entries[at] = total
+    total, batch = sums[total - 1], doubles.size
+    part, rest = total // batch, total % batch
+    begin, width, found, at = np.int64(0), total, 0, 0
+    for row in range(batch):
+        if stratified:
+            end = (row + 1) * part + (row + 1) * rest // batch
+            width = end - begin
+        # a wide product may round up to the width; a stratum without width takes the unit it starts in
+        target = max(min(np.int64(doubles[row] * width), width - 1), 0)
+        if stratified:
+            target += begin
+            begin = end
+        else:
+            found = at = 0
+        # targets of strata ascend: the row of sums is often near
+        found = _above(ends, target, found)
+        # in a row masses are much the same
+        before = ends[found - 1] if found else 0
+        rank = found * ROW + min(np.int64((target - before) / (ends[found] - before) * ROW), ROW - 1)
+        while rank and sums[rank - 1] > target:
+            rank -= 1
+        while sums[rank] <= target:
+            rank += 1
+        masses[row] = sums[rank] - (sums[rank - 1] if rank else 0)
+        at = _above(entries, rank, at)
+        rank -= entries[at - 1] if at else 0
+        place = listed[at] * state[FAN]
+        while blocks[2 * place + 1] <= rank:
+            rank -= blocks[2 * place + 1]
+            place += 1
+        slots[row] = blocks[2 * place] * WIDTH + rank
+        prefetch(state[SLOT_AT] + 4 * slots[row])
+    for row in range(batch):
+        slots[row] = slot_at[slots[row]]
+    return total
+
+
+@_inlined
+def _above(sums, target, low):
+    """The first place from `low` on with a larger sum; there is one."""
+    high, step = low, 1
+    while sums[high] <= target:
+        low = high + 1
+        high = min(high + step, sums.size - 1)
+        step *= 2
+    while low < high:
+        middle = (low + high) >> 1
+        if sums[middle] <= target:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+# priorities
+
+
+@compiled
+def update(keys, codes, first, added, counters, sparse, flat, starts, shift, low, high, state, changed):
+    """Give live keys (B,) order codes, one less than them given; the last of a repeated key wins.
+
+    sparse: whether slots without a code keep none. state, changed: where an order notes it, if it stands.
+    counters: count the largest code given, and keys that were not live.
+    """
+    capacity, batch = state[SLOTS], keys.size
+    slot_of = np.empty(batch, dtype=np.int64)
+    stale, largest, noted = 0, np.int64(0), state[NOTED]
+    # a leaf that is written holds the row that wrote it, as a negative number, until all rows are known
+    for row in range(batch):
+        key, slot_of[row] = keys[row], -1
+        if key < first or key >= added:
+            stale += 1
+            continue
+        slot = key % capacity
+        code = flat[slot]
+        if code < 0:
+            slot_of[-code - 1] = -1
+        elif sparse and code == 0:
+            continue
+        slot_of[row] = slot
+        flat[slot] = -row - 1
+    if state[STANDING] and noted + batch > changed.size:
+        state[STANDING] = state[NOTED] = 0
+    for row in range(batch):
+        slot = slot_of[row]
+        if slot < 0:
+            continue
+        flat[slot] = codes[row] + 1
+        largest = max(largest, codes[row] + 1)
+        if high.size:
+            high[slot >> shift] = DIRTY
+        if state[STANDING]:
+            changed[state[NOTED]] = slot
+            state[NOTED] += 1
+    counters[_STALE] += stale
+    counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
+
+
+forget_older_code(move, numba_memory)
