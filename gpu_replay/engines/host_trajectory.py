@@ -348,7 +348,8 @@ class TrajectoryHostEngine:
         words = self.draws.words(PERMUTATION_WORDS)
         drawn = goal_words(count, strategy)
         doubles = self.draws.doubles(drawn) if drawn else np.zeros(count)
-        return goals_from(self._streams, keys.numpy() % self._capacity, self.draws.span(), words, doubles, strategy)
+        slots = keys.numpy() % self._capacity
+        return goals_from(self._streams, slots, self.draws.span(), words, doubles, strategy, self._loops)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""

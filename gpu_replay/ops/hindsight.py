@@ -10,7 +10,7 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ def goals_from(
     words: np.ndarray,
     doubles: np.ndarray,
     strategy: Strategy,
+    loops: Any = None,
 ) -> Chosen:
     """Host: choose rows of a batch and their goals.
 
@@ -67,11 +68,17 @@ def goals_from(
     span:    the smallest live key and the next key.
     words:   (PERMUTATION_WORDS,) uint64 that say which rows.
     doubles: (K,) float64 in [0, 1), one for each goal; with the strategy "final" only their number counts.
+    loops:   the inner loops, if they have one for it.
     """
     shape = streams.shape
     envs, steps = shape.num_envs, shape.steps
     flags, final = streams.flags.numpy(), streams.final.numpy()
     rows = permuted_ranks(slots.size, doubles.size, words)
+    choose = getattr(loops, "choose_goals", None)
+    if choose is not None:
+        known, source, found = choose(streams, slots, rows, span, doubles, strategy)
+        places = torch.from_numpy(found) if shape.finals else None
+        return Chosen(torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source), places)
     slot = slots[rows]
     line, env = np.divmod(slot, envs)
     oldest, newest = span[0] // envs, span[1] // envs - 1

@@ -305,4 +305,55 @@ def extension(host, step, oldest, masses, initial):
 # where it takes more than one call
 extend_episodes = numpy_loops.extend_episodes
 
+
+@compiled
+def _choose_goals(
+    slots, rows, doubles, last, episode, flags, depth, spans, parted, final, envs, steps, oldest, newest, finals,
+    known, source, places,
+):  # fmt: skip
+    """Choose the goals of (K,) rows of a batch, as `hindsight.goals_from` says.
+
+    slots: (B,) of the batch. last, episode: the strategies. oldest, newest: steps that are stored.
+    known: (K,) bool. source, places: (K,) int64, the latter untouched where no final observations are kept.
+    """
+    for row in range(rows.size):
+        slot = slots[rows[row]]
+        line, env, behind = slot // envs, slot % envs, np.int64(depth[slot])
+        age = (newest - line) % steps
+        if behind < steps - age:
+            # the first step of the episode has not been overwritten
+            first = slot - behind * envs
+            span = np.int64(spans[first + steps * envs if first < 0 else first])
+        else:
+            span = np.int64(parted[env])
+        if span >= 0:
+            ahead = min(span - 1 - behind, age)
+        else:
+            kept = flags[newest % steps * envs + env] & _FINAL != 0
+            ahead = min(age - 1 + kept, age)
+        known[row] = ahead >= 0
+        chosen = ahead = max(ahead, 0)
+        if not last:
+            back = min(behind, max(newest - oldest - age, 0)) if episode else 0
+            width = back + ahead + 1
+            chosen = min(np.int64(doubles[row] * width), width - 1) - back
+        line = (line + chosen) % steps
+        place = line * envs + env
+        pooled = finals and flags[place] & _FINAL != 0
+        if finals:
+            places[row] = final[place] if pooled else -1
+        source[row] = (line if pooled else line + 1) % steps * envs + env
+
+
+def choose_goals(streams, slots, rows, span, doubles, strategy):
+    shape, count = streams.shape, rows.size
+    known, (source, places) = np.empty(count, dtype=np.bool_), np.empty((2, count), dtype=np.int64)
+    arrays = [each.numpy() for each in (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)]
+    stored = span[0] // shape.num_envs, span[1] // shape.num_envs - 1
+    settings = shape.num_envs, shape.steps, *stored, shape.finals > 0
+    chosen = strategy == "final", strategy == "episode"
+    _choose_goals(slots, rows, doubles, *chosen, *arrays, *settings, known, source, places)
+    return known, source, places
+
+
 forget_older_code(_windows, numba_memory, numba_tree)
