@@ -14,6 +14,7 @@ from devices import host_only, thinned
 from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops import _backend, numpy_loops
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.samplers import Combined, LinearSchedule, Proportional, RankBased, Uniform
 
@@ -87,20 +88,34 @@ def check_batches(first: Any, second: Any, *, spare: frozenset[str] = frozenset(
 
 
 @pytest.mark.parametrize("stratified", [True, False])
-def test_draws_from_a_tree_larger_than_caches_are_the_same(stratified: bool) -> None:
+def test_a_tree_larger_than_caches_is_the_same(stratified: bool) -> None:
     from gpu_replay.ops import numba_loops, numba_tree
 
     slots, random = 2**21 + 17, np.random.default_rng(4)
-    tree = MassTree(slots, torch.device("cpu"), "host")
+    rule = MassRule.for_slots(slots, 0.6, 1e-6, None)
     # most of it empty, so that targets fall on both ends of blocks
     some = np.append(random.integers(0, slots, 5_000), [0, slots - 1])
-    tree.arrays[0][some] = random.integers(1, 2**40, some.size)
-    tree.build()
+    masses = random.integers(1, 2**40, some.size)
     doubles = random.random(1_037)
     doubles[:2] = 0, 1 - 2**-53
-    found, wanted = (loops.draw(tree, doubles, stratified, 0) for loops in (numba_loops, numpy_loops))
-    assert tree.compiled[0].size > numba_tree._FAR
-    for one, two in zip(found, wanted, strict=True):
+    # repeated keys, keys that are gone, keys to come; a second lap of the ring
+    keys = random.integers(slots - 9, 2 * slots + 9, 3_000)
+    keys[::7] = keys[0]
+    found = []
+    for loops in (numba_loops, numpy_loops):
+        tree = MassTree(slots, torch.device("cpu"), "host")
+        tree.arrays[0][some] = masses
+        tree.build()
+        counters = np.zeros(Counter.COUNT, dtype=np.int64)
+        # nothing is the largest ever, so rows are changed one after the other
+        counters[Counter.MAX_MASS] = 2**50
+        for _ in range(2):
+            drawn = loops.draw(tree, doubles, stratified, 0)
+            found += [*drawn, counters.copy(), *(level.copy() for level in tree.arrays)]
+            loops.update(tree, keys, np.arange(3_000.0), rule, slots, 2 * slots, counters, False)
+        assert tree.compiled[0].size > max(numba_tree._FAR, numba_tree._NEAR)
+    half = len(found) // 2
+    for one, two in zip(found[:half], found[half:], strict=True):
         assert np.array_equal(one, two)
 
 

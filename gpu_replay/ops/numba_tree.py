@@ -20,7 +20,7 @@ _inlined = njit(error_model="numpy", inline="always")
 # rows that are on their way from memory while one is worked on
 _AHEAD = 16
 # numbers that a cache close to the core holds
-_NEAR = 2**16
+_NEAR = 2**17
 # and those that one further away holds
 _FAR = 2**21
 _STALE, _SATURATED, _MAX_MASS = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS
