@@ -68,15 +68,18 @@ def identify(name: str) -> EnvironmentId:
 
 
 def make_environment(
-    environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device
+    environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device, *, alone: bool = False
 ) -> Environment:
-    """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory."""
+    """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory.
+
+    alone: whether nothing else computes while they step, as in evaluations.
+    """
     if environment.kind == "catch":
         return Catch(num_envs, device)
     if environment.kind == "device-pong":
         return DevicePong(num_envs, device, settings.frame_size, settings.frame_stack)
     if environment.kind == "atari":
-        return make_atari(environment.name, num_envs, settings)
+        return make_atari(environment.name, num_envs, settings, alone=alone)
     return make_gymnasium(environment.name, num_envs)
 
 

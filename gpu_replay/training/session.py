@@ -82,10 +82,12 @@ def run_plan(plan: Plan) -> int:
     with StopRequest() as stop:
         with ExitStack() as stack:
             fleet = None if plan.actors is None else stack.enter_context(closing(_make_fleet(plan, plan.actors)))
-            counts = (settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes if leads else 1)
+            training, judging = settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes
             environment, evaluation = (
-                stack.enter_context(closing(make_environment(plan.environment, count, settings, plan.device)))
-                for count in counts
+                stack.enter_context(
+                    closing(make_environment(plan.environment, count, settings, plan.device, alone=alone))
+                )
+                for count, alone in ((training, False), (judging if leads else 1, True))
             )
             settings = with_precision(settings, environment.spec, plan.device)
             plan = dataclasses.replace(plan, settings=settings)

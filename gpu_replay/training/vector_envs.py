@@ -166,10 +166,13 @@ def _filled(finals: np.ndarray, ended: np.ndarray, like: np.ndarray) -> np.ndarr
     return filled
 
 
-def make_atari(game: str, num_envs: int, settings: Settings, *, screen: bool = False) -> HostEnvironment:
+def make_atari(
+    game: str, num_envs: int, settings: Settings, *, screen: bool = False, alone: bool = False
+) -> HostEnvironment:
     """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are not clipped.
 
     screen: frames in the console's resolution and colours, (height, width, 3), instead of the agent's small grey ones.
+    alone:  the emulators have all cores, since nothing else computes while they run.
     """
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
@@ -179,8 +182,8 @@ def make_atari(game: str, num_envs: int, settings: Settings, *, screen: bool = F
     vector = AtariVectorEnv(
         game,
         num_envs,
-        # leave the network its cores: it learns while the emulators run
-        num_threads=max(1, cpu_cores() - settings.threads),
+        # leave the network its cores where it learns meanwhile
+        num_threads=max(1, cpu_cores() - (0 if alone else settings.threads)),
         autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=field.shape[0],
         img_width=field.shape[1],
