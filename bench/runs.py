@@ -56,7 +56,7 @@ def section(folders: Sequence[Path]) -> str:
         rows.append(
             [
                 f"{folder.parent.name}/{folder.name}",
-                *[_reached(first_above(progress, threshold)) for threshold in THRESHOLDS],
+                *[_reached(first_above(progress, threshold), ending) for threshold in THRESHOLDS],
                 f"{_minutes(summary['wall_seconds'], summary['steps'])}, {ENDINGS.get(ending, ending)}",
                 f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
                 f"{summary['steps_per_second']:,.0f}",
@@ -74,8 +74,10 @@ def section(folders: Sequence[Path]) -> str:
     return f"{table(header, rows)}\n\n{note} {machines}. Reproduce: `gpu-replay train pong --seed N`."
 
 
-def _reached(found: tuple[float, int] | None) -> str:
-    return "not reached" if found is None else _minutes(*found)
+def _reached(found: tuple[float, int] | None, ending: str) -> str:
+    if found is None:
+        return "ended before" if ending == "solved" else "not reached"
+    return _minutes(*found)
 
 
 def _minutes(seconds: float, steps: int) -> str:

@@ -58,6 +58,12 @@ def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_
     assert line[1:] == [*reached, "17.2 ± 2.0", "1,234", "99", "4.6%"]
     assert "last 30 finished training episodes" in text
     assert GPU.device in text
+    interrupted = tmp_path / "pong-somewhere" / "seed-8"
+    run(interrupted, "pong", rows[:3])
+    summary = json.loads((interrupted / "summary.json").read_text())
+    (interrupted / "summary.json").write_text(json.dumps(summary | {"stopped_by": "max_seconds", "solved": False}))
+    last = cells(runs.section([interrupted]).splitlines()[2])
+    assert last[1:4] == ["20.5 min, 0.72M", "not reached", "25.5 min, 0.95M, time was up"]
 
 
 def test_a_page_of_everything(folder: Path) -> None:
@@ -90,7 +96,7 @@ def test_a_page_of_everything(folder: Path) -> None:
     for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.11.0, triton 3.6.0"):
         assert part in text
     # Pong's row has its minute and step; catch has a sentence, and no marks of Pong
-    assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +not reached \| 25.5 min, 0.95M, solved \|", text)
+    assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +ended before \| 25.5 min, 0.95M, solved \|", text)
     assert not re.search(r"\| test-9000/catch", text)
     assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 14.50; 1,234 updates" in text
     links = re.findall(r"\]\(([^)]+)\)", text)
