@@ -152,40 +152,37 @@ class Hindsight:
             )
 
     def rewrite(
-        self, tensors: dict[str, Tensor], rows: Tensor, known: Tensor, goals: Tensor, stack: int, gamma: float
+        self, tensors: dict[str, Tensor], rows: Tensor, known: Tensor | None, goals: Tensor, stack: int, gamma: float
     ) -> None:
         """Give rows of a batch new goals, and what follows from them, in place; calls the user's functions.
 
-        tensors: of the batch. rows: (K,) int64, distinct. known: (K,) bool, false for rows that stay as they are.
+        tensors: of the batch. rows: (K,) int64, distinct.
+        known:   (K,) bool, false for rows that stay as they are; None: all rows get a goal.
         goals:   (K, *goal) as sampled. stack: frames of an observation. gamma: the discount of a step.
         """
         wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
-        # on a device nothing waits for the answer
-        unknown: Tensor | None = known
-        if known.device.type == "cpu" and known.numpy().all():
-            unknown = None
         for name in (self.desired_field, f"next_{self.desired_field}"):
-            masked_put(tensors[name], rows, unknown, wide)
+            masked_put(tensors[name], rows, known, wide)
         after = tensors[f"next_{self.achieved_field}"].index_select(0, rows)
         # rows that keep their goal are shown with it
-        wanted = goals if unknown is None else tensors[self.desired_field].index_select(0, rows)
+        wanted = goals if known is None else tensors[self.desired_field].index_select(0, rows)
         if stack > 1:
             after = after[:, -1].contiguous()
-            wanted = goals if unknown is None else wanted[:, -1].contiguous()
+            wanted = goals if known is None else wanted[:, -1].contiguous()
         # a function that works in place does not spoil what the other one sees
         again = None if self.terminated_fn is None else (after.clone(), wanted.clone())
         reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
         if reward.dtype.is_complex:
             raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
-        masked_put(tensors["reward"], rows, unknown, validation.cast("reward", reward, _REWARD))
+        masked_put(tensors["reward"], rows, known, validation.cast("reward", reward, _REWARD))
         if self.terminated_fn is None or again is None:
             return
         terminated = self._made("terminated_fn", self.terminated_fn(*again), rows)
         if terminated.dtype != torch.bool:
             raise TypeError(f"terminated_fn of Hindsight must return bool; found {terminated.dtype}.")
-        masked_put(tensors["terminated"], rows, unknown, terminated)
+        masked_put(tensors["terminated"], rows, known, terminated)
         discount = tensors["discount"].new_full(rows.shape, gamma)
-        masked_put(tensors["discount"], rows, unknown, discount.masked_fill_(terminated, 0.0))
+        masked_put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
 
     def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
         """What a user's function returned as a (K,) tensor on the device of the rows, or TypeError / ValueError."""

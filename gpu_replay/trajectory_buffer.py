@@ -317,7 +317,8 @@ class TrajectoryReplayBuffer(Extending):
                     ring, pool = self._streams.tensors[name], self._streams.finals.get(name)
                     goals = gather_goals(chosen, ring, pool, field, pinned=self._placement.pinned)
             # the user's functions run while other threads add
-            self._relabel.rewrite(tensors, chosen.rows, chosen.known, goals, self._shape.stack, self._gamma)
+            known = None if chosen.all_known else chosen.known
+            self._relabel.rewrite(tensors, chosen.rows, known, goals, self._shape.stack, self._gamma)
             return Batch(tensors)
         except BaseException:
             self._take_back(mark)

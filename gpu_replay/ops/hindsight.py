@@ -35,12 +35,14 @@ class Chosen(NamedTuple):
     slots:  (K,) int64 of the steps in whose observations the goals stand; any slot where there is none.
     places: (K,) int64 rows of kept final observations in which they stand instead, -1 where they do not; or None where
             none are kept.
+    all_known: whether the host has seen that all are known; on a device it does not ask.
     """
 
     rows: Tensor
     known: Tensor
     slots: Tensor
     places: Tensor | None
+    all_known: bool = False
 
 
 def goal_words(count: int, strategy: Strategy) -> int:
@@ -78,7 +80,7 @@ def goals_from(
     if choose is not None:
         known, source, found = choose(streams, slots, rows, span, doubles, strategy)
         places = torch.from_numpy(found) if shape.finals else None
-        return Chosen(torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source), places)
+        return _chosen(rows, known, source, places)
     slot = slots[rows]
     line, env = np.divmod(slot, envs)
     oldest, newest = span[0] // envs, span[1] // envs - 1
@@ -110,8 +112,12 @@ def goals_from(
         line = np.where(pooled, line, line + 1)
     else:
         line += 1
-    source = line % steps * envs + env
-    return Chosen(torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source), places)
+    return _chosen(rows, known, line % steps * envs + env, places)
+
+
+def _chosen(rows: np.ndarray, known: np.ndarray, source: np.ndarray, places: Tensor | None) -> Chosen:
+    arrays = torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source)
+    return Chosen(*arrays, places, bool(known.all()))
 
 
 def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field, *, pinned: bool = False) -> Tensor:
