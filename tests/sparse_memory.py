@@ -81,7 +81,7 @@ class SparseMemory:
 
 @contextmanager
 def sparse(*, offset_bits: int = 64) -> Iterator[SparseMemory]:
-    """Within it large tensors are sparse; those filled with something else than 0 hold 0 all the same.
+    """Within it large tensors are sparse; those made with another value than 0 hold 0 all the same, and none is filled.
 
     offset_bits: 32 for a machine that adds byte offsets of 32 bits to an address, on which everything must fail.
     """
@@ -91,6 +91,7 @@ def sparse(*, offset_bits: int = 64) -> Iterator[SparseMemory]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "zeros", "full"):
             patch.setattr(torch, name, _sparse_if_large(getattr(torch, name), memory))
+        patch.setattr(Tensor, "fill_", _only_if_small(Tensor.fill_))
         patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))
         for name, (pointers, mask) in _ACCESSES.items():
             patch.setattr(builder, name, _noted(getattr(builder, name), pointers, mask, memory))
@@ -107,6 +108,10 @@ def _sparse_if_large(made: Callable[..., Tensor], memory: SparseMemory) -> Calla
         return made(shape, *arguments, dtype=dtype, **named)
 
     return allocate
+
+
+def _only_if_small(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda tensor, value: tensor if tensor.nbytes >= LARGE else fill(tensor, value)
 
 
 def _chosen_programs(interpreter: Any, memory: SparseMemory) -> Callable[..., Any]:
