@@ -283,11 +283,15 @@ def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [(["pong"], 18.0), (["pong", "--stop-at", "5"], 5.0), (["breakout"], None)]
+    ("flags", "stop_at", "eval_from"),
+    [(["pong"], 18.0, 8.0), (["pong", "--stop-at", "5", "--eval-from", "-21"], 5.0, -21.0), (["breakout"], None, None)],
 )
-def test_pong_ends_at_18_and_other_games_do_not(flags: list[str], expected: float | None, tmp_path: Path) -> None:
+def test_pong_ends_at_18_and_other_games_do_not(
+    flags: list[str], stop_at: float | None, eval_from: float | None, tmp_path: Path
+) -> None:
     pytest.importorskip("ale_py")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     plan = command._new_plan(parser.parse_args([*flags, "--device", "cpu", "--output", str(tmp_path)]), 0.0)
-    assert (plan.settings.stop_at, plan.settings.eval_episodes, plan.settings.bfloat16) == (expected, 30, None)
+    assert (plan.settings.stop_at, plan.settings.eval_from) == (stop_at, eval_from)
+    assert (plan.settings.eval_episodes, plan.settings.bfloat16) == (30, None)

@@ -73,6 +73,12 @@ def test_a_solved_environment_ends_the_run_and_can_be_told_not_to(monkeypatch: p
         assert trainer.evaluator.best.solved
 
 
+@pytest.mark.parametrize(("least", "evaluations"), [(-1.0, 3), (2.0, 1)])
+def test_evaluations_wait_for_a_return_of_training(least: float, evaluations: int) -> None:
+    _, events, reason = train(steps=3_000, eval_every=1_250, eval_episodes=32, eval_from=least)
+    assert (reason, len(events.evaluations)) == ("steps", evaluations)
+
+
 @pytest.fixture(scope="module")
 def short() -> tuple[Trainer, Events]:
     """A short run of Catch in this process."""

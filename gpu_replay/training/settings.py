@@ -85,6 +85,9 @@ class Settings:
     sticky: float = setting(0.0, "Atari: probability that the emulator repeats an action (ALE's v5 ids: 0.25)", 0, 1)
     reduced_actions: bool = setting(True, "Pong: only NOOP, RIGHT, LEFT; the other three are duplicates")
     eval_every: int = setting(5_000, "environment steps between evaluations, which choose the best network", 1)
+    eval_from: float | None = setting(
+        None, "mean training return below which no evaluation is played before the last; auto: none, 8 for pong"
+    )
     eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1)
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
@@ -296,5 +299,8 @@ PRESETS: dict[Family, dict[str, Any]] = {
 }
 # what single games add to their family
 GAMES: dict[str, dict[str, Any]] = {
-    "pong": {"stop_at": 18.0}  # as good as won: the game ends at 21
+    "pong": {
+        "stop_at": 18.0,  # as good as won: the game ends at 21
+        "eval_from": 8.0,  # of 870 s until a win 390 were evaluations, most of networks that could not reach 18
+    }
 }

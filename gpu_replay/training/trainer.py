@@ -242,7 +242,8 @@ class Trainer:
         """What is due before the next step; returns why the run ends, or nothing."""
         # an evaluation or row that an interruption skipped comes first
         if self.step >= self._next_evaluation and self.agent.updates:
-            self._evaluate(listener)
+            if self._deserves_evaluation():
+                self._evaluate(listener)
             self._next_evaluation += self.settings.eval_every
         if self.step >= self._next_row:
             self._next_row += self.settings.log_every
@@ -371,6 +372,11 @@ class Trainer:
     def leads(self) -> bool:
         """Whether this rank evaluates and writes; in a run of one process it does."""
         return self._team is None or self._team.rank == 0
+
+    def _deserves_evaluation(self) -> bool:
+        """Whether the mean return of training has come to `eval_from`; this waits for the device."""
+        least = self.settings.eval_from
+        return least is None or self._statistics.read()[1] >= least
 
     def _evaluate(self, listener: Listener) -> None:
         if not self.leads:
