@@ -14,7 +14,7 @@ from gpu_replay import validation
 from gpu_replay.base_buffer import Buffer, refuse_names
 from gpu_replay.batch import Batch
 from gpu_replay.engines.draw_plan import plan_of
-from gpu_replay.engines.host import HostEngine
+from gpu_replay.engines.host import HostEngine, nothing_stored
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.saved_state import StateLayout
@@ -69,6 +69,7 @@ class ReplayBuffer(Buffer):
     ) -> None:
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
+        self._append_given = getattr(self._engine, "append_given", nothing_stored)
         self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
@@ -139,12 +140,8 @@ class ReplayBuffer(Buffer):
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
         if self._on_host and priority is None:
-            return (self._append_given(fields) or (self._append(fields, None),))[0]
+            return (self._append_given(self._lock, fields) or (self._append(fields, None),))[0]
         return self._append(fields, priority)
-
-    def _append_given(self, fields: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
-        with self._lock:
-            return self._engine.append_given(fields)  # type: ignore[union-attr]
 
     def _append(self, fields: dict[str, Any], priority: Any) -> Tensor:
         values, rows = self._checked(fields)

@@ -15,6 +15,7 @@ import torch
 from devices import host_only
 
 from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
+from gpu_replay.engines.host import nothing_stored
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import HostWords
 
@@ -31,7 +32,7 @@ VALUES = {
 def pair(fields: dict[str, Field], capacity: int = 5, **settings: Any) -> tuple[Any, Any]:
     """Two buffers, of which the second takes nothing as it comes."""
     buffers = tuple(ReplayBuffer(capacity, fields, device="cpu", **settings) for _ in range(2))
-    buffers[1]._engine._compiled = None
+    buffers[1]._append_given, buffers[1]._engine._compiled = nothing_stored, None
     return buffers
 
 
@@ -60,9 +61,10 @@ def test_every_dtype_is_cast_or_refused_as_without_the_loop(target: str) -> None
         buffers = pair({"a": field})
         # NumPy has no bfloat16
         half = torch.tensor([1.5], dtype=torch.bfloat16)
-        for value in (*values, values[-1].tolist(), torch.from_numpy(values[0]), half):
-            taken += bool(buffers[0]._engine.append_given({"a": value}))
-            buffers[1]._engine._compiled = None
+        # a list of one float or bool is read where it is
+        listed = [each.tolist() for each in (values if source in ("bool", "float64") else values[-1:])]
+        for value in (*values, *listed, torch.from_numpy(values[0]), half):
+            taken += bool(buffers[0]._append_given(buffers[0]._lock, {"a": value}))
             buffers[0].load_state_dict(buffers[1].state_dict())
             assert stored(buffers[0], {"a": value}) == stored(buffers[1], {"a": value}), (source, value)
     assert taken > 5
@@ -116,7 +118,12 @@ def test_steps_of_one_environment_need_no_second_look() -> None:
     buffer = pair({"obs": Field((4,), torch.float32), "r": Field((), torch.float32), "t": Field((), torch.bool)})[0]
     obs = np.zeros((1, 4), dtype=np.float32)
     for reward, ended in (([0.5], [True]), (np.array([0.5]), np.array([True])), ([np.float64(1)], [np.False_])):
-        assert buffer._engine.append_given({"obs": obs, "r": reward, "t": ended})
+        assert buffer._append_given(buffer._lock, {"obs": obs, "r": reward, "t": ended})
+    # a list of one number is one row of a field without a shape, and nothing else
+    for given in ({"obs": [0.5]}, {"obs": np.zeros((2, 4), np.float32)}, {"r": [0.5, 0.5]}, {"r": []}, {"t": [0.5]}):
+        step = {"obs": obs, "r": [0.5], "t": [True]} | given
+        assert not buffer._append_given(buffer._lock, step)
+    assert buffer.added == 3
 
 
 def test_random_numbers_are_those_of_numpy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
@@ -15,6 +16,11 @@ from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of, taken
 from gpu_replay.ops.uniform_draw import slots_of
+
+
+def nothing_stored(lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[()]:
+    """Stands for `CompiledTransitions.append` where there is none."""
+    return ()
 
 
 class HostEngine:
@@ -36,6 +42,8 @@ class HostEngine:
         # in the order of the fields: those in records are taken from them
         self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
         self._compiled = compiled_transitions(storage, draws)
+        # stores values as users give them and returns their keys; nothing where they must be looked at first
+        self.append_given = nothing_stored if self._compiled is None else self._compiled.append
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -85,10 +93,6 @@ class HostEngine:
                 leaves[slots] = held
             tree.build()
             raise
-
-    def append_given(self, given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
-        """Store values as users give them and return their keys; nothing where they must be looked at first."""
-        return () if self._compiled is None else self._compiled.append(given)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""

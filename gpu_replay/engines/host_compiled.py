@@ -7,6 +7,8 @@ a dtype that needs a closer look, goes the way that it goes without Numba, and s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,8 @@ _LINE = 64
 # orders of names that are kept
 _ORDERS = 16
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+# looked up once
+_ARRAY, _empty, _from_numpy = np.ndarray, np.empty, torch.from_numpy
 
 
 def compiled_transitions(storage: Storage, draws: HostSampler) -> CompiledTransitions | None:
@@ -83,26 +87,40 @@ class CompiledTransitions:
 
     # add
 
-    def append(self, given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
-        """Store values and return their keys; nothing, having stored nothing, where they need a closer look."""
+    def append(self, lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
+        """Store values and return their keys; nothing, having stored nothing, where they need a closer look.
+
+        lock: of the buffer, taken while they are stored.
+        """
         names = tuple(given)
         order = self._orders.get(names)
         if order is None:
             order = self._order(names)
             if order is None:
                 return ()
-        values = tuple([value if type(value) is np.ndarray else _as_array(value) for value in given.values()])
-        first = values[0]
-        if first is None or not first.ndim:
+        first = given[names[0]]
+        if type(first) is not _ARRAY and type(first) is not list:
+            return self._append_converted(lock, given)
+        try:
+            rows = len(first)
+        except TypeError:
+            # an array of no dimension
             return ()
-        rows = len(first)
         if not 0 < rows <= self._capacity:
             return ()
-        keys = np.empty(rows, _INT64)
-        found = (torch.from_numpy(keys),)
-        if self._ranked is not None:
-            self._note(self._ranked, rows)
-        return ((), found)[self._append(id(values), order, rows, keys, self._state)]
+        keys = _empty(rows, _INT64)
+        found, parts = (_from_numpy(keys),), (self._state, order, keys, *given.values())
+        with lock:
+            if self._ranked is not None:
+                self._note(self._ranked, rows)
+            return ((), found)[self._append(id(parts))] or self._append_converted(lock, given)
+
+    def _append_converted(self, lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[Tensor] | tuple[()]:
+        """As `append`, of values some of which are not arrays yet; nothing where all are, or cannot be."""
+        arrays = {name: value if type(value) is _ARRAY else _as_array(value) for name, value in given.items()}
+        if any(array is None for array in arrays.values()) or all(map(is_, arrays.values(), given.values())):
+            return ()
+        return self.append(lock, arrays)
 
     def _note(self, ranked: RankOrder, rows: int) -> None:
         """Tell the order of ranks which slots are about to change."""

@@ -27,6 +27,8 @@ _TYPE = object.__basicsize__ - 8
 _DATA = object.__basicsize__
 _DIMENSIONS, _SHAPE, _DTYPE, _FLAGS = _DATA + 8, _DATA + 16, _DATA + 40, _DATA + 48
 _ITEMS = tuple.__basicsize__
+# a list: how many items, and where they are; a float: its number
+_COUNT, _LISTED, _NUMBER = object.__basicsize__, object.__basicsize__ + 8, object.__basicsize__
 # contiguous in C's order, and aligned
 _PLAIN = 0x101
 
@@ -52,7 +54,13 @@ def _layout_is_known() -> bool:
     if found != (id(np.ndarray), array.ctypes.data, 2, id(array.dtype), array.flags.num):
         return False
     shape = at(place + _SHAPE)
-    return (at(shape), at(shape + 8)) == array.shape
+    if (at(shape), at(shape + 8)) != array.shape:
+        return False
+    listed = [0.5]
+    number = at(at(id(listed) + _LISTED))
+    if (at(id(listed) + _TYPE), at(id(listed) + _COUNT), number) != (id(list), 1, id(listed[0])):
+        return False
+    return (at(number + _TYPE), at(number + _NUMBER, ctypes.c_double)) == (id(float), 0.5)
 
 
 SUPPORTED = _layout_is_known()
@@ -193,13 +201,37 @@ def dtype_of(array):
     return load(array + _DTYPE, np.int64(0))
 
 
-@njit(error_model="numpy")
-def rows_of(array, shape, ndarray):
-    """The rows of an object if it is an array [rows, *shape], contiguous and aligned; else -1.
+@_inlined
+def type_of(value):
+    """The address of the type of an object."""
+    return load(value + _TYPE, np.int64(0))
 
-    ndarray: address of the class, which is not that of the process for which this was compiled.
-    """
-    if load(array + _TYPE, np.int64(0)) != ndarray or load(array + _FLAGS, np.int32(0)) & _PLAIN != _PLAIN:
+
+@_inlined
+def numbers_of(array):
+    """An array of int64, of one dimension and contiguous, by its address."""
+    size = load(load(array + _SHAPE, np.int64(0)), np.int64(0))
+    return carray(_pointer(data_of(array), np.int64(0)), (size,))
+
+
+@_inlined
+def only_item(listed):
+    """The address of the item of a list of one, 0 for other lists."""
+    if load(listed + _COUNT, np.int64(0)) != 1:
+        return np.int64(0)
+    return load(load(listed + _LISTED, np.int64(0)), np.int64(0))
+
+
+@_inlined
+def number_of(value):
+    """The address of the float64 of a float."""
+    return value + _NUMBER
+
+
+@njit(error_model="numpy")
+def rows_of(array, shape):
+    """The rows of an array that is [rows, *shape], contiguous and aligned; else -1."""
+    if load(array + _FLAGS, np.int32(0)) & _PLAIN != _PLAIN:
         return np.int64(-1)
     if load(array + _DIMENSIONS, np.int32(0)) != shape.size + 1:
         return np.int64(-1)

@@ -24,10 +24,14 @@ from gpu_replay.ops.numba_memory import (
     item,
     load,
     move,
+    number_of,
+    numbers_of,
+    only_item,
     places_of,  # noqa: F401
     prefetch,
     rows_of,
     store,
+    type_of,
 )
 from gpu_replay.ops.numba_tree import draw, set_range
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS
@@ -39,9 +43,11 @@ _ADDED, _FIRST, _RANDOM, _STEP, _MAX_MASS = (
 # the numbers that values may be: the place of each dtype in a table is its kind
 KINDS = tuple(map(np.dtype, ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64", "float16")))
 _BOOL, _UINT8, _INT8, _INT16, _INT32, _INT64, _FLOAT32, _FLOAT64, _FLOAT16 = range(9)
-# NumPy's singletons of these, and then its class of arrays, by their addresses in this process: an argument, since
-# compiled code outlives the process
-ADDRESSES = np.array([*map(id, KINDS), id(np.ndarray)])
+# NumPy's singletons of these, then classes and constants, by their addresses in this process: an argument, since
+# compiled code outlives the process; then bytes of False and of True
+_DTYPES = len(KINDS)
+_NDARRAY, _LIST, _FLOAT, _FALSE, _TRUE, _BYTES = range(_DTYPES, _DTYPES + 6)
+ADDRESSES = np.array([*map(id, (*KINDS, np.ndarray, list, float, False, True)), 0, 0x0101010101010101])
 _WIDTHS = np.array([kind.itemsize for kind in KINDS])
 # rows that are on their way from memory while one is copied
 _AHEAD = 16
@@ -132,24 +138,48 @@ def _put(data, count, source, place, target):
 @_inlined
 def _kind_at(dtype, addresses):
     """The kind of a dtype by its address, -1 for others."""
-    for kind in range(addresses.size - 1):
+    for kind in range(_DTYPES):
         if dtype == addresses[kind]:
             return kind
     return -1
 
 
+@njit(error_model="numpy")
+def _looked_up(value, shape, rows, addresses):
+    """Where the numbers of an object are, and their kind: an array [rows, *shape], or a list of one float or bool.
+
+    The kind is -1 for others.
+    """
+    kind = type_of(value)
+    if kind == addresses[_NDARRAY]:
+        if rows_of(value, shape) != rows:
+            return np.int64(0), -1
+        return data_of(value), _kind_at(dtype_of(value), addresses)
+    if kind != addresses[_LIST] or rows != 1 or shape.size:
+        return np.int64(0), -1
+    number = only_item(value)
+    if number == addresses[_FALSE] or number == addresses[_TRUE]:
+        return addresses.ctypes.data + 8 * (_BYTES + (number == addresses[_TRUE])), _BOOL
+    if number == 0 or type_of(number) != addresses[_FLOAT]:
+        return np.int64(0), -1
+    return number_of(number), _FLOAT64
+
+
 @compiled
-def append(given, order, rows, keys, state):
+def append(given):
     """Store rows of all fields after the newest; returns 0, having done nothing, where a value needs a closer look.
 
-    given: address of a tuple of objects, one for each field.
-    order: how many fields there are; of each the address of the ring, the step from row to row, bytes of a row, kind;
-           where the shape of each begins, and where the last one ends; all shapes.
-    keys:  (rows,) int64, of the new transitions.
-    state: capacity, mass of the new transitions, -1 for the largest ever given, and what that is before any, shift of
-           the tree; then as `places_of` has them ADDRESSES, counters, times sampled, and the arrays of the tree.
+    given: address of a tuple, in which stand, as arrays of int64,
+           state: capacity, mass of the new transitions, -1 for the largest ever given, and what that is before any,
+           shift of the tree; then as `places_of` has them ADDRESSES, counters, times sampled, the arrays of the tree;
+           order: how many fields there are; of each the address of the ring, the step from row to row, bytes of a row,
+           kind; where the shape of each begins, and where the last one ends; all shapes;
+           keys: (rows,), of the new transitions, which are written;
+           and then an object for each field, in that order.
     """
-    fields = order[0]
+    # one number, since a call takes each argument apart by itself
+    state, order, keys = numbers_of(item(given, 0)), numbers_of(item(given, 1)), numbers_of(item(given, 2))
+    fields, rows = order[0], keys.size
     table = order[1 : 4 * fields + 1].reshape((fields, 4))
     starts_of, shapes = order[4 * fields + 1 :], order[5 * fields + 2 :]
     addresses, counters = array_at(state[4:], np.int64(0)), array_at(state[6:], np.int64(0))
@@ -157,16 +187,16 @@ def append(given, order, rows, keys, state):
     flat, starts = array_at(state[10:], np.int64(0)), array_at(state[12:], np.int64(0))
     low, high = array_at(state[14:], np.int64(0)), array_at(state[16:], np.int64(0))
     capacity, mass, shift = state[0], state[1], state[3]
-    source = np.empty(fields, dtype=np.int64)
+    # of each field where its numbers are, and their kind
+    found = np.empty((fields, 2), dtype=np.int64)
     for field in range(fields):
-        value, kind = item(given, field), table[field, 3]
-        if rows_of(value, shapes[starts_of[field] : starts_of[field + 1]], addresses[addresses.size - 1]) != rows:
-            return 0
-        source[field] = _kind_at(dtype_of(value), addresses)
-        if source[field] != kind:
+        value, kind = item(given, 3 + field), table[field, 3]
+        data, source = _looked_up(value, shapes[starts_of[field] : starts_of[field + 1]], rows, addresses)
+        if source != kind:
             count = rows * (table[field, 2] // _WIDTHS[kind])
-            if source[field] < 0 or not _converts(data_of(value), count, source[field], kind):
+            if source < 0 or not _converts(data, count, source, kind):
                 return 0
+        found[field, 0], found[field, 1] = data, source
     added = counters[_ADDED]
     head = added % capacity
     if mass < 0:
@@ -174,15 +204,15 @@ def append(given, order, rows, keys, state):
         if mass == 0:
             mass = state[2]
     for field in range(fields):
-        data, kind, size = data_of(item(given, field)), table[field, 3], table[field, 2]
+        data, source, kind, size = found[field, 0], found[field, 1], table[field, 3], table[field, 2]
         count = size // _WIDTHS[kind]
         for row in range(rows):
             slot = head + row
             place = table[field, 0] + table[field, 1] * (slot - capacity if slot >= capacity else slot)
-            if source[field] == kind:
+            if source == kind:
                 move(place, data + size * row, size)
             else:
-                _put(data + _WIDTHS[source[field]] * count * row, count, source[field], place, kind)
+                _put(data + _WIDTHS[source] * count * row, count, source, place, kind)
     for row in range(rows):
         slot = head + row
         times_sampled[slot - capacity if slot >= capacity else slot] = 0
