@@ -133,12 +133,12 @@ def draw_curve(
     # without pyplot, which looks for a display and keeps global state
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure = Figure(figsize=(8, 7), dpi=120)
     canvas = FigureCanvasAgg(figure)
     # fixed margins: finding them takes as long as all the rest
-    sides = {"left": 0.1, "right": 0.98, "bottom": 0.07, "top": 0.95, "hspace": 0.08}
+    sides = {"left": 0.105, "right": 0.98, "bottom": 0.07, "top": 0.95, "hspace": 0.08}
     returns, lengths, random = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2.2, 1], **sides})
     greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
     names = f"training, which explores: mean of the last {settings.return_window} episodes", f"evaluation, {greedy}"
@@ -162,5 +162,6 @@ def draw_curve(
     random.grid(alpha=0.3)
     random.set_xlabel("environment steps")
     random.xaxis.set_major_formatter(EngFormatter())
+    lengths.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     figure.align_ylabels()
     canvas.print_png(path)
