@@ -90,8 +90,8 @@ def update(slots: int, batch: int) -> Cost:
     per_key = 2 * KEY + PRIORITY + 4 * SECTOR + 2 * SECTOR
     must = batch * UPDATE
     together = keys_together(batch, False) > 0
-    # key, stamp and leaf; the key of many is asked for once more before
-    return Cost(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=3 if together else 4)
+    # key and priority, then stamp and leaf; of many the key comes once more before, and the leaf after the stamp
+    return Cost(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=2 if together else 4)
 
 
 def build(slots: int) -> Cost:

@@ -20,19 +20,9 @@ from .counters import (
     TICKET,
     TRUNCATED,
 )
+from .division import remainder
 from .priorities import initial_mass, mass_of, raise_max_mass
 from .ring import programs_of, tile_at
-
-
-@triton.jit
-def remainder(number, divisor, reciprocal):
-    """number % divisor, where the reciprocal is (2**63 - 1) // divisor and the number is not negative.
-
-    The quotient found is at most one too small. A division of 64 bits is a call, for which registers are spilled.
-    """
-    quotient = tl.umulhi(number.to(tl.uint64) << 1, reciprocal.to(tl.uint64)).to(tl.int64)
-    rest = number - quotient * divisor
-    return tl.where(rest < divisor, rest, rest - divisor)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from .counters import (
     STALE,
     is_last,
 )
+from .division import remainder
 
 
 @triton.jit
@@ -56,11 +57,23 @@ def initial_mass(rule, counters_ptr, SOURCE: tl.constexpr):
 
 
 @triton.jit
-def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr):
-    """Count `live` masses that were rejected, 0, or cut to the limit, and keep the largest in counters[LARGEST]."""
+def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr, stale=None):
+    """Count `live` masses that were rejected, 0, or cut to the limit, and keep the largest in counters[LARGEST].
+
+    stale: keys to be counted as such, if there can be any.
+    """
+    # one sum for all of them: no program has 2**20
+    counted = tl.where(live & (mass == 0), 1 << 20, 0).to(tl.int64) + tl.where(live & saturated, 1 << 40, 0)
+    if stale is not None:
+        counted += stale.to(tl.int64)
+    count = tl.sum(counted)
     tl.atomic_max(counters_ptr + LARGEST, tl.max(tl.where(live, mass, 0)), sem="relaxed")
-    tl.atomic_add(counters_ptr + REJECTED, tl.sum((live & (mass == 0)).to(tl.int64)), sem="relaxed")
-    tl.atomic_add(counters_ptr + SATURATED, tl.sum((live & saturated).to(tl.int64)), sem="relaxed")
+    # there is seldom anything
+    if count > 0:
+        if stale is not None:
+            tl.atomic_add(counters_ptr + STALE, count & 0xFFFFF, sem="relaxed")
+        tl.atomic_add(counters_ptr + REJECTED, (count >> 20) & 0xFFFFF, sem="relaxed")
+        tl.atomic_add(counters_ptr + SATURATED, count >> 40, sem="relaxed")
 
 
 @triton.jit
@@ -158,17 +171,18 @@ def insert_kernel(
         tl.store(counters_ptr + ADDED, added + rows)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity"])
-def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, DRAWS: tl.constexpr):
+@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
+def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_capacity, DRAWS: tl.constexpr):
     """Leave on the slot of every live key the largest position at which it stands: the last one wins."""
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     # positions past the end name no key
     key = tl.load(keys_ptr + position, mask=position < batch, other=-1)
     live = is_live(key, counters_ptr, capacity)
-    tl.atomic_max(stamp_ptr + key % capacity, position.to(tl.int32), mask=live, sem="relaxed")
+    slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
+    tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["batch", "capacity"])
+@triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
 def update_kernel(
     keys_ptr,
     priority_ptr,
@@ -179,6 +193,7 @@ def update_kernel(
     counters_ptr,
     batch,
     capacity,
+    per_capacity,
     SHIFT: tl.constexpr,
     SPARSE: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -189,34 +204,37 @@ def update_kernel(
 
     Winners are distinct slots, so a leaf is read and written by one thread only. With SPARSE, slots of mass 0 keep it.
     With SETTLES a single program, which has all the keys, finds the winners itself. Without levels, stale keys are
-    counted and nothing else happens.
+    counted and nothing else happens. per_capacity: see `division.py`.
     """
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
     # positions past the end name no key
     key = tl.load(keys_ptr + position, mask=named, other=-1)
-    live = is_live(key, counters_ptr, capacity)
-    stale = tl.sum((named & (live == 0)).to(tl.int64), axis=0)
-    tl.atomic_add(counters_ptr + STALE, stale, sem="relaxed")
     if len(levels) > 0:
-        slot = tl.where(live, key, 0) % capacity
+        # asked for together with the keys, so that nothing waits for it: one that does not win is not looked at
+        priority = tl.load(priority_ptr + position, mask=named, other=0).to(tl.float64)
+        live = is_live(key, counters_ptr, capacity)
+        slot = remainder(tl.where(live, key, 0), capacity, per_capacity)
         if SETTLES:
             tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
+            # this program alone writes leaves, and not before all threads have passed the second barrier
+            old = tl.load(levels[0] + slot, mask=live, other=0)
             # all stamps are of this block, within which a barrier orders what was written before it
             tl.debug_barrier()
         # a stamp is read and reset by atomics: a winner may be in another program, and no cache on the way can hold an
         # older one; no stamp is below -1
         stamp = tl.atomic_max(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=live, sem="relaxed")
+        new, saturated = mass_of(priority, rule, ORDERED)
         # a loser sees the winner's position, or the reset that the winner left
         winner = live & (stamp == position)
-        priority = tl.load(priority_ptr + position, mask=winner, other=0).to(tl.float64)
-        new, saturated = mass_of(priority, rule, ORDERED)
+        if not SETTLES:
+            # a winner in another program may be writing the leaf of a loser
+            old = tl.load(levels[0] + slot, mask=winner, other=0)
         meant = winner
         if SPARSE:
             # a slot without mass must not be drawn, whatever its priority
-            meant = winner & (tl.load(levels[0] + slot, mask=winner, other=0) > 0)
+            meant = winner & (old > 0)
         accepted = meant & (new > 0)
-        old = tl.load(levels[0] + slot, mask=accepted, other=0)
         change = new - old
         # copies of a thread's position in other threads have read stamp and leaf before they change
         tl.debug_barrier()
@@ -226,4 +244,7 @@ def update_kernel(
             tl.store(extremes[each] + (slot >> SHIFT), tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
         for level in tl.static_range(1, len(levels)):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
-        count_masses(new, saturated, meant, counters_ptr, MAX_MASS)
+        count_masses(new, saturated, meant, counters_ptr, MAX_MASS, named & (live == 0))
+    else:
+        stale = named & (is_live(key, counters_ptr, capacity) == 0)
+        tl.atomic_add(counters_ptr + STALE, tl.sum(stale.to(tl.int64), axis=0), sem="relaxed")

@@ -183,7 +183,7 @@ def _updates(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer]) -> dict[
     calls = {}
     with recorded() as launches:
         buffer = make()
-        for call, keys in (("update of a thousand", 1000), ("update of thousands", 2000)):
+        for call, keys in (("update of hundreds", 500), ("update of a thousand", 1000), ("update of thousands", 2000)):
             launches.clear()
             buffer.update_priorities(torch.arange(keys), torch.ones(keys))
             calls[call] = list(launches)

@@ -18,8 +18,10 @@ from tolerances import close
 from trees import check_sums, random_masses
 
 from gpu_replay import LinearSchedule
+from gpu_replay.kernels.division import divided
 from gpu_replay.kernels.philox import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
+from gpu_replay.ops.draws import reciprocal
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw
@@ -127,6 +129,34 @@ def test_a_point_in_a_width_stays_below_it_whatever_is_rounded(device: str) -> N
         for word, width in zip(words, widths, strict=True)
     ]
     assert out.tolist() == expected
+
+
+@triton.jit
+def division_kernel(numbers_ptr, divisors_ptr, reciprocals_ptr, out_ptr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    number, divisor = tl.load(numbers_ptr + place), tl.load(divisors_ptr + place)
+    quotient, rest = divided(number, divisor, tl.load(reciprocals_ptr + place))
+    tl.store(out_ptr + place, quotient)
+    tl.store(out_ptr + COUNT + place, rest)
+
+
+def test_division_by_a_reciprocal_is_exact(device: str) -> None:
+    """All small numbers, and those around multiples of divisors up to the largest."""
+    most = 2**63 - 1
+    divisors = [1, 2, 3, 7, 127, 1000, 2**31 - 1, 2**31, 2**32 + 1, 10**12 + 39, 2**62 - 1, 2**62, most - 1, most]
+    pairs = [(number, divisor) for divisor in range(1, 33) for number in range(128)]
+    for divisor in divisors:
+        laps = {0, 1, 2, 3, 2**20, 2**31, most // divisor // 2, most // divisor - 1, most // divisor}
+        near = {lap * divisor + by for lap in laps for by in (-2, -1, 0, 1, 2)} | {most, most - 1, 2**62, 2**53 + 1}
+        pairs += [(number, divisor) for number in sorted(near) if 0 <= number <= most]
+    count = 1 << (len(pairs) - 1).bit_length()
+    pairs += [(0, 1)] * (count - len(pairs))
+    numbers, by = torch.tensor(pairs, device=device).T.contiguous()
+    reciprocals = torch.tensor([reciprocal(divisor) for _, divisor in pairs], device=device)
+    out = torch.empty(2 * count, dtype=torch.int64, device=device)
+    division_kernel[(1,)](numbers, by, reciprocals, out, COUNT=count)
+    assert out[:count].tolist() == [number // divisor for number, divisor in pairs]
+    assert out[count:].tolist() == [number % divisor for number, divisor in pairs]
 
 
 def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guards) -> None:

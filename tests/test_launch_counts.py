@@ -133,7 +133,9 @@ def test_launches_do_not_depend_on_windows(name: str, fields: dict[str, Field], 
             check(buffer, launches, 10, given=n_step > 1, kept=autoreset == "same_step")
 
 
-@pytest.mark.parametrize("batch, launched", [(1, 1), (256, 1), (257, 1), (1024, 1), (1025, 2), (65_536, 2)])
+@pytest.mark.parametrize(
+    "batch, launched", [(1, 1), (256, 1), (257, 1), (512, 1), (513, 1), (1024, 1), (1025, 2), (65_536, 2)]
+)
 def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: int, launched: int) -> None:
     for sampler in (EVERYTHING, BY_RANK["rank"]):
         with recorded() as launches:
@@ -142,6 +144,9 @@ def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: in
             buffer.update_priorities(torch.arange(batch), torch.ones(batch))
             assert [launch.name for launch in launches] == ["settle_kernel", "update_kernel"][2 - launched :]
             assert [launch.constants["SETTLES"] for launch in launches[launched - 1 :]] == [launched == 1]
+            # no more keys than twice those that there are
+            keys = {1: 256, 256: 256, 257: 512, 512: 512, 513: 1024, 1024: 1024}.get(batch, 128)
+            assert {launch.constants["DRAWS"] for launch in launches} == {keys}
 
 
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 250])
@@ -165,11 +170,11 @@ def test_an_update_of_nothing_launches_nothing() -> None:
 @pytest.mark.parametrize("sampler", [EVERYTHING, BY_RANK["combined-rank"]], ids=["mass", "rank"])
 def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any) -> None:
     """Compiling takes a second, in which training stands: sizes and counts must not ask for it again, but for updates,
-    of which few, many, and more keys than one program takes are different code."""
+    of which 256, 512 and 1024 keys, and more than one program takes, are different code."""
     variants, updates = set(), set()
     with recorded() as launches:
         buffer = ReplayBuffer(5_000, some_fields(5), sampler=sampler, device="cpu")
-        for rows in (4, 6, 16, 31, 128, 1000, 6_000):
+        for rows in (4, 6, 16, 31, 128, 300, 1000, 6_000):
             launches.clear()
             buffer.add(**rows_of(buffer, rows), priority=torch.ones(rows))
             buffer.sample(rows)
@@ -180,7 +185,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any
             for launch in launches:
                 assert launch.specialised == [], launch.name
     assert len(variants) == 1
-    assert len(updates) == 3
+    assert len(updates) == 4
 
 
 def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code() -> None:

@@ -15,7 +15,7 @@ from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frames import frame_tile
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block, scan_warps, warp_width
-from gpu_replay.ops.priorities import blocks_per_program, keys_together
+from gpu_replay.ops.priorities import blocks_per_program, keys_together, update_warps
 from gpu_replay.ops.ring import tile_for
 
 SIZES = (1, 2, 3, 127, 128, 129, 4095, 65_536, 100_003)
@@ -40,8 +40,12 @@ def test_a_program_takes_a_power_of_two_and_on_a_gpu_always_the_same(gpu: int) -
 
 
 def test_one_program_updates_few_keys_or_a_thousand_and_no_more() -> None:
-    sizes = {batch: keys_together(batch, False) for batch in (1, 2, 255, 256, 257, 1023, 1024, 1025, 65_536)}
-    assert sizes == {1: 256, 2: 256, 255: 256, 256: 256, 257: 1024, 1023: 1024, 1024: 1024, 1025: 0, 65_536: 0}
+    few = {1: 256, 2: 256, 255: 256, 256: 256, 257: 512, 512: 512}
+    sizes = {**few, 513: 1024, 1023: 1024, 1024: 1024, 1025: 0, 65_536: 0}
+    assert {batch: keys_together(batch, False) for batch in sizes} == sizes
+    # 64 threads are the wide warps of AMD
+    assert {keys: update_warps(keys) for keys in (0, 256, 512, 1024)} == {0: 4, 256: 8, 512: 16, 1024: 16}
+    assert update_warps(1024) * 64 <= MOST_THREADS
     assert [keys_together(batch, True) for batch in (1, 2, 3, 1000, 1024, 1025)] == [1, 2, 4, 1024, 1024, 0]
 
 

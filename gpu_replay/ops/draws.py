@@ -18,6 +18,11 @@ def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> in
     return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
 
 
+def reciprocal(divisor: int) -> int:
+    """What a kernel takes to divide by it: see `kernels/division.py`."""
+    return (2**63 - 1) // divisor
+
+
 class LeafBlocks(NamedTuple):
     """The blocks of a tree's leaves, the programs that look for an extreme in them, and the blocks of each."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
+from gpu_replay.ops.draws import reciprocal
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
@@ -169,11 +170,6 @@ def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
     return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
 
 
-def _reciprocal(divisor: int) -> int:
-    """What a kernel takes instead of dividing by it."""
-    return (2**63 - 1) // divisor
-
-
 def launch_add_step(
     streams: Streams,
     masses: DeviceMasses | None,
@@ -223,9 +219,9 @@ def launch_add_step(
         shape.stack,
         shape.n_step,
         shape.finals,
-        _reciprocal(shape.slots),
-        _reciprocal(shape.num_envs * (shape.n_step + 1)),
-        _reciprocal(max(1, shape.finals)),
+        reciprocal(shape.slots),
+        reciprocal(shape.num_envs * (shape.n_step + 1)),
+        reciprocal(max(1, shape.finals)),
         SHIFT=tree.fanout.bit_length() - 1,
         ENVS=envs,
         AGES=ages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.draws import per_program
+from gpu_replay.ops.draws import per_program, reciprocal
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 
@@ -45,14 +45,22 @@ def blocks_per_program(rows: int, fanout: int, interpreted: bool) -> int:
 def keys_together(batch: int, interpreted: bool) -> int:
     """Keys of the one program that updates a whole batch; 0 of a batch that takes several, and a launch before them.
 
-    On a GPU few keys and many are different code to compile. One that holds many more than there are would make masses
-    for nothing, and one of thousands of keys would leave the rest of the GPU idle.
+    On a GPU few keys and many are different code to compile: 256, 512 or 1024. One that holds many more than there are
+    would make masses for nothing, and one of thousands of keys would leave the rest of the GPU idle.
     """
     if batch > 1024:
         return 0
     if interpreted:
         return 1 << (batch - 1).bit_length()
-    return 256 if batch <= 256 else 1024
+    return next(keys for keys in (256, 512, 1024) if batch <= keys)
+
+
+def update_warps(together: int) -> int:
+    """Warps of a program that has so many keys, or 0 of several: a thread for each, but no more than AMD's GPUs have.
+
+    Where a thread has several, what it loads goes from thread to thread through shared memory.
+    """
+    return min(16, max(4, together // 32))
 
 
 def launch_insert(
@@ -111,14 +119,14 @@ def launch_update(
     """
     from gpu_replay.kernels.priorities import settle_kernel, update_kernel
 
-    batch, interpreted = keys.numel(), keys.device.type == "cpu"
+    batch, interpreted, per_capacity = keys.numel(), keys.device.type == "cpu", reciprocal(capacity)
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
     grid = (-(-batch // draws),)
     tree = None if masses is None else masses.tree
     try:
         if masses is not None and not together:
-            settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, DRAWS=draws)
+            settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, per_capacity, DRAWS=draws)
         update_kernel[grid](
             keys,
             priorities,
@@ -129,12 +137,12 @@ def launch_update(
             counters,
             batch,
             capacity,
+            per_capacity,
             SHIFT=0 if tree is None else tree.fanout.bit_length() - 1,
             SPARSE=sparse,
             ORDERED=masses is not None and masses.ordered,
             SETTLES=together > 0,
-            # a program of many keys has more threads, so that none of them has many
-            num_warps=8 if together else 4,
+            num_warps=update_warps(together),
             DRAWS=draws,
         )
     except BaseException:
