@@ -19,11 +19,16 @@ MODULES = (
     *("engines/device", "engines/device_sampler", "engines/device_trajectory"),
     *("graphs/custom_ops", "graphs/learning_step", "graphs/cuda_graph"),
     *("ops/priorities", "ops/eligibility", "ops/eligible_draw", "ops/frames", "ops/hindsight", "ops/prefix_sum"),
+    *("ops/launch", "ops/draws"),
     *("ops/rank_draw", "ops/ring", "ops/stratified_draw", "ops/uniform_draw", "ops/weights", "ops/mass_tree"),
 )
 ROOTS = ("add", "sample", "sample_sequences", "update_priorities", "begin_episodes", "_add", "_sample", "_update")
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
 STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "on_replay", "ordered", "close")
+# `ordered` and what is planned for launches: plans are made in calls, and called under names of their callers
+BLOCKS = ("__enter__", "__exit__", "__missing__")
+PLANS = ("plan_draw", "plan_write", "plan_insert", "plan_gather", "plan_update", "plan_add_step", "plan_keep_finals")
+ALL_ROOTS = (*ROOTS, *STEPS, *BLOCKS, *PLANS, "plan_gather_windows")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
@@ -174,7 +179,7 @@ def stalls(function: Function) -> Iterator[str]:
                 yield ast.unparse(test)
 
 
-def search(sources: Mapping[str, str], roots: tuple[str, ...] = ROOTS + STEPS) -> tuple[set[str], list[str]]:
+def search(sources: Mapping[str, str], roots: tuple[str, ...] = ALL_ROOTS) -> tuple[set[str], list[str]]:
     """The functions that the roots reach, and what in them waits for the device."""
     known = functions(sources)
     reached: set[str] = set()
@@ -206,11 +211,11 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert found == []
     # the search went where the work is done
     assert {"append", "moved", "cast", "as_keys", "draw"} <= reached
-    assert {"launch_write", "launch_insert", "launch_gather", "launch_update", "tile_for"} <= reached
-    assert {"launch_stratified_draw", "weighing_of", "part_of", "launch_uniform_draw"} <= reached
-    assert {"add_step", "launch_add_step", "launch_keep_finals", "count_at_least", "span_of_steps"} <= reached
-    assert {"launch_rank_draw", "current", "exact", "skip_sample", "_make_list"} <= reached
-    assert {"launch_eligible_draw", "launch_gather_windows", "launch_gather_sequences"} <= reached
+    assert {"plan_write", "plan_insert", "plan_gather", "plan_update", "tile_for", "aligned"} <= reached
+    assert {"plan_stratified_draw", "weighing_of", "given_for", "part_for", "plan_uniform_draw"} <= reached
+    assert {"add_step", "plan_add_step", "plan_keep_finals", "count_at_least", "span_of_steps"} <= reached
+    assert {"plan_draw", "plan_rank_draw", "current", "exact", "skip_sample", "_make_list", "new_draws"} <= reached
+    assert {"plan_eligible_draw", "plan_gather_windows", "_plan_launch", "launch_gather_sequences"} <= reached
     assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
 
 

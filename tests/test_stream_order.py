@@ -404,7 +404,7 @@ def test_a_call_out_of_turn_is_seen() -> None:
         with watched(buffer, launches) as watch:
             buffer._counters.tolist()
             buffer._storage.times_sampled.zero_()
-            buffer._draws.write(rows_of(buffer, 3))
+            buffer._draws.write(rows_of(buffer, 3), 3)
             torch.ones(3).zero_()
             buffer._storage.times_sampled[:3]
         assert watch.astray == ["tolist", "aten.zero_.default", "write_kernel"]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler, WeighedDraw
 from gpu_replay.engines.storage import Storage, not_readable
-from gpu_replay.ops.priorities import launch_insert
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.launch import Kept
+from gpu_replay.ops.priorities import plan_insert
+from gpu_replay.ops.ring import launch_gather, plan_gather
 
 
 class DeviceEngine:
@@ -28,6 +29,18 @@ class DeviceEngine:
         self._storage = storage
         # transitions known to be stored
         self._known = 0
+        # by the batch, and whether there are weights and a schedule
+        self._gathers = Kept(
+            lambda batch, weighed, schedule: plan_gather(
+                storage.tensors, storage.fields, batch, storage.device, weighed=weighed
+            )
+        )
+        # by the rows, and the dtype of their priorities
+        self._inserts = Kept(
+            lambda rows, own: plan_insert(
+                *(draws.masses, draws.counters, storage.times_sampled, rows, draws.source), given=own is not None
+            )
+        )
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -71,17 +84,13 @@ class DeviceEngine:
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
-        draws, times_sampled = self.draws, self._storage.times_sampled
+        draws = self.draws
         with draws.ordered():
             # whatever must be allocated comes before the ring is written
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
-            draws.add(
-                self,
-                rows,
-                lambda: draws.write(moved),
-                lambda: launch_insert(draws.masses, draws.counters, times_sampled, rows, own, draws.source, keys),
-            )
+            insert = self._inserts[rows, None if own is None else own.dtype]
+            draws.add(self, rows, lambda: draws.write(moved, rows), lambda: insert(own, keys))
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
@@ -94,8 +103,12 @@ class DeviceEngine:
 
     def gather(self, drawn: WeighedDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
-        tensors = launch_gather(self._storage.tensors, self._storage.fields, drawn.slots, drawn.pending)
-        return {**tensors, **drawn.named}
+        pending = drawn.pending
+        scheduled = pending is not None and pending.schedule is not None
+        gather = self._gathers[drawn.slots.shape[0], pending is not None, scheduled]
+        tensors = gather(drawn.slots, pending)
+        tensors.update(drawn.named)
+        return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""

@@ -18,12 +18,14 @@ from torch import Tensor
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
-from gpu_replay.ops.eligible_draw import launch_eligible_draw
-from gpu_replay.ops.priorities import DeviceMasses, launch_update
-from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
-from gpu_replay.ops.ring import launch_write
-from gpu_replay.ops.stratified_draw import launch_stratified_draw
-from gpu_replay.ops.uniform_draw import launch_uniform_draw, uniform_blocks
+from gpu_replay.ops.draws import DeviceDraws
+from gpu_replay.ops.eligible_draw import plan_eligible_draw
+from gpu_replay.ops.launch import Kept
+from gpu_replay.ops.priorities import DeviceMasses, plan_update
+from gpu_replay.ops.rank_draw import DeviceRanks, plan_rank_draw
+from gpu_replay.ops.ring import plan_write
+from gpu_replay.ops.stratified_draw import plan_stratified_draw
+from gpu_replay.ops.uniform_draw import plan_uniform_draw, uniform_blocks
 from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.schedule import LinearSchedule
 from gpu_replay.stream_order import StreamOrder
@@ -60,6 +62,50 @@ class _Taken:
     pending: PendingWeights | None = None
     steps: int = 0
     blocks: int = 0
+
+
+class _DrawPlan(NamedTuple):
+    """How batches of one size are drawn.
+
+    draw:  one launch; takes the list of ranks where draws are by rank.
+    drawn: rows that are not the newest.
+    moves: blocks of the random stream by which that launch moves on, with the schedule; None where the gather does.
+    """
+
+    draw: Callable[..., DeviceDraws]
+    drawn: int
+    moves: int | None
+
+
+def _plan_draws(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> Kept[_DrawPlan]:
+    """How batches are drawn, by their size, the newest slots to skip, whether they are shifted, and whether the list of
+    ranks is made for one call.
+    """
+    return Kept(lambda *key: plan_draw(state, storage, ranks, *key))
+
+
+def plan_draw(
+    state: DrawState, storage: Storage, ranks: DeviceRanks | None, batch: int, skipped: int, shifted: bool, alone: bool
+) -> _DrawPlan:
+    """How one kind of batch is drawn."""
+    plan, starts = state.plan, state.eligible_tree
+    drawn = batch - plan.newest_of(batch)
+    rows = (state.counters, storage.times_sampled, drawn, batch)
+    by_priority: dict[str, Any] = {"stratified": plan.stratified, "lowest_of_all": plan.lowest_of_all}
+    of_starts = {**by_priority, "skipped": skipped, "shifted": shifted}
+    draw: Callable[..., DeviceDraws]
+    if ranks is not None and drawn > 0:
+        outdated = state.sparse and ranks.every > 1 and not alone
+        draw = plan_rank_draw(ranks.sums, state.masses, starts, *rows, outdated=outdated, **of_starts)
+    elif state.sparse:
+        draw = plan_eligible_draw(state.tree, starts, *rows, replacement=plan.replacement, **of_starts)
+    elif state.tree is not None and drawn > 0:
+        draw = plan_stratified_draw(state.tree, *rows, **by_priority)
+    else:
+        draw = plan_uniform_draw(*rows, state.slots, replacement=plan.replacement)
+    if state.tree is not None and drawn > 0:
+        return _DrawPlan(draw, drawn, None)
+    return _DrawPlan(draw, drawn, uniform_blocks(drawn, plan.replacement) + blocks_for(batch if shifted else 0))
 
 
 class Ring(Protocol):
@@ -109,6 +155,16 @@ class DeviceSampler:
         if isinstance(plan.beta, LinearSchedule):
             parts = [plan.beta.start, plan.beta.end - plan.beta.start, float(plan.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
+        self._draws = _plan_draws(state, storage, self._ranks)
+        highest, masses = self.source == Counter.HIGHEST, self.masses
+        # by the rows
+        self._writes = Kept(
+            lambda rows: plan_write(storage.tensors, storage.fields, rows, state.counters, state.tree, highest=highest)
+        )
+        # by the keys, and the dtype of their priorities
+        self._updates = Kept(
+            lambda keys, own: plan_update(masses, state.counters, state.slots, keys, sparse=state.sparse)
+        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -242,11 +298,10 @@ class DeviceSampler:
         own = None if priorities is None or self.masses is None else self.moved(priorities)
         return {name: self.moved(value) for name, value in values.items()}, own
 
-    def write(self, values: Mapping[str, Tensor]) -> None:
+    def write(self, values: Mapping[str, Tensor], rows: int) -> None:
         """Store values that are on the device after the newest; 1 launch."""
-        storage, highest = self._storage, self.source == Counter.HIGHEST
         self._changed()
-        launch_write(storage.tensors, storage.fields, values, self.counters, self.state.tree, highest=highest)
+        self._writes[(rows,)](values)
 
     def _changed(self) -> None:
         """Something was added or updated."""
@@ -257,6 +312,7 @@ class DeviceSampler:
         """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
         found = copy.copy(self)
         found.state, found._narrowed = self.state.narrowed(allowed), True
+        found._draws = _plan_draws(found.state, self._storage, self._ranks)
         return found
 
     def draw(
@@ -269,37 +325,31 @@ class DeviceSampler:
         shifted: words that move pictures are taken as well.
         exact:   ranks are those of this moment in any case, as they must be where slots are skipped.
         """
-        plan, state, ranks, capturing = self._plan, self.state, self._ranks, self.capturing()
-        drawn = batch - plan.newest_of(batch)
-        starts, rows = state.eligible_tree, (self.counters, self._storage.times_sampled, drawn, batch)
-        by_priority: dict[str, Any] = {"stratified": plan.stratified, "lowest_of_all": plan.lowest_of_all}
-        of_starts = {**by_priority, "skipped": skipped, "shifted": shifted}
-        if ranks is not None and drawn == 0:
-            ranks.skip_sample(capturing)
-        if ranks is not None and drawn > 0:
-            # an order without the newest slots serves this call alone
-            alone = skipped > 0 or self._narrowed or (exact and ranks.every > 1)
-            ranked = ranks.exact(state.masses, skipped, capturing) if alone else ranks.current(state.masses, capturing)
-            outdated = state.sparse and ranks.every > 1 and not alone
-            found = launch_rank_draw(ranks.sums, ranked, state.masses, starts, *rows, outdated=outdated, **of_starts)
-        elif state.sparse:
-            found = launch_eligible_draw(state.tree, starts, *rows, replacement=plan.replacement, **of_starts)
-        elif state.tree is not None and drawn > 0:
-            found = launch_stratified_draw(state.tree, *rows, **by_priority)
-        else:
-            found = launch_uniform_draw(*rows, state.slots, replacement=plan.replacement)
+        plan, ranks, ranked, alone = self._plan, self._ranks, None, False
+        if ranks is not None:
+            capturing = self.capturing()
+            if batch == plan.newest_of(batch):
+                ranks.skip_sample(capturing)
+            else:
+                # an order without the newest slots serves this call alone
+                alone, tree = skipped > 0 or self._narrowed or (exact and ranks.every > 1), self.state.masses
+                ranked = ranks.exact(tree, skipped, capturing) if alone else ranks.current(tree, capturing)
+        planned = self._draws[batch, skipped, shifted, alone]
+        found = planned.draw() if ranked is None else planned.draw(ranked)
         pending, taken = None, self._taken
         taken.slots = found.slots
-        if state.tree is None or drawn == 0:
-            taken.blocks += uniform_blocks(drawn, plan.replacement) + blocks_for(batch if shifted else 0)
+        if planned.moves is not None:
+            taken.blocks += planned.moves
             taken.steps += 1
+            weight = found.value
         else:
             schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
             exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
             # the gather also advances the stream past the words of the shifts
-            pending = weighing_of(found.value, self.counters, schedule, exponent, drawn, batch if shifted else 0)
+            shifts = batch if shifted else 0
+            pending = weighing_of(found.value, self.counters, schedule, exponent, planned.drawn, shifts)
             taken.pending = pending
-        weight = found.value if pending is None else pending.weight
+            weight = pending.weight
         named = {"key": found.keys, "probability": found.probability, "weight": weight}
         return WeighedDraw(found.slots, named, pending, found.words)
 
@@ -309,4 +359,4 @@ class DeviceSampler:
             with self.ordered():
                 moved, numbers = self.moved(keys), self.moved(priorities)
                 self._changed()
-                launch_update(self.masses, self.counters, self.state.slots, moved, numbers, sparse=self.state.sparse)
+                self._updates[moved.shape[0], numbers.dtype](moved, numbers)

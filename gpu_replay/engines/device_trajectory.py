@@ -17,9 +17,10 @@ from gpu_replay.engines.host_twin import HostTwin
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag, endings, launch_add_step, launch_keep_finals, sequence_starts
-from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows
+from gpu_replay.ops.eligibility import Flag, endings, plan_add_step, plan_keep_finals, sequence_starts
+from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, plan_gather_windows
 from gpu_replay.ops.hindsight import Chosen, Strategy, goal_blocks, launch_choose_goals
+from gpu_replay.ops.launch import Kept
 from gpu_replay.ops.many_steps import GivenFinals, overwritten_parts, steps_together
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.windows import powers_of
@@ -43,6 +44,22 @@ class TrajectoryDeviceEngine:
         self._first_step = self._next_step = 0
         # eligible starts when their number was last read, and steps overwritten since
         self._known = self._overwritten = 0
+        powers, counters = self._powers, draws.counters
+        # by the dtype of priorities, and whether final observations come with the step
+        self._steps = Kept(
+            lambda own, with_final: plan_add_step(
+                *(storage.streams, draws.masses, draws.state.eligible_tree, counters, storage.times_sampled),
+                draws.source,
+                with_final=with_final,
+            )
+        )
+        self._finals = Kept(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
+        # by the batch, whether pictures are moved, and whether there are weights and a schedule
+        self._gathers = Kept(
+            lambda batch, shifted, weighed, schedule: plan_gather_windows(
+                storage, batch, powers, counters, shifted=shifted, weighed=weighed
+            )
+        )
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
@@ -93,31 +110,21 @@ class TrajectoryDeviceEngine:
         finals: dict[str, Tensor] | None,
     ) -> Tensor:
         """Store one step of all environments and return its (num_envs,) keys; 2 launches, 3 with final observations."""
-        storage, draws = self._storage, self.draws
+        draws = self.draws
         with draws.ordered():
             # whatever must come to the device comes before the ring is written
             flags = draws.moved(terminated), draws.moved(truncated)
             kept = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
+            step = self._steps[None if own is None else own.dtype, kept is not None]
             launches: list[Callable[[], object]] = [
-                lambda: draws.write(moved),
-                lambda: launch_add_step(
-                    storage.streams,
-                    draws.masses,
-                    draws.state.eligible_tree,
-                    draws.counters,
-                    storage.times_sampled,
-                    *flags,
-                    own,
-                    draws.source,
-                    with_final=kept is not None,
-                    keys=keys,
-                ),
+                lambda: draws.write(moved, keys.shape[0]),
+                lambda: step(*flags, own, keys),
             ]
             if kept is not None:
-                finals_of = storage.streams, storage.finals, storage.fields, kept, draws.counters
-                launches.append(lambda: launch_keep_finals(*finals_of))
+                keep_finals = self._finals[()]
+                launches.append(lambda: keep_finals(kept))
             draws.add(self, self._shape.num_envs, *launches)
         return keys
 
@@ -188,7 +195,7 @@ class TrajectoryDeviceEngine:
             some = slice(begin, min(begin + together, len(terminated)))
             rows = (some.stop - begin) * shape.num_envs
             part = {name: draws.moved(value[some].flatten(0, 1)) for name, value in values.items()}
-            draws.write(part)
+            draws.write(part, rows)
             slots = (draws.counters[Counter.ADDED] + torch.arange(rows, device=draws.device)) % shape.slots
             storage.times_sampled[slots] = 0
             draws.counters[Counter.ADDED] += rows
@@ -285,10 +292,12 @@ class TrajectoryDeviceEngine:
         draws, storage = self.draws, self._storage
         with draws.ordered():
             drawn = draws.draw(batch, beta, shifted=storage.random_shift > 0)
-            tensors = launch_gather_windows(
-                storage, drawn.slots, self._powers, draws.counters, words=drawn.words, weighing=drawn.pending
-            )
-        return {**tensors, **drawn.named}
+            pending = drawn.pending
+            scheduled = pending is not None and pending.schedule is not None
+            gather = self._gathers[batch, drawn.words is not None, pending is not None, scheduled]
+            tensors = gather(drawn.slots, drawn.words, pending)
+            tensors.update(drawn.named)
+            return tensors
 
     def among(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
         """What draws only the starts that `sequence_starts` names, and how many there are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,10 @@ class DeviceDraws(NamedTuple):
     def word_outputs(self) -> tuple[Tensor, ...]:
         """The words, if there are any."""
         return () if self.words is None else (self.words,)
+
+
+# one draw as a launch, again and again
+Draw = Callable[[], DeviceDraws]
 
 
 def new_draws(batch: int, device: torch.device, *, by_priority: bool, shifted: bool = False) -> DeviceDraws:

@@ -7,7 +7,7 @@ closes, and takes away those that were overwritten or lost a frame of their stac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.draws import reciprocal
+from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
@@ -170,6 +171,74 @@ def envs_per_program(num_envs: int, ages: int, interpreted: bool) -> int:
     return min(1024, 1 << (num_envs - 1).bit_length()) if interpreted else max(1, _TILE // ages)
 
 
+def plan_add_step(
+    streams: Streams,
+    masses: DeviceMasses | None,
+    eligible_tree: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    source: int | None,
+    *,
+    with_final: bool,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], None]:
+    """Device: add the step that was just written, by its flags `terminated` and `truncated`, (num_envs,) bool, and its
+    priorities or None, and put its keys into a (num_envs,) int64; one launch a call.
+
+    masses, eligible_tree: what is kept of starts, either or both.
+    source:        where the initial mass is found if it is there; else it is the one given to `masses`.
+    with_final:    whether final observations came with the step, for `plan_keep_finals` to copy.
+
+    Priorities are of one dtype, or missing, in all calls.
+    """
+    from gpu_replay.kernels.eligibility import add_step_kernel
+
+    shape = streams.shape
+    tree = masses.tree if masses is not None else eligible_tree
+    if tree is None:
+        raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
+    # what lies further back than the ring is long does not count
+    ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
+    envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
+    held = (
+        tree.levels,
+        () if masses is None else masses.extremes,
+        () if masses is None or eligible_tree is None else eligible_tree.levels,
+        () if masses is None else masses.rule,
+        streams.tensors,
+    )
+    numbers = (
+        shape.num_envs,
+        shape.slots,
+        shape.stack,
+        shape.n_step,
+        shape.finals,
+        reciprocal(shape.slots),
+        reciprocal(shape.num_envs * (shape.n_step + 1)),
+        reciprocal(max(1, shape.finals)),
+    )
+    launch = Launch(
+        add_step_kernel,
+        -(-shape.num_envs // envs),
+        SHIFT=tree.fanout.bit_length() - 1,
+        ENVS=envs,
+        AGES=ages,
+        FRAMES=frames,
+        ORDERED=masses is not None and masses.ordered,
+        SOURCE=-1 if source is None else source,
+        NEXT_STEP=shape.next_step,
+        WITH_FINALS=with_final and shape.finals > 0,
+        HINDSIGHT=shape.hindsight,
+    )
+
+    def add_step(terminated: Tensor, truncated: Tensor, priorities: Tensor | None, keys: Tensor) -> None:
+        step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
+        if masses is not None and priorities is not None:
+            step = (*step, priorities)
+        launch(*held, step, counters, times_sampled, keys, *numbers, aligned=aligned(*step))
+
+    return add_step
+
+
 def launch_add_step(
     streams: Streams,
     masses: DeviceMasses | None,
@@ -182,57 +251,33 @@ def launch_add_step(
     source: int | None,
     *,
     with_final: bool,
-    keys: Tensor | None = None,
 ) -> Tensor:
-    """Device: add the step that was just written and return its (num_envs,) keys; one launch.
-
-    masses, eligible_tree: what is kept of starts, either or both.
-    terminated, truncated: (num_envs,) bool.
-    source:        where the initial mass is found if it is there; else it is the one given to `masses`.
-    with_final:    whether final observations came with the step, for `launch_keep_finals` to copy.
-    keys:          (num_envs,) int64 to return them in, so that nothing is allocated here.
-    """
-    from gpu_replay.kernels.eligibility import add_step_kernel
-
-    shape, device = streams.shape, counters.device
-    tree = masses.tree if masses is not None else eligible_tree
-    if tree is None:
-        raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
-    # what lies further back than the ring is long does not count
-    ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
-    envs = envs_per_program(shape.num_envs, max(ages, frames), device.type == "cpu")
-    if keys is None:
-        keys = torch.empty(shape.num_envs, dtype=torch.int64, device=device)
-    step = terminated.view(torch.uint8), truncated.view(torch.uint8)
-    add_step_kernel[(-(-shape.num_envs // envs),)](
-        tree.levels,
-        () if masses is None else masses.extremes,
-        () if masses is None or eligible_tree is None else eligible_tree.levels,
-        () if masses is None else masses.rule,
-        streams.tensors,
-        step if masses is None or priorities is None else (*step, priorities),
-        counters,
-        times_sampled,
-        keys,
-        shape.num_envs,
-        shape.slots,
-        shape.stack,
-        shape.n_step,
-        shape.finals,
-        reciprocal(shape.slots),
-        reciprocal(shape.num_envs * (shape.n_step + 1)),
-        reciprocal(max(1, shape.finals)),
-        SHIFT=tree.fanout.bit_length() - 1,
-        ENVS=envs,
-        AGES=ages,
-        FRAMES=frames,
-        ORDERED=masses is not None and masses.ordered,
-        SOURCE=-1 if source is None else source,
-        NEXT_STEP=shape.next_step,
-        WITH_FINALS=with_final and shape.finals > 0,
-        HINDSIGHT=shape.hindsight,
-    )
+    """Device: one call of what `plan_add_step` gives; returns the keys."""
+    keys = torch.empty(streams.shape.num_envs, dtype=torch.int64, device=counters.device)
+    add_step = plan_add_step(streams, masses, eligible_tree, counters, times_sampled, source, with_final=with_final)
+    add_step(terminated, truncated, priorities, keys)
     return keys
+
+
+def plan_keep_finals(
+    streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
+) -> Callable[[Mapping[str, Tensor]], None]:
+    """Device: copy the final observations that `plan_add_step` kept to their rows; one launch a call.
+
+    pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
+    """
+    from gpu_replay.kernels.eligibility import keep_finals_kernel
+
+    envs, names, held = streams.shape.num_envs, tuple(pools), tuple(pools.values())
+    layout, programs = moved_rows((fields[name] for name in names), envs, counters.device.type == "cpu")
+    launch = Launch(keep_finals_kernel, programs, LAYOUT=layout)
+
+    def keep_finals(given: Mapping[str, Tensor]) -> None:
+        values = tuple([given[name] for name in names])
+        known = streams.flags, streams.final, counters, envs, streams.shape.slots
+        launch(values, held, *known, aligned=aligned(*values))
+
+    return keep_finals
 
 
 def launch_keep_finals(
@@ -242,22 +287,5 @@ def launch_keep_finals(
     given: Mapping[str, Tensor],
     counters: Tensor,
 ) -> None:
-    """Device: copy the final observations that `launch_add_step` kept to their rows; one launch.
-
-    pools: (finals, *shape) of each observation field. given: the same names, (num_envs, *shape).
-    """
-    from gpu_replay.kernels.eligibility import keep_finals_kernel
-
-    envs = streams.shape.num_envs
-    kinds = [fields[name] for name in pools]
-    layout, programs = moved_rows(kinds, envs, counters.device.type == "cpu")
-    keep_finals_kernel[(programs,)](
-        tuple(given[name] for name in pools),
-        tuple(pools.values()),
-        streams.flags,
-        streams.final,
-        counters,
-        envs,
-        streams.shape.slots,
-        LAYOUT=layout,
-    )
+    """Device: one call of what `plan_keep_finals` gives."""
+    plan_keep_finals(streams, pools, fields, counters)(given)

@@ -7,13 +7,14 @@ the newest, so that leaving out the newest steps means drawing below a smaller t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import DeviceDraws, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.uniform_draw import uniform_blocks
 
@@ -71,7 +72,7 @@ def _mass_before(tree: MassTree, prefix: np.ndarray, slot: int) -> int:
     return mass + prefix.item(node)
 
 
-def launch_eligible_draw(
+def plan_eligible_draw(
     tree: MassTree | None,
     eligible_tree: MassTree | None,
     counters: Tensor,
@@ -84,8 +85,8 @@ def launch_eligible_draw(
     stratified: bool = True,
     lowest_of_all: bool = False,
     replacement: bool = False,
-) -> DeviceDraws:
-    """Device: `drawn` starts by chance and the newest for the rest of the batch; one launch.
+) -> Draw:
+    """Device: `drawn` starts by chance and the newest for the rest of the batch; one launch a call.
 
     tree:          of masses, to draw by mass; None for uniform draws.
     eligible_tree: of ones; needed where `drawn < batch` and for uniform draws.
@@ -96,21 +97,21 @@ def launch_eligible_draw(
     """
     from gpu_replay.kernels.eligible_draw import draw_by_mass_kernel, draw_eligible_kernel
 
-    interpreted, by_mass = counters.device.type == "cpu", tree is not None and drawn > 0
-    if not by_mass and eligible_tree is None:
-        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
-    found = new_draws(batch, counters.device, by_priority=by_mass, shifted=shifted)
+    device, by_mass = counters.device, tree is not None and drawn > 0
+    interpreted = device.type == "cpu"
     # one draw for each of four warps
     draws = per_program(4, batch, interpreted)
-    programs, common = -(-batch // draws), (counters, found.outputs(times_sampled), found.word_outputs, drawn, batch)
+    programs = -(-batch // draws)
+    trees: tuple[Any, ...]
+    numbers: tuple[int, ...]
     if tree is not None and by_mass:
         leaves = leaf_blocks(tree, interpreted)
-        draw_by_mass_kernel[(programs + lowest_of_all * leaves.programs,)](
-            tree.levels,
-            () if eligible_tree is None or drawn == batch else eligible_tree.levels,
-            lowest_masses(tree) if lowest_of_all else (),
-            *common,
-            *(tree.slots, skipped, leaves.blocks, programs),
+        newest = () if eligible_tree is None or drawn == batch else eligible_tree.levels
+        trees = (tree.levels, newest, lowest_masses(tree) if lowest_of_all else ())
+        numbers = (tree.slots, skipped, leaves.blocks, programs)
+        launch = Launch(
+            draw_by_mass_kernel,
+            programs + lowest_of_all * leaves.programs,
             FANOUT=tree.fanout,
             DRAWS=draws,
             BLOCKS=leaves.per_program,
@@ -118,14 +119,36 @@ def launch_eligible_draw(
             SKIPS=skipped > 0,
         )
     elif eligible_tree is not None:
+        trees = (eligible_tree.levels,)
         moved = uniform_blocks(drawn, replacement) + blocks_for(batch if shifted else 0)
-        draw_eligible_kernel[(programs,)](
-            eligible_tree.levels,
-            *common,
-            *(eligible_tree.slots, skipped, moved),
+        numbers = (eligible_tree.slots, skipped, moved)
+        launch = Launch(
+            draw_eligible_kernel,
+            programs,
             FANOUT=eligible_tree.fanout,
             DRAWS=draws,
             REPLACEMENT=replacement or drawn == 0,
             SKIPS=skipped > 0,
         )
-    return found
+    else:
+        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
+
+    def draw() -> DeviceDraws:
+        found = new_draws(batch, device, by_priority=by_mass, shifted=shifted)
+        launch(*trees, counters, found.outputs(times_sampled), found.word_outputs, drawn, batch, *numbers)
+        return found
+
+    return draw
+
+
+def launch_eligible_draw(
+    tree: MassTree | None,
+    eligible_tree: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    **how: Any,
+) -> DeviceDraws:
+    """Device: one call of what `plan_eligible_draw` gives."""
+    return plan_eligible_draw(tree, eligible_tree, counters, times_sampled, drawn, batch, **how)()

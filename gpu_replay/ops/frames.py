@@ -7,7 +7,7 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -21,9 +21,10 @@ from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams, endings
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.ring import Layout, Tile, as_numpy, layout_of, tile_for, tile_of
 from gpu_replay.ops.threads import take_rows, threads_for
-from gpu_replay.ops.weights import PendingWeights, part_of
+from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -213,6 +214,42 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
     return tile_of(field.elements, values, rows, interpreted, most=128)
 
 
+def plan_gather_windows(
+    storage: StepStore, batch: int, powers: Tensor, counters: Tensor, *, shifted: bool, weighed: bool
+) -> Callable[[Tensor, Tensor | None, PendingWeights | None], dict[str, Tensor]]:
+    """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
+    one launch a call.
+
+    powers:  (n_step + 1,) float64 of gamma, as `powers_of` gives them.
+    shifted: whether pictures are moved, by B words of the random stream, whose place in it, (1,) int64, is given too.
+    weighed: whether weights are asked for, all of them with a schedule or all of them without one.
+    """
+    device = counters.device
+    stacks, singles = _forms(storage, batch)
+    next_stacks = [(f"next_{name}", shape, dtype) for name, shape, dtype in stacks]
+    fields = stacks + singles
+    names = [name for name, *_ in fields]
+    launch = _plan_launch(storage, names, batch, counters, 1, shifted=shifted, weighed=weighed)
+    given = (powers,)
+
+    def gather(slots: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
+        out = _outputs(fields, device)
+        outputs = tuple(out.values())
+        after = _outputs(next_stacks, device)
+        reward = torch.empty(batch, dtype=torch.float32, device=device)
+        discount = torch.empty(batch, dtype=torch.float32, device=device)
+        terminated = torch.empty(batch, dtype=torch.bool, device=device)
+        truncated = torch.empty(batch, dtype=torch.bool, device=device)
+        windows = _Windows(given, tuple(after.values()), (reward, discount, terminated, truncated))
+        launch(slots, outputs, words, weighing, windows)
+        out["reward"] = reward
+        out.update(after)
+        out["discount"], out["terminated"], out["truncated"] = discount, terminated, truncated
+        return out
+
+    return gather
+
+
 def launch_gather_windows(
     storage: StepStore,
     slots: Tensor,
@@ -222,36 +259,9 @@ def launch_gather_windows(
     words: Tensor | None = None,
     weighing: PendingWeights | None = None,
 ) -> dict[str, Tensor]:
-    """Device: all that a batch holds of the eligible starts in (B,) slots, and the weights of their draw if asked for;
-    one launch.
-
-    powers: (n_step + 1,) float64 of gamma, as `powers_of` gives them.
-    words:  (1,) int64, where in the random stream the B words begin by which pictures are moved; None moves none.
-    """
-    batch, device = slots.numel(), slots.device
-    singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
-    outputs = _outputs(storage, singles, batch, device)
-    after = _outputs(storage, [], batch, device)
-    reward, discount = (torch.empty(batch, dtype=torch.float32, device=device) for _ in range(2))
-    terminated, truncated = (torch.empty(batch, dtype=torch.bool, device=device) for _ in range(2))
-    _launch(
-        storage,
-        slots,
-        counters,
-        outputs,
-        1,
-        words,
-        weighing,
-        _Windows((powers,), tuple(after.values()), (reward, discount, terminated, truncated)),
-    )
-    return {
-        **outputs,
-        "reward": reward,
-        **{f"next_{name}": stacks for name, stacks in after.items()},
-        "discount": discount,
-        "terminated": terminated,
-        "truncated": truncated,
-    }
+    """Device: one call of what `plan_gather_windows` gives."""
+    how = {"shifted": words is not None, "weighed": weighing is not None}
+    return plan_gather_windows(storage, slots.numel(), powers, counters, **how)(slots, words, weighing)
 
 
 def launch_gather_sequences(
@@ -280,12 +290,13 @@ def launch_gather_sequences(
     ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
     # a step belongs to the first episode while none before it ended
     mask = torch.cumsum(ended, dim=1) - ended.long() == 0
-    singles = [name for name in storage.fields if name not in storage.observations and name != "reward"]
-    outputs = _outputs(storage, singles, batch * length, device)
-    after = _outputs(storage, [], batch * length, device)
+    stacks, singles = _forms(storage, batch * length)
+    outputs, after = _outputs(stacks + singles, device), _outputs(stacks, device)
     reward, discount = (torch.empty(batch * length, dtype=torch.float32, device=device) for _ in range(2))
     windows = _Windows((powers, (left[:, None] - ahead).reshape(-1)), tuple(after.values()), (reward, discount))
-    _launch(storage, slots.reshape(-1), counters, outputs, length, words, weighing, windows)
+    how = {"shifted": words is not None, "weighed": weighing is not None}
+    launch = _plan_launch(storage, list(outputs), batch * length, counters, length, **how)
+    launch(slots.reshape(-1), tuple(outputs.values()), words, weighing, windows)
     out = {
         **outputs,
         "reward": reward,
@@ -345,55 +356,59 @@ class _Windows(NamedTuple):
     numbers: tuple[Tensor, ...]
 
 
-def _outputs(storage: StepStore, singles: Sequence[str], batch: int, device: torch.device) -> dict[str, Tensor]:
-    """Empty tensors for the stacks of every observation field, and for the named single fields."""
-    stack, out = storage.streams.shape.stack, {}
-    for name in (*storage.observations, *singles):
+# a tensor that is made for each batch: its name, shape and dtype
+Form = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def _forms(storage: StepStore, batch: int) -> tuple[list[Form], list[Form]]:
+    """Of the stacks of every observation field, and of all other fields but the reward."""
+    stack, stacks, singles = storage.streams.shape.stack, [], []
+    for name in storage.observations:
         field = storage.fields[name]
-        rows = (batch, stack) if stack > 1 and name in storage.observations else (batch,)
-        out[name] = torch.empty((*rows, *field.shape), dtype=field.output_dtype, device=device)
-    return out
+        rows = (batch, stack) if stack > 1 else (batch,)
+        stacks.append((name, (*rows, *field.shape), field.output_dtype))
+    for name, field in storage.fields.items():
+        if name not in storage.observations and name != "reward":
+            singles.append((name, (batch, *field.shape), field.output_dtype))
+    return stacks, singles
 
 
-def _launch(
+def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
+    """Empty tensors of these forms."""
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
+
+
+def _plan_launch(
     storage: StepStore,
-    slots: Tensor,
+    names: Sequence[str],
+    batch: int,
     counters: Tensor,
-    outputs: Mapping[str, Tensor],
     span: int,
-    words: Tensor | None,
-    weighing: PendingWeights | None,
-    windows: _Windows,
-) -> None:
-    """Fill the outputs, which begin with the stacks, and what belongs to windows.
+    *,
+    shifted: bool,
+    weighed: bool,
+) -> Callable[[Tensor, tuple[Tensor, ...], Tensor | None, PendingWeights | None, _Windows], None]:
+    """What fills the outputs of these names, which begin with the stacks, and what belongs to windows.
 
     span: items that are moved alike, and that have one weight.
     """
     from gpu_replay.kernels.frames import gather_windows_kernel
 
-    streams = storage.streams
-    shape, shift = streams.shape, 0 if words is None else storage.random_shift
-    batch, stacked = slots.numel(), len(storage.observations)
-    fields = (storage.fields[name] for name in outputs)
-    layout, items, programs = moved_frames(fields, stacked, batch, shape.stack, shift > 0, slots.device.type == "cpu")
-    part = part_of(weighing)
-    gather_windows_kernel[(part.programs + programs,)](
-        tuple(storage.tensors[name] for name in outputs),
+    streams, interpreted = storage.streams, counters.device.type == "cpu"
+    shape, stacked = streams.shape, len(storage.observations)
+    fields = (storage.fields[name] for name in names)
+    layout, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
+    part = part_for(batch // span if weighed else 0, interpreted)
+    held = (
+        tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
-        tuple(outputs.values()),
-        windows.after,
-        part.pointers,
-        slots,
-        (streams.flags, streams.depth, streams.final),
-        (storage.tensors["reward"], *windows.given),
-        () if words is None else (words,),
-        counters,
-        windows.numbers,
-        batch,
-        shape.num_envs,
-        shape.steps,
-        span,
-        *part.numbers,
+    )
+    known = (streams.flags, streams.depth, streams.final)
+    numbers = (batch, shape.num_envs, shape.steps, span)
+    rewards = storage.tensors["reward"]
+    launch = Launch(
+        gather_windows_kernel,
+        part.programs + programs,
         STACKED=stacked,
         LAYOUT=layout,
         ITEMS=items,
@@ -402,9 +417,34 @@ def _launch(
         TOGETHER=min(shape.n_step, 8),
         NEXT_STEP=shape.next_step,
         ZERO=storage.padding == "zero",
-        SHIFT=shift,
+        SHIFT=storage.random_shift if shifted else 0,
         HINDSIGHT=shape.hindsight,
         DRAWS=part.draws,
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )
+
+    def fill(
+        slots: Tensor,
+        outputs: tuple[Tensor, ...],
+        words: Tensor | None,
+        weighing: PendingWeights | None,
+        windows: _Windows,
+    ) -> None:
+        pointers, weights = NO_WEIGHTS if weighing is None else given_for(weighing)
+        launch(
+            *held,
+            outputs,
+            windows.after,
+            pointers,
+            slots,
+            known,
+            (rewards, *windows.given),
+            () if words is None else (words,),
+            counters,
+            windows.numbers,
+            *numbers,
+            *weights,
+        )
+
+    return fill

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from gpu_replay.ops.draws import per_program, reciprocal
+from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
 
@@ -63,6 +66,43 @@ def update_warps(together: int) -> int:
     return min(16, max(4, together // 32))
 
 
+def plan_insert(
+    masses: DeviceMasses | None, counters: Tensor, times_sampled: Tensor, rows: int, source: int | None, *, given: bool
+) -> Callable[[Tensor | None, Tensor], None]:
+    """Device: count in `rows` transitions that were just written, and put their keys into a (rows,) int64; one launch a
+    call.
+
+    source: where the initial mass is found if it is there; else it is the one given to `masses`.
+    given:  whether they come with priorities, all of one dtype.
+    """
+    from gpu_replay.kernels.priorities import insert_kernel
+
+    capacity = times_sampled.numel()
+    skipped = max(0, rows - capacity)
+    tree = None if masses is None else masses.tree
+    fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
+    blocks = blocks_per_program(rows - skipped, fanout, counters.device.type == "cpu")
+    segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
+    held = _held(masses)
+    launch = Launch(
+        insert_kernel,
+        max(2 * segment, -(-skipped // (blocks * fanout))),
+        FANOUT=fanout,
+        SHIFT=fanout.bit_length() - 1,
+        BLOCKS=blocks,
+        GIVEN=given,
+        ORDERED=masses is not None and masses.ordered,
+        SOURCE=-1 if source is None else source,
+    )
+    numbers = (rows, skipped, capacity, segment)
+
+    def insert(priorities: Tensor | None, keys: Tensor) -> None:
+        own = counters if priorities is None else priorities
+        launch(*held, counters, times_sampled, keys, own, *numbers, aligned=priorities is None or aligned(priorities))
+
+    return insert
+
+
 def launch_insert(
     masses: DeviceMasses | None,
     counters: Tensor,
@@ -70,83 +110,64 @@ def launch_insert(
     rows: int,
     priorities: Tensor | None,
     source: int | None,
-    keys: Tensor | None = None,
 ) -> Tensor:
-    """Device: count in `rows` transitions that were just written and return their (rows,) keys; one launch.
-
-    source: where the initial mass is found if it is there; else it is the one given to `masses`.
-    keys:   (rows,) int64 to return them in, so that nothing is allocated here.
-    """
-    from gpu_replay.kernels.priorities import insert_kernel
-
-    device, capacity = counters.device, times_sampled.numel()
-    skipped = max(0, rows - capacity)
-    if keys is None:
-        keys = torch.empty(rows, dtype=torch.int64, device=device)
-    tree = None if masses is None else masses.tree
-    fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
-    blocks = blocks_per_program(rows - skipped, fanout, device.type == "cpu")
-    segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
-    programs = max(2 * segment, -(-skipped // (blocks * fanout)))
-    insert_kernel[(programs,)](
-        () if tree is None else tree.levels,
-        () if masses is None else masses.extremes,
-        () if masses is None else masses.rule,
-        counters,
-        times_sampled,
-        keys,
-        counters if priorities is None else priorities,
-        rows,
-        skipped,
-        capacity,
-        segment,
-        FANOUT=fanout,
-        SHIFT=fanout.bit_length() - 1,
-        BLOCKS=blocks,
-        GIVEN=priorities is not None,
-        ORDERED=masses is not None and masses.ordered,
-        SOURCE=-1 if source is None else source,
-    )
+    """Device: one call of what `plan_insert` gives; returns the keys."""
+    keys = torch.empty(rows, dtype=torch.int64, device=counters.device)
+    plan_insert(masses, counters, times_sampled, rows, source, given=priorities is not None)(priorities, keys)
     return keys
 
 
-def launch_update(
-    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor, *, sparse: bool
-) -> None:
-    """Device: new masses for live keys, the last of a repeated key; one launch, two for more keys than a program takes.
+def _held(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:
+    """Levels, extremes and rule, as the kernels take them."""
+    return ((), (), ()) if masses is None else (masses.tree.levels, masses.extremes, masses.rule)
+
+
+def plan_update(
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, sparse: bool
+) -> Callable[[Tensor, Tensor], None]:
+    """Device: new masses for live keys, the last of a repeated key; one launch a call, two for more keys than a program
+    takes. All priorities must be of one dtype.
 
     sparse: whether stored slots without mass exist, which no update may give any.
     """
     from gpu_replay.kernels.priorities import settle_kernel, update_kernel
 
-    batch, interpreted, per_capacity = keys.numel(), keys.device.type == "cpu", reciprocal(capacity)
+    interpreted = counters.device.type == "cpu"
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
-    grid = (-(-batch // draws),)
-    tree = None if masses is None else masses.tree
-    try:
-        if masses is not None and not together:
-            settle_kernel[grid](keys, counters, masses.stamps, batch, capacity, per_capacity, DRAWS=draws)
-        update_kernel[grid](
-            keys,
-            priorities,
-            () if tree is None else tree.levels,
-            () if masses is None else masses.extremes,
-            () if masses is None else masses.rule,
-            counters if masses is None else masses.stamps,
-            counters,
-            batch,
-            capacity,
-            per_capacity,
-            SHIFT=0 if tree is None else tree.fanout.bit_length() - 1,
-            SPARSE=sparse,
-            ORDERED=masses is not None and masses.ordered,
-            SETTLES=together > 0,
-            num_warps=update_warps(together),
-            DRAWS=draws,
-        )
-    except BaseException:
-        # stamps that no second launch took away would win over those of later updates
-        if masses is not None and not together:
-            masses.stamps.fill_(-1)
-        raise
+    programs, held, numbers = -(-batch // draws), _held(masses), (batch, capacity, reciprocal(capacity))
+    stamps = counters if masses is None else masses.stamps
+    settles = masses is not None and not together
+    stamp = Launch(settle_kernel, programs, DRAWS=draws) if settles else None
+    change = Launch(
+        update_kernel,
+        programs,
+        SHIFT=0 if masses is None else masses.tree.fanout.bit_length() - 1,
+        SPARSE=sparse,
+        ORDERED=masses is not None and masses.ordered,
+        SETTLES=together > 0,
+        num_warps=update_warps(together),
+        DRAWS=draws,
+    )
+
+    def update(keys: Tensor, priorities: Tensor) -> None:
+        whole = aligned(keys, priorities)
+        if stamp is None:
+            change(keys, priorities, *held, stamps, counters, *numbers, aligned=whole)
+            return
+        try:
+            stamp(keys, counters, stamps, *numbers, aligned=whole)
+            change(keys, priorities, *held, stamps, counters, *numbers, aligned=whole)
+        except BaseException:
+            # stamps that no second launch took away would win over those of later updates
+            stamps.fill_(-1)
+            raise
+
+    return update
+
+
+def launch_update(
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor, *, sparse: bool
+) -> None:
+    """Device: one call of what `plan_update` gives."""
+    plan_update(masses, counters, capacity, keys.numel(), sparse=sparse)(keys, priorities)

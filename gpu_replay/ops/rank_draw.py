@@ -10,13 +10,15 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.rank_table import rank_masses
@@ -169,9 +171,8 @@ def _make_list(
     list_kernel[grid](codes, ages, made.slots, made.listed, said, counters, tree.slots, **sizes)
 
 
-def launch_rank_draw(
+def plan_rank_draw(
     sums: Tensor,
-    ranked: RankList,
     tree: MassTree,
     eligible_tree: MassTree | None,
     counters: Tensor,
@@ -184,8 +185,9 @@ def launch_rank_draw(
     outdated: bool = False,
     stratified: bool,
     lowest_of_all: bool,
-) -> DeviceDraws:
-    """Device: `drawn` draws from a list by rank and the newest for the rest of the batch; one launch.
+) -> Callable[[RankList], DeviceDraws]:
+    """Device: `drawn` draws from a list by rank and the newest for the rest of the batch; one launch a call, all of the
+    same list or each of one of its own.
 
     sums:     of the masses of the ranks up to each.
     tree:     of the codes.
@@ -196,17 +198,13 @@ def launch_rank_draw(
     """
     from gpu_replay.kernels.rank_draw import rank_draw_kernel
 
-    found = new_draws(batch, counters.device, by_priority=True, shifted=shifted)
+    device = counters.device
     # two draws for each of four warps
-    draws = per_program(8, batch, counters.device.type == "cpu")
-    rank_draw_kernel[(-(-batch // draws),)](
-        (sums, ranked.slots, ranked.listed),
-        tree.masses,
-        () if eligible_tree is None or drawn == batch else eligible_tree.levels,
-        counters,
-        found.outputs(times_sampled),
-        found.word_outputs,
-        *(drawn, batch, tree.slots, skipped),
+    draws = per_program(8, batch, device.type == "cpu")
+    newest = () if eligible_tree is None or drawn == batch else eligible_tree.levels
+    launch = Launch(
+        rank_draw_kernel,
+        -(-batch // draws),
         DIGITS=digits_for(tree.slots),
         BASE=_BASE,
         FANOUT=tree.fanout,
@@ -217,4 +215,27 @@ def launch_rank_draw(
         OUTDATED=outdated,
         LOWEST_OF_ALL=lowest_of_all,
     )
-    return found
+    masses, numbers = tree.masses, (drawn, batch, tree.slots, skipped)
+
+    def draw(ranked: RankList) -> DeviceDraws:
+        found = new_draws(batch, device, by_priority=True, shifted=shifted)
+        ranks = (sums, ranked.slots, ranked.listed)
+        launch(ranks, masses, newest, counters, found.outputs(times_sampled), found.word_outputs, *numbers)
+        return found
+
+    return draw
+
+
+def launch_rank_draw(
+    sums: Tensor,
+    ranked: RankList,
+    tree: MassTree,
+    eligible_tree: MassTree | None,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    **how: Any,
+) -> DeviceDraws:
+    """Device: one call of what `plan_rank_draw` gives."""
+    return plan_rank_draw(sums, tree, eligible_tree, counters, times_sampled, drawn, batch, **how)(ranked)

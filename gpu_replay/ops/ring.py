@@ -6,7 +6,7 @@ Gathered values are cast and scaled where a field says so: `value * scale` in th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, starmap
 from operator import setitem
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
+from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.threads import LARGE, take_rows
-from gpu_replay.ops.weights import PendingWeights, part_of
+from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
 
 Result = TypeVar("Result")
 # an array, where in it, and what comes there
@@ -167,31 +168,75 @@ def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool
     return layout._replace(scales=tuple(field.scale for field in fields), wide=wide)
 
 
+def plan_gather(
+    stores: Mapping[str, Tensor], fields: Mapping[str, Field], batch: int, device: torch.device, *, weighed: bool
+) -> Callable[[Tensor, PendingWeights | None], dict[str, Tensor]]:
+    """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch a
+    call.
+
+    weighed: whether weights are asked for, all of them with a schedule or all of them without one.
+    """
+    from gpu_replay.kernels.ring import gather_kernel
+
+    layout, programs = moved_rows(fields.values(), batch, device.type == "cpu", converted=True)
+    part = part_for(batch if weighed else 0, device.type == "cpu")
+    launch = Launch(gather_kernel, part.programs + programs, LAYOUT=layout, DRAWS=part.draws)
+    held = tuple(stores[name] for name in fields)
+    forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
+
+    def gather(slots: Tensor, weighing: PendingWeights | None) -> dict[str, Tensor]:
+        outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
+        pointers, numbers = NO_WEIGHTS if weighing is None else given_for(weighing)
+        counters = slots if weighing is None else weighing.counters
+        launch(held, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
+        return outputs
+
+    return gather
+
+
 def launch_gather(
     stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor, weighing: PendingWeights | None = None
 ) -> dict[str, Tensor]:
-    """Device: (B, *shape) rows of every field at (B,) slots, and the weights of their draw if asked for; one launch."""
-    from gpu_replay.kernels.ring import gather_kernel
+    """Device: one call of what `plan_gather` gives."""
+    return plan_gather(stores, fields, slots.numel(), slots.device, weighed=weighing is not None)(slots, weighing)
 
-    batch, device = slots.numel(), slots.device
-    layout, programs = moved_rows(fields.values(), batch, device.type == "cpu", converted=True)
-    outputs = {
-        name: torch.empty((batch, *field.shape), dtype=field.output_dtype, device=device)
-        for name, field in fields.items()
-    }
-    part = part_of(weighing)
-    gather_kernel[(part.programs + programs,)](
-        tuple(stores[name] for name in fields),
-        tuple(outputs.values()),
-        part.pointers,
-        slots,
-        slots if weighing is None else weighing.counters,
-        batch,
-        *part.numbers,
+
+def plan_write(
+    stores: Mapping[str, Tensor],
+    fields: Mapping[str, Field],
+    rows: int,
+    counters: Tensor,
+    tree: MassTree | None,
+    *,
+    highest: bool,
+) -> Callable[[Mapping[str, Tensor]], None]:
+    """Device: put m rows of every field after the newest; with `highest`, look up the largest mass too. One launch a
+    call.
+    """
+    from gpu_replay.kernels.ring import write_kernel
+
+    interpreted = counters.device.type == "cpu"
+    names = tuple(fields)
+    capacity = stores[names[0]].shape[0]
+    skipped = max(0, rows - capacity)
+    (layout, programs), leaves = moved_rows(fields.values(), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
+    high: tuple[Tensor, ...] = ()
+    if highest and tree is not None and tree.high is not None:
+        leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])
+    held, numbers = tuple(stores[name] for name in names), (rows, skipped, capacity, leaves.blocks)
+    launch = Launch(
+        write_kernel,
+        programs + leaves.programs,
         LAYOUT=layout,
-        DRAWS=part.draws,
+        FANOUT=128 if tree is None else tree.fanout,
+        BLOCKS=leaves.per_program,
     )
-    return outputs
+
+    def write(values: Mapping[str, Tensor]) -> None:
+        given = tuple([values[name] for name in names])
+        launch(given, held, counters, high, *numbers, aligned=aligned(*given))
+
+    return write
 
 
 def launch_write(
@@ -203,27 +248,6 @@ def launch_write(
     *,
     highest: bool,
 ) -> None:
-    """Device: put m rows of every field after the newest; with `highest`, look up the largest mass too. One launch."""
-    from gpu_replay.kernels.ring import write_kernel
-
-    interpreted = counters.device.type == "cpu"
-    first = next(iter(fields))
-    rows, capacity = values[first].shape[0], stores[first].shape[0]
-    skipped = max(0, rows - capacity)
-    (layout, programs), leaves = moved_rows(fields.values(), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
-    high: tuple[Tensor, ...] = ()
-    if highest and tree is not None and tree.high is not None:
-        leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])
-    write_kernel[(programs + leaves.programs,)](
-        tuple(values[name] for name in fields),
-        tuple(stores[name] for name in fields),
-        counters,
-        high,
-        rows,
-        skipped,
-        capacity,
-        leaves.blocks,
-        LAYOUT=layout,
-        FANOUT=128 if tree is None else tree.fanout,
-        BLOCKS=leaves.per_program,
-    )
+    """Device: one call of what `plan_write` gives."""
+    rows = next(iter(values.values())).shape[0]
+    plan_write(stores, fields, rows, counters, tree, highest=highest)(values)

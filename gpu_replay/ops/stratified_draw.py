@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.draws import DeviceDraws, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 
 # below this width the largest double under 1 times the width stays under the width
@@ -114,6 +115,43 @@ def draw_by_mass(
     return drawn.slots, drawn.probability, weights_of(drawn.ratio, beta)
 
 
+def plan_stratified_draw(
+    tree: MassTree,
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    *,
+    stratified: bool,
+    lowest_of_all: bool,
+) -> Draw:
+    """Device: `drawn` draws by mass, and the newest for the rest of the batch; one launch a call."""
+    from gpu_replay.kernels.stratified_draw import stratified_draw_kernel
+
+    device = counters.device
+    interpreted = device.type == "cpu"
+    # few draws, so that a small batch spreads over a GPU
+    draws = per_program(8, batch, interpreted)
+    programs, leaves = -(-batch // draws), leaf_blocks(tree, interpreted)
+    lowest = lowest_masses(tree) if lowest_of_all else ()
+    numbers = (drawn, batch, tree.slots, leaves.blocks, programs)
+    launch = Launch(
+        stratified_draw_kernel,
+        programs + lowest_of_all * leaves.programs,
+        FANOUT=tree.fanout,
+        DRAWS=draws,
+        BLOCKS=leaves.per_program,
+        STRATIFIED=stratified,
+    )
+
+    def draw() -> DeviceDraws:
+        found = new_draws(batch, device, by_priority=True)
+        launch(tree.levels, lowest, counters, found.outputs(times_sampled), *numbers)
+        return found
+
+    return draw
+
+
 def launch_stratified_draw(
     tree: MassTree,
     counters: Tensor,
@@ -124,23 +162,6 @@ def launch_stratified_draw(
     stratified: bool,
     lowest_of_all: bool,
 ) -> DeviceDraws:
-    """Device: `drawn` draws by mass, and the newest for the rest of the batch; one launch."""
-    from gpu_replay.kernels.stratified_draw import stratified_draw_kernel
-
-    interpreted = counters.device.type == "cpu"
-    found = new_draws(batch, counters.device, by_priority=True)
-    # few draws, so that a small batch spreads over a GPU
-    draws = per_program(8, batch, interpreted)
-    programs, leaves = -(-batch // draws), leaf_blocks(tree, interpreted)
-    stratified_draw_kernel[(programs + lowest_of_all * leaves.programs,)](
-        tree.levels,
-        lowest_masses(tree) if lowest_of_all else (),
-        counters,
-        found.outputs(times_sampled),
-        *(drawn, batch, tree.slots, leaves.blocks, programs),
-        FANOUT=tree.fanout,
-        DRAWS=draws,
-        BLOCKS=leaves.per_program,
-        STRATIFIED=stratified,
-    )
-    return found
+    """Device: one call of what `plan_stratified_draw` gives."""
+    how = {"stratified": stratified, "lowest_of_all": lowest_of_all}
+    return plan_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)()

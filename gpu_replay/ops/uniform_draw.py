@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, new_draws, per_program
+from gpu_replay.ops.launch import Launch
 
 # measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
 # 16 to 24 rounds over 5 or 6, where the two halves of the network have two or three values each
@@ -69,20 +70,28 @@ def uniform_blocks(drawn: int, replacement: bool) -> int:
     return blocks_for(drawn if replacement else PERMUTATION_WORDS) if drawn else 0
 
 
+def plan_uniform_draw(
+    counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
+) -> Draw:
+    """Device: `drawn` uniform draws and the newest for the rest of the batch; one launch a call."""
+    from gpu_replay.kernels.uniform_draw import uniform_draw_kernel
+
+    device = counters.device
+    # one draw per thread
+    draws = per_program(128, batch, device.type == "cpu")
+    numbers = (drawn, batch, capacity, uniform_blocks(drawn, replacement))
+    launch = Launch(uniform_draw_kernel, -(-batch // draws), DRAWS=draws, REPLACEMENT=replacement or drawn == 0)
+
+    def draw() -> DeviceDraws:
+        found = new_draws(batch, device, by_priority=False)
+        launch(counters, found.outputs(times_sampled), *numbers)
+        return found
+
+    return draw
+
+
 def launch_uniform_draw(
     counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
 ) -> DeviceDraws:
-    """Device: `drawn` uniform draws and the newest for the rest of the batch; one launch."""
-    from gpu_replay.kernels.uniform_draw import uniform_draw_kernel
-
-    found = new_draws(batch, counters.device, by_priority=False)
-    # one draw per thread
-    draws = per_program(128, batch, counters.device.type == "cpu")
-    uniform_draw_kernel[(-(-batch // draws),)](
-        counters,
-        found.outputs(times_sampled),
-        *(drawn, batch, capacity, uniform_blocks(drawn, replacement)),
-        DRAWS=draws,
-        REPLACEMENT=replacement or drawn == 0,
-    )
-    return found
+    """Device: one call of what `plan_uniform_draw` gives."""
+    return plan_uniform_draw(counters, times_sampled, drawn, batch, capacity, replacement=replacement)()

@@ -5,6 +5,7 @@ A weight needs the smallest mass of its batch, which is known once all of it is 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,27 +33,39 @@ class PendingWeights(NamedTuple):
     blocks: int
 
 
+# what a launch that makes no weights is given
+NO_WEIGHTS: tuple[tuple[Tensor, ...], tuple[int, float, float]] = ((), (0, 0.0, 0.0))
+
+
 class LaunchPart(NamedTuple):
-    """The share of a `PendingWeights` in a launch: programs, pointers, numbers, and draws of a program."""
+    """The share of weights in a launch: programs, and draws of each."""
 
     programs: int
-    pointers: tuple[Tensor, ...]
-    numbers: tuple[int, float, float]
     draws: int
 
 
-def part_of(weighing: PendingWeights | None) -> LaunchPart:
-    """How a launch is told to make weights, or to make none."""
-    if weighing is None:
-        return LaunchPart(0, (), (0, 0.0, 0.0), 0)
-    masses, schedule = weighing.masses, weighing.schedule
+def part_for(batch: int, interpreted: bool) -> LaunchPart:
+    """How much of a launch makes the weights of a batch; nothing for none."""
+    if not batch:
+        return LaunchPart(0, 0)
     # one draw per thread: more would need more registers than the gather that they are part of
-    draws = per_program(128, masses.numel(), masses.device.type == "cpu")
-    # a launch passes numbers as float32: two of them hold 48 bits. Above 1e30 all weights but 1 are 0 anyway
-    beta = min(weighing.beta, 1e30)
+    draws = per_program(128, batch, interpreted)
+    return LaunchPart(-(-batch // draws), draws)
+
+
+def given_for(weighing: PendingWeights) -> tuple[tuple[Tensor, ...], tuple[int, float, float]]:
+    """Pointers and numbers that such a launch is given."""
+    masses, weight, _, schedule, beta, blocks = weighing
+    return (masses, weight) if schedule is None else (masses, weight, schedule), (blocks, *_halves(beta))
+
+
+@lru_cache(maxsize=16)
+def _halves(beta: float) -> tuple[float, float]:
+    """An exponent as two numbers, which add up to it: a launch passes float32, and two of them hold 48 bits."""
+    # above 1e30 all weights but 1 are 0 anyway
+    beta = min(beta, 1e30)
     leading = float(np.float32(beta))
-    pointers = (masses, weighing.weight) if schedule is None else (masses, weighing.weight, schedule)
-    return LaunchPart(-(-masses.numel() // draws), pointers, (weighing.blocks, leading, beta - leading), draws)
+    return leading, beta - leading
 
 
 def weighing_of(

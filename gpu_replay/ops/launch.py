@@ -1,0 +1,73 @@
+"""Launches that are made again and again: what does not change from one to the next is found out once.
+
+Triton's own way to a launch compares every argument, and every global constant that a kernel names, with what they
+were, and makes a key of them to look its compiled code up by: three quarters of what a launch costs the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Plan = TypeVar("Plan")
+
+# addresses of which Triton compiles code that moves whole words
+_ALIGNMENT = 16
+# plans of one kind that a buffer keeps
+_MOST = 64
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether all of them begin where memory that torch allocates does, as far as a kernel can tell."""
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much again
+        if tensor.data_ptr() % _ALIGNMENT:
+            return False
+    return True
+
+
+class Launch:
+    """One kernel with its grid and compile-time settings, launched by each call.
+
+    All launches but the first go straight to the code that Triton compiled for it. So their arguments must be of the
+    same kinds: tuples as long, tensors of the same dtypes, numbers of as many bits, and addresses that are multiples of
+    16 bytes where those of the first were. `aligned=False` says that tensors from outside may begin anywhere: then
+    Triton looks for other code.
+    """
+
+    __slots__ = ("_again", "_grid", "_kernel", "_settings", "_sizes")
+
+    def __init__(self, kernel: Any, programs: int, **settings: Any) -> None:
+        """settings: the kernel's `constexpr` parameters, which come last in it, and options of the compiler."""
+        self._kernel = kernel
+        self._grid = (programs, 1, 1)
+        self._settings = settings
+        self._sizes = tuple(settings[name] for name in kernel.arg_names if name in settings)
+        self._again: Callable[..., object] | None = None
+
+    def __call__(self, *arguments: Any, aligned: bool = True) -> None:
+        """Launch the kernel; the arguments are those before its settings."""
+        if aligned and self._again is not None:
+            self._again(*arguments, *self._sizes)
+            return
+        compiled = self._kernel[self._grid](*arguments, **self._settings)
+        if aligned and hasattr(compiled, "packed_metadata"):
+            # nothing of the kind comes from the interpreter, or while Triton compiles beside the program
+            self._again = compiled[self._grid]
+
+
+class Kept(dict[Any, Plan]):
+    """Plans by what they serve, made when they are first asked for; all are forgotten when they become too many."""
+
+    def __init__(self, make: Callable[..., Plan]) -> None:
+        """make: takes the parts of a key."""
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Plan:
+        made = self._make(*key)
+        if len(self) >= _MOST:
+            self.clear()
+        self[key] = made
+        return made
