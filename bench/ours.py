@@ -16,15 +16,16 @@ from torch import Tensor
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
-from gpu_replay.ops.frames import launch_gather_windows
+from gpu_replay.ops.frames import plan_gather_windows
+from gpu_replay.ops.launch import Kept
 from gpu_replay.ops.mass import UNIT, MassRule, OrderRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
-from gpu_replay.ops.priorities import DeviceMasses, launch_update
-from gpu_replay.ops.rank_draw import DeviceRanks, launch_rank_draw
+from gpu_replay.ops.priorities import DeviceMasses, plan_update
+from gpu_replay.ops.rank_draw import DeviceRanks, plan_rank_draw
 from gpu_replay.ops.rank_draw_host import HostRanks
-from gpu_replay.ops.ring import launch_gather
-from gpu_replay.ops.stratified_draw import launch_stratified_draw
+from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.stratified_draw import plan_stratified_draw
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.ops.windows import powers_of
 
@@ -65,19 +66,24 @@ class DeviceIndex:
         self.tree.build()
         self._masses = DeviceMasses(self.tree, rule, rule.mass(1.0))
         self._counters = full_counters(slots, device)
-        self._times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+        times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._draws = Kept(
+            lambda batch: plan_stratified_draw(
+                self.tree, self._counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
+            )
+        )
+        self._weights = Kept(lambda batch: plan_gather({}, {}, batch, device, weighed=True))
+        self._updates = Kept(lambda batch, own: plan_update(self._masses, self._counters, slots, batch, sparse=False))
 
     def draw(self, batch: int) -> Tensor:
         """As HostIndex; two launches."""
-        found = launch_stratified_draw(
-            self.tree, self._counters, self._times_sampled, batch, batch, stratified=True, lowest_of_all=False
-        )
-        launch_gather({}, {}, found.slots, weighing_of(found.value, self._counters, None, BETA, batch))
+        found = self._draws[(batch,)]()
+        self._weights[(batch,)](found.slots, weighing_of(found.value, self._counters, None, BETA, batch))
         return found.slots
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
         """As HostIndex; one launch, two for thousands of slots. In a ring in its first lap, slots are keys."""
-        launch_update(self._masses, self._counters, self.tree.slots, slots, errors, sparse=False)
+        self._updates[slots.numel(), errors.dtype](slots, errors)
 
 
 def full_counters(slots: int, device: torch.device) -> Tensor:
@@ -188,14 +194,13 @@ def _device_rank_draw(inputs: Inputs) -> Implementation:
     ranks = DeviceRanks(slots, ALPHA, 1, counters, inputs.rank_masses)
     times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
 
+    given = (ranks.sums, tree, None, counters, times_sampled, batch, batch)
+    draw_ranks = plan_rank_draw(*given, stratified=True, lowest_of_all=False)
+    weigh = plan_gather({}, {}, batch, device, weighed=True)
+
     def drawn() -> Tensor:
-        ranked = ranks.exact(tree, 0, True)
-        found = launch_rank_draw(
-            *(ranks.sums, ranked, tree, None, counters, times_sampled, batch, batch),
-            stratified=True,
-            lowest_of_all=False,
-        )
-        launch_gather({}, {}, found.slots, weighing_of(found.value, counters, None, BETA, batch))
+        found = draw_ranks(ranks.exact(tree, 0, True))
+        weigh(found.slots, weighing_of(found.value, counters, None, BETA, batch))
         return found.slots
 
     return Implementation(drawn, lambda: checks.wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
@@ -206,12 +211,13 @@ def row_gather(inputs: Inputs) -> Implementation:
     buffer = inputs.row_buffer
     pool = cycle(inputs.slots)
     storage, engine = buffer._storage, buffer._engine
+    rows = Kept(lambda batch: plan_gather(storage.tensors, storage.fields, batch, inputs.device, weighed=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             # in a ring in its first lap, slots are keys
             return engine.read(slots)
-        return launch_gather(storage.tensors, storage.fields, slots)
+        return rows[(slots.numel(),)](slots, None)
 
     return Implementation(lambda: gather(next(pool)), lambda: checks.wrong_rows(gather, inputs))
 
@@ -222,11 +228,12 @@ def frame_gather(inputs: Inputs) -> Implementation:
     pool = cycle(inputs.starts)
     storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
+    windows = Kept(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, weighed=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             return engine.read(slots)
-        return launch_gather_windows(storage, slots, powers, counters)
+        return windows[(slots.numel(),)](slots, None, None)
 
     def wrong() -> list[str]:
         found = gather(inputs.starts[0])
