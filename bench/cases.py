@@ -123,6 +123,9 @@ OPERATIONS: dict[str, Operation] = {
     "ratio-threads": Operation(
         f"draw B transitions with stacks of {STACK} frames, on one thread or two", drawn=FRAMES, fields=FIELDS
     ),
+    "ratio-threads-stacks": Operation(
+        f"draw B transitions stored as stacks of {STACK} frames, on one thread or two", drawn=FRAMES, fields=FIELDS
+    ),
     "storage-one": Operation("store transitions one at a time", added=2 * ROW_BYTES + KEY),
     "storage-blocks": Operation("store blocks of B transitions", added=2 * ROW_BYTES + KEY),
     "storage-batches": Operation("read batches of B transitions", drawn=2 * ROW_BYTES),
@@ -146,6 +149,7 @@ _CALLS = {
     "ratio-loops": "cycle",
     "ratio-hindsight": "sample",
     "ratio-threads": "sample",
+    "ratio-threads-stacks": "sample",
 }
 
 

@@ -31,6 +31,7 @@ _UPDATE = ("tests/test_priorities.py",)
 _RANK = ("tests/test_rank_based.py",)
 _FRAMES = ("tests/test_trajectory_oracle.py",)
 _UNIFORM = ("tests/test_uniform.py",)
+_THREADS = ("tests/test_gather_threads.py",)
 _LOOPS = ("tests/test_numba_loops.py",)
 _STORAGE = ("tests/test_bench_storage.py",)
 _CHECKPOINT = (
@@ -59,7 +60,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ratio-replacement": _UNIFORM,
     "ratio-loops": _LOOPS,
     "ratio-hindsight": ("tests/test_hindsight.py",),
-    "ratio-threads": _FRAMES,
+    "ratio-threads": (*_FRAMES, *_THREADS),
+    "ratio-threads-stacks": (*_DRAW, *_THREADS),
     "storage-one": _STORAGE,
     "storage-blocks": _STORAGE,
     "storage-batches": _STORAGE,

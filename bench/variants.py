@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Hindsight, RankBased, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops import _backend, numpy_loops
 
 from .cases import ADDED, Case
 from .frames import FrameSubject
 from .rows import Rows, as_stepped
 from .runner import Maker
+from .stacks import FRAME_DTYPES, STACK, StackStream, faults
 from .subjects import ALPHA, BETA, CPU, POOL, ReplaySubject, Subject
 
 _GOAL = Field((3,), torch.float32)
@@ -34,6 +35,7 @@ _GOAL_FIELDS = {
     "action": Field((4,), torch.float32),
 }
 _EPISODE = 50
+_STACKS = FRAME_DTYPES.items()
 _RATIO_BATCH = 256
 
 
@@ -115,12 +117,46 @@ class ThreadsSubject(FrameSubject):
 
     def sample(self, batch: int) -> Any:
         """See Subject."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
+        with _on_threads(self._threads):
             return super().sample(batch)
-        finally:
-            torch.set_num_threads(before)
+
+
+class StackThreadsSubject(ReplaySubject):
+    """Stacks of Atari frames as rows of a ReplayBuffer, gathered on so many threads."""
+
+    chunk = _RATIO_BATCH
+
+    def __init__(self, capacity: int, threads: int) -> None:
+        self._device = CPU
+        self._threads = threads
+        fields = {name: Field(shape, torch.from_numpy(np.empty(0, kind)).dtype) for name, (shape, kind) in _STACKS}
+        self._buffer = ReplayBuffer(capacity, fields, sampler=Proportional(alpha=ALPHA, beta=BETA), device=CPU, seed=0)
+
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """See Subject: steps of so many environments."""
+        steps = StackStream(count)
+        while True:
+            yield {name: value.numpy() for name, value in steps.step().items()}
+
+    def sample(self, batch: int) -> Any:
+        """See Subject."""
+        with _on_threads(self._threads):
+            return super().sample(batch)
+
+    def wrong(self) -> list[str]:
+        """See Subject."""
+        return faults(self.sample(_RATIO_BATCH))
+
+
+@contextmanager
+def _on_threads(count: int) -> Iterator[None]:
+    """Torch uses so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
@@ -164,6 +200,10 @@ def makers(operation: str) -> Mapping[str, Maker]:
             "1 thread": partial(ThreadsSubject, threads=1),
             "2 threads": partial(ThreadsSubject, threads=2),
         },
+        "ratio-threads-stacks": {
+            "1 thread": partial(StackThreadsSubject, threads=1),
+            "2 threads": partial(StackThreadsSubject, threads=2),
+        },
     }
     return found[operation]
 
@@ -177,4 +217,6 @@ def cases(slots: int, stacks: int, batches: tuple[int, ...]) -> list[Case]:
         Case("ratio-loops", slots, small, ADDED),
         Case("ratio-hindsight", slots, _RATIO_BATCH),
         Case("ratio-threads", stacks, _RATIO_BATCH),
+        # about as many bytes
+        Case("ratio-threads-stacks", stacks // (2 * STACK), _RATIO_BATCH),
     ]

@@ -213,7 +213,7 @@ def test_every_part_has_those_that_can_do_it() -> None:
     assert list(peers_suite.makers(stacks, 20_000, everything, CPU)) == ["gpu_replay", *everything]
     assert list(peers_suite.makers(others[2], 100_000, everything, CPU)) == ["gpu_replay", "stable_baselines3"]
     settings = [case.operation for part in others[3:] for case in part.cases]
-    assert len(set(settings)) == 5
+    assert len(set(settings)) == 6
     assert all(len(variants.makers(operation)) == 2 for operation in settings)
     with_index = ["gpu_replay", "tianshou", "torchrl", "dopamine"]
     assert list(peers_suite.makers(index, 10_000_000, everything, CPU)) == with_index

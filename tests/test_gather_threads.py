@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,8 +81,8 @@ def test_bytes_are_those_of_one_thread(
     if loops == "numpy":
         monkeypatch.setattr(_backend, "inner_loops", lambda: numpy_loops)
     parts: list[int] = []
-    in_parts = threads._Threads.start
-    monkeypatch.setattr(threads._Threads, "start", lambda self, jobs: (parts.append(len(jobs)), in_parts(self, jobs)))
+    start = threads._Threads.start
+    monkeypatch.setattr(threads._Threads, "start", lambda self, job, more: (parts.append(more), start(self, job, more)))
     found = []
     for count in (1, 2, 5):
         on_threads(count)
@@ -98,19 +99,51 @@ def test_bytes_are_those_of_one_thread(
 
 
 def test_what_one_thread_raises_is_raised_when_all_are_done() -> None:
-    done = []
+    done: list[int] = []
+    together = threading.Barrier(3, timeout=20)
 
     def work(begin: int, end: int) -> None:
-        if begin == 4:
-            raise ValueError("of row 4")
-        done.append(begin)
+        if begin == 0:
+            together.wait()
+            raise ValueError("of row 0")
+        if len(done) < 2:
+            # two others have begun
+            together.wait()
+        time.sleep(0.01)
+        done.extend(range(begin, end))
 
-    with pytest.raises(ValueError, match="of row 4"):
-        threads.in_parts(work, 8, 4)
-    assert sorted(done) == [0, 2, 6]
+    with pytest.raises(ValueError, match="of row 0"):
+        threads.in_parts(work, 60, 3)
+    count = len(done)
+    assert count > 0
     # and the threads are still there
-    threads.in_parts(lambda begin, _: done.append(begin), 8, 4)
-    assert len(done) == 7
+    found: list[int] = []
+    threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 60, 3)
+    assert sorted(found) == list(range(60))
+    assert len(done) == count
+
+
+def test_a_thread_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[threads._Job] = []
+    monkeypatch.setattr(threads._Threads, "start", lambda self, job, more: jobs.append(job))
+    found: list[int] = []
+    threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 1000, 4)
+    assert found == list(range(1000))
+    # and does nothing when it comes
+    jobs[0].run()
+    assert len(found) == 1000
+
+
+@pytest.mark.parametrize("threads_wanted", [2, 3, 16])
+@pytest.mark.parametrize("count", [2, 3, 67, 256, 65_536])
+def test_pieces_are_all_rows_once(count: int, threads_wanted: int) -> None:
+    pieces = threads._pieces(count, min(count, threads_wanted))
+    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == count
+    assert all(begin < end for begin, end in pieces)
+    # no thread can have more than its share, and little is left to wait for
+    assert all(end - begin <= -(-count // min(count, threads_wanted)) for begin, end in pieces)
+    assert min(count, threads_wanted) <= len(pieces) <= 24 * threads_wanted
 
 
 def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]) -> None:

@@ -121,6 +121,33 @@ class Ring:
             self.codes[slots] = [self.code() for _ in slots]
             self.order.note_slots(slots)
 
+    def change(self, turns: int, *, most: int, checked: float) -> None:
+        """Adds, updates of up to so many slots and, seldom, a clearing; compared after this share of them."""
+        for _ in range(turns):
+            chance = self.random.random()
+            if chance < 0.4:
+                self.add(self.random.randrange(1, max(2, self.slots // 4)))
+            elif chance < 0.9:
+                self.update(self.random.randrange(1, max(2, most)))
+            elif chance < 0.92:
+                self.codes[:] = 0
+                self.order.invalidate()
+            if self.random.random() < checked:
+                self.check()
+        self.check()
+
+    def go_round(self, turns: int, falling: bool, *, every: int, hide: float = 0.3) -> None:
+        """New entries, each before or after all others."""
+        self.add(self.slots, 2**40)
+        self.check(hide=hide)
+        for turn in range(turns):
+            self.add(7, 2**40 - turn if falling else 2**40 + turn)
+            self.order.sort_changes(self.added)
+            assert self.order.count == self.slots
+            if turn % every == 0:
+                self.check(hide=hide)
+        self.check(hide=hide)
+
     def check(self, *, hide: float = 0.3) -> None:
         """Compare all ranks; sometimes also with some slots hidden."""
         self.order.sort_changes(self.added)
@@ -163,19 +190,7 @@ def test_the_order_is_exact_through_random_changes(
     # sorted anew only when nearly everything has changed
     monkeypatch.setattr(rank_order, "_CHANGED", 1)
     for slots in (*range(1, 41), 150):
-        ring = Ring(slots, f"{width} {kinds} {slots}", kinds)
-        for _ in range(25 if slots <= 40 else 200):
-            chance = ring.random.random()
-            if chance < 0.4:
-                ring.add(ring.random.randrange(1, max(2, slots // 4)))
-            elif chance < 0.9:
-                ring.update(ring.random.randrange(1, max(2, slots // 3)))
-            elif chance < 0.92:
-                ring.codes[:] = 0
-                ring.order.invalidate()
-            if ring.random.random() < 0.7:
-                ring.check()
-        ring.check()
+        Ring(slots, f"{width} {kinds} {slots}", kinds).change(25 if slots <= 40 else 200, most=slots // 3, checked=0.7)
     assert work["_divide"] > 100
     assert work["_spare_rows"] > 0
 
@@ -184,16 +199,7 @@ def test_the_order_is_exact_through_random_changes(
 def test_new_entries_that_all_come_to_one_end(falling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring that goes round many times, each new entry before or after all others: empty blocks are used again."""
     monkeypatch.setattr(rank_order, "width_for", lambda slots: 8)
-    ring = Ring(300, "end", 0)
-    ring.add(300, 2**40)
-    ring.check()
-    for turn in range(200):
-        ring.add(7, 2**40 - turn if falling else 2**40 + turn)
-        ring.order.sort_changes(ring.added)
-        assert ring.order.count == 300
-        if turn % 10 == 0:
-            ring.check()
-    ring.check()
+    Ring(300, "end", 0).go_round(200, falling, every=10)
 
 
 def test_few_changes_sort_nothing_anew(work: Counter[str]) -> None:
@@ -266,18 +272,7 @@ def test_the_compiled_order_is_exact_through_random_changes(
     monkeypatch.setattr(rank_order, "_CHANGED", 1)
     order, done = compiled
     for slots in (1, 2, 31, 32, 33, 150, 600):
-        ring = Ring(slots, f"{kinds} {slots}", kinds, order)
-        for _ in range(25):
-            if ring.random.random() < 0.4:
-                ring.add(ring.random.randrange(1, max(2, slots // 4)))
-            else:
-                ring.update(ring.random.randrange(1, max(2, slots // 6)))
-            if ring.random.random() < 0.02:
-                ring.codes[:] = 0
-                ring.order.invalidate()
-            if ring.random.random() < 0.5:
-                ring.check()
-        ring.check()
+        Ring(slots, f"{kinds} {slots}", kinds, order).change(25, most=slots // 6, checked=0.5)
     assert done["_divide_group"] > 0
 
 
@@ -286,16 +281,7 @@ def test_new_entries_that_all_come_to_one_end_of_the_compiled_order(
     falling: bool, compiled: tuple[Any, Counter[str]]
 ) -> None:
     order, done = compiled
-    ring = Ring(700, "end", 0, order)
-    ring.add(700, 2**40)
-    ring.check(hide=0)
-    for turn in range(300):
-        ring.add(7, 2**40 - turn if falling else 2**40 + turn)
-        ring.order.sort_changes(ring.added)
-        assert ring.order.count == 700
-        if turn % 50 == 0:
-            ring.check(hide=0)
-    ring.check(hide=0)
+    Ring(700, "end", 0, order).go_round(300, falling, every=50, hide=0)
     # empty blocks are used again without sorting
     assert done["_sort"] == 1
     assert done["_slots_in_order"] > 1

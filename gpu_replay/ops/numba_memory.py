@@ -83,6 +83,10 @@ def compiled(function: Any, *, nogil: bool = False) -> Any:
         return njit(error_model="numpy", nogil=nogil)(function)
 
 
+# only called by other loops: what Python would need to call them is not compiled
+inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 @intrinsic
 def load(typingctx, address, like):
     """The number of the type of `like` at an address, aligned or not."""
@@ -104,7 +108,7 @@ def _pointer(typingctx, address, like):
     return types.CPointer(like)(address, like), codegen
 
 
-@njit(error_model="numpy")
+@inlined
 def array_at(place, like):
     """The array whose address and size are the two numbers of `place`: a call takes one array faster than many."""
     return carray(_pointer(place[0], like), (place[1],))
@@ -180,41 +184,38 @@ def high_product(typingctx, one, two):
     return types.uint64(types.uint64, types.uint64), codegen
 
 
-_inlined = njit(error_model="numpy")
-
-
-@_inlined
+@inlined
 def item(address, place):
     """The address of an item of a tuple."""
     return load(address + _ITEMS + 8 * place, np.int64(0))
 
 
-@_inlined
+@inlined
 def data_of(array):
     """The address of the data of an array."""
     return load(array + _DATA, np.int64(0))
 
 
-@_inlined
+@inlined
 def dtype_of(array):
     """The address of the dtype of an array."""
     return load(array + _DTYPE, np.int64(0))
 
 
-@_inlined
+@inlined
 def type_of(value):
     """The address of the type of an object."""
     return load(value + _TYPE, np.int64(0))
 
 
-@_inlined
+@inlined
 def numbers_of(array):
     """An array of int64, of one dimension and contiguous, by its address."""
     size = load(load(array + _SHAPE, np.int64(0)), np.int64(0))
     return carray(_pointer(data_of(array), np.int64(0)), (size,))
 
 
-@_inlined
+@inlined
 def only_item(listed):
     """The address of the item of a list of one, 0 for other lists."""
     if load(listed + _COUNT, np.int64(0)) != 1:
@@ -222,13 +223,13 @@ def only_item(listed):
     return load(load(listed + _LISTED, np.int64(0)), np.int64(0))
 
 
-@_inlined
+@inlined
 def number_of(value):
     """The address of the float64 of a float."""
     return value + _NUMBER
 
 
-@njit(error_model="numpy")
+@inlined
 def rows_of(array, shape):
     """The rows of an array that is [rows, *shape], contiguous and aligned; else -1."""
     if load(array + _FLAGS, np.int32(0)) & _PLAIN != _PLAIN:
@@ -242,7 +243,7 @@ def rows_of(array, shape):
     return load(sides, np.int64(0))
 
 
-@_inlined
+@inlined
 def move(target, source, count):
     """Copy the bytes of a row: the few of a scalar without a call."""
     if count == 4:

@@ -11,15 +11,13 @@ in their order. groups_of: of each its blocks and its entries. place_of: of each
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from gpu_replay.ops import numba_memory
+from gpu_replay.ops import numba_memory, numba_tree
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import DIRTY
-from gpu_replay.ops.numba_memory import compiled, forget_older_code, prefetch, shift
+from gpu_replay.ops.numba_memory import compiled, forget_older_code, inlined, prefetch, shift
+from gpu_replay.ops.numba_tree import target_of
 
-# only called by other loops
-_inlined = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # entries of a block at most
 WIDTH = 32
 # places in the state of an order: whether it stands, changes that are noted, entries, groups, free rows and groups,
@@ -38,7 +36,7 @@ _STALE, _MAX_MASS = Counter.STALE, Counter.MAX_MASS
 # changes
 
 
-@_inlined
+@inlined
 def _last_of(code, key, bounds, low, high):
     """The last place from `low` to `high` whose bound is not after an entry; that at `low` is none."""
     # without a branch that is hard to foresee
@@ -62,15 +60,15 @@ def _last_of(code, key, bounds, low, high):
     return low
 
 
-@_inlined
+@inlined
 def _place_of(code, key, state, bounds, tops, listed, groups_of):
     """The place of the block where an entry belongs."""
-    group = listed[_last_of(code, key, tops, 0, state[GROUPS] - 1)]
+    group = listed[_last_of(code, key, tops, np.int64(0), state[GROUPS] - 1)]
     first = group * state[FAN]
     return _last_of(code, key, bounds, first, first + groups_of[2 * group] - 1)
 
 
-@_inlined
+@inlined
 def _ask_for(row, state):
     """Begin to load a row."""
     for line in range(0, WIDTH * 8, LINE):
@@ -107,7 +105,7 @@ def remove(slots, count, state, codes, slot_at, row_of, bounds, blocks, tops, li
         state[RANKED] -= 1
 
 
-@_inlined
+@inlined
 def _divide(place, head, base, state, codes, slot_at, row_of, bounds, blocks, groups_of, place_of, free):
     """Give the later half of the entries of a block to a new one, for which its group has the place.
 
@@ -215,19 +213,12 @@ def draw(
         total += groups_of[2 * listed[at] + 1]
         entries[at] = total
     total, batch = sums[total - 1], doubles.size
-    part, rest = total // batch, total % batch
-    begin, width, found, at = np.int64(0), total, 0, 0
+    whole, part = total // batch, total % batch
+    begin, found, at = np.int64(0), np.int64(0), np.int64(0)
     for row in range(batch):
-        if stratified:
-            end = (row + 1) * part + (row + 1) * rest // batch
-            width = end - begin
-        # a wide product may round up to the width; a stratum without width takes the unit it starts in
-        target = max(min(np.int64(doubles[row] * width), width - 1), 0)
-        if stratified:
-            target += begin
-            begin = end
-        else:
-            found = at = 0
+        target, begin = target_of(row, batch, whole, part, begin, doubles[row], stratified)
+        if not stratified:
+            found = at = np.int64(0)
         # targets of strata ascend: the row of sums is often near
         found = _above(ends, target, found)
         # in a row masses are much the same
@@ -251,7 +242,7 @@ def draw(
     return total
 
 
-@_inlined
+@inlined
 def _above(sums, target, low):
     """The first place from `low` on with a larger sum; there is one."""
     high, step = low, 1
@@ -312,4 +303,4 @@ def update(keys, codes, first, added, counters, sparse, flat, starts, shift, low
     counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
 
 
-forget_older_code(move, numba_memory)
+forget_older_code(move, numba_memory, numba_tree)

@@ -21,6 +21,7 @@ from gpu_replay.ops.numba_memory import (
     dtype_of,
     forget_older_code,
     high_product,
+    inlined,
     item,
     load,
     move,
@@ -36,7 +37,6 @@ from gpu_replay.ops.numba_memory import (
 from gpu_replay.ops.numba_tree import draw, set_range
 from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS
 
-_inlined = njit(error_model="numpy")
 _ADDED, _FIRST, _RANDOM, _STEP, _MAX_MASS = (
     Counter.ADDED, Counter.FIRST, Counter.RANDOM, Counter.STEP, Counter.MAX_MASS,
 )  # fmt: skip
@@ -58,7 +58,7 @@ _TOO_LARGE = 2.0**128 - 2.0**103
 # rows into the ring
 
 
-@_inlined
+@inlined
 def _whole(address, kind):
     """A number that is not floating, as int64."""
     if kind == _INT64:
@@ -72,7 +72,7 @@ def _whole(address, kind):
     return np.int64(load(address, np.uint8(0)))
 
 
-@_inlined
+@inlined
 def _fits(number, kind):
     """Whether a whole number is one of this kind."""
     if kind == _INT64:
@@ -86,7 +86,7 @@ def _fits(number, kind):
     return 0 <= number < 2**8
 
 
-@_inlined
+@inlined
 def _put_whole(address, kind, number):
     if kind == _INT64:
         store(address, number)
@@ -103,7 +103,7 @@ def _put_whole(address, kind, number):
         store(address, np.uint8(number))
 
 
-@njit(error_model="numpy")
+@inlined
 def _converts(data, count, source, target):
     """Whether `count` numbers of one kind may be stored as another, as `validation.cast` says."""
     if target in (_BOOL, _FLOAT16) or source == _FLOAT16:
@@ -122,7 +122,7 @@ def _converts(data, count, source, target):
     return True
 
 
-@njit(error_model="numpy")
+@inlined
 def _put(data, count, source, place, target):
     """Store `count` numbers of one kind as another."""
     for number in range(count):
@@ -135,7 +135,7 @@ def _put(data, count, source, place, target):
             _put_whole(to, target, _whole(data + _WIDTHS[source] * number, source))
 
 
-@_inlined
+@inlined
 def _kind_at(dtype, addresses):
     """The kind of a dtype by its address, -1 for others."""
     for kind in range(_DTYPES):
@@ -144,7 +144,7 @@ def _kind_at(dtype, addresses):
     return -1
 
 
-@njit(error_model="numpy")
+@inlined
 def _looked_up(value, shape, rows, addresses):
     """Where the numbers of an object are, and their kind: an array [rows, *shape], or a list of one float or bool.
 
@@ -217,11 +217,13 @@ def append(given):
         slot = head + row
         times_sampled[slot - capacity if slot >= capacity else slot] = 0
         keys[row] = added + row
-    if flat.size:
-        end = min(head + rows, capacity)
-        set_range(flat, starts, shift, low, high, head, end, mass)
-        if head + rows > capacity:
-            set_range(flat, starts, shift, low, high, 0, head + rows - capacity, mass)
+    # in two pieces where the ring wraps; both ends are variables, since a constant would have this compiled twice
+    begin, left = head, rows if flat.size else 0
+    while left:
+        end = min(begin + left, capacity)
+        set_range(flat, starts, shift, low, high, begin, end, mass)
+        left -= end - begin
+        begin = np.int64(0)
     counters[_ADDED] = added + rows
     return 1
 
@@ -229,7 +231,7 @@ def append(given):
 # draws
 
 
-@njit(error_model="numpy")
+@inlined
 def _philox(block, key, stream, words):
     """Words of the random stream from a block on, as `HostWords` gives them; whole blocks."""
     for start in range(0, words.size, 4):
@@ -276,12 +278,12 @@ def _copy_rows(slots, begin, end, table, lines, outputs):
             move(targets[field] + size * row, table[field, 0] + table[field, 1] * slot, size)
 
 
-_gather = njit(error_model="numpy")(_copy_rows)
+_gather = inlined(_copy_rows)
 # a part of a large batch, beside threads that do the others
 gather = compiled(_copy_rows, nogil=True)
 
 
-@_inlined
+@inlined
 def _keys(slots, counters, capacity, keys):
     added = counters[_ADDED]
     head = added % capacity
