@@ -15,6 +15,7 @@ import numpy as np
 
 from gpu_replay.console.markdown import table
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
+from gpu_replay.ops.prefix_sum import scan_block
 from gpu_replay.ops.priorities import keys_together
 
 from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, Chosen, short
@@ -94,12 +95,22 @@ def update(slots: int, batch: int) -> Cost:
     return Cost(must, batch * per_key + 2 * above, launches=1 if together else 2, dependent=2 if together else 4)
 
 
+def scan(length: int) -> Cost:
+    """Inclusive prefix sums: each number is read and written once, and each block has two words that begin as zeros."""
+    blocks = -(-length // scan_block(length))
+    if blocks == 1:
+        return Cost(2 * length * MASS, 2 * length * MASS, launches=1, dependent=1)
+    # zeros are a launch; then a block's own sum is written, the words of others are read, most of them in a cache, and
+    # the sum up to it is written. The first blocks, all at once, look a few times before one of them is told
+    state = 2 * MASS * blocks
+    return Cost(2 * length * MASS, 2 * length * MASS + 4 * state, launches=2, dependent=4)
+
+
 def build(slots: int) -> Cost:
-    """All sums from the leaves: a kernel a level, whose sums are copied behind zeros."""
+    """All sums from the leaves: a kernel a level, which fills the level with zeros behind the sums."""
     sizes = levels(slots)
-    read = sum(below for below, _ in pairwise(sizes)) * MASS
-    written = sum(3 * above + above for above in sizes[1:]) * MASS
-    return Cost(slots * MASS, read + written, launches=3 * (len(sizes) - 1), dependent=len(sizes) - 1)
+    moved = sum(below + above for below, above in pairwise(sizes)) * MASS
+    return Cost(slots * MASS, moved, launches=len(sizes) - 1, dependent=len(sizes) - 1)
 
 
 def gather_rows(batch: int) -> Cost:
@@ -225,6 +236,8 @@ def targets(records: Sequence[Record] = ()) -> list[Target]:
         found.append(Target(case, f"≥ {least}x torch", index[slots], predicted, ratio))
     for case, least, work in (
         ("frame-gather-bf16/N=1M/B=4096", 85, gather_frames(4096, 2)),
+        ("prefix-sum/N=10M", 85, scan(10**7)),
+        ("prefix-sum/N=100M", 85, scan(10**8)),
         ("tree-build/N=100M", 70, build(10**8)),
     ):
         found.append(Target(case, f"≥ {least}% of copy bandwidth", work, _of_bandwidth(work), medians.share(case)))

@@ -337,12 +337,18 @@ def block_sums_kernel(memory: SparseMemory) -> None:
 def scan_kernel(memory: SparseMemory) -> None:
     from gpu_replay.kernels.prefix_sum import scan_kernel as kernel
 
-    block = 4096
+    block = 2048
     values, out = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
     count = -(-SLOTS // block)
-    before = torch.zeros(count, dtype=torch.int64)
-    before[-2], values[-3:] = 100, torch.tensor([1, 2, 3])
+    state = torch.zeros((2, count), dtype=torch.int64)
+    # all sums up to the block before the last: low and high words of the last stage
+    state[:, -2], values[-3:] = torch.tensor([(2 << 32) + 100, 2 << 32]), torch.tensor([1, 2, 3])
     memory.programs = lambda count: [count - 1]
-    kernel[(count,)](values, before, out, SLOTS, BLOCK=block, FIRST=False)
+    kernel[(count,)](values, state, out, SLOTS, BLOCK=block, WINDOW=256, LOOKS=1)
     assert out[-4:].tolist() == [100, 101, 103, 106]
+    # a block that says nothing is read from where it lies
+    state[:, -2], state[:, -3] = 0, torch.tensor([(2 << 32) + 50, 2 << 32])
+    values[-2048 - 7] = 9
+    kernel[(count,)](values, state, out, SLOTS, BLOCK=block, WINDOW=256, LOOKS=1)
+    assert out[-4:].tolist() == [59, 60, 62, 65]
     memory.check("scan_kernel", past=FAR, values=values, out=out)

@@ -114,11 +114,23 @@ def _only_if_small(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda tensor, value: tensor if tensor.nbytes >= LARGE else fill(tensor, value)
 
 
+@contextmanager
+def programs_in(order: Callable[[int], Sequence[int]]) -> Iterator[None]:
+    """Within it a launch of so many programs makes these, one after another, and no others."""
+    from triton.runtime import interpreter
+
+    memory = SparseMemory()
+    memory.programs = order
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", _chosen_programs(interpreter, memory))
+        yield
+
+
 def _chosen_programs(interpreter: Any, memory: SparseMemory) -> Callable[..., Any]:
     original, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        (count,) = self.grid
+        count, *_ = self.grid
         chosen = list(memory.programs(count))
         memory.kernel = self.fn.__name__
         self.grid = (len(chosen),)

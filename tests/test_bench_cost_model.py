@@ -23,7 +23,7 @@ from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.prefix_sum import block_sums
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.ring import launch_gather
 
 CPU = torch.device("cpu")
@@ -57,10 +57,15 @@ def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
         index.update(slots.repeat(100), torch.ones(3200))
         assert len(launches) == cost_model.update(5_000, 3200).launches
         launches.clear()
-        # each level beside that also takes two operations of torch
-        for _ in index.tree.levels[1:]:
-            block_sums(index.tree.levels[0], 128)
-        assert len(launches) * 3 == cost_model.build(5_000).launches
+        with _Counted() as ran:
+            index.tree.build()
+        assert (len(launches), ran.names) == (cost_model.build(5_000).launches, [])
+        for length in (2_000, 5_000):
+            launches.clear()
+            with _Counted() as ran:
+                inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
+            # one was what the numbers are made of, one is the output
+            assert len(launches) + len(ran.names) - 2 == cost_model.scan(length).launches
 
 
 def test_launches_of_an_atari_step_are_those_that_are_made() -> None:
@@ -117,6 +122,7 @@ def test_the_bytes_of_one_block_by_hand() -> None:
         ("draw", cost_model.draw(10**6, 256)),
         ("update", cost_model.update(10**6, 256)),
         ("draw-update", cost_model.draw_and_update(10**6, 256)),
+        ("prefix-sum", cost_model.scan(10**6)),
         ("tree-build", cost_model.build(10**6)),
         ("row-gather", cost_model.gather_rows(256)),
         ("frame-gather-bf16", cost_model.gather_frames(256, 2)),

@@ -14,7 +14,7 @@ from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frames import frame_tile
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
-from gpu_replay.ops.prefix_sum import scan_block, scan_warps, warp_width
+from gpu_replay.ops.prefix_sum import scan_block, scan_warps, scan_window, warp_width
 from gpu_replay.ops.priorities import blocks_per_program, keys_together, update_warps
 from gpu_replay.ops.ring import tile_for
 
@@ -82,14 +82,14 @@ def test_environments_of_one_program_and_the_steps_it_looks_at_make_a_small_tile
 
 
 @pytest.mark.parametrize("width", [32, 64])
-def test_a_scan_has_sixteen_values_a_thread_whatever_the_width_of_a_warp(width: int) -> None:
+def test_a_scan_has_eight_values_a_thread_whatever_the_width_of_a_warp(width: int) -> None:
     for length in (1, 100, 4096, 100_003, 10**8):
         block, warps = scan_block(length), scan_warps(scan_block(length), width)
         assert is_power(warps)
         assert warps * width <= MOST_THREADS
-        assert block <= 16 * width * warps or warps == 1
-        assert block // (warps * width) <= 16
-    assert scan_warps(4096, 64) * 64 == scan_warps(4096, 32) * 32 == 256
+        assert block // (warps * width) <= 8
+    # each of which looks at another block
+    assert scan_warps(2048, 64) * 64 == scan_warps(2048, 32) * 32 == scan_window(2) == 256
 
 
 def test_the_width_of_a_warp_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

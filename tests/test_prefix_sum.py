@@ -10,10 +10,12 @@ import pytest
 import torch
 from guards import guarded
 from interpreted import INTERPRETED
+from sparse_memory import programs_in
 
 from gpu_replay.ops import prefix_sum
 from gpu_replay.ops.prefix_sum import block_sums, blocks_per_program, inclusive_prefix_sum, scan_block
 
+interpreted_alone = pytest.mark.skipif(not INTERPRETED, reason="programs of a GPU come in an order of its own")
 EXTREMES = (-(2**63), 2**63 - 1)
 
 
@@ -28,7 +30,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return "cuda" if request.param == "cuda" else "cpu"
 
 
-LENGTHS = (1, 2, 127, 128, 129, 255, 257, 4095, 4096, 4097, 8192, 8193, 100_003)
+LENGTHS = (1, 2, 127, 128, 129, 255, 257, 2047, 2048, 2049, 4096, 4097, 100_003)
 
 
 def wrapped(total: int) -> int:
@@ -66,12 +68,62 @@ def test_the_argument_may_have_gaps_and_stays_as_it_was(device: str) -> None:
     assert torch.equal(values.cpu(), torch.arange(3000))
 
 
-@pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 64, 65, 257])
-def test_sums_of_sums_of_sums(length: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With blocks of four 257 numbers recurse as 4096 ** 4 + 1 would."""
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four, of which a program looks at eight at once: 257 numbers are scanned as a million would be."""
     monkeypatch.setattr(prefix_sum, "scan_block", lambda length: 4)
-    monkeypatch.setattr(prefix_sum, "blocks_per_program", lambda block: 8)
+    monkeypatch.setattr(prefix_sum, "scan_window", lambda programs: 8 if programs > 1 else 0)
+    monkeypatch.setattr(prefix_sum, "_LOOKS", 1)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 64, 65, 257])
+@pytest.mark.usefixtures("short_blocks")
+def test_sums_over_many_blocks(length: int, device: str) -> None:
     check(np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True), device)
+
+
+@interpreted_alone
+@pytest.mark.parametrize("order", ["backwards", "in any order"])
+@pytest.mark.usefixtures("short_blocks")
+def test_programs_that_come_late_are_not_waited_for(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    random = np.random.default_rng(1)
+    with programs_in(lambda count: range(count)[::-1] if order == "backwards" else random.permutation(count).tolist()):
+        check(random.integers(*EXTREMES, 130, endpoint=True), "cpu")
+
+
+def words(stage: int, total: int) -> list[int]:
+    """What the kernel writes of a sum: its stage above each half."""
+    return [(stage << 32) + (half & 0xFFFFFFFF) for half in (total, total >> 32)]
+
+
+@interpreted_alone
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_other_programs_have_said_by_then_a_program_finds_its_sums(seed: int) -> None:
+    """Nothing, a block's sum, all sums up to it, or one word of a later stage than the other."""
+    from gpu_replay.kernels.prefix_sum import scan_kernel
+
+    random = np.random.default_rng(seed)
+    blocks, block = 21, 4
+    values = random.integers(*EXTREMES, blocks * block - seed % 3, endpoint=True)
+    sums = [wrapped(total) for total in accumulate(values.tolist())]
+    state = torch.zeros((2, blocks), dtype=torch.int64)
+    for place in range(blocks - 1):
+        own = sum(values[place * block : (place + 1) * block].tolist())
+        said = [words(0, 0), words(1, own), words(2, sums[(place + 1) * block - 1])]
+        # the first block has no sums before it
+        low, high = random.choice([0, 2] if place == 0 else [0, 1, 1, 1, 2], 2)
+        if random.random() < 0.7:
+            high = low
+        state[:, place] = torch.tensor([said[low][0], said[high][1]])
+    before, out = state.clone(), torch.zeros(values.size, dtype=torch.int64)
+    last = blocks - 1
+    with programs_in(lambda count: [last]):
+        scan_kernel[(blocks,)](torch.from_numpy(values), state, out, values.size, BLOCK=block, WINDOW=8, LOOKS=2)
+    assert out.tolist() == [0] * (last * block) + sums[last * block :]
+    # and it has said the same to those after it; nothing that was said is taken back
+    assert state[:, last].tolist() == words(2, sums[-1])
+    assert bool((state >= before).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bool], ids=str)
@@ -97,9 +149,17 @@ def test_sums_of_blocks(length: int, block: int, device: str) -> None:
     assert found.tolist() == [wrapped(sum(part)) for part in parts]
 
 
-def test_a_program_scans_a_power_of_two_from_128_to_4096() -> None:
-    found = {length: scan_block(length) for length in (0, 1, 127, 128, 129, 2048, 2049, 4096, 4097, 10**9)}
-    assert list(found.values()) == [128, 128, 128, 128, 256, 2048, 4096, 4096, 4096, 4096]
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_sums_of_blocks_fill_a_longer_tensor_with_zeros(device: str) -> None:
+    out = torch.full((300,), 7, dtype=torch.int64, device=device)
+    with guarded():
+        assert block_sums(torch.ones(1000, dtype=torch.int64, device=device), 128, out) is out
+    assert out.tolist() == [128] * 7 + [104] + [0] * 292
+
+
+def test_a_program_scans_a_power_of_two_from_128_to_2048() -> None:
+    found = {length: scan_block(length) for length in (0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 10**9)}
+    assert list(found.values()) == [128, 128, 128, 128, 256, 1024, 2048, 2048, 2048, 2048]
 
 
 def test_a_program_sums_at_most_4096_values() -> None:

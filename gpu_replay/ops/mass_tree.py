@@ -119,9 +119,7 @@ class MassTree:
             self.loops.sum_range(self, 0, self.slots)
             return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
-            sums = block_sums(below, self.fanout)
-            above.zero_()
-            above[: sums.numel()].copy_(sums)
+            block_sums(below, self.fanout, above)
         for extreme in (self.low, self.high):
             if extreme is not None:
                 extreme.fill_(DIRTY)

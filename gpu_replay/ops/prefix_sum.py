@@ -1,10 +1,11 @@
-"""Inclusive prefix sums of int64 numbers, and the block sums that are their first half.
+"""Inclusive prefix sums of int64 numbers, and sums of blocks.
 
-A scan of any length is made in three steps: sum every block, scan those sums in the same way, then scan inside each
-block from the sum before it. The first step alone builds one level of a mass tree from the level below
-(`MassTree.build`); draws by rank on a device search the sums of the masses of all ranks (`DeviceRanks`).
+On a device a scan of any length is one launch that reads and writes each number once: every program scans one block and
+adds the sum of all blocks before, which it gathers from what their programs have told. Draws by rank search the sums of
+the masses of all ranks (`DeviceRanks`); block sums are one level of a mass tree, made from the level below
+(`MassTree.build`).
 
-Blelloch 1990, "Prefix sums and their applications".
+Merrill and Garland 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back".
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops._backend import choose
+
+# times that a program looks for the sum of a block, some 20 microseconds, before it makes that sum itself
+_LOOKS = 32
 
 
 def inclusive_prefix_sum(values: Tensor) -> Tensor:
@@ -32,13 +36,18 @@ def inclusive_prefix_sum(values: Tensor) -> Tensor:
 
 
 def scan_block(length: int) -> int:
-    """Values scanned by one program: a power of two from 128 to 4096."""
-    return min(4096, max(128, 1 << (length - 1).bit_length())) if length > 0 else 128
+    """Values scanned by one program: a power of two from 128 to 2048."""
+    return min(2048, max(128, 1 << (length - 1).bit_length())) if length > 0 else 128
 
 
 def scan_warps(block: int, width: int) -> int:
-    """Warps of `width` threads that scan one block: 16 values a thread, since more would take most of its registers."""
-    return max(1, block // (16 * width))
+    """Warps of `width` threads that scan one block: 8 values a thread, so that four blocks fit a multiprocessor."""
+    return max(1, block // (8 * width))
+
+
+def scan_window(programs: int) -> int:
+    """Blocks whose sums a program of a scan looks at at once, one a thread; 0 where there is no other block."""
+    return 256 if programs > 1 else 0
 
 
 def warp_width(device: torch.device) -> int:
@@ -53,16 +62,20 @@ def blocks_per_program(block: int) -> int:
     return max(1, 4096 // block)
 
 
-def block_sums(values: Tensor, block: int) -> Tensor:
-    """Device: (ceil(N / block),) int64 sums of each run of `block` values, the last run perhaps shorter; one launch."""
+def block_sums(values: Tensor, block: int, out: Tensor | None = None) -> Tensor:
+    """Device: int64 sums of each run of `block` values, the last run perhaps shorter; one launch.
+
+    out:     where they go, and behind them zeros; by default it has no more than the ceil(N / block) sums.
+    returns: it.
+    """
     from gpu_replay.kernels.prefix_sum import block_sums_kernel
 
-    count = -(-values.numel() // block)
-    sums = torch.empty(count, dtype=torch.int64, device=values.device)
-    rows = blocks_per_program(block)
+    if out is None:
+        out = torch.empty(-(-values.numel() // block), dtype=torch.int64, device=values.device)
+    rows, count = blocks_per_program(block), out.numel()
     with torch.cuda.device_of(values):
-        block_sums_kernel[(-(-count // rows),)](values, sums, values.numel(), count, BLOCK=block, ROWS=rows)
-    return sums
+        block_sums_kernel[(-(-count // rows),)](values, out, values.numel(), count, BLOCK=block, ROWS=rows)
+    return out
 
 
 def _scan(values: Tensor, out: Tensor) -> None:
@@ -73,11 +86,9 @@ def _scan(values: Tensor, out: Tensor) -> None:
         return
     block = scan_block(length)
     programs = -(-length // block)
-    before = values
-    if programs > 1:
-        sums = block_sums(values, block)
-        before = torch.empty_like(sums)
-        _scan(sums, before)
+    window = scan_window(programs)
+    # what the programs tell each other; zeros are a launch of torch
+    state = torch.zeros(2 * programs, dtype=torch.int64, device=values.device) if window else values
     with torch.cuda.device_of(values):
         warps = scan_warps(block, warp_width(values.device))
-        scan_kernel[(programs,)](values, before, out, length, BLOCK=block, FIRST=programs == 1, num_warps=warps)
+        scan_kernel[(programs,)](values, state, out, length, BLOCK=block, WINDOW=window, LOOKS=_LOOKS, num_warps=warps)
