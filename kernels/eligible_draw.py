@@ -4,43 +4,51 @@ import triton
 import triton.language as tl
 
 from .counters import ADDED, LOWEST, NO_MASS, RANDOM, STEP, is_last
-from .stratified_draw import descend, find_lowest, key_in_slot, store_draws, target_in
+from .division import remainder
+from .stratified_draw import descend, find_lowest, halves, key_in_slot, root_of, store_draws, target_in, word_of
 from .uniform_draw import uniform_rank
 
 
 @triton.jit
-def mass_before(levels, slot, FANOUT: tl.constexpr):
-    """The mass of the slots below each of some."""
-    child = tl.arange(0, FANOUT)
-    mass = slot * 0
+def masses_before(levels, root, slot, FANOUT: tl.constexpr):
+    """Numbers whose sums are the masses of the slots below (DRAWS,) slots: [DRAWS, FANOUT // 2]."""
+    HALF: tl.constexpr = FANOUT // 2
+    child = tl.arange(0, HALF)[None, :]
     node = slot
     for level in tl.static_range(len(levels)):
-        # the last block of a level is padded with zeros, so every place exists
-        block = node // FANOUT * FANOUT
-        masses = tl.load(levels[level] + (block[:, None] + child[None, :]))
-        mass += tl.sum(tl.where(child[None, :] < (node - block)[:, None], masses, 0), axis=1)
+        if level == len(levels) - 1:
+            first, second = root
+        else:
+            first, second = halves(levels[level], node // FANOUT, FANOUT)
+        below = (node % FANOUT)[:, None]
+        masses = tl.where(child < below, first, 0) + tl.where(child + HALF < below, second, 0)
+        if level == 0:
+            found = masses
+        else:
+            found += masses
         node = node // FANOUT
-    return mass
+    return found
 
 
 @triton.jit
-def draw_range(levels, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
+def draw_range(levels, root, draw, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
     """All mass, the mass before the slot of the oldest key, and the mass of all but the newest `skipped` slots.
 
-    head: slot of the next key; the slots from it on hold the oldest keys.
+    Each (DRAWS,) times the same. head: slot of the next key; the slots from it on hold the oldest keys. Sums come after
+    all that is loaded.
     """
-    total = tl.sum(tl.load(levels[len(levels) - 1] + tl.arange(0, FANOUT)), axis=0)
+    start = head + draw * 0
+    to_head = masses_before(levels, root, start, FANOUT)
     if SKIPS:
-        # both ends of what can be drawn are looked up together
-        end = tl.arange(0, 2)
-        last = (head + capacity - skipped) % capacity
-        masses = mass_before(levels, tl.where(end == 0, head, last), FANOUT)
-        before = tl.sum(tl.where(end == 0, masses, 0), axis=0)
-        newest = before - tl.sum(tl.where(end == 1, masses, 0), axis=0)
-        within = total - tl.where(last > head, newest + total, newest)
-    else:
-        before = tl.sum(mass_before(levels, head + tl.arange(0, 1), FANOUT), axis=0)
-        within = total
+        last = start + capacity - skipped
+        last = tl.where(last >= capacity, last - capacity, last)
+        to_last = masses_before(levels, root, last, FANOUT)
+    total = tl.sum(root[0] + root[1], axis=1)
+    before = tl.sum(to_head, axis=1)
+    within = total
+    if SKIPS:
+        newest = before - tl.sum(to_last, axis=1)
+        within = total - tl.where(last > start, newest + total, newest)
     return total, before, within
 
 
@@ -54,8 +62,9 @@ def from_oldest(target, before, total):
 @triton.jit
 def newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
     """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones."""
-    total, before, within = draw_range(eligible, head, skipped, capacity, FANOUT, SKIPS)
-    slot, _ = descend(eligible, from_oldest(tl.maximum(within - batch + draw, 0), before, total), FANOUT)
+    root = root_of(eligible, draw, FANOUT)
+    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+    slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total), FANOUT)
     return slot
 
 
@@ -67,7 +76,9 @@ def store_words_after(words, drawn, counters_ptr):
             tl.store(words[0], tl.load(counters_ptr + RANDOM) + (drawn + 3) // 4)
 
 
-@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped", "blocks", "draw_programs"])
+@triton.jit(
+    do_not_specialize=["drawn", "batch", "capacity", "skipped", "per_drawn", "per_capacity", "blocks", "draw_programs"]
+)
 def draw_by_mass_kernel(
     levels,
     eligible,
@@ -79,6 +90,8 @@ def draw_by_mass_kernel(
     batch,
     capacity,
     skipped,
+    per_drawn,
+    per_capacity,
     blocks,
     draw_programs,
     FANOUT: tl.constexpr,
@@ -99,20 +112,24 @@ def draw_by_mass_kernel(
         draw = program * DRAWS + tl.arange(0, DRAWS)
         by_mass = draw < drawn
         added = tl.load(counters_ptr + ADDED)
-        head = added % capacity
-        total, before, within = draw_range(levels, head, skipped, capacity, FANOUT, SKIPS)
+        root, word = root_of(levels, draw, FANOUT), word_of(draw, counters_ptr)
+        head = remainder(added, capacity, per_capacity)
+        if SKIPS:
+            total, before, within = draw_range(levels, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+        else:
+            within = tl.sum(root[0] + root[1], axis=1)
         store_words_after(words, drawn, counters_ptr)
-        target = target_in(within, draw, drawn, counters_ptr, STRATIFIED)
+        target = target_in(within, draw, drawn, per_drawn, word, STRATIFIED)
         if SKIPS:
             target = from_oldest(target, before, total)
-        slot, mass = descend(levels, target, FANOUT)
+        slot, mass = descend(levels, root, target, FANOUT)
         chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
         if len(eligible) > 0:
             # only the last programs have newest rows
             if (program + 1) * DRAWS > drawn:
                 newest = newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
                 slot = tl.where(by_mass, slot, newest)
-        key = key_in_slot(slot, added, capacity)
+        key = key_in_slot(slot, added, head, capacity)
         store_draws(outputs, draw, drawn, batch, slot, key, chance, tl.where(by_mass, mass, 0))
         if len(low) == 0:
             lowest = tl.min(tl.where(by_mass, mass, NO_MASS), axis=0)
@@ -121,7 +138,7 @@ def draw_by_mass_kernel(
         find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, FANOUT, BLOCKS)
 
 
-@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped", "blocks_drawn"])
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped", "per_capacity", "blocks_drawn"])
 def draw_eligible_kernel(
     eligible,
     counters_ptr,
@@ -131,6 +148,7 @@ def draw_eligible_kernel(
     batch,
     capacity,
     skipped,
+    per_capacity,
     blocks_drawn,
     FANOUT: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -147,16 +165,18 @@ def draw_eligible_kernel(
     by_chance = draw < drawn
     added = tl.load(counters_ptr + ADDED)
     block, step = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + STEP)
-    total, before, within = draw_range(eligible, added % capacity, skipped, capacity, FANOUT, SKIPS)
-    count = tl.maximum(within, 1)
+    root = root_of(eligible, draw, FANOUT)
+    head = remainder(added, capacity, per_capacity)
+    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+    count = tl.maximum(tl.max(within, axis=0), 1)
     rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
     if SKIPS:
         rank = from_oldest(rank, before, total)
     newest = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
-    slot, _ = descend(eligible, tl.where(by_chance, rank, newest), FANOUT)
+    slot, _ = descend(eligible, root, tl.where(by_chance, rank, newest), FANOUT)
     chance = 1.0 / count.to(tl.float64)
     ones = tl.full([DRAWS], 1.0, tl.float32)
-    key = key_in_slot(slot, added, capacity)
+    key = key_in_slot(slot, added, head, capacity)
     store_draws(outputs, draw, drawn, batch, slot, key, chance, ones)
     if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + STEP, step + 1)

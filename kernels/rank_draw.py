@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from .counters import ADDED, LOWEST, NO_MASS, RANKED, SORTED, STEP
+from .division import remainder
 from .eligible_draw import newest_eligible, store_words_after
-from .stratified_draw import key_in_slot, store_draws, target_in
+from .stratified_draw import key_in_slot, store_draws, target_in, word_of
 
 
 @triton.jit(do_not_specialize=["capacity", "skipped", "every"])
@@ -125,7 +126,7 @@ def pass_on(list_ptr, codes_ptr, rank, count, head, capacity, by_rank, WIDTH: tl
     return slot
 
 
-@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped"])
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "skipped", "per_drawn", "per_capacity"])
 def rank_draw_kernel(
     ranks,
     codes_ptr,
@@ -137,6 +138,8 @@ def rank_draw_kernel(
     batch,
     capacity,
     skipped,
+    per_drawn,
+    per_capacity,
     DIGITS: tl.constexpr,
     BASE: tl.constexpr,
     FANOUT: tl.constexpr,
@@ -154,17 +157,19 @@ def rank_draw_kernel(
     slots, as none of the list is. Leaves the smallest mass of the batch, or with LOWEST_OF_ALL of the list, in
     counters[LOWEST]. The mass of a newest row is written as 0: it was not drawn. Where nothing is ranked, as in a graph
     replayed after a `clear`, the draws stay inside but mean nothing. words: see `store_words_after`.
+    per_...: reciprocals, see `division.py`.
     """
     sums_ptr, list_ptr, listed_ptr = ranks
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
     by_rank = draw < drawn
     added = tl.load(counters_ptr + ADDED)
-    head = added % capacity
+    head = remainder(added, capacity, per_capacity)
+    word = word_of(draw, counters_ptr)
     count = tl.maximum(tl.load(listed_ptr), 1)
     total = tl.load(sums_ptr + count - 1)
     store_words_after(words, drawn, counters_ptr)
-    rank = rank_at(sums_ptr, target_in(total, draw, drawn, counters_ptr, STRATIFIED), count, DIGITS, BASE)
+    rank = rank_at(sums_ptr, target_in(total, draw, drawn, per_drawn, word, STRATIFIED), count, DIGITS, BASE)
     # nothing comes before rank 1
     mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
     chance = mass.to(tl.float64) / total.to(tl.float64)
@@ -177,9 +182,9 @@ def rank_draw_kernel(
         if len(eligible) > 0:
             newest = newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
         else:
-            newest = tl.maximum(added - batch + draw, 0) % capacity
+            newest = remainder(tl.maximum(added - batch + draw, 0), capacity, per_capacity)
         slot = tl.where(by_rank, slot, newest)
-    key = key_in_slot(slot, added, capacity)
+    key = key_in_slot(slot, added, head, capacity)
     store_draws(outputs, draw, drawn, batch, slot, key, chance, tl.where(by_rank, mass, 0))
     if LOWEST_OF_ALL:
         # that of the last rank

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .counters import ADDED, FIRST, RANDOM, SEED, STEP, is_last
+from .division import divided, remainder
 from .philox import floor_of_product, words_at, words_of
 from .stratified_draw import store_draws
 
@@ -14,13 +15,13 @@ FEW = tl.constexpr(64)
 
 
 @triton.jit
-def permute(place, wide, high, pairs, first, second, third, fourth):
+def permute(place, wide, per_wide, high, pairs, first, second, third, fourth):
     """A permutation of [0, wide * high): the column is shifted by a hash of the row, then the other way round.
 
     first, second: multipliers and addends of the shifts of the column, one a round; third, fourth: those of the row.
     """
-    row = place // wide
-    column = place % wide
+    row, column = divided(place.to(tl.int64), wide.to(tl.int64), per_wide)
+    row, column = row.to(tl.uint64), column.to(tl.uint64)
     nothing = (place * 0).to(tl.int64)
     for pair in range(pairs):
         at = nothing + pair
@@ -41,7 +42,9 @@ def permuted_rank(draw, by_chance, count, block, seed):
     wide = tl.sqrt((count - 1).to(tl.float64)).to(tl.int64) + 1
     wide = tl.where((wide - 1) * (wide - 1) >= count, wide - 1, wide)
     wide = tl.where(wide * wide < count, wide + 1, wide)
-    high = (count + wide - 1) // wide
+    # each walk divides by it again
+    per_wide = 9223372036854775807 // wide
+    high = divided(count + wide - 1, wide, per_wide)[0]
     pairs = tl.where(count < FEW, ROUNDS_OF_FEW // 2, ROUNDS // 2)
     first, second, third, fourth = words_of(block + tl.arange(0, ROUNDS_OF_FEW // 2), seed)
     limit = count.to(tl.uint64)
@@ -49,7 +52,7 @@ def permuted_rank(draw, by_chance, count, block, seed):
     image = tl.where(by_chance, draw % count, 0).to(tl.uint64)
     outside = by_chance
     while tl.max(outside.to(tl.int32), axis=0) > 0:
-        walked = permute(image, wide.to(tl.uint64), high.to(tl.uint64), pairs, first, second, third, fourth)
+        walked = permute(image, wide.to(tl.uint64), per_wide, high.to(tl.uint64), pairs, first, second, third, fourth)
         image = tl.where(outside, walked, image)
         outside = outside & (image >= limit)
     return image.to(tl.int64)
@@ -66,13 +69,14 @@ def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr
     return rank
 
 
-@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "blocks_drawn"])
+@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "per_capacity", "blocks_drawn"])
 def uniform_draw_kernel(
     counters_ptr,
     outputs,
     drawn,
     batch,
     capacity,
+    per_capacity,
     blocks_drawn,
     DRAWS: tl.constexpr,
     REPLACEMENT: tl.constexpr,
@@ -80,6 +84,7 @@ def uniform_draw_kernel(
     """Draw `drawn` live keys and take the newest for the rest of the batch.
 
     A replayed graph may ask for more than is left after a `clear`: keys then repeat, and all of it stays inside.
+    per_capacity: see `division.py`.
     """
     draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     added = tl.load(counters_ptr + ADDED)
@@ -89,9 +94,10 @@ def uniform_draw_kernel(
     by_chance = draw < drawn
     rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
     key = tl.maximum(tl.where(by_chance, first_key + rank, added - batch + draw), 0)
+    slot = remainder(key, capacity, per_capacity)
     ones = tl.full([DRAWS], 1.0, tl.float32)
     chance = 1.0 / count.to(tl.float64)
-    store_draws(outputs, draw, drawn, batch, key % capacity, key, chance, ones)
+    store_draws(outputs, draw, drawn, batch, slot, key, chance, ones)
     if is_last(counters_ptr, tl.num_programs(0)):
         tl.store(counters_ptr + STEP, step + 1)
         tl.store(counters_ptr + RANDOM, block + blocks_drawn)

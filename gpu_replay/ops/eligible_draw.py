@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.uniform_draw import uniform_blocks
@@ -108,7 +108,7 @@ def plan_eligible_draw(
         leaves = leaf_blocks(tree, interpreted)
         newest = () if eligible_tree is None or drawn == batch else eligible_tree.levels
         trees = (tree.levels, newest, lowest_masses(tree) if lowest_of_all else ())
-        numbers = (tree.slots, skipped, leaves.blocks, programs)
+        numbers = (tree.slots, skipped, reciprocal(drawn), reciprocal(tree.slots), leaves.blocks, programs)
         launch = Launch(
             draw_by_mass_kernel,
             programs + lowest_of_all * leaves.programs,
@@ -121,7 +121,7 @@ def plan_eligible_draw(
     elif eligible_tree is not None:
         trees = (eligible_tree.levels,)
         moved = uniform_blocks(drawn, replacement) + blocks_for(batch if shifted else 0)
-        numbers = (eligible_tree.slots, skipped, moved)
+        numbers = (eligible_tree.slots, skipped, reciprocal(eligible_tree.slots), moved)
         launch = Launch(
             draw_eligible_kernel,
             programs,

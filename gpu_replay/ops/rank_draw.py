@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
@@ -215,7 +215,8 @@ def plan_rank_draw(
         OUTDATED=outdated,
         LOWEST_OF_ALL=lowest_of_all,
     )
-    masses, numbers = tree.masses, (drawn, batch, tree.slots, skipped)
+    masses = tree.masses
+    numbers = (drawn, batch, tree.slots, skipped, reciprocal(drawn), reciprocal(tree.slots))
 
     def draw(ranked: RankList) -> DeviceDraws:
         found = new_draws(batch, device, by_priority=True, shifted=shifted)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 
@@ -134,7 +134,7 @@ def plan_stratified_draw(
     draws = per_program(8, batch, interpreted)
     programs, leaves = -(-batch // draws), leaf_blocks(tree, interpreted)
     lowest = lowest_masses(tree) if lowest_of_all else ()
-    numbers = (drawn, batch, tree.slots, leaves.blocks, programs)
+    numbers = (drawn, batch, tree.slots, reciprocal(drawn), reciprocal(tree.slots), leaves.blocks, programs)
     launch = Launch(
         stratified_draw_kernel,
         programs + lowest_of_all * leaves.programs,

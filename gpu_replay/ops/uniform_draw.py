@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_replay.ops import _backend
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import DeviceDraws, Draw, new_draws, per_program
+from gpu_replay.ops.draws import DeviceDraws, Draw, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 
 # measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
@@ -79,7 +79,7 @@ def plan_uniform_draw(
     device = counters.device
     # one draw per thread
     draws = per_program(128, batch, device.type == "cpu")
-    numbers = (drawn, batch, capacity, uniform_blocks(drawn, replacement))
+    numbers = (drawn, batch, capacity, reciprocal(capacity), uniform_blocks(drawn, replacement))
     launch = Launch(uniform_draw_kernel, -(-batch // draws), DRAWS=draws, REPLACEMENT=replacement or drawn == 0)
 
     def draw() -> DeviceDraws:
