@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from gpu_replay.training.catch import Catch
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.episodes import EpisodeStatistics
 from gpu_replay.training.exploration import Explorer
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import FREQUENCIES, QNetwork
 from gpu_replay.training.replay import make_buffer
 from gpu_replay.training.settings import PRESETS, Settings
 from gpu_replay.training.stopwatch import Stopwatch
@@ -160,6 +161,41 @@ def test_whitening_a_picture_that_never_changes_stays_finite() -> None:
     assert bool(network(obs).isfinite().all())
 
 
+@pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
+def test_a_cosine_network_sees_low_frequencies_of_the_newest_image_and_of_differences(as_sampled: torch.dtype) -> None:
+    image = Field((3, 8, 16), torch.uint8, torch.float32, 1 / 255)
+    network = QNetwork(image, 3, Settings(network="cosine", hidden=(8,)))
+    frames = torch.randint(0, 256, (2, 3, 8, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    obs = frames if as_sampled == torch.uint8 else frames.float() / 255
+    shown = (frames.double() / 255).tolist()
+    down, across = FREQUENCIES
+
+    def frequency(picture: list[list[float]], k: int, m: int) -> float:
+        return sum(
+            pixel * math.cos(math.pi * k * (y + 0.5) / 8) * math.cos(math.pi * m * (x + 0.5) / 16)
+            for y, row in enumerate(picture)
+            for x, pixel in enumerate(row)
+        )
+
+    places = [(k, m) for k in range(down) for m in range(across)]
+    for seen, (first, second, third) in zip(network.prepare(obs), shown, strict=True):
+        one, two, three = ([frequency(picture, k, m) for k, m in places] for picture in (first, second, third))
+        expected = [b - a for a, b in zip(one + two, two + three, strict=True)] + three
+        torch.testing.assert_close(seen, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_whitened_frequencies_have_a_mean_of_zero_and_a_deviation_of_one_each() -> None:
+    image = Field((2, 42, 42), torch.uint8, torch.float32, 1 / 255)
+    network = QNetwork(image, 3, Settings(network="cosine", hidden=(8,), whiten=True))
+    obs = torch.randint(0, 256, (64, 2, 42, 42), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    network.whiten(obs)
+    deviation, mean = torch.std_mean(network.prepare(obs), 0, correction=0)
+    torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-4, rtol=0)
+    torch.testing.assert_close(deviation, torch.ones_like(deviation), atol=1e-3, rtol=0)
+    network.whiten(torch.full_like(obs, 87))
+    assert bool(network(obs).isfinite().all())
+
+
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
     bounds = (torch.tensor([-2.0, -3.4e38]), torch.tensor([4.0, 3.4e38]))
     network = QNetwork(VECTOR, 2, Settings(), bounds)
@@ -167,7 +203,9 @@ def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
     assert seen.tolist() == [[1.0, 7.0], [-1.0, -7.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("name, shape", [("nature", (84, 84)), ("nature", (3, 16, 16)), ("small", (2,))])
+@pytest.mark.parametrize(
+    "name, shape", [("nature", (84, 84)), ("nature", (3, 16, 16)), ("small", (2,)), ("cosine", (2,))]
+)
 def test_a_network_that_does_not_suit_the_observation_is_refused(name: str, shape: tuple[int, ...]) -> None:
     settings = Settings(network=name)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"--network {name}"):

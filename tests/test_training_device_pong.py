@@ -17,6 +17,7 @@ from gpu_replay.training.device_pong import (
     BALL_Y,
     CELL,
     COURT,
+    END,
     HEIGHT,
     HITS,
     LEFT,
@@ -94,16 +95,19 @@ def test_the_ball_bounces_off_walls(speed_y: int) -> None:
     assert state[BALL_X] == COURT // 2 + SERVE_SPEED
 
 
-@pytest.mark.parametrize("hits, speed", [(0, 9.5), (1, 11.0), (100, 12.0)])
+@pytest.mark.parametrize("hits, speed", [(0, 8.75), (1, 9.5), (100, 12.0)])
 def test_a_paddle_returns_the_ball_faster_and_at_an_angle(hits: int, speed: float) -> None:
     at = RIGHT - BALL - 100
     _, level = after(one_game(BALL_X=at, BALL_Y=COURT // 2, AGENT=COURT // 2 - (HEIGHT - BALL) // 2, HITS=hits)[0])
     assert (level[SPEED_X], level[SPEED_Y], level[HITS]) == (-speed * CELL, 0, hits + 1)
     # the way beyond the paddle is flown back
     assert level[BALL_X] == RIGHT - BALL - (SERVE_SPEED - 100)
-    _, steep = after(one_game(BALL_X=at, BALL_Y=COURT // 2, AGENT=COURT // 2 - HEIGHT + 1, HITS=hits)[0])
-    assert steep[SPEED_Y] == pytest.approx((speed - 4) * CELL * 7 / 6, rel=0.01)
-    assert -steep[SPEED_X] == speed * CELL <= MOST_SPEED
+    # half way to the END, at it and as far out as the ball still touches
+    for out, share in ((END // 2, 0.5), (END, 1.0), ((HEIGHT + BALL) // 2 - 1, 1.0)):
+        agent = COURT // 2 - (HEIGHT - BALL) // 2 - out
+        _, angled = after(one_game(BALL_X=at, BALL_Y=COURT // 2, AGENT=agent, HITS=hits)[0])
+        assert angled[SPEED_Y] == pytest.approx(share * (speed - 4) * CELL * 7 / 6, rel=0.01)
+        assert -angled[SPEED_X] == speed * CELL <= MOST_SPEED
 
 
 def test_the_opponent_returns_the_ball_as_the_agent_does() -> None:
@@ -111,7 +115,7 @@ def test_the_opponent_returns_the_ball_as_the_agent_does() -> None:
     game, _ = one_game(BALL_X=LEFT + WIDTH + 100, SPEED_X=-SERVE_SPEED, OPPONENT=paddle)
     step, state = after(game)
     assert step.reward.tolist() == [0.0]
-    assert state[SPEED_X] == 9.5 * CELL
+    assert state[SPEED_X] == 8.75 * CELL
     assert state[HITS] == 1
 
 
@@ -125,6 +129,8 @@ def test_a_missed_ball_is_a_point_and_the_loser_receives(missed_by: str) -> None
     assert [state[AGENT_SCORE], state[OPPONENT_SCORE]] == ([0, 1] if missed_by == "agent" else [1, 0])
     assert state[SPEED_X] == towards * SERVE_SPEED
     assert state[BALL_X] == (COURT - BALL) // 2
+    # a rally begins with both paddles in the middle
+    assert [state[AGENT], state[OPPONENT]] == [MIDDLE, MIDDLE]
     assert (state[HITS], state[SERVES]) == (0, 2)
 
 
@@ -141,7 +147,7 @@ def test_the_twenty_first_point_ends_the_game_and_shows_its_last_picture() -> No
 
 @pytest.mark.parametrize("action, way", [(STAY, 0), (UP, -AGENT_SPEED), (DOWN, AGENT_SPEED)])
 def test_paddles_have_limited_speed_and_stay_on_the_court(action: int, way: int) -> None:
-    game, _ = one_game(AGENT=MIDDLE, OPPONENT=0, BALL_Y=COURT - BALL)
+    game, _ = one_game(AGENT=MIDDLE, OPPONENT=0, BALL_Y=COURT - BALL, SPEED_X=0)
     _, state = after(game, action)
     assert state[AGENT] - MIDDLE == way
     assert state[OPPONENT] == OPPONENT_SPEED
@@ -151,29 +157,32 @@ def test_paddles_have_limited_speed_and_stay_on_the_court(action: int, way: int)
     assert (state[AGENT] in (0, COURT - HEIGHT)) == (action != STAY)
 
 
-@pytest.mark.parametrize("side", [42, 84])
-def test_the_picture_shows_both_paddles_and_the_ball(side: int) -> None:
+@pytest.mark.parametrize("side", [42, 63, 84])
+def test_a_pixel_is_as_bright_as_the_share_of_it_that_is_covered(side: int) -> None:
     pong = DevicePong(3, CPU, side)
     picture = pong.reset(5)
-    unit = COURT // side
+    unit = COURT / side
     for shown, state in zip(picture, pong.state()["games"].T.tolist(), strict=True):
-        expected = torch.zeros(side, side, dtype=torch.uint8)
+        expected = torch.zeros(side, side)
         for x, y, width, height in (
             (LEFT, state[OPPONENT], WIDTH, HEIGHT),
             (RIGHT, state[AGENT], WIDTH, HEIGHT),
             (state[BALL_X], state[BALL_Y], BALL, BALL),
         ):
-            for row in range(side):
-                for column in range(side):
-                    inside = 0 <= row * unit + unit // 2 - y < height and 0 <= column * unit + unit // 2 - x < width
-                    if inside:
-                        expected[row, column] = 255
-        assert torch.equal(shown, expected)
+            down = [max(0.0, min((row + 1) * unit, y + height) - max(row * unit, y)) / unit for row in range(side)]
+            across = [max(0.0, min((at + 1) * unit, x + width) - max(at * unit, x)) / unit for at in range(side)]
+            expected = torch.maximum(expected, torch.outer(torch.tensor(down), torch.tensor(across)))
+        # shares are rounded to fifteenths and seventeenths
+        assert float((shown / 255 - expected).abs().max()) <= 1 / 30 + 1 / 34
+        assert (shown == 255).sum() == (expected > 0.999).sum()
 
 
-def test_a_perfect_player_wins_and_a_still_one_loses() -> None:
+def test_a_perfect_player_wins_a_still_one_loses_and_so_does_a_random_one() -> None:
     assert play(perfect, 4, seed=1).min() >= 20
     assert play(lambda state: torch.zeros_like(state[AGENT]), 8, seed=1).tolist() == [-21.0] * 8
+    generator = torch.Generator().manual_seed(0)
+    random = play(lambda state: torch.randint(0, 3, state[AGENT].shape, generator=generator), 32, seed=1)
+    assert random.mean() < -20
 
 
 def splitmix(bits: int) -> int:

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[EnvironmentSpec, dict[str, Any]]] = {
     "pong": (PICTURES, {"network": "compact", "hidden": (32,), "layer_norm": True, "whiten": True}),
     "plain": (PICTURES, {"network": "small", "hidden": (32, 16), "dueling": False, "double": False}),
     "three channels": (dataclasses.replace(PICTURES, stack=3), {"network": "compact", "hidden": (16,)}),
+    "cosine": (PICTURES, {"network": "cosine", "hidden": (32,), "layer_norm": True, "whiten": True}),
     "vectors": (VECTORS, {"hidden": (16, 16), "layer_norm": True}),
 }
 
@@ -64,7 +65,9 @@ class Plain:
 
     def values(self, network: QNetwork, obs: Tensor) -> Tensor:
         seen = obs.float() * (1.0 if obs.is_floating_point() else network.scale)
-        if network.whitens:
+        if network.cosines is not None:
+            seen = network.prepare(obs)
+        elif network.whitens:
             seen = (seen - network.centre) * network.stretch
         out = network.head(nn.Sequential(*network.convolutions)(seen).flatten(1))
         return out[:, :1] + out[:, 1:] - out[:, 1:].mean(1, keepdim=True) if self.settings.dueling else out

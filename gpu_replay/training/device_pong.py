@@ -4,6 +4,9 @@ The opponent's paddle is on the left, the agent's on the right. A ball leaves a 
 it was hit, and faster after each hit of a rally. The opponent follows the ball with limited speed: slow balls it always
 reaches, fast and steep ones it misses. Whoever scores 21 points first wins, and the game is reset within that step.
 
+The picture is smooth: a pixel is as bright as the share of it that is covered, as in a photograph, so that 42 pixels a
+side show where things are as exactly as 84.
+
 All quantities are integers, and serves come from a counter-based hash instead of a generator: the same seed and actions
 give the same games on every device, bit for bit.
 """
@@ -27,10 +30,13 @@ BALL = 4 * CELL  # side of the ball
 WIDTH, HEIGHT = 2 * CELL, 16 * CELL  # of a paddle
 LEFT, RIGHT = 4 * CELL, COURT - 4 * CELL - WIDTH  # left edges of the paddles
 AGENT_SPEED, OPPONENT_SPEED = 8 * CELL, 11 * CELL // 2
-SERVE_SPEED, FASTER, MOST_SPEED = 8 * CELL, 3 * CELL // 2, 12 * CELL  # horizontal; each hit adds FASTER
-AIM = CELL  # the opponent hits the ball up to this far from the middle of its paddle
+SERVE_SPEED, FASTER, MOST_SPEED = 8 * CELL, 3 * CELL // 4, 12 * CELL  # horizontal; each hit adds FASTER
+END = 6 * CELL  # from the middle of a paddle: hits further out make no steeper angle
+# brightness is a product of shares covered, down in fifteenths and across in seventeenths, which makes 255 in all
+DOWN, ACROSS = 15, 17
+MOST_AIM = CELL  # the opponent hits the ball up to this far from the middle of its paddle
 # rows of the state, (ROWS, E) int64; positions are those of upper left corners
-BALL_X, BALL_Y, SPEED_X, SPEED_Y, AGENT, OPPONENT, HITS, AGENT_SCORE, OPPONENT_SCORE, SERVES, ROWS = range(11)
+(BALL_X, BALL_Y, AGENT, OPPONENT, SPEED_X, SPEED_Y, AIM, HITS, AGENT_SCORE, OPPONENT_SCORE, SERVES, ROWS) = range(12)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Winner:
 
 
 class DevicePong(Environment):
-    """`num_envs` games in parallel; obs (E, side, side) uint8 with 255 where a paddle or the ball is.
+    """`num_envs` games in parallel; obs (E, side, side) uint8, 255 where a paddle or the ball covers a pixel.
 
     Actions: 0 stay, 1 up, 2 down. Reward: +1 for a point of the agent, -1 for one of the opponent.
     No call synchronises with the device.
@@ -59,16 +65,17 @@ class DevicePong(Environment):
         )
         self.num_envs = num_envs
         self.device = device
-        # a pixel shows what its centre lies in
-        self._centres = (torch.arange(side, device=device) * COURT + COURT // 2) // side
+        self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._games = torch.arange(num_envs, device=device)
-        self._columns = [self._covered(torch.tensor([at], device=device), WIDTH)[:, None] for at in (LEFT, RIGHT)]
+        # of the rows from BALL_Y to OPPONENT
+        self._heights = torch.tensor([BALL, HEIGHT, HEIGHT], device=device)[:, None, None]
+        columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)
+        self._columns = columns[:, None, None]
 
     def reset(self, seed: int) -> Tensor:
         """Start a new game in every environment."""
         self._seed = torch.tensor(seed, device=self.device)
         state = torch.zeros((ROWS, self.num_envs), dtype=torch.int64, device=self.device)
-        state[AGENT] = state[OPPONENT] = (COURT - HEIGHT) // 2
         self._state = self._served(state, torch.ones_like(self._games, dtype=torch.bool), self._games % 2 == 0)
         return self._picture()
 
@@ -85,12 +92,12 @@ class DevicePong(Environment):
         state[AGENT_SCORE] += scored.agent
         state[OPPONENT_SCORE] += scored.opponent
         terminated = torch.maximum(state[AGENT_SCORE], state[OPPONENT_SCORE]) >= WINNING_SCORE
-        final_obs = self._picture()
-        self._state = self._served(state, scored.agent | scored.opponent, scored.opponent)
-        for row in (AGENT_SCORE, OPPONENT_SCORE):
-            self._state[row].masked_fill_(terminated, 0)
-        for row in (AGENT, OPPONENT):
-            self._state[row].masked_fill_(terminated, (COURT - HEIGHT) // 2)
+        final_obs = self._picture() if self._needed(terminated) else None
+        points = scored.agent | scored.opponent
+        if self._needed(points):
+            self._state = self._served(state, points, scored.opponent)
+        if self._needed(terminated):
+            self._state[AGENT_SCORE : OPPONENT_SCORE + 1].masked_fill_(terminated, 0)
         return Step(
             obs=self._picture(),
             reward=scored.agent.float() - scored.opponent.float(),
@@ -112,9 +119,8 @@ class DevicePong(Environment):
         """Nothing to release."""
 
     def _opponent_moves(self, state: Tensor) -> Tensor:
-        """The opponent follows the ball, aiming at a random part of its paddle that changes with each hit."""
-        aim = self._random(state[SERVES], 2 + state[HITS], -AIM, AIM)
-        wanted = state[BALL_Y] + (BALL - HEIGHT) // 2 + aim - state[OPPONENT]
+        """The opponent follows the ball with a part of its paddle that changes with each hit."""
+        wanted = state[BALL_Y] + (BALL - HEIGHT) // 2 + state[AIM] - state[OPPONENT]
         return wanted.clamp(-OPPONENT_SPEED, OPPONENT_SPEED)
 
     def _move_ball(self, state: Tensor) -> Winner:
@@ -134,23 +140,36 @@ class DevicePong(Environment):
             hit = reached & (offset.abs() < (HEIGHT + BALL) // 2)
             x = torch.where(hit, 2 * touch - x, x)
             speed_x = torch.where(hit, away * speed, speed_x)
-            # off the end of a paddle: up to 6.4 cells a step after the first hit, 9.3 at full speed
-            speed_y = torch.where(hit, 7 * offset * (speed - SERVE_SPEED // 2) // (3 * (HEIGHT + BALL)), speed_y)
+            # off the ends of a paddle: up to 6.4 cells a step after the first hit, 9.3 at full speed
+            slope = offset.clamp(-END, END) * (speed - SERVE_SPEED // 2)
+            speed_y = torch.where(hit, 7 * slope // (6 * END), speed_y)
             state[HITS] += hit
+            if self._needed(hit):
+                state[AIM] = torch.where(hit, self._aim(state[SERVES], state[HITS]), state[AIM])
         state[BALL_X], state[BALL_Y], state[SPEED_X], state[SPEED_Y] = x, y, speed_x, speed_y
         return Winner(agent=x < 0, opponent=x > top)
 
     def _served(self, state: Tensor, where: Tensor, to_agent: Tensor) -> Tensor:
-        """The state with a new rally `where`, whose ball flies from the middle `to_agent` or to the opponent."""
+        """The state with a new rally `where`: paddles in the middle, as is the ball, which flies `to_agent` or away."""
         serves = state[SERVES] + where
         fresh = state.clone()
         fresh[BALL_X] = (COURT - BALL) // 2
         fresh[BALL_Y] = self._random(serves, 0, COURT // 8, COURT - COURT // 8)
+        fresh[AGENT : OPPONENT + 1] = (COURT - HEIGHT) // 2
         fresh[SPEED_X] = torch.where(to_agent, SERVE_SPEED, -SERVE_SPEED)
         fresh[SPEED_Y] = self._random(serves, 1, -SERVE_SPEED // 2, SERVE_SPEED // 2)
+        fresh[AIM] = self._aim(serves, 0)
         fresh[HITS] = 0
         fresh[SERVES] = serves
         return torch.where(where, fresh, state)
+
+    def _aim(self, serve: Tensor, hits: Tensor | int) -> Tensor:
+        """Which part of its paddle the opponent holds before the ball: how far from the middle."""
+        return self._random(serve, 2 + hits, -MOST_AIM, MOST_AIM)
+
+    def _needed(self, where: Tensor) -> bool:
+        """Whether any row needs what follows: on a CPU that saves time, elsewhere the answer would be waited for."""
+        return self.device.type != "cpu" or bool(where.any())
 
     def _random(self, serve: Tensor, purpose: Tensor | int, low: int, high: int) -> Tensor:
         """(E,) int64 in [low, high], a function of the seed, the game, its serve and the purpose alone.
@@ -165,17 +184,21 @@ class DevicePong(Environment):
             bits = bits ^ _shift_right(bits, 31)
         return low + _shift_right(bits, 32) * (high - low + 1) // 2**32
 
-    def _covered(self, corner: Tensor, size: int) -> Tensor:
-        """(E, side) bool: rows or columns whose centres lie within `size` of each corner (E,)."""
-        distance = self._centres - corner[:, None]
-        return (distance >= 0) & (distance < size)
+    def _covered(self, corner: Tensor, size: Tensor | int, parts: int) -> Tensor:
+        """(..., side) uint8: how many `parts` of each row or column lie within `size` of each corner (...,)."""
+        low, high = self._edges[:-1], self._edges[1:]
+        begin = corner[..., None]
+        covered = (torch.minimum(high, begin + size) - torch.maximum(low, begin)).clamp_(min=0)
+        return ((covered * (2 * parts) + (high - low)) // (2 * (high - low))).to(torch.uint8)
 
     def _picture(self) -> Tensor:
         state = self._state
-        shown = self._covered(state[BALL_Y], BALL)[:, :, None] & self._covered(state[BALL_X], BALL)[:, None, :]
-        for paddle, columns in zip((OPPONENT, AGENT), self._columns, strict=True):
-            shown |= self._covered(state[paddle], HEIGHT)[:, :, None] & columns
-        return shown.to(torch.uint8) * 255
+        across = self._covered(state[BALL_X], BALL, ACROSS)[:, None, :]
+        ball, *paddles = self._covered(state[BALL_Y : OPPONENT + 1], self._heights, DOWN)[..., None]
+        shown = ball * across
+        for paddle, columns in zip(paddles, self._columns, strict=True):
+            shown = torch.maximum(shown, paddle * columns)
+        return shown
 
 
 def _direction(actions: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""Q networks: an MLP for vectors, stacks of convolutions for images.
+"""Q networks: an MLP for vectors, stacks of convolutions or a cosine transform for images.
 
 Networks take observations as they are stored: they scale integers by the field's `scale`, map vectors with bounds to
 [-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
+
+The cosine transform keeps the lowest frequencies of each image, and MLPs learn from those. Where a few things move
+before an empty background, that is far faster than from pixels: an object that moves by a pixel changes all inputs a
+little, instead of two of them from nothing to all, so that what is learned of one place holds for places near it.
 """
 
 from __future__ import annotations
@@ -22,11 +26,43 @@ from gpu_replay.training.settings import Settings
 # (channels, kernel, stride) of each convolution
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "mlp": (),
+    "cosine": (),
     "compact": ((16, 8, 4), (32, 4, 2)),
     "fine": ((16, 8, 4), (32, 3, 1)),
     "small": ((16, 6, 3), (32, 4, 2), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
+
+
+# frequencies of the cosine transform, down and across
+FREQUENCIES = (4, 12)
+
+
+class CosineTransform(nn.Module):
+    """The lowest frequencies of images, and of how they differ from one image of a stack to the next.
+
+    shape: (channels, height, width) of the images.
+
+    Differences show how fast things move, which would otherwise be a small part of large numbers.
+
+    Ahmed et al. 1974, "Discrete Cosine Transform", type II.
+    """
+
+    down: Tensor
+    across: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        channels, height, width = shape
+        for name, pixels, count in (("down", height, FREQUENCIES[0]), ("across", width, FREQUENCIES[1])):
+            angle = (torch.arange(pixels) + 0.5) * (math.pi / pixels)
+            self.register_buffer(name, torch.cos(torch.arange(count)[:, None] * angle), persistent=False)
+        self.features = channels * math.prod(FREQUENCIES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, *shape) float32; returns (B, features): differences, oldest first, and the newest image."""
+        spectrum = self.down @ (images @ self.across.T)
+        return torch.cat((spectrum[:, 1:] - spectrum[:, :-1], spectrum[:, -1:]), 1).flatten(1)
 
 
 class QNetwork(nn.Module):
@@ -47,8 +83,13 @@ class QNetwork(nn.Module):
         super().__init__()
         self.scale = observation.scale if observation.scale is not None else 1.0
         self.dueling = settings.dueling
+        self.convolutions, features = _convolutions(settings.network, observation.shape)
+        self.cosines = CosineTransform(observation.shape) if settings.network == "cosine" else None
         self.whitens = settings.whiten and settings.network != "mlp" and len(observation.shape) == 3
-        if self.whitens:
+        if self.cosines is not None:
+            features = self.cosines.features
+            centre, stretch = torch.zeros(features), torch.ones(features)
+        elif self.whitens:
             # the same for all channels, which are frames of one stack
             centre, stretch = torch.zeros(observation.shape[1:]), torch.ones(())
         else:
@@ -56,7 +97,6 @@ class QNetwork(nn.Module):
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
         self.normalises = bounds is not None and not self.whitens
-        self.convolutions, features = _convolutions(settings.network, observation.shape)
         layers: list[nn.Module] = []
         for width in settings.hidden:
             norm: list[nn.Module] = [nn.LayerNorm(width)] if settings.layer_norm else []
@@ -75,11 +115,13 @@ class QNetwork(nn.Module):
         return self.forward_with(self.prepare(obs), self.lowered())
 
     def prepare(self, obs: Tensor) -> Tensor:
-        """What the first layer takes: scaled, mapped or whitened, (B, *shape) of the dtype in which it computes.
+        """What the first layer takes: scaled, mapped, transformed or whitened, of the dtype in which it computes.
 
         It depends on no weight, so the networks of one run share it. Images are prepared channels last on a CPU, where
         the gradient of a convolution takes a third of the time.
         """
+        if self.cosines is not None:
+            return (self._frequencies(self.cosines, obs) - self.centre) * self.stretch
         half = self._half_on(obs.device)
         if not len(self.convolutions):
             return self._scaled(obs)
@@ -135,6 +177,11 @@ class QNetwork(nn.Module):
         value, advantage = found[:, :1], found[:, 1:]
         return value + advantage - advantage.mean(1, keepdim=True)
 
+    def _frequencies(self, cosines: CosineTransform, obs: Tensor) -> Tensor:
+        """The transform of images as stored or as sampled."""
+        found: Tensor = cosines(obs.float())
+        return found if obs.is_floating_point() else found * self.scale
+
     def _scaled(self, obs: Tensor) -> Tensor:
         if self.whitens:
             # one pass over the images, integers included
@@ -149,9 +196,14 @@ class QNetwork(nn.Module):
         """Fit the whitening: subtract the mean image of `obs`, divide by the standard deviation of all pixels from it.
 
         obs: (B, channels, height, width) as stored or as sampled. A static background vanishes, and what moves is large
-        even if it is one grey pixel in a thousand.
+        even if it is one grey pixel in a thousand. Frequencies of a cosine transform have a mean and a deviation each.
         """
         if not self.whitens:
+            return
+        if self.cosines is not None:
+            deviation, mean = torch.std_mean(self._frequencies(self.cosines, obs), 0, correction=0)
+            self.centre.copy_(mean)
+            self.stretch.copy_(1 / deviation.clamp(min=1e-3))
             return
         images = obs.float() * (1.0 if obs.is_floating_point() else self.scale)
         mean = images.mean((0, 1))
@@ -205,7 +257,7 @@ def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None)
 def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int]:
     """The stack of convolutions and its number of output features."""
     stack = CONVOLUTIONS[name]
-    if not stack:
+    if name == "mlp":
         return nn.Sequential(), math.prod(shape)
     if len(shape) != 3:
         raise UserError(f"--network {name} needs images (channels, height, width); observations are {shape}. Use mlp.")

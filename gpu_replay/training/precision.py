@@ -29,7 +29,7 @@ def with_precision(settings: Settings, spec: EnvironmentSpec, device: torch.devi
     """
     if settings.bfloat16 is not None:
         return settings
-    if settings.network == "mlp" or (device.type == "cpu" and not cpu_has_bfloat16()):
+    if not settings.convolutional or (device.type == "cpu" and not cpu_has_bfloat16()):
         return dataclasses.replace(settings, bfloat16=False)
     if device.type != "cpu":
         return dataclasses.replace(settings, bfloat16=True)

@@ -94,7 +94,8 @@ class RenderedBoard(RenderedEnvironment):
 
     def _draw(self, board: Tensor) -> np.ndarray:
         """A board (1, height, width) as a picture of square cells."""
-        colours = np.where(board[0].numpy().astype(bool)[..., None], BODY, GROUND)
+        covered = board[0].numpy()[..., None] * (self.spec.observation.scale or 1.0)
+        colours = (GROUND + covered * (BODY.astype(float) - GROUND)).round().astype(np.uint8)
         picture = colours.repeat(self._pixels, 0).repeat(self._pixels, 1)
         if self._gaps:
             picture[:: self._pixels] = picture[:, :: self._pixels] = 0

@@ -62,7 +62,7 @@ def sampled_field(frame: Field, settings: Settings, device: torch.device) -> Fie
     """
     if frame.dtype.is_floating_point or device.type == "cpu" or settings.whiten:
         return Field(frame.shape, frame.dtype)
-    half = settings.bfloat16 and settings.network != "mlp"
+    half = settings.bfloat16 and settings.convolutional
     return dataclasses.replace(frame, sample_dtype=torch.bfloat16 if half else torch.float32)
 
 

@@ -85,7 +85,7 @@ class Trainer:
         self.environment = environment
         self.evaluator = evaluator
         # vectors take too little time to share
-        helps = device.type == "cpu" and settings.network != "mlp" and settings.helper and cpu_cores() > 1
+        helps = device.type == "cpu" and settings.convolutional and settings.helper and cpu_cores() > 1
         helper = HelperThread() if helps else None
         self._team = team
         planned = settings.planned_updates
