@@ -101,7 +101,10 @@ def update(tree, keys, priorities, rule, first, added, counters, sparse):
         codes = np.abs(priorities).view(np.int64)
         known = first, added, counters, sparse, *tree.compiled
         return numba_rank_loops.update(np.ascontiguousarray(keys), codes, *known, *noted_by(tree))
-    given = rule.powers(priorities), rule.limit
+    numbers = np.empty(priorities.size)
+    # as `MassRule.powers`, but in one pass up to the logarithm
+    numba_tree.shifted(np.ascontiguousarray(priorities), rule.eps, rule.clip, rule.least, numbers)
+    given = rule.raised(numbers), rule.limit
     # one call, in which no signal is handled: an exception comes before all of it or after
     return numba_tree.update(
         np.ascontiguousarray(keys), *given, first, added, tree.slots, counters, sparse, *tree.compiled

@@ -367,19 +367,9 @@ def count_draw(slots, times_sampled, counters, blocks):
 # priorities
 
 
-@compiled
-def shifted(priorities, eps, clip, least, numbers):
-    """min(|priority| + eps, clip), at least `least`, of (B,) priorities as float64; whether all are finite."""
-    for row in range(priorities.size):
-        number = np.float64(priorities[row])
-        if not np.isfinite(number):
-            return False
-        numbers[row] = max(min(abs(number) + eps, clip), least)
-    return True
-
-
 # new masses or order codes of live keys, as the loops of all buffers have it
 update, update_codes = numba_tree.update, numba_rank_loops.update
+shifted = numba_tree.shifted
 noted_by = numba_rank_order.noted_by
 
 

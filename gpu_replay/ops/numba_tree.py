@@ -23,7 +23,7 @@ _AHEAD = 16
 # numbers that a cache close to the core holds
 _NEAR = 2**17
 # and those that one further away holds
-_FAR = 2**21
+_FAR = 2**19
 _STALE, _SATURATED, _MAX_MASS = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS
 
 
@@ -153,6 +153,18 @@ def locate(flat, starts, shift, prefix, targets, slots):
         slots[row] = _leaf_of(flat, starts, shift, node, targets[row] - prefix[node])
 
 
+@compiled
+def shifted(priorities, eps, clip, least, numbers):
+    """min(|priority| + eps, clip), at least `least`, of (B,) priorities as float64; whether all are finite."""
+    odd = 0
+    # without a way out of the loop: several rows at once
+    for row in range(priorities.size):
+        number = abs(np.float64(priorities[row]))
+        odd += not number < np.inf
+        numbers[row] = max(min(number + eps, clip), least)
+    return odd == 0
+
+
 @inlined
 def _settle(keys, masses, limit, first, added, capacity, counters, sparse, flat):
     """Of a repeated key let only the last mass count, the others become 0; cut masses, and count what `update` counts.
@@ -195,13 +207,42 @@ def _settle(keys, masses, limit, first, added, capacity, counters, sparse, flat)
 
 
 @inlined
-def _sum_blocks(flat, below, above, count):
-    """Give `count` nodes from `above` on the sums of their 16 children each, from `below` on."""
-    for node in range(count):
-        total, place = np.int64(0), below + 16 * node
-        for child in range(16):
-            total += flat[place + child]
-        flat[above + node] = total
+def _sum_levels(flat, starts):
+    """Give all nodes above the leaves the sums of their 16 children each."""
+    for level in range(1, starts.size - 1):
+        below, above = starts[level - 1], starts[level]
+        for node in range((above - below) >> 4):
+            total, place = np.int64(0), below + 16 * node
+            for child in range(16):
+                total += flat[place + child]
+            flat[above + node] = total
+
+
+@inlined
+def _mass_of(power):
+    """The mass of a power, uncut."""
+    # the cast truncates, which is the floor of a positive number
+    return max(np.int64(power * 1048576.0 + 0.5), 1)
+
+
+@inlined
+def _store_masses(keys, powers, first, added, begin, capacity, flat):
+    """Give the leaves of live keys their masses, and nothing else; returns how many are live."""
+    far, live = flat.size > _NEAR, 0
+    for row in range(keys.size):
+        if far:
+            ahead = keys[min(row + _AHEAD, keys.size - 1)]
+            if first <= ahead < added:
+                ahead += begin
+                ahead -= capacity if ahead >= capacity else 0
+                prefetch(flat.ctypes.data + 8 * ahead)
+        key = keys[row]
+        if first <= key < added:
+            slot = key + begin
+            slot -= capacity if slot >= capacity else 0
+            flat[slot] = _mass_of(powers[row])
+            live += 1
+    return live
 
 
 @compiled
@@ -213,22 +254,26 @@ def update(keys, powers, limit, first, added, capacity, counters, sparse, flat, 
     counters:  count the largest mass given, keys that were not live, and masses that were cut.
     """
     batch, levels = keys.size, starts.size - 1
-    masses = np.empty(batch, dtype=np.int64)
     largest, stale = np.int64(0), 0
     for row in range(batch):
-        # the cast truncates, which is the floor of a positive number
-        mass = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
-        masses[row] = mass
-        largest = max(largest, mass)
-    for row in range(batch):
-        stale += keys[row] < first or keys[row] >= added
-    counters[_STALE] += stale
-    if largest > limit or largest > counters[_MAX_MASS]:
-        _settle(keys, masses, limit, first, added, capacity, counters, sparse, flat)
+        largest = max(largest, _mass_of(powers[row]))
+    settles = largest > limit or largest > counters[_MAX_MASS]
     # one row after the other, so that the last one wins
     begin = first % capacity - first
     # many rows: all sums made anew take less than the way up from each
     anew = shift == 4 and 2 * (levels - 1) * batch >= capacity
+    if anew and not (settles or sparse or low.size or high.size):
+        counters[_STALE] += batch - _store_masses(keys, powers, first, added, begin, capacity, flat)
+        _sum_levels(flat, starts)
+        return
+    for row in range(batch):
+        stale += keys[row] < first or keys[row] >= added
+    counters[_STALE] += stale
+    masses = np.empty(batch, dtype=np.int64)
+    for row in range(batch):
+        masses[row] = _mass_of(powers[row])
+    if settles:
+        _settle(keys, masses, limit, first, added, capacity, counters, sparse, flat)
     far = flat.size > _NEAR
     for row in range(batch):
         if far:
@@ -256,9 +301,7 @@ def update(keys, powers, limit, first, added, capacity, counters, sparse, flat, 
                 node >>= shift
                 flat[starts[level] + node] += mass - held
     if anew:
-        for level in range(1, levels):
-            count = (starts[level] - starts[level - 1]) >> shift
-            _sum_blocks(flat, starts[level - 1], starts[level], count)
+        _sum_levels(flat, starts)
 
 
 @compiled
