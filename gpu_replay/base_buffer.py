@@ -254,7 +254,7 @@ class Buffer(Contents):
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)
             return
-        if not self._update_tensors(keys, priorities):
+        if not (self._on_host and self._update_tensors(keys, priorities)):
             self._update(keys, priorities)
 
     def _update_tensors(self, keys: Any, priorities: Any) -> bool:

@@ -158,16 +158,21 @@ class ReplayBuffer(Buffer):
                 refuse_names(given, self._fields)
         rows: int | None = None
         values: dict[str, Any] = {}
-        dtypes = self._plain_dtypes
+        on_host, device, stream, dtypes = self._on_host, self._device, self._stream_order.current(), self._plain_dtypes
         for name, field in self._fields.items():
             value: Any = given[name]
-            # fast path: an array that can be copied as it is
-            shape = value.shape if type(value) is np.ndarray and value.dtype == dtypes[name] else ()
+            # fast path: what can be copied as it is
+            if on_host:
+                shape = value.shape if type(value) is np.ndarray and value.dtype == dtypes[name] else ()
+            else:
+                shape = value.shape if validation.is_plain(value, field.dtype, device) else ()
             if not shape or shape[1:] != field.shape or (rows is not None and shape[0] != rows):
-                value = validation.as_field(name, value, field, rows, self._device)
-                if self._on_host:
+                value = validation.as_field(name, value, field, rows, device)
+                if on_host:
                     value = validation.numpy_view(name, value)
                 shape = value.shape
+            elif stream is not None:
+                value.record_stream(stream)
             values[name] = value
             rows = shape[0]
         if not rows:

@@ -46,10 +46,17 @@ class Extending(Buffer):
         """Steps until bootstrapping, `n`."""
         return self._shape.n_step
 
-    def _checked_step(self, name: str, given: Any, field: Field) -> Any:
-        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is."""
+    def _checked_step(self, name: str, given: Any, field: Field, stream: torch.cuda.Stream | None) -> Any:
+        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is.
+
+        stream: the one that is current on a GPU.
+        """
         wanted = (self._num_envs, *field.shape)
         if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
+            return given
+        if not self._on_host and validation.is_plain(given, field.dtype, self._device) and given.shape == wanted:
+            if stream is not None:
+                given.record_stream(stream)
             return given
         tensor = validation.as_tensor(name, given, self._device)
         if tuple(tensor.shape) != wanted:

@@ -91,6 +91,10 @@ class StreamOrder(AbstractContextManager[None]):
         finally:
             device.__exit__(None, None, None)
 
+    def current(self) -> torch.cuda.Stream | None:
+        """The stream that is current in this thread; None on a CPU."""
+        return torch.cuda.current_stream(self._device) if self._streams else None
+
     def copied(self, pinned: Tensor) -> Tensor:
         """Pinned memory as a tensor on the device, within `ordered`, which ends when the copy is made.
 

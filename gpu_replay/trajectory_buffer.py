@@ -252,7 +252,8 @@ class TrajectoryReplayBuffer(Extending):
                 refuse_names(fields, wanted)
         if final_obs is not None:
             finals |= validation.final_columns(final_obs, observations, self._num_envs)
-        values = {name: self._checked_step(name, fields[name], field) for name, field in wanted.items()}
+        stream = self._stream_order.current()
+        values = {name: self._checked_step(name, fields[name], field, stream) for name, field in wanted.items()}
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         kept = self._checked_finals(finals, terminated, truncated)
         if priority is not None:
@@ -273,7 +274,7 @@ class TrajectoryReplayBuffer(Extending):
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
-            chosen = self._checked_step("envs", envs, _FLAG)
+            chosen = self._checked_step("envs", envs, _FLAG, self._stream_order.current())
         with self._lock:
             self._engine.break_streams(chosen)
 

@@ -59,6 +59,18 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(array)
 
 
+def is_plain(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a value is a dense tensor of this dtype on the device, of which `as_tensor` would change nothing."""
+    return (
+        type(value) is Tensor
+        and value.dtype is dtype
+        and value.device == device
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.requires_grad
+    )
+
+
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
     """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. A lazy tensor is computed."""
     try:
@@ -251,12 +263,15 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
     if (
         type(value) is Tensor
         and value.dtype is torch.float32
-        and value.is_cpu
+        and (value.is_cpu or value.device == device)
         and value.layout is torch.strided
+        and not value.is_nested
         and value.dim() == 1
-        and len(value) == rows
+        and value.shape[0] == rows
     ):
         tensor = value.detach() if value.requires_grad else value
+        if not value.is_cpu:
+            record_stream(value)
     else:
         tensor = as_tensor(name, value, device)
         if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:

@@ -282,7 +282,10 @@ class DeviceSampler:
 
     def moved(self, value: Tensor) -> Tensor:
         """The value on the device, without gaps, and out of pinned memory before its owner can change it."""
-        if value.device != self.device:
+        here = value.device == self.device
+        if here and value.is_contiguous() and not value.is_neg() and not value._is_zerotensor():
+            return value
+        if not here:
             if self.capturing():
                 raise ValueError(
                     f"a call that is captured in a CUDA graph needs its tensors on {self.device}; found one on "

@@ -1,0 +1,254 @@
+"""Launches are planned once: what goes straight to compiled code is of one kind, and a call costs the host little."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launches import TARGETS, kernel_class, recorded, rows_of
+from test_launch_counts import ATARI, BETA, EVERYTHING, of_steps, some_fields
+
+from gpu_replay import Combined, Proportional, RankBased, ReplayBuffer, Uniform, validation
+from gpu_replay.ops.launch import Kept, Launch, aligned
+
+FIELDS = some_fields(5)
+
+
+def specialisation(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    """What Triton looks compiled code up by."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    given = getattr(kernel, "kwargs", {})
+    compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **given)
+    backend = make_backend(GPUTarget(*TARGETS["sm_90"]))
+    bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+    _, found, options = bind(*arguments, **settings)
+    return repr(found), repr(options)
+
+
+@pytest.fixture(name="planned")
+def planned_fixture(monkeypatch: pytest.MonkeyPatch) -> dict[Launch, list[tuple[Any, ...]]]:
+    """All launches of a test that may go straight to compiled code, by what planned them."""
+    found: dict[Launch, list[tuple[Any, ...]]] = {}
+    launch = Launch.__call__
+
+    def noted(self: Launch, *arguments: Any, aligned: bool = True) -> None:
+        if aligned:
+            found.setdefault(self, []).append(arguments)
+        launch(self, *arguments, aligned=aligned)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return found
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory that begins anywhere."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+def calls_of(buffer: Any, rows: int) -> list[Callable[[], object]]:
+    """Calls in every form that makes other launches."""
+    given = rows_of(buffer, rows, final=True)
+    keys, priorities = torch.arange(6), torch.rand(6)
+    return [
+        lambda: buffer.add(**given),
+        lambda: buffer.add(**{name: shifted(value) for name, value in given.items()}),
+        lambda: buffer.add(**given, priority=torch.ones(rows)),
+        lambda: buffer.add(**given, priority=torch.ones(rows, dtype=torch.float64)),
+        lambda: buffer.add(**given, priority=shifted(torch.ones(rows))),
+        lambda: buffer.sample(5),
+        lambda: buffer.sample(6),
+        lambda: buffer.sample(6, beta=0.5),
+        lambda: buffer.sample(6, beta=1e40),
+        lambda: buffer.update_priorities(keys, priorities),
+        lambda: buffer.update_priorities(keys, priorities.double()),
+        lambda: buffer.update_priorities(keys, priorities.half()),
+        lambda: buffer.update_priorities(shifted(keys), priorities),
+        lambda: buffer.update_priorities(keys, shifted(priorities)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        pytest.param(EVERYTHING, id="everything"),
+        pytest.param(Uniform(), id="uniform", marks=pytest.mark.slow),
+        pytest.param(Combined(RankBased(beta=BETA, resort_every=2), newest=2), id="rank", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["transitions", "steps"])
+def test_what_one_plan_launches_is_the_same_code_to_triton(
+    kind: str, sampler: Any, planned: dict[Launch, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on a GPU priorities keep their dtype
+    monkeypatch.setattr(validation, "as_priorities", lambda name, value, rows, device, *, as_array: value)
+    with recorded():
+        if kind == "steps":
+            buffer: Any = of_steps(400, 8, ATARI, sampler, stack=2, n_step=2, autoreset="same_step", random_shift=2)
+        else:
+            buffer = ReplayBuffer(100, FIELDS, sampler=sampler, device="cpu")
+        for call in calls_of(buffer, 8) * 2:
+            call()
+        if kind == "steps":
+            buffer.sample_sequences(5, 1)
+            buffer.sample_sequences(5, 1)
+    again = {launch: calls for launch, calls in planned.items() if len(calls) > 1}
+    # adds, draws and gathers of two sizes, updates of three dtypes; weights with a schedule and without, adds with
+    # priorities of two dtypes and without
+    least = 9 if isinstance(sampler, Uniform) else 12
+    assert len(again) >= least
+    for launch, calls in again.items():
+        kernel, settings = launch._kernel, launch._settings
+        assert tuple(kernel.arg_names[len(calls[0]) :]) == tuple(n for n in kernel.arg_names if n in settings)
+        assert len({specialisation(kernel, arguments, settings) for arguments in calls}) == 1, kernel.__name__
+
+
+def test_a_narrowed_draw_has_plans_of_its_own() -> None:
+    with recorded() as launches:
+        buffer = of_steps(400, 8, ATARI, Proportional())
+        buffer.sample(4)
+        tree = launches[0].arguments[0]
+        narrowed = buffer._draws.among(torch.ones(400, dtype=torch.bool))
+        narrowed.draw(4, None)
+        assert launches[-1].arguments[0][0].data_ptr() == narrowed.state.masses.levels[0].data_ptr()
+        buffer.sample(4)
+    assert launches[-2].arguments[0] is tree
+
+
+class Compiled:
+    """Stands for compiled code."""
+
+    packed_metadata = ()
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.said.append((grid, arguments))
+
+
+def test_all_launches_but_the_first_go_straight_to_compiled_code() -> None:
+    said: list[Any] = []
+    looked_up: list[Any] = []
+
+    class Kernel:
+        arg_names = ("x_ptr", "count", "WIDE", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **settings: Any) -> Compiled:
+                looked_up.append((grid, arguments, settings))
+                return Compiled(said)
+
+            return run
+
+    settings = {"BLOCK": 64, "WIDE": True, "num_warps": 8}
+    launch = Launch(Kernel(), 3, **settings)
+    launch("anywhere", 1, aligned=False)
+    launch("x", 1)
+    launch("y", 2)
+    launch("anywhere", 3, aligned=False)
+    launch("z", 4)
+    grid = (3, 1, 1)
+    assert looked_up == [(grid, given, settings) for given in (("anywhere", 1), ("x", 1), ("anywhere", 3))]
+    # constants in the order of the kernel's parameters, options of the compiler left out
+    assert said == [(grid, ("y", 2, True, 64)), (grid, ("z", 4, True, 64))]
+
+
+def test_an_address_is_aligned_where_triton_says_so() -> None:
+    memory = torch.empty(64, dtype=torch.uint8)
+    offset = -memory.data_ptr() % 16
+    found = [aligned(memory[offset + place :], memory[offset:]) for place in range(17)]
+    assert found == [place in (0, 16) for place in range(17)]
+    assert aligned()
+    assert aligned(torch.empty(0))
+
+
+def test_plans_are_few() -> None:
+    made = []
+    kept = Kept(lambda rows: made.append(rows) or rows)
+    for _ in range(2):
+        assert [kept[(rows,)] for rows in range(40)] == list(range(40))
+    assert made == list(range(40))
+    for rows in range(1000):
+        assert kept[(rows,)] == rows
+        assert len(kept) <= 64
+
+
+@pytest.mark.parametrize("kind", ["transitions", "steps"])
+def test_plans_do_not_keep_a_buffer_that_is_dropped(kind: str) -> None:
+    with recorded():
+        buffer: Any = (
+            of_steps(400, 8, ATARI, Proportional())
+            if kind == "steps"
+            else ReplayBuffer(100, FIELDS, sampler=Proportional(), device="cpu")
+        )
+        for call in calls_of(buffer, 8):
+            call()
+    memory = weakref.ref(buffer._storage.times_sampled)
+    gc.collect()
+    gc.disable()
+    try:
+        del buffer, call
+        # its memory is free at once, not when a cycle is looked for
+        assert memory() is None
+    finally:
+        gc.enable()
+
+
+# functions of Python and of C that a call goes through, Triton's left out, and what it may need more on another Python
+CALLS = {
+    ("transitions", "add"): 69,
+    ("transitions", "sample"): 57,
+    ("transitions", "update"): 31,
+    ("steps", "add"): 85,
+    ("steps", "sample"): 70,
+    ("steps", "update"): 31,
+}
+MORE = 1.1
+
+
+def functions_in(call: Callable[[], object]) -> int:
+    """How many functions a call comes by."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["transitions", "steps"])
+def test_a_call_comes_by_few_functions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # launches cost a host what its Python costs: this is what keeps that from growing
+    monkeypatch.setattr(validation, "as_priorities", lambda name, value, rows, device, *, as_array: value)
+    with recorded(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_class(), "run", lambda *given, **named: Compiled([]))
+        buffer: Any = (
+            of_steps(400, 8, ATARI, Proportional(), stack=2, n_step=2)
+            if kind == "steps"
+            else ReplayBuffer(100, FIELDS, sampler=Proportional(beta=BETA), device="cpu")
+        )
+        given, keys, priorities = rows_of(buffer, 8), torch.arange(6), torch.rand(6)
+        calls = {
+            "add": lambda: buffer.add(**given),
+            "sample": lambda: buffer.sample(6),
+            "update": lambda: buffer.update_priorities(keys, priorities),
+        }
+        for call in calls.values():
+            call()
+        found = {(kind, name): functions_in(call) for name, call in calls.items()}
+    assert {name: count for name, count in found.items() if count > CALLS[name] * MORE} == {}
