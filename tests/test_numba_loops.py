@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,27 @@ def check_batches(first: Any, second: Any, *, spare: frozenset[str] = frozenset(
             one, two = one[counts], two[counts]
         assert same(one, two), name
         assert one.is_contiguous()
+
+
+@pytest.mark.parametrize("slots", [1, 4096, 4097, 65_535, 65_536])
+def test_sums_of_many_new_masses_are_those_of_the_leaves(slots: int) -> None:
+    from gpu_replay.ops import numba_loops
+
+    rule, random = MassRule.for_slots(slots, 0.6, 1e-6, None), np.random.default_rng(slots)
+    keys, priorities = random.integers(-2, slots + 2, 2 * slots), random.random(2 * slots)
+    found = []
+    for loops in (numba_loops, numpy_loops):
+        tree = MassTree(slots, torch.device("cpu"), "host")
+        tree.set_range(0, slots, rule.mass(1.0))
+        counters = np.zeros(Counter.COUNT, dtype=np.int64)
+        # nothing is the largest ever: all sums are made anew
+        counters[Counter.MAX_MASS] = 2**40
+        # the last slot changes too, in the last block of each level
+        loops.update(tree, np.append(keys, slots - 1), np.append(priorities, 0.7), rule, 0, slots, counters, False)
+        found.append((counters.tolist(), [level.tolist() for level in tree.arrays]))
+        for below, above in itertools.pairwise(tree.arrays):
+            assert np.array_equal(above[: below.size // 16], below.reshape(-1, 16).sum(1))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stratified", [True, False])
