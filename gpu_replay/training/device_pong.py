@@ -35,6 +35,7 @@ END = 6 * CELL  # from the middle of a paddle: hits further out make no steeper 
 # brightness is a product of shares covered, down in fifteenths and across in seventeenths, which makes 255 in all
 DOWN, ACROSS = 15, 17
 MOST_AIM = CELL  # the opponent hits the ball up to this far from the middle of its paddle
+AIMED = 2  # what random numbers of a rally are for: 0 and 1 its serve, 2 and on what the opponent aims at after hits
 # rows of the state, (ROWS, E) int64; positions are those of upper left corners
 (BALL_X, BALL_Y, AGENT, OPPONENT, SPEED_X, SPEED_Y, AIM, HITS, AGENT_SCORE, OPPONENT_SCORE, SERVES, ROWS) = range(12)
 
@@ -67,6 +68,13 @@ class DevicePong(Environment):
         self.device = device
         self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._games = torch.arange(num_envs, device=device)
+        # of the agent's paddle and of the opponent's: the direction away from it, and how far that way a touch is
+        self._away = torch.tensor([[-1], [1]], device=device)
+        self._touch = torch.tensor([[BALL - RIGHT], [LEFT + WIDTH]], device=device)
+        # of the height and vertical speed of a serve and of the opponent's aim
+        self._purposes = torch.arange(AIMED + 1, device=device)[:, None]
+        self._least = torch.tensor([[COURT // 8], [-SERVE_SPEED // 2], [-MOST_AIM]], device=device)
+        self._most = torch.tensor([[COURT - COURT // 8], [SERVE_SPEED // 2], [MOST_AIM]], device=device)
         # of the rows from BALL_Y to OPPONENT
         self._heights = torch.tensor([BALL, HEIGHT, HEIGHT], device=device)[:, None, None]
         columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)
@@ -74,7 +82,7 @@ class DevicePong(Environment):
 
     def reset(self, seed: int) -> Tensor:
         """Start a new game in every environment."""
-        self._seed = torch.tensor(seed, device=self.device)
+        self._set_seed(torch.tensor(seed, device=self.device))
         state = torch.zeros((ROWS, self.num_envs), dtype=torch.int64, device=self.device)
         self._state = self._served(state, torch.ones_like(self._games, dtype=torch.bool), self._games % 2 == 0)
         return self._picture()
@@ -112,7 +120,8 @@ class DevicePong(Environment):
 
     def restore(self, state: Mapping[str, Tensor]) -> Tensor:
         """Continue the games of this state; returns their pictures (E, side, side) uint8."""
-        self._state, self._seed = state["games"].to(self.device, copy=True), state["seed"].to(self.device)
+        self._state = state["games"].to(self.device, copy=True)
+        self._set_seed(state["seed"].to(self.device))
         return self._picture()
 
     def close(self) -> None:
@@ -128,25 +137,28 @@ class DevicePong(Environment):
         before = state[BALL_X].clone()
         x, y = before + state[SPEED_X], state[BALL_Y] + state[SPEED_Y]
         top = COURT - BALL
-        bounced = (y < 0) | (y > top)
-        y = torch.where(y < 0, -y, torch.where(y > top, 2 * top - y, y))
-        speed_y = torch.where(bounced, -state[SPEED_Y], state[SPEED_Y])
+        low, high = y < 0, y > top
+        y = torch.where(low, -y, torch.where(high, 2 * top - y, y))
+        speed_y = torch.where(low | high, -state[SPEED_Y], state[SPEED_Y])
         speed = (SERVE_SPEED + FASTER * (state[HITS] + 1)).clamp(max=MOST_SPEED)
-        speed_x = state[SPEED_X]
-        # (where the ball is when it touches, paddle, direction in which it flies off)
-        for touch, paddle, away in ((LEFT + WIDTH, OPPONENT, 1), (RIGHT - BALL, AGENT, -1)):
-            reached = (before * away >= touch * away) & (x * away < touch * away)
-            offset = y + BALL // 2 - state[paddle] - HEIGHT // 2
-            hit = reached & (offset.abs() < (HEIGHT + BALL) // 2)
-            x = torch.where(hit, 2 * touch - x, x)
-            speed_x = torch.where(hit, away * speed, speed_x)
-            # off the ends of a paddle: up to 6.4 cells a step after the first hit, 9.3 at full speed
-            slope = offset.clamp(-END, END) * (speed - SERVE_SPEED // 2)
-            speed_y = torch.where(hit, 7 * slope // (6 * END), speed_y)
-            state[HITS] += hit
-            if self._needed(hit):
-                state[AIM] = torch.where(hit, self._aim(state[SERVES], state[HITS]), state[AIM])
-        state[BALL_X], state[BALL_Y], state[SPEED_X], state[SPEED_Y] = x, y, speed_x, speed_y
+        # of the agent's paddle and of the opponent's: (2, E)
+        reached = (before * self._away >= self._touch) & (x * self._away < self._touch)
+        offset = y + (BALL - HEIGHT) // 2 - state[AGENT : OPPONENT + 1]
+        hit = reached & (offset.abs() < (HEIGHT + BALL) // 2)
+        struck = hit.any(0)
+        # of the paddle that the ball flies to, and the direction away from it
+        towards = state[SPEED_X] > 0
+        away = torch.where(towards, self._away[0], self._away[1])
+        x = torch.where(struck, 2 * torch.where(towards, RIGHT - BALL, LEFT + WIDTH) - x, x)
+        # off the ends of a paddle: up to 5.5 cells a step after the first hit, 9.3 at full speed
+        slope = torch.where(towards, offset[0], offset[1]).clamp(-END, END) * (speed - SERVE_SPEED // 2)
+        if self._needed(struck):
+            aim = self._random(state[SERVES], AIMED + 1 + state[HITS], -MOST_AIM, MOST_AIM)
+            state[AIM] = torch.where(struck, aim, state[AIM])
+        state[HITS] += struck
+        state[BALL_X], state[BALL_Y] = x, y
+        state[SPEED_X] = torch.where(struck, away * speed, state[SPEED_X])
+        state[SPEED_Y] = torch.where(struck, 7 * slope // (6 * END), speed_y)
         return Winner(agent=x < 0, opponent=x > top)
 
     def _served(self, state: Tensor, where: Tensor, to_agent: Tensor) -> Tensor:
@@ -154,34 +166,25 @@ class DevicePong(Environment):
         serves = state[SERVES] + where
         fresh = state.clone()
         fresh[BALL_X] = (COURT - BALL) // 2
-        fresh[BALL_Y] = self._random(serves, 0, COURT // 8, COURT - COURT // 8)
+        fresh[BALL_Y], speed_y, fresh[AIM] = self._random(serves, self._purposes, self._least, self._most)
         fresh[AGENT : OPPONENT + 1] = (COURT - HEIGHT) // 2
         fresh[SPEED_X] = torch.where(to_agent, SERVE_SPEED, -SERVE_SPEED)
-        fresh[SPEED_Y] = self._random(serves, 1, -SERVE_SPEED // 2, SERVE_SPEED // 2)
-        fresh[AIM] = self._aim(serves, 0)
+        fresh[SPEED_Y] = speed_y
         fresh[HITS] = 0
         fresh[SERVES] = serves
         return torch.where(where, fresh, state)
-
-    def _aim(self, serve: Tensor, hits: Tensor | int) -> Tensor:
-        """Which part of its paddle the opponent holds before the ball: how far from the middle."""
-        return self._random(serve, 2 + hits, -MOST_AIM, MOST_AIM)
 
     def _needed(self, where: Tensor) -> bool:
         """Whether any row needs what follows: on a CPU that saves time, elsewhere the answer would be waited for."""
         return self.device.type != "cpu" or bool(where.any())
 
-    def _random(self, serve: Tensor, purpose: Tensor | int, low: int, high: int) -> Tensor:
-        """(E,) int64 in [low, high], a function of the seed, the game, its serve and the purpose alone.
+    def _set_seed(self, seed: Tensor) -> None:
+        """Let random numbers be functions of this seed () and the game."""
+        self._seed, self._mixed_seed = seed, _mixed(seed + self._games + 1)
 
-        The finaliser of SplitMix64 (Steele et al. 2014), twice; int64 wraps around on every device.
-        """
-        bits = self._seed
-        for part in (self._games, serve * 1024 + purpose):
-            bits = (bits + part + 1) * -0x61C8864680B583EB
-            bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
-            bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
-            bits = bits ^ _shift_right(bits, 31)
+    def _random(self, serve: Tensor, purpose: Tensor | int, low: Tensor | int, high: Tensor | int) -> Tensor:
+        """(..., E) int64 in [low, high], a function of the seed, the game, its serve and the purpose (..., 1) alone."""
+        bits = _mixed(self._mixed_seed + (serve * 1024 + purpose) + 1)
         return low + _shift_right(bits, 32) * (high - low + 1) // 2**32
 
     def _covered(self, corner: Tensor, size: Tensor | int, parts: int) -> Tensor:
@@ -204,6 +207,14 @@ class DevicePong(Environment):
 def _direction(actions: Tensor) -> Tensor:
     """-1 for up, 1 for down, 0 for stay."""
     return (actions == 2).long() - (actions == 1).long()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al. 2014); int64 wraps around on every device."""
+    bits = bits * -0x61C8864680B583EB
+    bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
+    bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
+    return bits ^ _shift_right(bits, 31)
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
