@@ -17,6 +17,7 @@ from gpu_replay.console.markdown import table
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block
 from gpu_replay.ops.priorities import keys_together
+from gpu_replay.ops.weights import weighed_together
 
 from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, Chosen, short
 from .record import Record
@@ -80,9 +81,11 @@ def draw(slots: int, batch: int, *, gathered: bool = False) -> Cost:
     per_draw = KEY + KEY + MASS + PROBABILITY + 2 * SECTOR + MASS + WEIGHT
     must = batch * DRAW
     # the root and the counters are asked for together, then one level after the other; weights wait for the lowest, but
-    # no longer than a gather for its slots
-    apart = 0 if gathered else 1
-    return Cost(must, blocks + batch * per_draw, launches=1 + apart, dependent=len(levels(slots)) + apart)
+    # no longer than a gather for its slots, and at the end of the draw for the last ticket before it
+    together = not gathered and weighed_together(batch, False) > 0
+    apart = 0 if gathered or together else 1
+    waits = 2 if together else apart
+    return Cost(must, blocks + batch * per_draw, launches=1 + apart, dependent=len(levels(slots)) + waits)
 
 
 def update(slots: int, batch: int) -> Cost:

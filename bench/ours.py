@@ -1,7 +1,7 @@
 """This package's operations as the kernel microbenchmarks call them: launchers on a GPU, host code on a CPU.
 
 They are called below the buffers, so that only the operation is measured: no arguments are checked and no lock is held.
-On a GPU a draw is two launches, of which the second computes the weights and advances the random counter.
+On a GPU a draw computes its weights and advances the random counter as well, of more than 1,024 in a second launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_replay.ops.rank_draw import DeviceRanks, plan_rank_draw
 from gpu_replay.ops.rank_draw_host import HostRanks
 from gpu_replay.ops.ring import plan_gather
 from gpu_replay.ops.stratified_draw import plan_stratified_draw
-from gpu_replay.ops.weights import weighing_of
+from gpu_replay.ops.weights import weighed_together, weighing_of
 from gpu_replay.ops.windows import powers_of
 
 from . import kernel_checks as checks
@@ -69,16 +69,20 @@ class DeviceIndex:
         times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
         self._draws = Kept(
             lambda batch: plan_stratified_draw(
-                self.tree, self._counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
+                *(self.tree, self._counters, times_sampled, batch, batch),
+                stratified=True,
+                lowest_of_all=False,
+                weighed=(None, BETA) if weighed_together(batch, False) else None,
             )
         )
         self._weights = Kept(lambda batch: plan_gather({}, {}, batch, device, weighed=True))
         self._updates = Kept(lambda batch, own: plan_update(self._masses, self._counters, slots, batch, sparse=False))
 
     def draw(self, batch: int) -> Tensor:
-        """As HostIndex; two launches."""
+        """As HostIndex; one launch, two for thousands of slots."""
         found = self._draws[(batch,)]()
-        self._weights[(batch,)](found.slots, weighing_of(found.value, self._counters, None, BETA, batch))
+        if found.weight is None:
+            self._weights[(batch,)](found.slots, weighing_of(found.value, self._counters, None, BETA, batch))
         return found.slots
 
     def update(self, slots: Tensor, errors: Tensor) -> None:

@@ -6,6 +6,7 @@ import triton.language as tl
 from .counters import ADDED, LOWEST, NO_MASS, RANDOM, SEED
 from .division import divided, remainder
 from .philox import floor_of_product, words_at
+from .weights import weigh_when_all_are_drawn
 
 
 @triton.jit
@@ -123,12 +124,24 @@ def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, FANOUT: tl.c
     tl.atomic_min(counters_ptr + LOWEST, tl.min(low, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["drawn", "batch", "capacity", "per_drawn", "per_capacity", "blocks", "draw_programs"])
+@triton.jit(
+    do_not_specialize=[
+        "drawn",
+        "batch",
+        "capacity",
+        "per_drawn",
+        "per_capacity",
+        "blocks",
+        "draw_programs",
+        "blocks_drawn",
+    ]
+)
 def stratified_draw_kernel(
     levels,
     low,
     counters_ptr,
     outputs,
+    pending,
     drawn,
     batch,
     capacity,
@@ -136,17 +149,22 @@ def stratified_draw_kernel(
     per_capacity,
     blocks,
     draw_programs,
+    blocks_drawn,
+    beta,
+    beta_rest,
     FANOUT: tl.constexpr,
     DRAWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     STRATIFIED: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):
     """Draw `drawn` slots by mass and take the newest for the rest of the batch.
 
     Leaves the smallest mass of the batch in counters[LOWEST]. If `low` is given, the smallest mass of each block of
     leaves, further programs leave the smallest of all slots there instead. The mass of a newest row is written as 0: it
     was not drawn. Where nothing has mass, as in a graph replayed after a `clear`, the draws stay inside but mean
-    nothing. per_...: reciprocals, see `division.py`.
+    nothing. per_...: reciprocals, see `division.py`. With WEIGHED, a power of two that is at least the batch, the last
+    program makes the weights: see `weigh_when_all_are_drawn`.
     """
     program = tl.program_id(0).to(tl.int64)
     if program < draw_programs:
@@ -168,3 +186,5 @@ def stratified_draw_kernel(
             tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
     elif len(low) > 0:
         find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, FANOUT, BLOCKS)
+    if WEIGHED > 0:
+        weigh_when_all_are_drawn(pending, counters_ptr, batch, blocks_drawn, beta, beta_rest, WEIGHED)

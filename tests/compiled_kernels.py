@@ -23,7 +23,7 @@ MAIN_TARGET = "sm_90"
 # what the other targets compile, and tests of one target that need no more
 PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
 # what the main target compiles by default: the same, and the kernels that are not among them
-QUICK = (*PART, "by rank", "goals", "prefix sum")
+QUICK = (*PART, "by rank", "goals", "prefix sum", "index")
 # what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
@@ -90,7 +90,8 @@ TICKETED = ("insert_kernel", "add_step_kernel", "uniform_draw_kernel", "draw_eli
 
 def takes_tickets(launch: Launch) -> bool:
     """Whether the programs of a launch count themselves."""
-    return launch.name in TICKETED or (launch.name.startswith("gather") and launch.constants["DRAWS"] > 0)
+    weighs = {"gather_kernel": "DRAWS", "gather_windows_kernel": "DRAWS", "stratified_draw_kernel": "WEIGHED"}
+    return launch.name in TICKETED or (launch.name in weighs and launch.constants[weighs[launch.name]] > 0)
 
 
 def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) -> None:

@@ -29,9 +29,10 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.mass_tree import fanout_for
+from gpu_replay.ops.counters import Counter, new_counters
+from gpu_replay.ops.mass_tree import MassTree, fanout_for
 from gpu_replay.ops.prefix_sum import block_sums, inclusive_prefix_sum
+from gpu_replay.ops.stratified_draw import launch_stratified_draw
 from gpu_replay.samplers import Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -203,6 +204,20 @@ def _scans() -> dict[str, list[Launch]]:
     return calls
 
 
+def _weighed_draws() -> dict[str, list[Launch]]:
+    """Draws of an index alone, which make their weights."""
+    calls = {}
+    with recorded() as launches:
+        tree = MassTree(5_000, torch.device("cpu"), "triton")
+        counters, times = new_counters(torch.device("cpu"), 0), torch.zeros(5_000, dtype=torch.int32)
+        for batch in (200, 1000):
+            launches.clear()
+            how: Any = {"stratified": True, "lowest_of_all": False, "weighed": (None, 0.4)}
+            launch_stratified_draw(tree, counters, times, batch, batch, **how)
+            calls[f"draw of {batch}"] = list(launches)
+    return calls
+
+
 @cache
 def cases(more: bool) -> dict[str, Launch]:
     """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
@@ -219,6 +234,7 @@ def cases(more: bool) -> dict[str, Launch]:
     for name in UPDATED:
         found[name] |= _updates(makers[name])
     found["prefix sum"] = _scans()
+    found["index"] = _weighed_draws()
     if more:
         make = partial(ReplayBuffer, 100, SMALL, sampler=EVERYTHING, device="cpu")
         found["5 levels, all options"] = _launches(make, levels=5)

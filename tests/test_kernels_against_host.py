@@ -6,6 +6,7 @@ On CPU tensors the kernels are interpreted; on a GPU the same tests run as they 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from guards import Guards
 from interpreted import kernel_device as kernel_device
+from launches import use_sizes_of_a_gpu
 from tolerances import close
 from trees import check_sums, random_masses
 
@@ -80,7 +82,7 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
     for lowest_of_all in (False, True):
         counters[Counter.LOWEST] = NO_MASS
         times_sampled.zero_()
-        found_slots, keys, probability, found_masses, _ = launch_stratified_draw(
+        found_slots, keys, probability, found_masses, *_ = launch_stratified_draw(
             tree, counters, times_sampled, drawn, batch, stratified=stratified, lowest_of_all=lowest_of_all
         )
         assert found_slots.tolist() == slots_expected.tolist()
@@ -208,6 +210,35 @@ def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
     assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [1, 0, NO_MASS, -(-batch // 4)]
 
 
+@pytest.mark.parametrize("lowest_of_all", [False, True])
+@pytest.mark.parametrize("batch, drawn", [(1, 1), (33, 30), (1024, 1000)])
+def test_weights_made_by_the_last_program_of_the_draw(
+    batch: int, drawn: int, lowest_of_all: bool, device: str, guards: Guards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if batch < 1000:
+        # many programs; the interpreter takes a while for each
+        use_sizes_of_a_gpu(monkeypatch)
+    tree = tree_of(random_masses(1000, batch, 2**40), device, low=True)
+    schedule = torch.tensor([0.25, 0.75, 6.0], dtype=torch.float64, device=device)
+    kept: list[list[object]] = []
+    for weighed in (None, (schedule, 0.0)):
+        counters, times_sampled = memory_of(1000, device, seed=3, ADDED=1000, RANDOM=5, STEP=2)
+        how: dict[str, Any] = {"stratified": True, "lowest_of_all": lowest_of_all, "weighed": weighed}
+        found = launch_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)
+        weight = weights(found.value, counters, schedule, 0.0, drawn) if weighed is None else found.weight
+        assert weight is not None
+        kept.append([found.slots.tolist(), weight.tolist(), counters.tolist(), times_sampled.tolist()])
+    assert kept[0] == kept[1]
+    assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [3, 0, NO_MASS, 5 + -(-drawn // 4)]
+
+
+def test_a_draw_does_not_make_more_weights_than_one_program_can(device: str) -> None:
+    tree = tree_of(np.ones(10, dtype=np.int64), device)
+    how: dict[str, Any] = {"stratified": True, "lowest_of_all": False, "weighed": (None, 0.5)}
+    with pytest.raises(RuntimeError, match="1024 rows at most, not of 1025"):
+        launch_stratified_draw(tree, *memory_of(10, device), 1025, 1025, **how)
+
+
 def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
     beta, ratio = 0.3, 2.0**-40
     counters, _ = memory_of(0, device, LOWEST=1)
@@ -248,7 +279,7 @@ def test_uniform_draws(
     counters, times_sampled = memory_of(
         capacity, device, seed=2**63 + 5, ADDED=added, FIRST=added - count, RANDOM=block
     )
-    slots, keys, probability, weight, _ = launch_uniform_draw(
+    slots, keys, probability, weight, *_ = launch_uniform_draw(
         counters, times_sampled, drawn, batch, capacity, replacement=replacement
     )
     random_bits = HostWords(2**63 + 5)

@@ -21,6 +21,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
+from gpu_replay.bench.ours import index_for
 from gpu_replay.ops.counters import Counter
 
 BETA = LinearSchedule(0.4, 1.0, 10)
@@ -158,6 +159,19 @@ def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, row
         launches.clear()
         buffer.add(**rows_of(buffer, rows))
         assert [launch.name for launch in launches] == ["write_kernel", "insert_kernel"]
+
+
+@pytest.mark.parametrize("batch, launched", [(1, 2), (1024, 2), (1025, 4)])
+def test_drawing_from_an_index_and_updating_it_is_two_launches(batch: int, launched: int) -> None:
+    with recorded() as launches:
+        masses = torch.ones(5_000, dtype=torch.int64)
+        index: Any = index_for(SimpleNamespace(capacity=5_000, device=torch.device("cpu"), masses=masses))
+        launches.clear()
+        index.update(index.draw(batch), torch.ones(batch))
+        names = ["stratified_draw_kernel", "update_kernel"]
+        if launched == 4:
+            names[1:1] = ["gather_kernel", "settle_kernel"]
+        assert [launch.name for launch in launches] == names
 
 
 def test_an_update_of_nothing_launches_nothing() -> None:

@@ -54,6 +54,7 @@ class DeviceDraws(NamedTuple):
     value:       of a draw by priority the masses, int64, 0 where a row was not drawn by it, of which the gather that
                  follows makes weights; of a uniform draw the weights, float32 ones.
     words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
+    weight:      float32, where the draw itself made the weights of a draw by priority; else None.
     """
 
     slots: Tensor
@@ -61,6 +62,7 @@ class DeviceDraws(NamedTuple):
     probability: Tensor
     value: Tensor
     words: Tensor | None = None
+    weight: Tensor | None = None
 
     def outputs(self, times_sampled: Tensor) -> tuple[Tensor, ...]:
         """What `store_draws` in the kernels writes to."""

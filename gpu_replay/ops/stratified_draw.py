@@ -11,7 +11,7 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_replay.ops.draws import DeviceDraws, Draw, leaf_blocks, lowest_masses, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.weights import NO_WEIGHTS, given_for, weighed_together, weighing_of
 
 # below this width the largest double under 1 times the width stays under the width
 _EXACT = 2**52
@@ -124,8 +125,13 @@ def plan_stratified_draw(
     *,
     stratified: bool,
     lowest_of_all: bool,
+    weighed: tuple[Tensor | None, float] | None = None,
 ) -> Draw:
-    """Device: `drawn` draws by mass, and the newest for the rest of the batch; one launch a call."""
+    """Device: `drawn` draws by mass, and the newest for the rest of the batch; one launch a call.
+
+    weighed: schedule and exponent of the weights, see `PendingWeights`, if the draw is to make them and to move both
+             schedule and stream on, of a batch for which `weighed_together` is not 0. Else a gather does so.
+    """
     from gpu_replay.kernels.stratified_draw import stratified_draw_kernel
 
     device = counters.device
@@ -135,6 +141,9 @@ def plan_stratified_draw(
     programs, leaves = -(-batch // draws), leaf_blocks(tree, interpreted)
     lowest = lowest_masses(tree) if lowest_of_all else ()
     numbers = (drawn, batch, tree.slots, reciprocal(drawn), reciprocal(tree.slots), leaves.blocks, programs)
+    together = 0 if weighed is None else weighed_together(batch, interpreted)
+    if weighed is not None and not together:
+        raise RuntimeError(f"a draw makes the weights of 1024 rows at most, not of {batch}.")
     launch = Launch(
         stratified_draw_kernel,
         programs + lowest_of_all * leaves.programs,
@@ -142,11 +151,17 @@ def plan_stratified_draw(
         DRAWS=draws,
         BLOCKS=leaves.per_program,
         STRATIFIED=stratified,
+        WEIGHED=together,
     )
 
     def draw() -> DeviceDraws:
         found = new_draws(batch, device, by_priority=True)
-        launch(tree.levels, lowest, counters, found.outputs(times_sampled), *numbers)
+        pending, moves = NO_WEIGHTS
+        if weighed is not None:
+            weighing = weighing_of(found.value, counters, *weighed, drawn)
+            pending, moves = given_for(weighing)
+            found = found._replace(weight=weighing.weight)
+        launch(tree.levels, lowest, counters, found.outputs(times_sampled), pending, *numbers, *moves)
         return found
 
     return draw
@@ -161,7 +176,8 @@ def launch_stratified_draw(
     *,
     stratified: bool,
     lowest_of_all: bool,
+    weighed: tuple[Tensor | None, float] | None = None,
 ) -> DeviceDraws:
     """Device: one call of what `plan_stratified_draw` gives."""
-    how = {"stratified": stratified, "lowest_of_all": lowest_of_all}
+    how: dict[str, Any] = {"stratified": stratified, "lowest_of_all": lowest_of_all, "weighed": weighed}
     return plan_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)()

@@ -1,6 +1,8 @@
 """Importance weights on the device: no launch of their own, but a part of the one that gathers the rows drawn.
 
-A weight needs the smallest mass of its batch, which is known once all of it is drawn.
+A weight needs the smallest mass of its batch, which is known once all of it is drawn. Where nothing is gathered, the
+program of the draw that finishes last makes them, if they are not too many for one; a gather makes them beside what it
+waits for anyway.
 """
 
 from __future__ import annotations
@@ -66,6 +68,18 @@ def _halves(beta: float) -> tuple[float, float]:
     beta = min(beta, 1e30)
     leading = float(np.float32(beta))
     return leading, beta - leading
+
+
+def weighed_together(batch: int, interpreted: bool) -> int:
+    """Draws of the one program that weighs a whole batch when it is drawn; 0 of a batch that takes a launch more.
+
+    On a GPU few draws and many are different code to compile: one program has the powers of all of them to compute.
+    """
+    if batch > 1024:
+        return 0
+    if interpreted:
+        return 1 << (batch - 1).bit_length()
+    return 256 if batch <= 256 else 1024
 
 
 def weighing_of(
