@@ -1,7 +1,7 @@
 """What stands in a batch of a trajectory buffer, put together from steps that are stored once, in one launch.
 
 Frames of stacks are moved as `ring.py` moves rows; only where a frame comes from takes some looking up, which every
-program does for its own.
+program does for its own, once for several pieces of them.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .counters import CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
 from .philox import words_at
-from .ring import as_sampled, gather_rows, programs_of
+from .ring import as_sampled, gather_rows
 from .weights import weigh
 
 
@@ -97,7 +97,7 @@ def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
     return picture[None, :] + y * SIDE + x
 
 
-@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "blocks_drawn"])
+@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "together", "blocks_drawn"])
 def gather_windows_kernel(
     sources,
     pools,
@@ -114,6 +114,7 @@ def gather_windows_kernel(
     num_envs,
     steps,
     span,
+    together,
     blocks_drawn,
     beta,
     beta_rest,
@@ -142,7 +143,8 @@ def gather_windows_kernel(
     The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
     Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
     finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
-    does not; `span` successive items are moved alike. With HINDSIGHT `next_obs` is the final observation of every
+    does not; `span` successive items are moved alike. A program moves `together` pieces of its frames one after the
+    other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every
     ending for which one is kept. With DRAWS the first programs make the weights of as many draws each, one for `span`
     items: see `weigh`.
     """
@@ -159,14 +161,14 @@ def gather_windows_kernel(
     if DRAWS > 0:
         local = weigh(pending, counters_ptr, local, batch // span, blocks_drawn, beta, beta_rest, DRAWS)
     for f in tl.static_range(STACKED):
-        programs = programs_of(batch * STACK, f, LAYOUT) * KINDS
+        parts = (LAYOUT.chunks[f] + together - 1) // together
+        programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS
         if (local >= 0) & (local < programs):
             kind = local % KINDS
-            piece = local // KINDS
-            row = piece // LAYOUT.chunks[f] * LAYOUT.rows[f] + tl.arange(0, LAYOUT.rows[f])
-            column = (piece % LAYOUT.chunks[f]).to(tl.int32) * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
+            # no launch has more than 2^31 programs
+            piece = (local // KINDS).to(tl.int32)
+            row = (piece // parts).to(tl.int64) * LAYOUT.rows[f] + tl.arange(0, LAYOUT.rows[f])
             named = row < batch * STACK
-            live = named[:, None] & (column < LAYOUT.widths[f])[None, :]
             item = row // STACK
             age = STACK - 1 - row % STACK
             # rows past the batch look at slot 0 and write nothing
@@ -197,23 +199,33 @@ def gather_windows_kernel(
                 newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
                 depth += length - stays.to(tl.int64)
             slot = earlier(newest, tl.minimum(age, depth), num_envs, steps)
-            inside = column[None, :]
+            present = named
+            if ZERO:
+                present = named & (age <= depth)
+            if len(pools) > 0:
+                place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
+                present = present & ~pooled
             if SHIFT > 0 and LAYOUT.heights[f] > 0:
                 seed = tl.load(counters_ptr + SEED)
                 down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
-                inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
-            present = live
-            if ZERO:
-                present = live & (age <= depth)[:, None]
-            values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=present, other=0)
-            if len(pools) > 0:
-                if kind == 1:
-                    place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
-                    chosen = live & pooled[:, None]
-                    finals = tl.load(pools[f] + (place[:, None] * LAYOUT.widths[f] + inside), mask=chosen, other=0)
-                    values = tl.where(chosen, finals, values)
-            values = as_sampled(values, output, LAYOUT.scales[f], LAYOUT.wide[f])
-            tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=live)
+            # where the frames lie is known: what follows asks for nothing but them
+            begin = piece % parts * together
+            for chunk in range(begin, tl.minimum(begin + together, LAYOUT.chunks[f])):
+                column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
+                inside = column[None, :]
+                if SHIFT > 0 and LAYOUT.heights[f] > 0:
+                    inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
+                within = (column < LAYOUT.widths[f])[None, :]
+                read = present[:, None] & within
+                values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=read, other=0)
+                if len(pools) > 0:
+                    if kind == 1:
+                        chosen = (pooled & named)[:, None] & within
+                        finals = tl.load(pools[f] + (place[:, None] * LAYOUT.widths[f] + inside), mask=chosen, other=0)
+                        values = tl.where(chosen, finals, values)
+                values = as_sampled(values, output, LAYOUT.scales[f], LAYOUT.wide[f])
+                written = named[:, None] & within
+                tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=written)
         local -= programs
     local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT)
     if local >= 0:

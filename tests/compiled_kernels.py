@@ -16,7 +16,7 @@ import pytest
 from kernel_cases import FRAMES, TRAJECTORIES, WHOLE_WORDS, cases, compiled, compiler, measured, read_table
 from launches import TARGETS, Launch, compile_for
 
-from gpu_replay.ops.frames import frame_tile
+from gpu_replay.ops.frame_tiles import frame_tile
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 MAIN_TARGET = "sm_90"

@@ -36,6 +36,7 @@ LAUNCHERS = (
     "priorities",
     "eligibility",
     "eligible_draw",
+    "frame_tiles",
     "frames",
     "hindsight",
     "prefix_sum",

@@ -70,7 +70,11 @@ NARROWED = {
     "insert_kernel": ("priorities", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
     "add_step_kernel": ("eligibility", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
     "keep_finals_kernel": ("eligibility", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
-    "gather_windows_kernel": ("frames", "inside = column[None", "slot = slot.to(tl.int32)\n{}inside = column[None"),
+    "gather_windows_kernel": (
+        "frames",
+        "tl.minimum(age, depth), num_envs, steps)",
+        "tl.minimum(age, depth), num_envs, steps).to(tl.int32)",
+    ),
     "choose_goals_kernel": ("hindsight", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
 }
 
@@ -84,7 +88,7 @@ def test_a_kernel_that_computes_in_32_bits_is_seen(
     source = (KERNELS / f"{name}.py").read_text()
     assert wide in source
     copy = tmp_path / "narrowed.py"
-    copy.write_text(source.replace(wide, narrow.replace("{}", " " * 12)))
+    copy.write_text(source.replace(wide, narrow))
     # in the same package, so that it finds what it imports
     spec = importlib.util.spec_from_file_location("gpu_replay.kernels.narrowed", copy)
     assert spec is not None

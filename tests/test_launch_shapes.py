@@ -6,13 +6,16 @@ update; all kernels but it and the scan have four warps, 128 threads of NVIDIA's
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kernel_cases import FRAMES, ODD, WHOLE_WORDS
 
+from gpu_replay import Field
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
-from gpu_replay.ops.frames import frame_tile
+from gpu_replay.ops.frame_tiles import frame_tile, pieces_together
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block, scan_warps, scan_window, warp_width
 from gpu_replay.ops.priorities import blocks_per_program, keys_together, update_warps
@@ -68,6 +71,79 @@ def test_a_tile_holds_a_row_in_pieces_of_a_few_words_a_thread(name: str, shifted
         # of 256 threads each has something to do, of 128 none has more than 16 words of 4 bytes in or out
         assert 256 <= values <= 8192
         assert values * max(field.dtype.itemsize, field.output_dtype.itemsize) <= 128 * 128
+
+
+SHAPES = [
+    (84, 84),
+    (42, 42),
+    (64, 64),
+    (96, 96, 3),
+    (210, 160, 3),
+    (84, 84, 1),
+    (17,),
+    (65,),
+    (376,),
+    (33, 47),
+    (7, 7, 3),
+]
+KINDS = [
+    (torch.uint8, None),
+    (torch.uint8, torch.bfloat16),
+    (torch.uint8, torch.float32),
+    (torch.bfloat16, None),
+    (torch.float16, torch.float32),
+    (torch.float32, None),
+]
+
+
+def filled(elements: int, columns: int) -> float:
+    """The share of a program's lanes that have something to move, where a row is moved in such pieces."""
+    return elements / (-(-elements // columns) * columns)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stored, output", KINDS, ids=str)
+def test_no_other_pieces_of_frames_fill_more_lanes(
+    shape: tuple[int, ...], stored: torch.dtype, output: torch.dtype | None
+) -> None:
+    field = Field(shape, stored) if output is None else Field(shape, stored, output)
+    tile = frame_tile(field, 1000, False, False)
+    # pieces of so many whole words, at most 16 bytes each, are moved by whole warps
+    words = 32 * math.gcd(field.row_bytes, 16) // stored.itemsize
+    most = tile.rows * tile.columns
+    widths = [1 << power for power in range(20) if words <= 1 << power <= most] or [tile.columns]
+    assert filled(field.elements, tile.columns) >= max(filled(field.elements, width) for width in widths) - 1 / 64
+    # long rows always can: what is left over is less than one piece
+    if field.elements >= 32 * words:
+        assert filled(field.elements, tile.columns) > 0.95
+
+
+@pytest.mark.parametrize(
+    "stored, output, tile",
+    [
+        (torch.uint8, torch.uint8, (8, 1024, 7)),
+        (torch.uint8, torch.bfloat16, (4, 1024, 7)),
+        (torch.uint8, torch.float32, (2, 1024, 7)),
+        (torch.float32, torch.float32, (2, 1024, 7)),
+    ],
+    ids=str,
+)
+def test_the_tiles_of_84x84(stored: torch.dtype, output: torch.dtype, tile: tuple[int, int, int]) -> None:
+    assert frame_tile(Field((84, 84), stored, output), 1000, False, False) == tile
+
+
+def test_a_program_moves_more_pieces_of_a_frame_the_more_programs_there_are() -> None:
+    """Where a window lies is looked up once for all of them, but a small batch needs all programs that it can have."""
+    found = {blocks: pieces_together(blocks, 7, False) for blocks in (1, 64, 512, 877, 878, 1024, 4096, 10**6)}
+    assert found == {1: 1, 64: 1, 512: 1, 877: 2, 878: 3, 1024: 3, 4096: 7, 10**6: 7}
+    for blocks in (1, 300, 5_000, 10**6):
+        for chunks in (1, 2, 25, 197):
+            together = pieces_together(blocks, chunks, False)
+            parts = -(-chunks // together)
+            assert 1 <= together <= chunks
+            assert blocks * parts >= min(blocks * chunks, 2048)
+            # dealt out evenly: with one piece less each, more programs would be needed
+            assert together == 1 or -(-chunks // (together - 1)) > parts
 
 
 @pytest.mark.parametrize("n_step", [1, 3, 8, 40, 300])

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.ops import frame_tiles
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, shifts_from
+from gpu_replay.ops.ring import Tile
 from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.ops.windows import powers_of
 
@@ -204,6 +206,21 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
             streams = Streams(device, {"obs": field, **ACTION}, stack=3, n_step=2, **small, **MODES[mode])
             streams.check()
             streams.check(3)
+        guards.check()
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_pieces_that_a_program_moves_one_after_the_other(
+    together: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four or five pieces of a frame, so that the last program has fewer."""
+    field = Field((10 + 3 * together,), torch.uint8, torch.float32, 0.25)
+    tile = Tile(2, 4, -(-field.elements // 4))
+    monkeypatch.setattr(frame_tiles, "frame_tile", lambda *arguments: tile)
+    monkeypatch.setattr(frame_tiles, "pieces_together", lambda *arguments: together)
+    with guarded() as guards:
+        streams = Streams(device, {"obs": field, **ACTION}, (2, 6, 14), 0.5, stack=3, **MODES["same_step, zeros"])
+        streams.check()
         guards.check()
 
 

@@ -6,7 +6,6 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -19,10 +18,10 @@ from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams, endings
+from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch
-from gpu_replay.ops.ring import Layout, Tile, as_numpy, layout_of, tile_for, tile_of
+from gpu_replay.ops.ring import as_numpy
 from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
 
@@ -200,20 +199,6 @@ class StepStore(Protocol):
         """Pixels that pictures are moved by at most."""
 
 
-def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:
-    """What one program moves of frames: at most 8 KB, in or out, and for a thread 8 words as wide as rows allow.
-
-    Of short frames 4 words, and no more frames than threads, since a thread then looks up where several come from.
-    shifted: whether each value has an address of its own, and a thread so 32 single ones.
-    """
-    single = field.dtype.itemsize
-    word = 4 * single if shifted else math.gcd(field.row_bytes, 16)
-    values = min(8192 // max(single, field.output_dtype.itemsize), 1024 * word // single)
-    if field.elements <= values // 2:
-        values = min(values, 512 * word // single)
-    return tile_of(field.elements, values, rows, interpreted, most=128)
-
-
 def plan_gather_windows(
     storage: StepStore, batch: int, powers: Tensor, counters: Tensor, *, shifted: bool, weighed: bool
 ) -> Callable[[Tensor, Tensor | None, PendingWeights | None], dict[str, Tensor]]:
@@ -307,44 +292,6 @@ def launch_gather_sequences(
     return out | endings(flags) | {"mask": mask}
 
 
-class MovedFrames(NamedTuple):
-    """A layout of stacks and single fields, the items of a program that finds windows, and the programs of all."""
-
-    layout: Layout
-    items: int
-    programs: int
-
-
-def moved_frames(
-    fields: Iterable[Field], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
-) -> MovedFrames:
-    """How a launch moves a batch of fields, of which the first `stacked` are stacks, before windows and after them.
-
-    Made once, as `moved_rows`.
-    """
-    return _moved_frames(tuple(fields), stacked, batch, stack, shifted, interpreted)
-
-
-@lru_cache(maxsize=256)
-def _moved_frames(
-    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
-) -> MovedFrames:
-    pictures = [field.shape[-2:] if shifted and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
-    frames = batch * stack
-    tiles = [
-        frame_tile(field, frames, picture != (0, 0), interpreted)
-        for field, picture in zip(fields, pictures, strict=False)
-    ]
-    tiles += [tile_for(field, batch, interpreted) for field in fields[stacked:]]
-    layout = layout_of(fields, tiles, converted=True)._replace(
-        heights=tuple(height for height, _ in pictures), sides=tuple(side for _, side in pictures)
-    )
-    # one item per thread
-    items = per_program(128, batch, interpreted)
-    programs = 2 * layout.programs(frames, 0, stacked) + layout.programs(batch, stacked) + -(-batch // items)
-    return MovedFrames(layout, items, programs)
-
-
 class _Windows(NamedTuple):
     """What is made of windows: stacks after them, and (B,) rewards, discounts and, if asked for, how they ended.
 
@@ -397,14 +344,14 @@ def _plan_launch(
     streams, interpreted = storage.streams, counters.device.type == "cpu"
     shape, stacked = streams.shape, len(storage.observations)
     fields = (storage.fields[name] for name in names)
-    layout, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
+    layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     part = part_for(batch // span if weighed else 0, interpreted)
     held = (
         tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
     )
     known = (streams.flags, streams.depth, streams.final)
-    numbers = (batch, shape.num_envs, shape.steps, span)
+    numbers = (batch, shape.num_envs, shape.steps, span, together)
     rewards = storage.tensors["reward"]
     launch = Launch(
         gather_windows_kernel,
