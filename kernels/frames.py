@@ -161,7 +161,7 @@ def gather_windows_kernel(
     if DRAWS > 0:
         local = weigh(pending, counters_ptr, local, batch // span, blocks_drawn, beta, beta_rest, DRAWS)
     for f in tl.static_range(STACKED):
-        parts = (LAYOUT.chunks[f] + together - 1) // together
+        parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
         programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS
         if (local >= 0) & (local < programs):
             kind = local % KINDS
@@ -209,8 +209,12 @@ def gather_windows_kernel(
                 seed = tl.load(counters_ptr + SEED)
                 down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
             # where the frames lie is known: what follows asks for nothing but them
-            begin = piece % parts * together
-            for chunk in range(begin, tl.minimum(begin + together, LAYOUT.chunks[f])):
+            begin = 0
+            end = 1
+            if LAYOUT.chunks[f] > 1:
+                begin = piece % parts * together
+                end = tl.minimum(begin + together, LAYOUT.chunks[f])
+            for chunk in range(begin, end):
                 column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
                 inside = column[None, :]
                 if SHIFT > 0 and LAYOUT.heights[f] > 0:

@@ -1,4 +1,4 @@
-"""How a device moves the frames of stacks: in pieces that fill the lanes of a program, for one look at where they lie."""
+"""How a device moves the frames of stacks: in pieces that fill lanes, several for one look at where frames lie."""
 
 from __future__ import annotations
 
