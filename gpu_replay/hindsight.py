@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.fields import Field
-from gpu_replay.ops.hindsight import Strategy
+from gpu_replay.ops.hindsight import Shown, Strategy, masked_put
 
 _PREFIX = "obs."
 _REWARD = torch.float32
@@ -151,30 +151,20 @@ class Hindsight:
                 f"shape {achieved.shape}. Use random_shift=0, or goals of one dimension."
             )
 
-    def rewrite(
-        self, tensors: dict[str, Tensor], rows: Tensor, known: Tensor | None, goals: Tensor, stack: int, gamma: float
-    ) -> None:
-        """Give rows of a batch new goals, and what follows from them, in place; calls the user's functions.
+    def rewrite(self, tensors: dict[str, Tensor], shown: Shown, gamma: float) -> None:
+        """Give rows of a batch that have new goals what follows from them, in place; calls the user's functions.
 
-        tensors: of the batch. rows: (K,) int64, distinct.
-        known:   (K,) bool, false for rows that stay as they are; None: all rows get a goal.
-        goals:   (K, *goal) as sampled. stack: frames of an observation. gamma: the discount of a step.
+        tensors: of the batch. gamma: the discount of a step.
         """
-        wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
-        for name in (self.desired_field, f"next_{self.desired_field}"):
-            masked_put(tensors[name], rows, known, wide)
-        after = tensors[f"next_{self.achieved_field}"].index_select(0, rows)
-        # rows that keep their goal are shown with it
-        wanted = goals if known is None else tensors[self.desired_field].index_select(0, rows)
-        if stack > 1:
-            after = after[:, -1].contiguous()
-            wanted = goals if known is None else wanted[:, -1].contiguous()
+        rows, known, after, wanted = shown
         # a function that works in place does not spoil what the other one sees
         again = None if self.terminated_fn is None else (after.clone(), wanted.clone())
         reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
-        if reward.dtype.is_complex:
-            raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
-        masked_put(tensors["reward"], rows, known, validation.cast("reward", reward, _REWARD))
+        if reward.dtype is not _REWARD:
+            if reward.dtype.is_complex:
+                raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
+            reward = validation.cast("reward", reward, _REWARD)
+        masked_put(tensors["reward"], rows, known, reward)
         if self.terminated_fn is None or again is None:
             return
         terminated = self._made("terminated_fn", self.terminated_fn(*again), rows)
@@ -186,7 +176,12 @@ class Hindsight:
 
     def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
         """What a user's function returned as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
-        count, device = rows.shape[0], rows.device
+        count = rows.shape[0]
+        # fast path: what most functions return on the CPU
+        plain = type(given) is Tensor and given.is_cpu and given.layout is torch.strided and not given.is_nested
+        if plain and rows.is_cpu and not given.requires_grad and given.shape == (count,):
+            return given
+        device = rows.device
         wanted = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"
         if not isinstance(given, (Tensor, np.ndarray)):
             raise TypeError(f"{wanted}; found {type(given).__name__}.")
@@ -196,14 +191,6 @@ class Hindsight:
         if not validation.same_device(found.device, device):
             raise ValueError(f"{wanted}; found {type(given).__name__} on {found.device}.")
         return found
-
-
-def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:
-    """target[rows] = values where they are known, (K,) bool, or everywhere; (K, *shape) values at (K,) rows."""
-    if known is not None:
-        mask = known.reshape(-1, *(1 for _ in values.shape[1:]))
-        values = torch.where(mask, values, target.index_select(0, rows))
-    target.index_copy_(0, rows, values)
 
 
 def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:

@@ -39,7 +39,6 @@ from gpu_replay.extending import Extending
 from gpu_replay.fields import Field, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
-from gpu_replay.ops.hindsight import gather_goals
 from gpu_replay.samplers import Sampler
 from gpu_replay.validation import choice, number, whole
 
@@ -154,7 +153,8 @@ class TrajectoryReplayBuffer(Extending):
         from gpu_replay.engines.device_sampler import DeviceSampler
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
-        return TrajectoryDeviceEngine(self._streams, DeviceSampler(self._state, self._streams, self._stream_order))
+        draws = DeviceSampler(self._state, self._streams, self._stream_order)
+        return TrajectoryDeviceEngine(self._streams, draws, pinned=self._placement.pinned)
 
     @classmethod
     def from_spaces(
@@ -309,17 +309,12 @@ class TrajectoryReplayBuffer(Extending):
             with self._lock:
                 self._check_enough(batch)
                 mark = self._draws.mark()
-                tensors = self._engine.sample(batch, exponent)
-                if self._relabel is None or not (count := self._relabel.count(batch)):
-                    return Batch(tensors)
-                with self._stream_order.ordered():
-                    chosen = self._engine.choose_goals(tensors["key"], count, self._relabel.strategy)
-                    name, field = self._relabel.achieved_field, self._fields[self._relabel.desired_field]
-                    ring, pool = self._streams.tensors[name], self._streams.finals.get(name)
-                    goals = gather_goals(chosen, ring, pool, field, pinned=self._placement.pinned)
+                relabel = self._relabel
+                if relabel is None or not (count := relabel.count(batch)):
+                    return Batch(self._engine.sample(batch, exponent))
+                tensors, shown = self._engine.sample_shown(batch, exponent, relabel, count)
             # the user's functions run while other threads add
-            known = None if chosen.all_known else chosen.known
-            self._relabel.rewrite(tensors, chosen.rows, known, goals, self._shape.stack, self._gamma)
+            relabel.rewrite(tensors, shown, self._gamma)
             return Batch(tensors)
         except BaseException:
             self._take_back(mark)

@@ -19,7 +19,16 @@ from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, endings, plan_add_step, plan_keep_finals, sequence_starts
 from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, plan_gather_windows
-from gpu_replay.ops.hindsight import Chosen, Strategy, goal_blocks, launch_choose_goals
+from gpu_replay.ops.hindsight import (
+    Chosen,
+    Relabels,
+    Shown,
+    Strategy,
+    gather_goals,
+    goal_blocks,
+    launch_choose_goals,
+    put_goals,
+)
 from gpu_replay.ops.launch import Kept
 from gpu_replay.ops.many_steps import GivenFinals, overwritten_parts, steps_together
 from gpu_replay.ops.ring import launch_gather
@@ -30,13 +39,16 @@ class TrajectoryDeviceEngine:
     """Adds steps, samples and reads windows of one trajectory buffer, in at most 3, 2 and 1 launches; a draw by rank
     sorts besides.
 
+    pinned: whether the fields are in host memory that kernels read.
+
     The buffer has checked all arguments and holds the lock.
     """
 
     scratch_bytes = 0
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, *, pinned: bool = False) -> None:
         self.draws = draws
+        self._pinned = pinned
         self._storage = storage
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
@@ -323,6 +335,18 @@ class TrajectoryDeviceEngine:
                 storage, drawn.slots, length, self._powers, draws.counters, words=drawn.words, weighing=drawn.pending
             )
         return {**tensors, **drawn.named}
+
+    def sample_shown(
+        self, batch: int, beta: float | None, relabel: Relabels, count: int
+    ) -> tuple[dict[str, Tensor], Shown]:
+        """As `sample`, with other goals in `count` rows: 1 launch more, and small ones of torch that put them there."""
+        storage, achieved = self._storage, relabel.achieved_field
+        tensors = self.sample(batch, beta)
+        with self.draws.ordered():
+            chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
+            ring, pool = storage.tensors[achieved], storage.finals.get(achieved)
+            goals = gather_goals(chosen, ring, pool, storage.fields[relabel.desired_field], pinned=self._pinned)
+            return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 
     def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
         """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""

@@ -158,8 +158,11 @@ class HostSampler:
         if self._mark is None or mark is not self._mark:
             return
         counts = np.frombuffer(self._mark, dtype=np.int64)
-        if self._compiled is not None and counts[Counter.RANDOM] != self.counters[Counter.RANDOM]:
-            np.subtract.at(self.times_sampled, self._compiled, 1)
+        if self._compiled is not None and counts[Counter.STEP] != self.counters[Counter.STEP]:
+            # what was added meanwhile has not been sampled
+            ages = (self._compiled - counts[Counter.ADDED]) % self._capacity
+            held = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
+            np.subtract.at(self.times_sampled, self._compiled[held], 1)
         # what was added meanwhile has not been sampled
         if self._counted is not None and counts[Counter.ADDED] == self.counters[Counter.ADDED]:
             slots, times = self._counted
@@ -170,8 +173,10 @@ class HostSampler:
             self._ranks.take_back()
 
     def counting(self, slots: np.ndarray) -> None:
-        """A compiled loop is about to count these drawn slots, and the random words that they took, in one."""
+        """A compiled loop is about to count these drawn slots and the sample in one."""
         self._compiled = slots
+        if self._ranks is not None:
+            self._ranks.keep_list()
 
     # random words
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.host_streams import compiled_streams
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import _backend
@@ -17,7 +18,16 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, endings, sequence_starts
 from gpu_replay.ops.eligibility_host import HostEligibility
 from gpu_replay.ops.frames import StackPlan, gather_stacks, shift_pictures, shifts_from
-from gpu_replay.ops.hindsight import Chosen, Strategy, goal_words, goals_from
+from gpu_replay.ops.hindsight import (
+    Chosen,
+    Relabels,
+    Shown,
+    Strategy,
+    gather_goals,
+    goal_words,
+    goals_from,
+    put_goals,
+)
 from gpu_replay.ops.many_steps import GivenFinals, add_steps, overwritten_parts, steps_together
 from gpu_replay.ops.ring import Write, as_numpy, commit, gather_rows, parts_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS
@@ -59,6 +69,8 @@ class TrajectoryHostEngine:
         self._outputs = BatchMemory()
         self._ahead = storage.read_ahead()
         self._loops: Any = _backend.inner_loops()
+        self._storage = storage
+        self._compiled = compiled_streams(storage, draws, self._windows, self._outputs)
 
     @property
     def scratch_bytes(self) -> int:
@@ -261,11 +273,27 @@ class TrajectoryHostEngine:
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight."""
+        found = None if self._compiled is None else self._compiled.sample(batch, beta)
+        if found is not None:
+            return found
         drawn = self.draws.draw(batch, beta)
         shifts = self._shifts(batch)
         tensors = self._transitions(drawn.slots, shifts)
         tensors.update(self.draws.named(drawn))
         return tensors
+
+    def sample_shown(
+        self, batch: int, beta: float | None, relabel: Relabels, count: int
+    ) -> tuple[dict[str, Tensor], Shown]:
+        """As `sample`, with other goals in `count` rows."""
+        found = None if self._compiled is None else self._compiled.sample_shown(batch, beta, relabel, count)
+        if found is not None:
+            return found
+        tensors, storage, achieved = self.sample(batch, beta), self._storage, relabel.achieved_field
+        chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
+        ring, pool = storage.tensors[achieved], storage.finals.get(achieved)
+        goals = gather_goals(chosen, ring, pool, storage.fields[relabel.desired_field])
+        return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 
     def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """What draws only the starts that `sequence_starts` names, and how many there are."""

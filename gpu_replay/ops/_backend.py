@@ -67,3 +67,12 @@ def whole_calls() -> ModuleType | None:
     from gpu_replay.ops import numba_memory, numba_transitions
 
     return numba_transitions if numba_memory.SUPPORTED else None
+
+
+def whole_samples() -> ModuleType | None:
+    """Whole samples of trajectory buffers as compiled loops, where there are `whole_calls`."""
+    if whole_calls() is None:
+        return None
+    from gpu_replay.ops import numba_streams
+
+    return numba_streams

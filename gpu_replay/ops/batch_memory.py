@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # bytes below which memory comes from the heap, which reuses it anyway
-_LARGE = 2**17
+LARGE = 2**17
 # bytes from which NumPy asks for huge pages; memory that is not touched costs nothing, so arrays of at least a quarter
 # of that are made as large: filling them is an eighth faster
 _HUGE = 2**22
@@ -45,7 +45,7 @@ class BatchMemory:
         count = dtype.itemsize
         for side in shape:
             count *= side
-        if count < _LARGE:
+        if count < LARGE:
             return np.empty(shape, dtype)
         return self._bytes(name, count).view(dtype).reshape(shape)
 
@@ -54,7 +54,7 @@ class BatchMemory:
         count = dtype.itemsize
         for side in shape:
             count *= side
-        if count < _LARGE:
+        if count < LARGE:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._bytes(name, count)).view(dtype).view(shape)
 

@@ -10,7 +10,7 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,35 @@ class Chosen(NamedTuple):
     slots: Tensor
     places: Tensor | None
     all_known: bool = False
+
+
+class Shown(NamedTuple):
+    """Rows of a batch that were chosen, and the goals with which the user's functions are called.
+
+    rows:  (K,) int64. known: (K,) bool, false for rows that stay as they are; None: all rows have another goal.
+    achieved, desired: (K, *goal), what was achieved after the steps, and the goals that the rows have now.
+    """
+
+    rows: Tensor
+    known: Tensor | None
+    achieved: Tensor
+    desired: Tensor
+
+
+class Relabels(Protocol):
+    """What says how batches get other goals; `Hindsight` does."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where goals come from."""
+
+    @property
+    def achieved_field(self) -> str:
+        """The field of achieved goals."""
+
+    @property
+    def desired_field(self) -> str:
+        """The field of desired goals."""
 
 
 def goal_words(count: int, strategy: Strategy) -> int:
@@ -139,6 +168,30 @@ def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field
     goals = torch.empty(raw.shape, dtype=field.output_dtype, device=raw.device)
     convert_into(goals, raw, field)
     return goals
+
+
+def put_goals(tensors: dict[str, Tensor], chosen: Chosen, goals: Tensor, relabel: Relabels, stack: int) -> Shown:
+    """Give rows of a batch their new goals, (K, *goal) as sampled, in every frame of stacks of so many, in place."""
+    rows, known = chosen.rows, None if chosen.all_known else chosen.known
+    wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
+    desired = relabel.desired_field
+    for name in (desired, f"next_{desired}"):
+        masked_put(tensors[name], rows, known, wide)
+    after = tensors[f"next_{relabel.achieved_field}"].index_select(0, rows)
+    # rows that keep their goal are shown with it
+    wanted = goals if known is None else tensors[desired].index_select(0, rows)
+    if stack > 1:
+        after = after[:, -1].contiguous()
+        wanted = goals if known is None else wanted[:, -1].contiguous()
+    return Shown(rows, known, after, wanted)
+
+
+def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:
+    """target[rows] = values where they are known, (K,) bool, or everywhere; (K, *shape) values at (K,) rows."""
+    if known is not None:
+        mask = known.reshape(-1, *(1 for _ in values.shape[1:]))
+        values = torch.where(mask, values, target.index_select(0, rows))
+    target.index_copy_(0, rows, values)
 
 
 def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count: int, strategy: Strategy) -> Chosen:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from numba import njit
 
 from gpu_replay.ops import numba_memory, numba_rank_loops, numba_tree, numpy_loops
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import StackPlan
-from gpu_replay.ops.numba_memory import compiled, forget_older_code, move, prefetch
+from gpu_replay.ops.numba_memory import compiled, forget_older_code, inlined, move, prefetch
 from gpu_replay.ops.numba_rank_order import RankOrder as RankOrder
 from gpu_replay.ops.numba_rank_order import noted_by
 from gpu_replay.ops.numba_rank_order import order_bytes as order_bytes
@@ -25,10 +24,14 @@ from gpu_replay.ops.stratified_draw import MassDraw
 from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.windows import Windows
 
+# rows that are on their way from memory while one is worked on
+_AHEAD = 16
 # less the steps of a window, as `StreamShape.deepest`
 _DEEPEST = 2**31 - 1
 # bytes of a frame that are asked for ahead: more come by themselves, and would push others out of the caches
 _WHOLE = 2**13
+# bytes of frames of which more than one row is asked for ahead
+_SMALL = 2**8
 _MAX_MASS, _ELIGIBLE = Counter.MAX_MASS, Counter.ELIGIBLE
 _TERMINATED, _TRUNCATED, _FINAL = Flag.TERMINATED, Flag.TRUNCATED, Flag.FINAL
 
@@ -50,34 +53,41 @@ def locate(tree, root_prefix, targets):
 
 @compiled
 def _permuted_ranks(count, wide, high, words, ranks):
-    """The first (B,) places of a random permutation of [0, count), as `uniform_draw` says; all numbers are uint64."""
-    half = np.uint64(32)
-    for start in range(ranks.size):
-        place = np.uint64(start)
-        while True:
-            row = place // wide
-            column = place - row * wide
-            for at in range(0, words.size, 2):
-                fixed = row if at % 4 == 0 else column
-                side = wide if at % 4 == 0 else high
-                moved = column if at % 4 == 0 else row
-                moved += (((fixed * words[at] + words[at + 1]) >> half) * side) >> half
-                if moved >= side:
-                    moved -= side
-                if at % 4 == 0:
-                    column = moved
-                else:
-                    row = moved
-            place = row * wide + column
-            if place < count:
-                break
-        ranks[start] = place
+    """The first (B,) places of a random permutation of [0, count), as `uniform_draw` says: int64; all others uint64."""
+    half, one, left = np.uint64(32), np.uint64(1), ranks.size
+    rows, columns = np.empty(left, dtype=np.uint64), np.empty(left, dtype=np.uint64)
+    which = np.empty(left, dtype=np.int64)
+    row, column = np.uint64(0), np.uint64(0)
+    for start in range(left):
+        rows[start], columns[start], which[start] = row, column, start
+        column += one
+        if column == wide:
+            row, column = row + one, np.uint64(0)
+    while left:
+        # all places through a pair of rounds, then through the next: the processor works on several at once
+        for at in range(0, words.size, 4):
+            by, more, other, rest = words[at], words[at + 1], words[at + 2], words[at + 3]
+            for place in range(left):
+                row, column = rows[place], columns[place]
+                column += (((row * by + more) >> half) * wide) >> half
+                column = column - wide if column >= wide else column
+                row += (((column * other + rest) >> half) * high) >> half
+                rows[place], columns[place] = row - high if row >= high else row, column
+        # those that fell outside are moved on
+        outside = 0
+        for place in range(left):
+            found = rows[place] * wide + columns[place]
+            ranks[which[place]] = np.int64(found)
+            if found >= count:
+                rows[outside], columns[outside], which[outside] = rows[place], columns[place], which[place]
+                outside += 1
+        left = outside
 
 
 def permuted_ranks(count, batch, wide, high, words):
-    ranks = np.empty(batch, dtype=np.uint64)
+    ranks = np.empty(batch, dtype=np.int64)
     _permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), words, ranks)
-    return ranks.view(np.int64)
+    return ranks
 
 
 @compiled
@@ -139,6 +149,11 @@ def _windows(
     batch, count = slots.size, flags.size
     padded, ending = 0, 0
     for row in range(batch):
+        later = slots[min(row + _AHEAD, batch - 1)]
+        prefetch(flags.ctypes.data + later)
+        prefetch(depth.ctypes.data + 4 * later)
+        prefetch(lengths.ctypes.data + lengths.itemsize * later)
+        prefetch(sums.ctypes.data + 4 * later)
         slot = slots[row]
         length = np.int64(lengths[slot])
         last = slot + (length - 1) * num_envs
@@ -189,18 +204,19 @@ def windows(store, starts):
     return Windows(stacks, np.flatnonzero(final) if ending else None, *numbers)
 
 
-@njit(error_model="numpy")
+@inlined
 def _copy_stacks(origin, step, size, plan, out, begin, end):
     """Copy the frames of these rows to where the plan of (2 * B, S) slots says, those of both stacks of a row together.
 
-    A frame that is in both is copied to both while it is in a close cache, and those of the next row are on their way
-    from memory meanwhile.
+    A frame that is in both is copied to both while it is in a close cache, and those of the next row, or of one further
+    on where they are small, are on their way from memory meanwhile.
 
     origin, step, size: address of the first frame, bytes from one to the next, and bytes of one. out: address.
     """
     batch, stack = plan.shape[0] // 2, plan.shape[1]
+    distance = _AHEAD if size <= _SMALL else 1
     for row in range(begin, end):
-        later = min(row + 1, end - 1)
+        later = min(row + distance, end - 1)
         for frame in range(stack + 1):
             ahead = plan[later, frame] if frame < stack else plan[batch + later, stack - 1]
             for line in range(0, min(size, _WHOLE), 64):
@@ -319,10 +335,15 @@ def _choose_goals(
     slots: (B,) of the batch. last, episode: the strategies. oldest, newest: steps that are stored.
     known: (K,) bool. source, places: (K,) int64, the latter untouched where no final observations are kept.
     """
-    for row in range(rows.size):
+    last_line, count = newest % steps, rows.size
+    for row in range(count):
+        # on its way from memory meanwhile
+        slot = slots[rows[min(row + _AHEAD, count - 1)]]
+        prefetch(spans.ctypes.data + 4 * (slot - np.int64(depth[slot]) * envs))
         slot = slots[rows[row]]
-        line, env, behind = slot // envs, slot % envs, np.int64(depth[slot])
-        age = (newest - line) % steps
+        line, behind = slot // envs, np.int64(depth[slot])
+        env, age = slot - line * envs, last_line - line
+        age += steps if age < 0 else 0
         if behind < steps - age:
             # the first step of the episode has not been overwritten
             first = slot - behind * envs
@@ -332,7 +353,7 @@ def _choose_goals(
         if span >= 0:
             ahead = min(span - 1 - behind, age)
         else:
-            kept = flags[newest % steps * envs + env] & _FINAL != 0
+            kept = flags[last_line * envs + env] & _FINAL != 0
             ahead = min(age - 1 + kept, age)
         known[row] = ahead >= 0
         chosen = ahead = max(ahead, 0)
@@ -340,12 +361,14 @@ def _choose_goals(
             back = min(behind, max(newest - oldest - age, 0)) if episode else 0
             width = back + ahead + 1
             chosen = min(np.int64(doubles[row] * width), width - 1) - back
-        line = (line + chosen) % steps
+        line += chosen
+        line += steps if line < 0 else -steps if line >= steps else 0
         place = line * envs + env
         pooled = finals and flags[place] & _FINAL != 0
         if finals:
             places[row] = final[place] if pooled else -1
-        source[row] = (line if pooled else line + 1) % steps * envs + env
+        line += 0 if pooled else 1
+        source[row] = (0 if line == steps else line) * envs + env
 
 
 def choose_goals(streams, slots, rows, span, doubles, strategy):

@@ -21,6 +21,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 # where objects keep what, in bytes from their beginning
 _TYPE = object.__basicsize__ - 8
@@ -106,6 +107,21 @@ def _pointer(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like)(address, like), codegen
+
+
+@intrinsic
+def array_from(typingctx, address, count, like):
+    """The array of so many numbers of the type of `like` from an address on; nothing is compiled for it alone."""
+
+    def codegen(context, builder, signature, args):
+        kind = signature.return_type
+        array, number = context.make_array(kind)(context, builder), context.get_data_type(kind.dtype)
+        size, integer = context.get_abi_sizeof(number), context.get_value_type(types.intp)
+        data = builder.inttoptr(args[0], number.as_pointer())
+        populate_array(array, data, [args[1]], [ir.Constant(integer, size)], ir.Constant(integer, size), meminfo=None)
+        return array._getvalue()
+
+    return types.Array(like, 1, "C")(types.int64, types.int64, like), codegen
 
 
 @inlined

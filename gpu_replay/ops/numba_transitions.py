@@ -344,7 +344,7 @@ def draw_uniformly(
         words = np.empty(PERMUTATION_WORDS, dtype=np.uint64)
         _philox(counters[_RANDOM], key[0], key[1], words)
         rounds = words[: 2 * ROUNDS] if count >= FEW else words
-        _permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), rounds, slots.view(np.uint64))
+        _permuted_ranks(np.uint64(count), np.uint64(wide), np.uint64(high), rounds, slots)
     begin = first % capacity
     for row in range(slots.size):
         slot = slots[row] + begin

@@ -10,6 +10,7 @@ Luby and Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite do
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
@@ -46,10 +47,16 @@ def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
     return slots
 
 
+@lru_cache(maxsize=256)
 def rectangle(count: int) -> tuple[int, int]:
     """The sides of a rectangle that just covers [0, count)."""
     wide = math.isqrt(count - 1) + 1
     return wide, -(-count // wide)
+
+
+def words_of(count: int, words: np.ndarray) -> np.ndarray:
+    """Those of the (PERMUTATION_WORDS,) words that a permutation of [0, count) takes."""
+    return words[: 2 * ROUNDS] if count >= FEW else words
 
 
 def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
@@ -59,8 +66,7 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray) -> np.ndarray:
     returns: (batch,) int64, distinct; batch <= count.
     """
     wide, high = rectangle(count)
-    if count >= FEW:
-        words = words[: 2 * ROUNDS]
+    words = words_of(count, words)
     ranks: np.ndarray = _backend.inner_loops().permuted_ranks(count, batch, wide, high, words)
     return ranks
 
