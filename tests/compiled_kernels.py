@@ -235,8 +235,11 @@ DRAWS = (
 
 @pytest.mark.parametrize("kernel", DRAWS)
 def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
-    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
-    chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]
+    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU.
+
+    Not of an index alone: there the same draw is followed by the powers of weights, which may be fused.
+    """
+    chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel) and ": index:" not in case]
     assert chosen_cases
     for case in chosen_cases:
         ptx = text_of(case, MAIN_TARGET)
