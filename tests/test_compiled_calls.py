@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,13 @@ def test_loops_are_compiled_again_when_a_file_that_they_contain_is_newer(tmp_pat
     for index in tmp_path.rglob("numba_transitions.*.nbi"):
         os.utime(index, (1, 1))
     assert compiled() == 1
+
+
+def test_code_that_another_process_forgot_first_is_no_error(tmp_path: Path) -> None:
+    from gpu_replay.ops.numba_memory import forget_older_code
+
+    # listed, and gone when it is looked at
+    kept = tmp_path / f"{Path(__file__).stem}.loop.nbi"
+    kept.symlink_to(tmp_path / "gone")
+    forget_older_code(SimpleNamespace(stats=SimpleNamespace(cache_path=tmp_path), py_func=lambda: None), _backend)
+    assert kept.is_symlink()

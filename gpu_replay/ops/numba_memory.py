@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -284,5 +285,7 @@ def forget_older_code(compiled: Any, *modules: ModuleType) -> None:
     newest = max(Path(module.__file__ or "").stat().st_mtime for module in modules)
     kept = f"{Path(compiled.py_func.__code__.co_filename).stem}.*.nbi"
     for index in Path(compiled.stats.cache_path).glob(kept):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
+        # another process may be doing the same
+        with suppress(FileNotFoundError):
+            if index.stat().st_mtime < newest:
+                index.unlink()
