@@ -21,9 +21,9 @@ ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
 
 
 def run_folders(root: Path | None = None) -> list[Path]:
-    """The recorded runs of Pong, below `pong-*` of the results; none outside of a checkout."""
+    """The recorded runs of Pong, below `*pong-*` of the results; none outside of a checkout."""
     folder = recorded_folder() if root is None else root
-    return [] if folder is None else sorted(path.parent for path in folder.glob("pong-*/*/summary.json"))
+    return [] if folder is None else sorted(path.parent for path in folder.glob("*pong-*/*/summary.json"))
 
 
 def first_above(rows: Sequence[dict[str, str]], threshold: float) -> tuple[float, int] | None:
@@ -47,12 +47,13 @@ def section(folders: Sequence[Path]) -> str:
         return "Not measured yet: `gpu-replay train pong`."
     columns = [f"mean return > {threshold:.0f}" for threshold in THRESHOLDS]
     header = ["run", *columns, "ended", "evaluation", "steps/s", "updates/s", "replay"]
-    rows, devices = [], []
+    rows, devices, commands = [], [], []
     for folder in folders:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         progress = progress_of(folder)
         ending = str(summary["stopped_by"])
         devices.append(str(summary["device_name"]))
+        commands.append(f"`gpu-replay train {summary['env']} --seed N`")
         rows.append(
             [
                 f"{folder.parent.name}/{folder.name}",
@@ -70,8 +71,8 @@ def section(folders: Sequence[Path]) -> str:
         "start of the run, evaluations included, and environment steps; the evaluation is that of the best network on "
         "fresh games, by which a run also ends (solved)."
     )
-    machines = ", ".join(dict.fromkeys(devices))
-    return f"{table(header, rows)}\n\n{note} {machines}. Reproduce: `gpu-replay train pong --seed N`."
+    machines, reproduce = (", ".join(dict.fromkeys(each)) for each in (devices, commands))
+    return f"{table(header, rows)}\n\n{note} {machines}. Reproduce: {reproduce}."
 
 
 def _reached(found: tuple[float, int] | None, ending: str) -> str:
