@@ -263,6 +263,17 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(name: str,
             assert engine.draws._ranks.list.slots[:4].tolist() == [2, 0, 1, 3]
 
 
+def test_a_priority_of_too_much_mass_is_cut_and_counted_by_itself(device: str) -> None:
+    with guarded():
+        tested = twins(device, 129, NUMBER, Proportional()).tested
+        keys = tested.add(n=torch.arange(4, device=device))
+        given = torch.tensor([1e300, float("nan"), 1e300, 1.0], dtype=torch.float64, device=device)
+        tested._engine.draws.update(keys, given)
+        stats = tested.stats()
+        assert (stats.saturated_priorities, stats.rejected_priorities, stats.stale_updates) == (2, 1, 0)
+        assert tested._state.tree.masses[:4:2].tolist() == [tested._state.rule.limit] * 2
+
+
 def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None:
     with guarded():
         tested = twins(device, 129, NUMBER, EVERYTHING).tested
