@@ -24,10 +24,10 @@ from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.priorities import DeviceMasses, launch_insert, launch_update
-from gpu_replay.ops.rank_draw import RankList, launch_rank_draw
+from gpu_replay.ops.rank_draw import RankList, plan_rank_draw
 from gpu_replay.ops.ring import launch_gather, launch_write
-from gpu_replay.ops.stratified_draw import launch_stratified_draw, stratified_targets
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
+from gpu_replay.ops.stratified_draw import plan_stratified_draw, stratified_targets
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
 from gpu_replay.ops.weights import weighing_of
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     counters = counters_at(added)
     # the draws, and the last of the blocks whose smallest mass is looked up
     memory.programs = lambda count: [0, count - 1]
-    found = launch_stratified_draw(tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True)
+    found = plan_stratified_draw(tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True)()
     total = sum(masses.values())
     newest = [2**30 - 2, 2**30 - 1]
     expected = [*drawn_slots(masses, stratified_targets(total, HostWords(SEED).doubles(0, 30))), *newest]
@@ -232,7 +232,7 @@ def uniform_draw_kernel(memory: SparseMemory) -> None:
     added = 6 * SLOTS + 2**29
     for replacement in (False, True):
         times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-        found = launch_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)
+        found = plan_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)()
         ranks = permuted_ranks(SLOTS, 40, HostWords(SEED).words(0, PERMUTATION_WORDS))
         if replacement:
             ranks = independent_ranks(SLOTS, HostWords(SEED).doubles(0, 40))
@@ -317,7 +317,7 @@ def rank_draw_kernel(memory: SparseMemory) -> None:
     tree.masses[PLACES[4]] = 0
     added = 8 * SLOTS + 2**29
     how = {"outdated": True, "stratified": True, "lowest_of_all": True}
-    found = launch_rank_draw(sums, ranked, tree, None, counters_at(added), times_sampled, 12, 12, **how)
+    found = plan_rank_draw(sums, tree, None, counters_at(added), times_sampled, 12, 12, **how)(ranked)
     check_draws(found, slots, added, times_sampled, [1] * 12)
     far = {"sums": sums, "list": ranked.slots, "codes": tree.levels[0], "times_sampled": times_sampled}
     memory.check("rank_draw_kernel", past=FAR, **far)

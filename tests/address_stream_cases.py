@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_replay import Field
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
 from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, launch_add_step, launch_keep_finals
-from gpu_replay.ops.eligible_draw import launch_eligible_draw
+from gpu_replay.ops.eligible_draw import plan_eligible_draw
 from gpu_replay.ops.frames import launch_gather_windows
 from gpu_replay.ops.hindsight import Strategy, launch_choose_goals
 from gpu_replay.ops.mass import MassRule
@@ -229,7 +229,7 @@ def draw_by_mass_kernel(memory: SparseMemory) -> None:
     put(tree, masses)
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-    found = launch_eligible_draw(tree, marks, counters_at(added), times_sampled, 30, 32, skipped=skipped)
+    found = plan_eligible_draw(tree, marks, counters_at(added), times_sampled, 30, 32, skipped=skipped)()
     sums = np.cumsum([masses[slot] for slot in within])
     targets = stratified_targets(int(sums[-1]), HostWords(SEED).doubles(0, 30))
     slots = [*(within[rank] for rank in sums.searchsorted(targets, "right")), *within[-2:]]
@@ -245,7 +245,7 @@ def draw_eligible_kernel(memory: SparseMemory) -> None:
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
     counters = counters_at(added)
-    found = launch_eligible_draw(None, marks, counters, times_sampled, len(within), len(within) + 2, skipped=skipped)
+    found = plan_eligible_draw(None, marks, counters, times_sampled, len(within), len(within) + 2, skipped=skipped)()
     ranks = permuted_ranks(len(within), len(within), HostWords(SEED).words(0, PERMUTATION_WORDS))
     slots = [*(within[rank] for rank in ranks), *within[-2:]]
     check_draws(found, slots, added, times_sampled)

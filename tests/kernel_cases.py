@@ -32,7 +32,7 @@ from gpu_replay import (
 from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass_tree import MassTree, fanout_for
 from gpu_replay.ops.prefix_sum import block_sums, inclusive_prefix_sum
-from gpu_replay.ops.stratified_draw import launch_stratified_draw
+from gpu_replay.ops.stratified_draw import plan_stratified_draw
 from gpu_replay.samplers import Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -213,7 +213,7 @@ def _weighed_draws() -> dict[str, list[Launch]]:
         for batch in (200, 1000):
             launches.clear()
             how: Any = {"stratified": True, "lowest_of_all": False, "weighed": (None, 0.4)}
-            launch_stratified_draw(tree, counters, times, batch, batch, **how)
+            plan_stratified_draw(tree, counters, times, batch, batch, **how)()
             calls[f"draw of {batch}"] = list(launches)
     return calls
 

@@ -26,8 +26,8 @@ from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.draws import reciprocal
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import launch_gather
-from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, launch_stratified_draw
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, launch_uniform_draw, permuted_ranks
+from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, plan_stratified_draw
+from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
 from gpu_replay.ops.weights import weighing_of
 
 CPU = torch.device("cpu")
@@ -82,9 +82,9 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
     for lowest_of_all in (False, True):
         counters[Counter.LOWEST] = NO_MASS
         times_sampled.zero_()
-        found_slots, keys, probability, found_masses, *_ = launch_stratified_draw(
+        found_slots, keys, probability, found_masses, *_ = plan_stratified_draw(
             tree, counters, times_sampled, drawn, batch, stratified=stratified, lowest_of_all=lowest_of_all
-        )
+        )()
         assert found_slots.tolist() == slots_expected.tolist()
         live = np.arange(added - slots, added)
         assert keys.tolist() == [*(int(live[live % slots == slot][0]) for slot in expected), *newest.tolist()]
@@ -105,9 +105,9 @@ def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: s
     masses = np.tile([0, 1, 0, 0, 2], 150)
     tree = tree_of(masses, device)
     counters, times_sampled = memory_of(masses.size, device, ADDED=masses.size)
-    found, *_ = launch_stratified_draw(
+    found, *_ = plan_stratified_draw(
         tree, counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
-    )
+    )()
     expected, *_ = draw_slots(tree_of(masses), HostWords(0).doubles(0, batch), True)
     assert found.tolist() == expected.tolist()
     if batch == masses.sum():
@@ -166,13 +166,13 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
     tree = tree_of(masses, device, low=True)
     counters, times_sampled = memory_of(1000, device)
     draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
-    launch_stratified_draw(tree, counters, times_sampled, **draw)
+    plan_stratified_draw(tree, counters, times_sampled, **draw)()
     assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (50, [50] * 8)
     # changed behind the tree's back: seen only where a mark says so
     tree.masses[130], tree.masses[700] = 3, 2
     tree.low[130 // 128] = DIRTY
     counters[Counter.LOWEST] = NO_MASS
-    launch_stratified_draw(tree, counters, times_sampled, **draw)
+    plan_stratified_draw(tree, counters, times_sampled, **draw)()
     assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (3, [50, 3, *[50] * 6])
 
 
@@ -181,7 +181,7 @@ def test_draws_from_a_tree_without_mass_stay_inside(slots: int, device: str, gua
     """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
     tree = tree_of(np.zeros(slots, dtype=np.int64), device)
     counters, times_sampled = memory_of(slots, device)
-    found, *_ = launch_stratified_draw(tree, counters, times_sampled, 9, 12, stratified=True, lowest_of_all=False)
+    found, *_ = plan_stratified_draw(tree, counters, times_sampled, 9, 12, stratified=True, lowest_of_all=False)()
     assert int(found.min()) >= 0
     assert int(found.max()) < slots
     assert int(times_sampled.sum()) == 12
@@ -224,7 +224,7 @@ def test_weights_made_by_the_last_program_of_the_draw(
     for weighed in (None, (schedule, 0.0)):
         counters, times_sampled = memory_of(1000, device, seed=3, ADDED=1000, RANDOM=5, STEP=2)
         how: dict[str, Any] = {"stratified": True, "lowest_of_all": lowest_of_all, "weighed": weighed}
-        found = launch_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)
+        found = plan_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)()
         weight = weights(found.value, counters, schedule, 0.0, drawn) if weighed is None else found.weight
         assert weight is not None
         kept.append([found.slots.tolist(), weight.tolist(), counters.tolist(), times_sampled.tolist()])
@@ -236,7 +236,7 @@ def test_a_draw_does_not_make_more_weights_than_one_program_can(device: str) -> 
     tree = tree_of(np.ones(10, dtype=np.int64), device)
     how: dict[str, Any] = {"stratified": True, "lowest_of_all": False, "weighed": (None, 0.5)}
     with pytest.raises(RuntimeError, match="1024 rows at most, not of 1025"):
-        launch_stratified_draw(tree, *memory_of(10, device), 1025, 1025, **how)
+        plan_stratified_draw(tree, *memory_of(10, device), 1025, 1025, **how)()
 
 
 def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
@@ -279,9 +279,9 @@ def test_uniform_draws(
     counters, times_sampled = memory_of(
         capacity, device, seed=2**63 + 5, ADDED=added, FIRST=added - count, RANDOM=block
     )
-    slots, keys, probability, weight, *_ = launch_uniform_draw(
+    slots, keys, probability, weight, *_ = plan_uniform_draw(
         counters, times_sampled, drawn, batch, capacity, replacement=replacement
-    )
+    )()
     random_bits = HostWords(2**63 + 5)
     if replacement:
         ranks = independent_ranks(count, random_bits.doubles(block, drawn))
@@ -300,14 +300,14 @@ def test_uniform_draws(
 def test_more_distinct_draws_than_there_are_end_and_stay_inside(count: int, device: str, guards: Guards) -> None:
     """Only a graph replayed after a `clear` can ask for them."""
     counters, times_sampled = memory_of(129, device, seed=1, ADDED=200, FIRST=200 - count)
-    slots, keys, *_ = launch_uniform_draw(counters, times_sampled, 120, 128, 129, replacement=False)
+    slots, keys, *_ = plan_uniform_draw(counters, times_sampled, 120, 128, 129, replacement=False)()
     assert slots.tolist() == [key % 129 for key in keys.tolist()]
     assert set(keys.tolist()[:120]) == set(range(200 - count, 200) if count else [200])
 
 
 def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
     counters, times_sampled = memory_of(50, device, seed=1, ADDED=5)
-    slots, keys, *_ = launch_uniform_draw(counters, times_sampled, 0, 9, 50, replacement=False)
+    slots, keys, *_ = plan_uniform_draw(counters, times_sampled, 0, 9, 50, replacement=False)()
     assert slots.tolist() == keys.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 
 

@@ -15,7 +15,7 @@ from launches import use_sizes_of_a_gpu
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.draws import DeviceDraws
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, launch_rank_draw
+from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, plan_rank_draw
 from gpu_replay.ops.rank_table import cumulative_masses
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import independent_ranks
@@ -48,7 +48,7 @@ class Ring:
 
     def draw(self, sums: torch.Tensor, made: RankList, drawn: int, batch: int, **form: bool) -> DeviceDraws:
         tree, counters, times_sampled = self.tree, self.counters, self.times_sampled
-        return launch_rank_draw(sums, made, tree, None, counters, times_sampled, drawn, batch, **form)
+        return plan_rank_draw(sums, tree, None, counters, times_sampled, drawn, batch, **form)(made)
 
     def targets(self, total: int, drawn: int, stratified: bool) -> list[int]:
         doubles = HostWords(self.seed).doubles(self.block, drawn)

@@ -23,7 +23,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.eligibility import StreamShape
-from gpu_replay.ops.eligible_draw import launch_eligible_draw
+from gpu_replay.ops.eligible_draw import plan_eligible_draw
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import launch_gather
 from gpu_replay.ops.weights import weighing_of
@@ -81,7 +81,7 @@ class Drawers:
         newest = self.plan.newest_of(batch)
         drawn = batch - newest
         before = self.times_sampled.tolist()
-        found = launch_eligible_draw(
+        found = plan_eligible_draw(
             self.tree,
             self.eligible_tree,
             self.counters,
@@ -93,7 +93,7 @@ class Drawers:
             stratified=self.plan.stratified,
             lowest_of_all=self.plan.lowest_of_all,
             replacement=self.plan.replacement,
-        )
+        )()
         given = found.value
         if self.tree is not None and drawn > 0:
             leaves = self.host.state.masses.arrays[0]
@@ -190,7 +190,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
         if tree is not None:
             tree.clear()
     newest = drawers.plan.newest_of(40)
-    found = launch_eligible_draw(
+    found = plan_eligible_draw(
         drawers.tree,
         drawers.eligible_tree,
         drawers.counters,
@@ -199,7 +199,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
         40,
         skipped=skipped,
         replacement=drawers.plan.replacement,
-    )
+    )()
     assert int(found.slots.min()) >= 0
     assert int(found.slots.max()) < drawers.slots
     assert int(drawers.times_sampled.sum()) == 40
@@ -209,7 +209,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
 def test_without_marks_there_is_no_newest(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
     with pytest.raises(RuntimeError, match="no tree of eligible starts"):
-        launch_eligible_draw(drawers.tree, None, drawers.counters, drawers.times_sampled, 0, 4)
+        plan_eligible_draw(drawers.tree, None, drawers.counters, drawers.times_sampled, 0, 4)()
 
 
 def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:

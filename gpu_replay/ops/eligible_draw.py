@@ -139,16 +139,3 @@ def plan_eligible_draw(
         return found
 
     return draw
-
-
-def launch_eligible_draw(
-    tree: MassTree | None,
-    eligible_tree: MassTree | None,
-    counters: Tensor,
-    times_sampled: Tensor,
-    drawn: int,
-    batch: int,
-    **how: Any,
-) -> DeviceDraws:
-    """Device: one call of what `plan_eligible_draw` gives."""
-    return plan_eligible_draw(tree, eligible_tree, counters, times_sampled, drawn, batch, **how)()

@@ -11,7 +11,7 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -225,18 +225,3 @@ def plan_rank_draw(
         return found
 
     return draw
-
-
-def launch_rank_draw(
-    sums: Tensor,
-    ranked: RankList,
-    tree: MassTree,
-    eligible_tree: MassTree | None,
-    counters: Tensor,
-    times_sampled: Tensor,
-    drawn: int,
-    batch: int,
-    **how: Any,
-) -> DeviceDraws:
-    """Device: one call of what `plan_rank_draw` gives."""
-    return plan_rank_draw(sums, tree, eligible_tree, counters, times_sampled, drawn, batch, **how)(ranked)

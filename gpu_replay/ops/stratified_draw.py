@@ -11,7 +11,7 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -165,19 +165,3 @@ def plan_stratified_draw(
         return found
 
     return draw
-
-
-def launch_stratified_draw(
-    tree: MassTree,
-    counters: Tensor,
-    times_sampled: Tensor,
-    drawn: int,
-    batch: int,
-    *,
-    stratified: bool,
-    lowest_of_all: bool,
-    weighed: tuple[Tensor | None, float] | None = None,
-) -> DeviceDraws:
-    """Device: one call of what `plan_stratified_draw` gives."""
-    how: dict[str, Any] = {"stratified": stratified, "lowest_of_all": lowest_of_all, "weighed": weighed}
-    return plan_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)()

@@ -94,10 +94,3 @@ def plan_uniform_draw(
         return found
 
     return draw
-
-
-def launch_uniform_draw(
-    counters: Tensor, times_sampled: Tensor, drawn: int, batch: int, capacity: int, *, replacement: bool
-) -> DeviceDraws:
-    """Device: one call of what `plan_uniform_draw` gives."""
-    return plan_uniform_draw(counters, times_sampled, drawn, batch, capacity, replacement=replacement)()
