@@ -33,7 +33,7 @@ from gpu_replay.ops.numba_memory import (
     store,
 )
 from gpu_replay.ops.numba_transitions import _keys
-from gpu_replay.ops.numba_tree import _descend
+from gpu_replay.ops.numba_tree import _descend, sums_of_root
 
 _ADDED, _FIRST, _STEP = Counter.ADDED, Counter.FIRST, Counter.STEP
 # loops that Python calls too, here without what that takes
@@ -52,13 +52,8 @@ def draw_uniformly(doubles, words, sides, flat, starts, shift, slots, probabilit
     words:   those of `uniform_draw.permuted_ranks`, sides: its rectangle over as many starts as there are.
     flat, starts, shift: the tree of ones, as `MassTree.compiled` has it. probability, weight: (B,) float32.
     """
-    batch, top = slots.size, starts.size - 2
-    first, size = starts[top], starts[top + 1] - starts[top]
-    prefix = np.empty(size, dtype=np.int64)
-    total = np.int64(0)
-    for node in range(size):
-        total += flat[first + node]
-        prefix[node] = total
+    batch, prefix = slots.size, sums_of_root(flat, starts)
+    total = prefix[-1]
     targets = np.empty(batch, dtype=np.int64)
     if doubles.size:
         for row in range(batch):
@@ -67,14 +62,14 @@ def draw_uniformly(doubles, words, sides, flat, starts, shift, slots, probabilit
         _permuted_ranks(np.uint64(total), np.uint64(sides[0]), np.uint64(sides[1]), words, targets)
     # all rows a step of the search on, then the next step: so nothing waits for what a comparison says
     slots[:] = 0
-    left = size
+    left = prefix.size
     while left > 1:
         half = left >> 1
         for row in range(batch):
             middle = slots[row] + half
             slots[row] = middle if prefix[middle - 1] <= targets[row] else slots[row]
         left -= half
-    if top:
+    if starts.size > 2:
         for row in range(batch):
             targets[row] -= prefix[slots[row] - 1] if slots[row] else 0
         _descend(flat, starts, shift, slots, targets, np.empty(batch, dtype=np.int64))

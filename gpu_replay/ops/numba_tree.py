@@ -40,6 +40,18 @@ def target_of(row, batch, whole, part, begin, double, stratified):
     return begin + max(min(np.int64(double * width), width - 1), 0), end if stratified else begin
 
 
+@inlined
+def sums_of_root(flat, starts):
+    """The inclusive prefix sums of the root; the last is the total mass."""
+    top = starts.size - 2
+    prefix = np.empty(starts[top + 1] - starts[top], dtype=np.int64)
+    total = np.int64(0)
+    for node in range(prefix.size):
+        total += flat[starts[top] + node]
+        prefix[node] = total
+    return prefix
+
+
 @_merged
 def _node_of(prefix, target, low):
     """The first node, from `low` on, whose inclusive prefix sum exceeds the target."""
@@ -102,13 +114,8 @@ def draw(flat, starts, shift, doubles, stratified, lowest, slots, masses, probab
     lowest:        the mass that has the largest weight, or 0 for the smallest of the batch.
     slots, masses: (B,) int64. probability: (B,) float32. ratio: (B,) float64, `lowest` over the masses.
     """
-    top = starts.size - 2
-    first, size = starts[top], starts[top + 1] - starts[top]
-    prefix = np.empty(size, dtype=np.int64)
-    total = np.int64(0)
-    for node in range(size):
-        total += flat[first + node]
-        prefix[node] = total
+    prefix = sums_of_root(flat, starts)
+    total = prefix[-1]
     if total == 0:
         return total
     batch = doubles.size
