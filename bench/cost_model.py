@@ -17,6 +17,7 @@ from gpu_replay.console.markdown import table
 from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block
 from gpu_replay.ops.priorities import keys_together
+from gpu_replay.ops.rank_merge import BASE, digits_for, joins_for
 from gpu_replay.ops.weights import weighed_together
 
 from .cases import DRAW, KEY, MASS, OURS, PRIORITY, PROBABILITY, UPDATE, WEIGHT, Chosen, short
@@ -140,6 +141,38 @@ def draw_and_update(slots: int, batch: int) -> Cost:
     return draw(slots, batch) + update(slots, batch)
 
 
+def merged_ranks(slots: int, changes: int) -> Cost:
+    """The list of ranks brought up to date: codes and known codes are compared, the list is read and written.
+
+    Each change is searched for twice, to put it in and to take it out: places and their codes, distinct ones once.
+    """
+    digits = digits_for(slots)
+    searched = min(2 * changes * digits * BASE * 2 * SECTOR, slots * (LISTED + MASS))
+    touched = slots * (2 * MASS + 2 * LISTED) + searched + 2 * changes * (3 * SECTOR + 4 * MASS)
+    # with the fill of a counter; changes are compared with each other in chunks, slot and code
+    joins, chunks = joins_for(slots), -(-min(changes, 1024) // 64)
+    return Cost(changes * MASS, touched, 4 + joins, dependent=3 + 3 + 2 * digits + 2 * chunks + joins + 3 + digits)
+
+
+def sorted_ranks(slots: int) -> Cost:
+    """The list made anew: codes arranged by age, eight passes of a stable radix sort over codes and ages, the list."""
+    touched = slots * (2 * MASS + (MASS + KEY) + 8 * 2 * (MASS + KEY) + MASS + KEY + LISTED)
+    return Cost(slots * LISTED, touched, SORT_LAUNCHES + 2, dependent=SORT_LAUNCHES + 2)
+
+
+# bytes of an entry of a list of ranks; launches of PyTorch's sort, assumed: ages, histogram, its sums, and the passes
+LISTED = 4
+SORT_LAUNCHES = 11
+
+
+def rank_draw(slots: int, batch: int) -> Cost:
+    """The draw itself and its weights: each draw searches the running masses of ranks, distinct places once."""
+    digits = digits_for(slots)
+    searched = min(batch * digits * BASE * SECTOR, slots * MASS)
+    touched = searched + batch * (2 * SECTOR + DRAW + 2 * SECTOR + MASS + WEIGHT)
+    return Cost(batch * DRAW, touched, launches=2, dependent=3 + digits + 2 + 2)
+
+
 def by_torch(slots: int, batch: int) -> Cost:
     """The same by `cumsum`, `searchsorted` and `index_copy_` on float64: every call sums up everything."""
     touched = 2 * slots * 8 + batch * 12 * 8
@@ -257,6 +290,11 @@ def targets(records: Sequence[Record] = ()) -> list[Target]:
     predicted = f"if its trees take {_span((10 * low, 10 * high), ' µs', 0)} or more"
     ratio = medians.ratio(case, case, ours=1, by=("torchrl", OURS))
     found.append(Target(case, "≥ 10x TorchRL", work, predicted, ratio))
+    for slots in (10**6, 10**7):
+        case, drawn = f"rank-draw/N={short(slots)}/B=256", rank_draw(slots, 256)
+        work = merged_ranks(slots, 256) + drawn
+        ratio = medians.ratio(case, case, ours=1, by=("sort + searchsorted", OURS))
+        found.append(Target(case, "≥ 2x a sort", work, _between(work, sorted_ranks(slots) + drawn), ratio))
     work = atari_step(10**6, 128, 512)
     predicted = _span(work.microseconds, " µs")
     found.append(Target("Atari step, E=128, B=512", "< 100 µs", work, predicted, medians.step(128, 512)))

@@ -197,17 +197,25 @@ def _device_rank_draw(inputs: Inputs) -> Implementation:
     counters = full_counters(slots, device)
     ranks = DeviceRanks(slots, ALPHA, 1, counters, inputs.rank_masses)
     times_sampled = torch.zeros(slots, dtype=torch.int32, device=device)
+    pool = cycle([torch.unique(keys % slots) for keys in inputs.keys])
 
     given = (ranks.sums, tree, None, counters, times_sampled, batch, batch)
-    draw_ranks = plan_rank_draw(*given, stratified=True, lowest_of_all=False)
+    draw_ranks = plan_rank_draw(*given, stratified=True, lowest_of_all=False, merged=True)
     weigh = plan_gather({}, {}, batch, device, weighed=True)
 
     def drawn() -> Tensor:
-        found = draw_ranks(ranks.exact(tree, 0, True))
+        changed = next(pool)
+        # other codes at each replay of a graph, too: one less or one more
+        tree.masses.index_copy_(0, changed, tree.masses[changed] ^ 1)
+        found = draw_ranks(ranks.current(tree, True))
         weigh(found.slots, weighing_of(found.value, counters, None, BETA, batch))
         return found.slots
 
-    return Implementation(drawn, lambda: checks.wrong_ranks(inputs.priorities, inputs.rank_masses, drawn()))
+    def wrong() -> list[str]:
+        found = drawn()
+        return checks.wrong_ranks((tree.masses - 1).view(torch.float64), inputs.rank_masses, found)
+
+    return Implementation(drawn, wrong)
 
 
 def row_gather(inputs: Inputs) -> Implementation:

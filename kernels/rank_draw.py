@@ -44,6 +44,7 @@ def list_kernel(
     ages_ptr,
     list_ptr,
     listed_ptr,
+    known,
     due_ptr,
     counters_ptr,
     capacity,
@@ -52,7 +53,8 @@ def list_kernel(
 ):
     """list[rank] = slot of the age at that rank, and listed[0] = how many can be drawn, given the sorted codes.
 
-    KEPT: the list serves further samples: nothing happens unless due[0], else it is noted when it was made.
+    known: pointers, if any, to the codes of slots in a list that is merged with later ones, see `rank_merge.py`.
+    KEPT:  the list serves further samples: nothing happens unless due[0], else it is noted when it was made.
     """
     program = tl.program_id(0).to(tl.int64)
     rank = program * SLOTS + tl.arange(0, SLOTS)
@@ -70,6 +72,11 @@ def list_kernel(
     listed = tl.max(tl.where((code > 0) & (after == 0), rank + 1, 0), axis=0)
     none = first & (tl.max(code, axis=0) == 0)
     tl.store(listed_ptr, listed, mask=none | (listed > 0))
+    if len(known) > 0:
+        tl.store(known[0] + slot, code, mask=live)
+        # the list begins with the memory, and its keys are those of now
+        tl.store(listed_ptr + 1, 0, mask=first)
+        tl.store(listed_ptr + 2, tl.load(counters_ptr + ADDED), mask=first)
     if KEPT:
         tl.store(counters_ptr + SORTED, tl.load(counters_ptr + STEP), mask=first)
 
@@ -147,12 +154,14 @@ def rank_draw_kernel(
     WIDTH: tl.constexpr,
     STRATIFIED: tl.constexpr,
     SKIPS: tl.constexpr,
+    MERGED: tl.constexpr,
     OUTDATED: tl.constexpr,
     LOWEST_OF_ALL: tl.constexpr,
 ):
     """Draw `drawn` slots by rank and take the newest for the rest of the batch, of eligible slots if there is a tree.
 
     ranks: pointers to the sums of the masses of the ranks up to each, to the list of slots, and to its length.
+    MERGED: the list begins so many places later as the number after its length says.
     OUTDATED: the list may hold slots that can no longer be drawn. SKIPS: none of the newest is in the newest `skipped`
     slots, as none of the list is. Leaves the smallest mass of the batch, or with LOWEST_OF_ALL of the list, in
     counters[LOWEST]. The mass of a newest row is written as 0: it was not drawn. Where nothing is ranked, as in a graph
@@ -160,6 +169,8 @@ def rank_draw_kernel(
     per_...: reciprocals, see `division.py`.
     """
     sums_ptr, list_ptr, listed_ptr = ranks
+    if MERGED:
+        list_ptr += tl.load(listed_ptr + 1)
     program = tl.program_id(0).to(tl.int64)
     draw = program * DRAWS + tl.arange(0, DRAWS)
     by_rank = draw < drawn

@@ -18,13 +18,14 @@ from sparse_memory import SparseMemory
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.ops import priorities, rank_draw
+from gpu_replay.ops import priorities, rank_draw, rank_merge
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.priorities import DeviceMasses, launch_insert, launch_update
 from gpu_replay.ops.rank_draw import RankList, plan_rank_draw
+from gpu_replay.ops.rank_merge import MergedList, plan_merge
 from gpu_replay.ops.ring import launch_gather, launch_write
 from gpu_replay.ops.stratified_draw import plan_stratified_draw, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
@@ -321,6 +322,52 @@ def rank_draw_kernel(memory: SparseMemory) -> None:
     check_draws(found, slots, added, times_sampled, [1] * 12)
     far = {"sums": sums, "list": ranked.slots, "codes": tree.levels[0], "times_sampled": times_sampled}
     memory.check("rank_draw_kernel", past=FAR, **far)
+
+
+def _merged(memory: SparseMemory) -> dict[str, Tensor]:
+    """Bring up to date a list of all slots, of which the last five stand at its end and all others are said to be 0.
+
+    One moves to the end of the list, one is taken out, and one gets a code between those of two others.
+    """
+    tree, merged = MassTree(SLOTS, CPU, "triton", summed=False), MergedList(SLOTS, CPU)
+    ranked = [2**30, 2**29, 2**30 + 1, SLOTS - 2, SLOTS - 1]
+    added = 3 * SLOTS + 5
+    for codes in (tree.masses, merged.known):
+        codes[0] = 9
+        codes[ranked] = torch.arange(8, 3, -1)
+    tree.masses[[2**30, 2**29, SLOTS - 2]] = torch.tensor([1, 0, 2])
+    merged.slots[2 * SLOTS - 5 :] = torch.tensor(ranked, dtype=torch.int32)
+    # it lies in the second half, and is as old as the keys
+    merged.state[:3] = torch.tensor([SLOTS, SLOTS, added])
+    last = (SLOTS - 1) // 2**16
+    programs = sorted({slot // 2**16 for slot in ranked})
+    memory.programs = lambda count: [0, *programs] if count == last + 1 else list(range(8))
+    with pytest.MonkeyPatch.context() as patch:
+        # so that runs must be joined
+        patch.setattr(rank_merge, "_RUN", 1)
+        plan_merge(merged, tree, counters_at(added))()
+    assert merged.state[:3].tolist() == [SLOTS - 1, 0, added]
+    assert merged.slots[SLOTS - 7 : SLOTS - 1].tolist() == [0, 0, 2**30 + 1, SLOTS - 1, SLOTS - 2, 2**30]
+    assert merged.known[ranked].tolist() == tree.masses[ranked].tolist() == [1, 0, 6, 2, 4]
+    return {"codes": tree.levels[0], "known": merged.known, "list": merged.slots}
+
+
+def changes_kernel(memory: SparseMemory) -> None:
+    far = _merged(memory)
+    memory.check("changes_kernel", past=FAR, codes=far["codes"], known=far["known"])
+
+
+def order_kernel(memory: SparseMemory) -> None:
+    memory.check("order_kernel", past=FAR, **_merged(memory))
+
+
+def join_kernel(memory: SparseMemory) -> None:
+    far = _merged(memory)
+    memory.check("join_kernel", past=FAR, codes=far["codes"], known=far["known"])
+
+
+def merge_kernel(memory: SparseMemory) -> None:
+    memory.check("merge_kernel", past=FAR, **_merged(memory))
 
 
 def block_sums_kernel(memory: SparseMemory) -> None:

@@ -166,6 +166,9 @@ def _launches(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer], levels:
         if not steps:
             note(sample, lambda: buffer.sample(5))
             note("sample with beta", lambda: buffer.sample(5, beta=0.5))
+            if isinstance(buffer.sampler, RankBased):
+                # what was cleared is sorted anew
+                note("sample after clear", lambda: (buffer.clear(), buffer.add(**rows), buffer.sample(5)))
         else:
             note("step with final observation", lambda: buffer.add(**rows_of(buffer, count, final=True)))
             # what no launch has counted

@@ -41,6 +41,7 @@ LAUNCHERS = (
     "hindsight",
     "prefix_sum",
     "rank_draw",
+    "rank_merge",
     "ring",
     "stratified_draw",
     "uniform_draw",

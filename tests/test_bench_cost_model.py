@@ -21,9 +21,10 @@ from gpu_replay.bench.kernel_inputs import Inputs
 from gpu_replay.bench.kernels import KernelCase, kernel_cases
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
-from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import launch_gather
 
 CPU = torch.device("cpu")
@@ -66,6 +67,17 @@ def test_launches_of_draws_and_updates_are_those_that_are_made() -> None:
                 inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
             # one was what the numbers are made of, one is the output
             assert len(launches) + len(ran.names) - 2 == cost_model.scan(length).launches
+
+
+@pytest.mark.parametrize("slots", [1_000, 5_000, 40_000])
+def test_launches_of_ranks_are_those_that_are_made(slots: int) -> None:
+    with recorded() as launches:
+        tree, counters = MassTree(slots, CPU, "triton", summed=False), new_counters(CPU, 0)
+        ranks = DeviceRanks(slots, 0.7, 1, counters)
+        launches.clear()
+        ranks.current(tree, capturing=True)
+        # and the fill of a counter
+        assert len(launches) + 1 == cost_model.merged_ranks(slots, 3).launches
 
 
 def test_launches_of_an_atari_step_are_those_that_are_made() -> None:

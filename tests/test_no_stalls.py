@@ -19,7 +19,7 @@ MODULES = (
     *("engines/device", "engines/device_sampler", "engines/device_trajectory"),
     *("graphs/custom_ops", "graphs/learning_step", "graphs/cuda_graph"),
     *("ops/priorities", "ops/eligibility", "ops/eligible_draw", "ops/frames", "ops/hindsight", "ops/prefix_sum"),
-    *("ops/launch", "ops/draws"),
+    *("ops/launch", "ops/draws", "ops/rank_merge"),
     *("ops/rank_draw", "ops/ring", "ops/stratified_draw", "ops/uniform_draw", "ops/weights", "ops/mass_tree"),
 )
 ROOTS = ("add", "sample", "sample_sequences", "update_priorities", "begin_episodes", "_add", "_sample", "_update")
@@ -215,6 +215,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"plan_stratified_draw", "weighing_of", "given_for", "part_for", "plan_uniform_draw"} <= reached
     assert {"add_step", "plan_add_step", "plan_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"plan_draw", "plan_rank_draw", "current", "exact", "skip_sample", "_make_list", "new_draws"} <= reached
+    assert {"plan_merge", "joins_for", "per_program"} <= reached
     assert {"plan_eligible_draw", "plan_gather_windows", "_plan_launch", "launch_gather_sequences"} <= reached
     assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
 

@@ -5,6 +5,8 @@ On CPU tensors the kernels are interpreted; on a GPU the same tests run as they 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,13 @@ from guards import Guards
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 
+from gpu_replay.ops import rank_merge
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.draws import DeviceDraws
+from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_draw import DeviceRanks, RankList, digits_for, plan_rank_draw
+from gpu_replay.ops.rank_draw import DeviceRanks, RankList, plan_rank_draw
+from gpu_replay.ops.rank_merge import digits_for
 from gpu_replay.ops.rank_table import cumulative_masses
 from gpu_replay.ops.stratified_draw import stratified_targets
 from gpu_replay.ops.uniform_draw import independent_ranks
@@ -65,9 +70,22 @@ def some_codes(slots: int, seed: int, *, empty: float = 0.3, kinds: int = 5) -> 
 # the list
 
 
+def sorted_list(ring: Ring, alpha: float) -> RankList:
+    """A list of the moment, sorted since so much has changed."""
+    ranks = DeviceRanks(ring.slots, alpha, 1, ring.counters)
+    ranks.changed(ring.slots, capturing=False)
+    return ranks.current(ring.tree, False)
+
+
+def slots_of(made: RankList) -> list[int]:
+    """Those that are listed."""
+    begin = int(made.listed[1]) if made.merged else 0
+    return made.slots[begin : begin + int(made.listed[0])].tolist()
+
+
 def check_list(ring: Ring, made: RankList, skipped: int) -> None:
     expected = ring.order(skipped)
-    assert (made.listed.tolist(), made.slots[: len(expected)].tolist()) == ([len(expected)], expected)
+    assert (int(made.listed[0]), slots_of(made)) == (len(expected), expected)
     # what comes after the end are slots too
     assert set(made.slots.tolist()) <= set(range(ring.slots))
 
@@ -77,6 +95,8 @@ def test_the_list_has_the_largest_code_first_and_equal_ones_by_age(slots: int, d
     for seed, head in enumerate((0, 1, slots // 2, slots - 1)):
         ring = Ring(some_codes(slots, seed), head % slots, device)
         ranks = DeviceRanks(slots, 0.7, 1, ring.counters)
+        # the first and third are merged with a list of nothing
+        ranks.changed(slots * (seed % 2), capturing=False)
         check_list(ring, ranks.current(ring.tree, False), 0)
         for skipped in {1, slots // 3, slots - 1} - {0}:
             check_list(ring, ranks.exact(ring.tree, skipped, False), skipped)
@@ -113,7 +133,7 @@ def check_draws(
     outdated: bool = False,
 ) -> None:
     """Draw, and compare with the search of a plain list."""
-    listed, sums = made.slots.tolist()[: int(made.listed)], cumulative_masses(ring.slots, alpha)
+    listed, sums = slots_of(made), cumulative_masses(ring.slots, alpha)
     form = {"stratified": stratified, "lowest_of_all": lowest_of_all, "outdated": outdated}
     found = ring.draw(torch.from_numpy(sums).to(made.slots.device), made, drawn, batch, **form)
     total = int(sums[len(listed) - 1])
@@ -146,7 +166,7 @@ def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guard
         codes = some_codes(slots, seed)
         codes[seed % slots] = 5
         ring = Ring(codes, (17 * seed) % slots, device, seed=seed)
-        made = DeviceRanks(slots, alpha, 1, ring.counters).current(ring.tree, False)
+        made = sorted_list(ring, alpha)
         for drawn, newest in ((1, 0), (9, 1), (70, 0)):
             for lowest_of_all in (False, True):
                 form = {"alpha": alpha, "stratified": stratified, "lowest_of_all": lowest_of_all}
@@ -157,7 +177,7 @@ def test_draws_find_their_ranks(slots: int, stratified: bool, device: str, guard
 def test_draws_by_programs_as_small_as_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_sizes_of_a_gpu(monkeypatch)
     ring = Ring(some_codes(3000, 0, empty=0.01), 2999, device)
-    made = DeviceRanks(3000, 0.7, 1, ring.counters).current(ring.tree, False)
+    made = sorted_list(ring, 0.7)
     check_list(ring, made, 0)
     for drawn, batch in ((8, 8), (16, 25), (33, 34)):
         check_draws(ring, made, drawn, batch, lowest_of_all=batch == 25)
@@ -183,7 +203,7 @@ def test_slots_that_cannot_be_drawn_pass_their_draw_on(slots: int, gone: float, 
         ring.tree.masses.copy_(torch.tensor(ring.codes))
         made = DeviceRanks(slots, 0.7, 50, ring.counters).current(ring.tree, False)
         check_list(ring, made, 0)
-        listed = made.slots.tolist()[: int(made.listed)]
+        listed = slots_of(made)
         for slot in np.random.default_rng(seed).permutation(listed)[: max(1, round(gone * len(listed)))]:
             ring.codes[slot] = 0
         ring.codes[slots - 1] = 8
@@ -209,3 +229,92 @@ def test_draws_where_nothing_can_be_drawn_stay_inside(listed: int, outdated: boo
     assert int(ring.times_sampled.sum()) == 9
     assert bool(found.probability.isfinite().all())
     guards.check()
+
+
+# lists that are brought up to date
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few changes are compared with each other that others must be joined, four times."""
+    monkeypatch.setattr(rank_merge, "_RUN", 4)
+    monkeypatch.setattr(rank_merge, "_FAN", 2)
+    monkeypatch.setattr(rank_merge, "_PROGRAMS", 3)
+
+
+def change(ring: Ring, generator: np.random.Generator, added: int, updated: int) -> None:
+    """Overwrite the oldest slots and give others new codes, of which some are 0 and some what they were."""
+    values = np.array([0, 1, 2, 2, 2**52, 2**62 + 1, 0x7FF0000000000000])
+    for slot in (ring.head + np.arange(added)) % ring.slots:
+        ring.codes[slot] = int(generator.choice(values))
+    for slot in generator.integers(0, ring.slots, updated):
+        ring.codes[slot] = int(generator.choice(values))
+    ring.added += added
+    ring.head = ring.added % ring.slots
+    ring.tree.masses.copy_(torch.tensor(ring.codes))
+    ring.counters[Counter.ADDED] = ring.added
+
+
+def check_merges(ring: Ring, counts: list[tuple[int, int]]) -> None:
+    """Change so many, and compare each list with a plain one."""
+    ranks, generator = DeviceRanks(ring.slots, 0.7, 1, ring.counters), np.random.default_rng(ring.slots)
+    # as after a graph: the host knows nothing, and does not sort
+    ranks._unsure = True
+    for added, updated in counts:
+        change(ring, generator, added, updated)
+        made = ranks.current(ring.tree, False)
+        check_list(ring, made, 0)
+        assert ranks._merged.known.tolist() == ring.codes
+
+
+@pytest.mark.parametrize("slots", [1, 2, 13, *(pytest.param(many, marks=pytest.mark.slow) for many in (33, 70))])
+def test_a_list_is_brought_up_to_date(slots: int, device: str, guards: Guards, short_runs: None) -> None:
+    few = max(1, slots // 8)
+    counts = [(0, 0), (few, few), (0, 0), (0, 1), (1, 0), (slots // 2, slots), (2 * slots, 0)]
+    check_merges(Ring(some_codes(slots, 0), slots // 3, device), counts)
+    guards.check()
+
+
+@pytest.mark.slow
+def test_a_list_of_programs_as_small_as_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    monkeypatch.setattr(rank_merge, "_PROGRAMS", 5)
+    check_merges(Ring(some_codes(2100, 1, empty=0.1), 2099, device), [(0, 0), (3, 40), (1030, 9)])
+
+
+def interrupted(launch: Any) -> Any:
+    """Launches of which the one that merges is never made."""
+
+    def made(self: Launch, *given: Any, **named: Any) -> None:
+        if self._kernel.__name__ == "merge_kernel":
+            raise KeyboardInterrupt
+        launch(self, *given, **named)
+
+    return made
+
+
+def test_what_a_list_is_merged_with_outlives_clear_sort_and_a_merge_that_is_broken_off(
+    device: str, monkeypatch: pytest.MonkeyPatch, short_runs: None
+) -> None:
+    ring, generator = Ring(some_codes(40, 2), 3, device), np.random.default_rng(0)
+    ranks = DeviceRanks(40, 0.7, 1, ring.counters)
+    # nothing is listed at first, and the host has not seen the changes
+    check_list(ring, ranks.current(ring.tree, False), 0)
+    for time in range(4):
+        change(ring, generator, 5, 3)
+        ranks.changed(40 if time == 1 else 1, capturing=False)
+        if time == 2:
+            ring.codes = [0] * 40
+            ring.tree.clear()
+            ranks.on_clear(capturing=False)
+        if time == 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(Launch, "__call__", interrupted(Launch.__call__))
+                with pytest.raises(KeyboardInterrupt):
+                    ranks.current(ring.tree, True)
+        made = ranks.current(ring.tree, capturing=time in (0, 3))
+        check_list(ring, made, 0)
+        if any(ring.codes):
+            check_draws(ring, made, 9, 9)
+        # a merge writes the other half, a sort the first
+        assert int(made.listed[1]) == (40 if time == 3 else 0)

@@ -100,7 +100,10 @@ def test_an_order_for_several_samples_is_sorted_when_it_is_time(
 
 @pytest.mark.parametrize("name", ["exact", "outdated", "combined outdated"])
 def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(name: str, device: str) -> None:
-    """So it is after a graph that samples was captured: the sort is always made, and taken only when it is due."""
+    """So it is after a graph that samples was captured: a sort is always made, and taken only when it is due.
+
+    Where ranks are of the moment, changes are merged however many they are.
+    """
     generator = random.Random(name)
     with guarded():
         both = twins(device, 17, NUMBER, SAMPLERS[name])

@@ -96,7 +96,8 @@ def plan_draw(
     draw: Callable[..., DeviceDraws]
     if ranks is not None and drawn > 0:
         outdated = state.sparse and ranks.every > 1 and not alone
-        draw = plan_rank_draw(ranks.sums, state.masses, starts, *rows, outdated=outdated, **of_starts)
+        of_starts |= {"merged": ranks.every == 1 and not alone, "outdated": outdated}
+        draw = plan_rank_draw(ranks.sums, state.masses, starts, *rows, **of_starts)
     elif state.sparse:
         draw = plan_eligible_draw(state.tree, starts, *rows, replacement=plan.replacement, **of_starts)
     elif state.tree is not None and drawn > 0:
@@ -303,13 +304,13 @@ class DeviceSampler:
 
     def write(self, values: Mapping[str, Tensor], rows: int) -> None:
         """Store values that are on the device after the newest; 1 launch."""
-        self._changed()
+        self._changed(rows)
         self._writes[(rows,)](values)
 
-    def _changed(self) -> None:
-        """Something was added or updated."""
+    def _changed(self, rows: int) -> None:
+        """So many rows were added or updated."""
         if self._ranks is not None:
-            self._ranks.changed(self.capturing())
+            self._ranks.changed(rows, self.capturing())
 
     def among(self, allowed: Tensor) -> DeviceSampler:
         """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
@@ -323,7 +324,7 @@ class DeviceSampler:
     ) -> WeighedDraw:
         """Draw `batch` slots, none of them among the newest `skipped`; 1 launch.
 
-        By rank 2 and a sort come first where the order is rebuilt.
+        By rank 2 and a sort come first where the order is rebuilt, or 4 to 8 where changes are merged into it.
 
         shifted: words that move pictures are taken as well.
         exact:   ranks are those of this moment in any case, as they must be where slots are skipped.
@@ -361,5 +362,5 @@ class DeviceSampler:
         if keys.numel():
             with self.ordered():
                 moved, numbers = self.moved(keys), self.moved(priorities)
-                self._changed()
+                self._changed(keys.numel())
                 self._updates[moved.shape[0], numbers.dtype](moved, numbers)

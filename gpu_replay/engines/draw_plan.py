@@ -82,7 +82,7 @@ class DrawPlan:
         stamps = slots * torch.int32.itemsize if on_device else 0
         sizes = {"priorities": tree_bytes(slots, backend, **self._tree_options) + stamps}
         if self.kind == "rank":
-            sizes["ranks"] = ranks_bytes(slots) if on_device else host_ranks_bytes(slots, self.resort_every)
+            sizes["ranks"] = (ranks_bytes if on_device else host_ranks_bytes)(slots, self.resort_every)
         return sizes
 
 

@@ -1,4 +1,8 @@
-"""Draws by rank on the device: who has which rank, found by a sort, and the launches of the draws.
+"""Draws by rank on the device: who has which rank, found by a sort or by a merge, and the launches of the draws.
+
+A list that must be of this moment at every sample is kept and brought up to date by what has changed (see
+`rank_merge.py`); it is sorted where the host knows that much has. One that serves several samples, or a single call, is
+always sorted.
 
 The order codes of all slots are arranged by the age of their keys and sorted, the largest first. The sort is stable, so
 that equal codes keep the smaller key first, and codes of 0, of slots that cannot be drawn, come last. Nothing of it
@@ -21,22 +25,25 @@ from gpu_replay.ops.draws import DeviceDraws, new_draws, per_program, reciprocal
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+from gpu_replay.ops.rank_merge import BASE, MergedList, digits_for, merged_bytes, plan_merge
 from gpu_replay.ops.rank_table import rank_masses
 
-# parts that one step of the search for a rank divides what is left into
-_BASE = 32
 # places of the list that one step of the search for a slot that can still be drawn reads
 _WIDTH = 32
+# when a larger share of all slots has changed, sorting anew is cheaper
+_CHANGED = 16
 
 
 class RankList(NamedTuple):
     """Slots in order of their ranks.
 
     slots:  (capacity,) int32, of which the first `listed[0]` can be drawn. listed: (1,) int64.
+    merged: the two are of a `MergedList`, (2 * capacity,) and (6,): the list begins at `listed[1]`.
     """
 
     slots: Tensor
     listed: Tensor
+    merged: bool = False
 
 
 class DeviceRanks:
@@ -55,12 +62,20 @@ class DeviceRanks:
         self.sums = sums
         self.every = every
         self._counters = counters
-        count = counters[Counter.RANKED : Counter.RANKED + 1] if every > 1 else torch.zeros_like(counters[:1])
-        self.list = RankList(torch.zeros(slots, dtype=torch.int32, device=device), count)
+        # one that serves a single sample is brought up to date by the next
+        self._merged = MergedList(slots, device) if every == 1 else None
+        self._merge: Callable[[], None] | None = None
+        if self._merged is not None:
+            self.list = RankList(self._merged.slots, self._merged.state, merged=True)
+        else:
+            count = counters[Counter.RANKED : Counter.RANKED + 1]
+            self.list = RankList(torch.zeros(slots, dtype=torch.int32, device=device), count)
         # where the device says whether the list is out of date
         self._due = torch.zeros_like(counters[:1]) if every > 1 else None
         # samples that the list can still serve, as far as the host knows
         self._left = 0
+        # slots that have changed since the list was made, as far as the host knows
+        self._changes = 0
         # whether a graph may have changed what the host thinks it knows
         self._unsure = False
         # samples left when the sample in progress began, and whether it made the list anew
@@ -69,23 +84,23 @@ class DeviceRanks:
     @property
     def nbytes(self) -> int:
         """Bytes of table and list."""
-        # with a longer list the counters hold the count
-        return self.sums.nbytes + self.list.slots.nbytes + torch.int64.itemsize
+        return self.sums.nbytes + (self.list.slots.nbytes if self._merged is None else self._merged.nbytes)
 
-    def changed(self, capturing: bool) -> None:
-        """Something was added or updated."""
+    def changed(self, rows: int, capturing: bool) -> None:
+        """So many rows were added or updated."""
         self._unsure |= capturing
         if self.every == 1:
             self._left = 0
+            self._changes += rows
 
     def on_clear(self, capturing: bool) -> None:
         """Reset host state after `clear`."""
         self._unsure |= capturing
-        self._left = 0
+        self._left, self._changes = 0, self.sums.numel()
 
     def rebuild(self) -> None:
         """Take over a restored state. Waits for the device."""
-        self._left = 0
+        self._left, self._changes = 0, self.sums.numel()
         if self.every > 1:
             counts = self._counters.tolist()
             if counts[Counter.RANKED]:
@@ -110,39 +125,43 @@ class DeviceRanks:
     def exact(self, tree: MassTree, skipped: int, capturing: bool) -> RankList:
         """A list of its own for one call, without the newest `skipped` slots; 2 launches and a sort."""
         self.skip_sample(capturing)
-        made = RankList(torch.empty_like(self.list.slots), torch.empty_like(self.list.listed))
+        made = RankList(self.list.slots.new_empty(tree.slots), self._counters.new_empty(1))
         _make_list(tree, self._counters, made, skipped=skipped)
         return made
 
     def current(self, tree: MassTree, capturing: bool) -> RankList:
-        """The list to draw from now; 2 launches and a sort where it is made anew."""
+        """The list to draw from now; 2 launches and a sort where it is made anew, 4 to 8 where changes are merged."""
         if capturing or self._unsure:
             # only the device knows whether it is time
             self._unsure |= self.every > 1
             self._made = True
-            _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
+            self._make(tree, merge=True)
             self._left = 0
         elif self._left:
             self.skip_sample(capturing)
         else:
             self._made = True
-            _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
+            self._make(tree, merge=self._changes * _CHANGED <= tree.slots)
+            self._changes = 0
             # one that serves a single sample does so until something changes
             self._left = max(1, self.every - 1)
         return self.list
 
+    def _make(self, tree: MassTree, *, merge: bool) -> None:
+        """Bring the list up to date, or one that serves several samples if it is time."""
+        if self._merged is None:
+            _make_list(tree, self._counters, self.list, due=self._due, every=self.every)
+        elif merge:
+            if self._merge is None:
+                self._merge = plan_merge(self._merged, tree, self._counters)
+            self._merge()
+        else:
+            _make_list(tree, self._counters, self.list, known=self._merged.known)
 
-def ranks_bytes(slots: int) -> int:
+
+def ranks_bytes(slots: int, every: int) -> int:
     """Bytes of the table and the list of `DeviceRanks`."""
-    return slots * (torch.int64.itemsize + torch.int32.itemsize)
-
-
-def digits_for(slots: int) -> int:
-    """Steps of the search for a rank."""
-    digits = 1
-    while _BASE**digits < slots:
-        digits += 1
-    return digits
+    return slots * torch.int64.itemsize + (merged_bytes(slots) if every == 1 else slots * torch.int32.itemsize)
 
 
 def _make_list(
@@ -151,11 +170,13 @@ def _make_list(
     made: RankList,
     *,
     skipped: int = 0,
+    known: Tensor | None = None,
     due: Tensor | None = None,
     every: int = 1,
 ) -> None:
     """Device: sort the slots by their codes, without the newest `skipped`; two launches beside the sort.
 
+    known: codes of slots in a `MergedList`, of which `made` is a part: what it is merged with next.
     due, every: (1,) int64, of a list that serves so many samples: it stays as it is unless it is out of date by now.
     """
     from gpu_replay.kernels.rank_draw import arrange_kernel, list_kernel
@@ -168,7 +189,8 @@ def _make_list(
     sizes = {"KEPT": due is not None, "SLOTS": slots}
     arrange_kernel[grid](tree.masses, codes, said, counters, tree.slots, skipped, every, **sizes)
     codes, ages = torch.sort(codes, descending=True, stable=True)
-    list_kernel[grid](codes, ages, made.slots, made.listed, said, counters, tree.slots, **sizes)
+    noted = () if known is None else (known,)
+    list_kernel[grid](codes, ages, made.slots, made.listed, noted, said, counters, tree.slots, **sizes)
 
 
 def plan_rank_draw(
@@ -182,6 +204,7 @@ def plan_rank_draw(
     *,
     skipped: int = 0,
     shifted: bool = False,
+    merged: bool = False,
     outdated: bool = False,
     stratified: bool,
     lowest_of_all: bool,
@@ -194,6 +217,7 @@ def plan_rank_draw(
     eligible_tree: of ones where the newest rows can be drawn, or None where all stored ones can.
     skipped:  slots of the newest keys that newest rows leave out; the list must have been made without them.
     shifted:  whether random words are taken after the draw's own.
+    merged:   whether lists are those of a `MergedList`.
     outdated: whether the list may hold slots that can no longer be drawn.
     """
     from gpu_replay.kernels.rank_draw import rank_draw_kernel
@@ -206,12 +230,13 @@ def plan_rank_draw(
         rank_draw_kernel,
         -(-batch // draws),
         DIGITS=digits_for(tree.slots),
-        BASE=_BASE,
+        BASE=BASE,
         FANOUT=tree.fanout,
         DRAWS=draws,
         WIDTH=_WIDTH,
         STRATIFIED=stratified,
         SKIPS=skipped > 0,
+        MERGED=merged,
         OUTDATED=outdated,
         LOWEST_OF_ALL=lowest_of_all,
     )
