@@ -98,7 +98,7 @@ def test_an_order_for_several_samples_is_sorted_when_it_is_time(
     assert len(lengths) == len(due) + 1
 
 
-@pytest.mark.parametrize("name", ["exact", "outdated", "combined outdated"])
+@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "outdated", "combined outdated"])
 def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(name: str, device: str) -> None:
     """So it is after a graph that samples was captured: a sort is always made, and taken only when it is due.
 
