@@ -12,7 +12,7 @@ from gpu_replay import Combined, Field, Latest, Proportional, ShardedReplayBuffe
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.ops.counters import HostWords, blocks_for
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import draw_by_mass
+from gpu_replay.ops.stratified_draw import weights_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
 from gpu_replay.schedule import LinearSchedule
 
@@ -107,8 +107,10 @@ class Whole:
             tree.set_range(0, masses.size, masses)
             beta = self.plan.beta
             exponent = beta(self.step) if isinstance(beta, LinearSchedule) else beta
-            options = {"stratified": self.plan.stratified, "lowest_of_all": self.plan.lowest_of_all}
-            found, probability, weight = draw_by_mass(tree, self._doubles(by_chance), exponent, **options)
+            lowest = tree.lowest() if self.plan.lowest_of_all else 0
+            drawn = tree.loops.draw(tree, self._doubles(by_chance), self.plan.stratified, lowest)
+            found, _, probability, ratio, _ = drawn
+            weight = weights_of(ratio, exponent)
         else:
             live = np.flatnonzero(masses)
             if not by_chance:

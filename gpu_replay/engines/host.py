@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,31 @@ from gpu_replay.engines.host_compiled import compiled_transitions
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, gather_rows, parts_of, taken
+from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, parts_of, taken
+from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.uniform_draw import slots_of
+
+# bytes up to which room for records is kept: larger ones are soon made beside the work
+_KEPT = 2**17
+
+
+class _Together(NamedTuple):
+    """Room for so many records.
+
+    source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
+    """
+
+    source: np.ndarray
+    words: np.ndarray
+    views: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, records: np.ndarray, count: int) -> _Together:
+        """For `count` of these records, which are moved as words: of a record NumPy would ask what it is each time."""
+        word = np.dtype(f"u{records.dtype.alignment}")
+        taken = np.empty(count, dtype=records.dtype)
+        views = {name: taken[name] for name in records.dtype.names or ()}
+        return cls(records.view(word).reshape(records.size, -1), taken.view(word).reshape(count, -1), views)
 
 
 def nothing_stored(lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[()]:
@@ -39,8 +62,12 @@ class HostEngine:
         self._records = storage.records
         self._ahead = storage.read_ahead()
         together = () if storage.records is None else storage.records.dtype.names or ()
-        # in the order of the fields: those in records are taken from them
-        self._fields = [(name, field, name in together) for name, field in storage.fields.items()]
+        # in the order of the fields: those in records are taken from them, and some as they are
+        self._fields = [
+            (name, field, name in together, not field.converts and field.dtype != torch.bfloat16)
+            for name, field in storage.fields.items()
+        ]
+        self._together: _Together | None = None
         self._compiled = compiled_transitions(storage, draws)
         # stores values as users give them and returns their keys; nothing where they must be looked at first
         self.append_given = nothing_stored if self._compiled is None else self._compiled.append
@@ -68,31 +95,19 @@ class HostEngine:
             masses, largest, saturated = draws.state.rule.masses(priorities)
             writes += draws.given(largest, saturated)
         skipped = rows - capacity if rows > capacity else 0
-        parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)
+        parts, sums = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped), []
+        if len(parts) > 1 and isinstance(masses, int):
+            # a sum may be of slots of both, so none can be known before they are written
+            masses = np.full(rows, masses)
         for slots, some in parts:
             writes.append((times_sampled, slots, 0))
             # values come in the order of the fields
             part = values.values() if some is None else [value[some] for value in values.values()]
             writes += zip(stores.values(), repeat(slots), part, strict=False)
-        keys = torch.from_numpy(np.arange(added, added + rows))
-        if tree is None:
-            return commit(writes, keys)
-        if len(parts) == 1 and isinstance(masses, int):
-            extension = tree.loops.set_range(tree, parts[0][0], masses)
-            if extension is not None:
-                return commit(writes, keys, extension)
-        leaves = tree.arrays[0]
-        before = [leaves[slots].copy() for slots, _ in parts]
-        try:
-            for slots, some in parts:
+            if tree is not None:
                 own = masses if some is None or isinstance(masses, int) else masses[some]
-                tree.set_range(slots.start, slots.stop, own)
-            return commit(writes, keys)
-        except BaseException:
-            for (slots, _), held in zip(parts, before, strict=True):
-                leaves[slots] = held
-            tree.build()
-            raise
+                sums.append(tree.loops.set_range(tree, slots.start, slots.stop, own))
+        return commit(writes, torch.from_numpy(np.arange(added, added + rows)), *sums)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
@@ -104,7 +119,8 @@ class HostEngine:
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn."""
-        tensors = self._gather(drawn.slots)
+        slots = drawn.slots
+        tensors = self._rows_at(slots) if self._ahead is None else self._gather(slots)
         tensors.update(self.draws.named(drawn))
         return tensors
 
@@ -115,13 +131,26 @@ class HostEngine:
             return self._rows_at(slots)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
-        if self._records is None:
-            return {name: gather_rows(self._rows[name], field, slots) for name, field, _ in self._fields}
-        records = taken(self._records, slots)
-        return {
-            name: as_sampled(records[name].copy(), field) if packed else gather_rows(self._rows[name], field, slots)
-            for name, field, packed in self._fields
-        }
+        views = {} if self._records is None else self._records_at(self._records, slots)
+        tensors = {}
+        for name, field, packed, plain in self._fields:
+            rows = views[name].copy() if packed else taken(self._rows[name], slots)
+            tensors[name] = torch.from_numpy(rows) if plain else as_sampled(rows, field)
+        return tensors
+
+    def _records_at(self, records: np.ndarray, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields of the records at these slots, in memory that the next call uses again."""
+        kept = self._together
+        if kept is None or kept.words.shape[0] != slots.size:
+            kept = _Together.of(records, slots.size)
+            if kept.words.nbytes < _KEPT:
+                self._together = kept
+        if threads_for(kept.words.nbytes) == 1:
+            # slots exist, so clipping changes none; it is the mode that writes straight into the words
+            kept.source.take(slots, 0, kept.words, "clip")
+        else:
+            take_rows(kept.source, slots, kept.words)
+        return kept.views
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""

@@ -7,6 +7,7 @@ At these sizes the count of array operations is the cost, so one call makes as f
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from gpu_replay.ops.eligible_draw import DrawRange, draw_range
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.rank_draw_host import HostRanks
-from gpu_replay.ops.ring import Write
-from gpu_replay.ops.stratified_draw import draw_by_mass, importance_weights, smallest, stratified_targets
+from gpu_replay.ops.ring import Write, commit
+from gpu_replay.ops.stratified_draw import importance_weights, smallest, stratified_targets, weights_of
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
 from gpu_replay.schedule import LinearSchedule
 
@@ -61,9 +62,8 @@ class HostSampler:
         self._initial = self._plan.initial
         self.first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
         self.reseed(seed)
-        # slots that the last draw counted, and how often they had been sampled
-        self._counted: tuple[np.ndarray, np.ndarray] | None = None
-        self._compiled: np.ndarray | None = None
+        # slots that the last draw counted, or was about to
+        self._counted: np.ndarray | None = None
         self._mark: bytes | None = None
 
     @property
@@ -149,7 +149,7 @@ class HostSampler:
 
     def mark(self) -> Any:
         """Where the draws stand, for `take_back` of the draw that begins here."""
-        self._counted = self._compiled = None
+        self._counted = None
         self._mark = self.counters.tobytes()
         return self._mark
 
@@ -158,23 +158,19 @@ class HostSampler:
         if self._mark is None or mark is not self._mark:
             return
         counts = np.frombuffer(self._mark, dtype=np.int64)
-        if self._compiled is not None and counts[Counter.STEP] != self.counters[Counter.STEP]:
+        if self._counted is not None and counts[Counter.STEP] != self.counters[Counter.STEP]:
             # what was added meanwhile has not been sampled
-            ages = (self._compiled - counts[Counter.ADDED]) % self._capacity
+            ages = (self._counted - counts[Counter.ADDED]) % self._capacity
             held = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
-            np.subtract.at(self.times_sampled, self._compiled[held], 1)
-        # what was added meanwhile has not been sampled
-        if self._counted is not None and counts[Counter.ADDED] == self.counters[Counter.ADDED]:
-            slots, times = self._counted
-            self.times_sampled[slots] = times
+            np.subtract.at(self.times_sampled, self._counted[held], 1)
         moved = [Counter.RANDOM, Counter.STEP, Counter.RANKED, Counter.SORTED]
         self.counters[moved] = counts[moved]
         if self._ranks is not None:
             self._ranks.take_back()
 
     def counting(self, slots: np.ndarray) -> None:
-        """A compiled loop is about to count these drawn slots and the sample in one."""
-        self._compiled = slots
+        """These drawn slots and the sample are about to be counted, in one."""
+        self._counted = slots
         if self._ranks is not None:
             self._ranks.keep_list()
 
@@ -217,32 +213,28 @@ class HostSampler:
     def named(self, draw: HostDraw) -> dict[str, Tensor]:
         """Count the draw; returns its keys, probabilities and weights."""
         slots, counters = draw.slots, self.counters
-        self._counted = slots, self.times_sampled.take(slots)
-        if self._ranks is not None:
-            self._ranks.keep_list()
-        counters[Counter.STEP] += 1
-        keys = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
-        return {
+        keys, count = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
+        found = {
             "key": torch.from_numpy(keys),
             "probability": torch.from_numpy(draw.probability),
             "weight": torch.from_numpy(draw.weight),
         }
+        self.counting(slots)
+        return commit([(counters, Counter.STEP, counters.item(Counter.STEP) + 1)], found, count)
 
     def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int, exact: bool) -> HostDraw:
         """Draw what is not drawn for being the newest."""
         plan, tree = self._plan, self._tree
         if tree is None:
             return self._draw_uniformly(drawn, skipped)
+        if not skipped and self._ranks is None:
+            return self._draw_by_mass(tree, drawn, beta)
         doubles = self.doubles(drawn)
         if beta is None:
             beta = plan.beta(self.counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
         if self._ranks is not None:
             rows = self._ranks.draw(doubles, stratified=plan.stratified, skipped=skipped, exact=exact)
             slots, masses, total, lowest = rows
-        elif not skipped:
-            return HostDraw(
-                *draw_by_mass(tree, doubles, beta, stratified=plan.stratified, lowest_of_all=plan.lowest_of_all)
-            )
         else:
             found = self._within(tree, skipped)
             total = found.mass
@@ -250,6 +242,18 @@ class HostSampler:
             masses, lowest = tree.arrays[0].take(slots), tree.lowest() if plan.lowest_of_all else 0
         weight = importance_weights(masses, lowest if plan.lowest_of_all else smallest(masses), beta)
         return HostDraw(slots, (masses / total).astype(np.float32), weight)
+
+    def _draw_by_mass(self, tree: MassTree, drawn: int, beta: float | None) -> HostDraw:
+        """The same where rows are drawn by mass from all slots."""
+        plan, counters = self._plan, self.counters
+        block = counters.item(Counter.RANDOM)
+        counters[Counter.RANDOM] = block + blocks_for(drawn)
+        if beta is None:
+            beta = plan.beta(counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
+        lowest = tree.lowest() if plan.lowest_of_all else 0
+        doubles = self._random.doubles(block, drawn)
+        slots, _, probability, ratio, _ = self._loops.draw(tree, doubles, plan.stratified, lowest)
+        return HostDraw(slots, probability, weights_of(ratio, beta))
 
     def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
         found = self._within(self.state.eligible, skipped) if self.state.sparse else None
@@ -278,11 +282,8 @@ class HostSampler:
     def update_tensors(self, keys: Any, priorities: Any) -> bool:
         """Update as `update` does if these are plain tensors and the priorities are finite; else false, and no change.
 
-        Both have not been looked at. One compiled loop checks the priorities and another stores them.
+        Both have not been looked at. Where loops are compiled, one checks the priorities and another stores them.
         """
-        rule, tree = self._rule, self._tree
-        if self._whole is None or tree is None:
-            return False
         if type(keys) is not Tensor or type(priorities) is not Tensor or priorities.requires_grad:
             return False
         try:
@@ -292,7 +293,16 @@ class HostSampler:
             return False
         if key.dtype != np.int64 or given.dtype not in _REAL or key.ndim != 1 or key.shape != given.shape:
             return False
-        if not (key.size and key.flags.c_contiguous and given.flags.c_contiguous):
+        if not key.size:
+            return False
+        rule, tree = self._rule, self._tree
+        if self._whole is None or tree is None:
+            # nothing compares with what is not a number, and the first of these is the largest
+            if not (given.item(given.argmax()) < math.inf and given.item(given.argmin()) > -math.inf):
+                return False
+            self.update(key, given.astype(np.float64, copy=False))
+            return True
+        if not (key.flags.c_contiguous and given.flags.c_contiguous):
             return False
         numbers = np.empty(key.size)
         if not self._whole.shifted(given, rule.eps, rule.clip, rule.least, numbers):

@@ -86,7 +86,8 @@ class HostWords:
 
     def doubles(self, block: int, count: int) -> np.ndarray:
         """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
-        return self._at(block, count).random(blocks_for(count) * 4)[:count]
+        found = self._at(block, count).random(blocks_for(count) * 4)
+        return found if found.size == count else found[:count]
 
     def _at(self, block: int, count: int) -> np.random.Generator:
         if block != self._next:

@@ -45,6 +45,11 @@ class MassRule:
     def _operands(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.eps), np.array(self.alpha)
 
+    @cached_property
+    def _far_from_zero(self) -> bool:
+        """Whether a priority of 0 has a mass well above 1, so that no mass need be raised to it."""
+        return min(self.eps, self.clip) ** self.alpha * UNIT > 2.0
+
     def masses(self, priorities: np.ndarray) -> tuple[np.ndarray, int, int]:
         """The (B,) int64 masses of (B,) finite float64 priorities, the largest of them, and how many were cut.
 
@@ -55,7 +60,8 @@ class MassRule:
         np.add(x, _HALF, x)
         # the cast truncates, which is the floor of a positive number
         masses = x.astype(np.int64)
-        np.maximum(masses, _ONE, out=masses)
+        if not self._far_from_zero:
+            np.maximum(masses, _ONE, out=masses)
         # finding its place costs half of a reduction at these sizes
         largest = int(masses.item(masses.argmax()))
         saturated = 0

@@ -31,8 +31,9 @@ def fanout_for(backend: Backend) -> int:
 
 
 def root_limit_for(backend: Backend) -> int:
-    """Nodes of the root at most: NumPy scans thousands at once, a kernel one block."""
-    return 4096 if backend == "host" else fanout_for(backend)
+    """Nodes of the root at most: the host's loops scan thousands at once, a kernel one block."""
+    limit: int = _backend.inner_loops().ROOT_LIMIT if backend == "host" else fanout_for(backend)
+    return limit
 
 
 def level_sizes(slots: int, fanout: int, root_limit: int) -> list[int]:
@@ -92,6 +93,12 @@ class MassTree:
             self.arrays = tuple(level.numpy() for level in self.levels)
             self.rows = tuple(array.reshape(-1, self.fanout) for array in self.arrays)
             self.extremes = tuple(each.numpy() for each in (self.low, self.high) if each is not None)
+            # the levels below the root, the upper ones first; children and sums of each; operands of operations on
+            # arrays, and what draws keep
+            self.down = self.rows[-2::-1]
+            self.sums = tuple(zip(self.rows, self.arrays[1:], strict=False))
+            self.ones, self.up = np.ones(self.fanout, dtype=np.int64), np.array(self.shift)
+            self.kept: Any = None
             nothing = np.zeros(0, dtype=np.int64)
             low_high = (nothing if each is None else each.numpy() for each in (self.low, self.high))
             self.compiled = (flat, starts, self.shift, *low_high)

@@ -9,6 +9,8 @@ for number, and none of them rounds differently: what needs a logarithm stays wi
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain, starmap
+from operator import setitem
 
 import numpy as np
 
@@ -20,10 +22,11 @@ from gpu_replay.ops.numba_memory import compiled, forget_older_code, inlined, mo
 from gpu_replay.ops.numba_rank_order import RankOrder as RankOrder
 from gpu_replay.ops.numba_rank_order import noted_by
 from gpu_replay.ops.numba_rank_order import order_bytes as order_bytes
-from gpu_replay.ops.stratified_draw import MassDraw
 from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.windows import Windows
 
+# nodes of the root of a tree: they are added up one by one
+ROOT_LIMIT = 4096
 # rows that are on their way from memory while one is worked on
 _AHEAD = 16
 # less the steps of a window, as `StreamShape.deepest`
@@ -42,7 +45,7 @@ def draw(tree, doubles, stratified, lowest):
     probability, ratio = np.empty(batch, dtype=np.float32), np.empty(batch)
     outputs = slots, masses, probability, ratio
     total = numba_tree.draw(*tree.compiled[:3], doubles, stratified, lowest, *outputs)
-    return MassDraw(*outputs, total) if total else MassDraw(*(each[:0] for each in outputs), 0)
+    return (*outputs, total) if total else (*(each[:0] for each in outputs), 0)
 
 
 def locate(tree, root_prefix, targets):
@@ -102,8 +105,7 @@ def _count_draws(slots, added, capacity, times_sampled, keys):
 
 def count_draws(slots, added, capacity, times_sampled):
     keys = np.empty(slots.size, dtype=np.int64)
-    _count_draws(slots, added, capacity, times_sampled, keys)
-    return keys
+    return keys, starmap(_count_draws, ((slots, added, capacity, times_sampled, keys),))
 
 
 def update(tree, keys, priorities, rule, first, added, counters, sparse):
@@ -125,10 +127,15 @@ def sum_range(tree, start, stop):
     numba_tree.sum_range(*tree.compiled, start, stop)
 
 
-def set_range(tree, slots, mass):
+def set_range(tree, start, stop, masses):
     if tree.order is not None:
-        tree.order.note(slots.start, slots.stop)
-    return numba_tree.set_range, (*tree.compiled, slots.start, slots.stop, mass)
+        tree.order.note(start, stop)
+    if isinstance(masses, int):
+        return starmap(numba_tree.set_range, ((*tree.compiled, start, stop, masses),))
+    # compiled before anything is written
+    numba_tree.sum_range(*tree.compiled, 0, 0)
+    write, sums = (tree.arrays[0], slice(start, stop), masses), (*tree.compiled, start, stop)
+    return chain(starmap(setitem, (write,)), starmap(numba_tree.sum_range, (sums,)))
 
 
 @compiled
@@ -318,7 +325,7 @@ def extension(host, step, oldest, masses, initial):
         sizes = shape.steps, shape.num_envs, shape.stack
         host.compiled = (*sizes, *ring, unit, *tree.compiled, *windows, host.counters) if alone else ()
     given = host.pending[0, :0] if masses is None else masses
-    return (_extend_episodes, (step, oldest, given, initial, *host.compiled)) if host.compiled else None
+    return starmap(_extend_episodes, ((step, oldest, given, initial, *host.compiled),)) if host.compiled else None
 
 
 # where it takes more than one call

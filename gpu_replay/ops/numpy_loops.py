@@ -5,200 +5,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import starmap
 
 import numpy as np
 
-from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.eligibility_host import HostEligibility
 from gpu_replay.ops.frames import StackPlan, plan_stacks
-from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import DIRTY, MassTree
+from gpu_replay.ops.numpy_tree import ROOT_LIMIT as ROOT_LIMIT
+from gpu_replay.ops.numpy_tree import draw as draw
+from gpu_replay.ops.numpy_tree import locate as locate
+from gpu_replay.ops.numpy_tree import set_range as set_range
+from gpu_replay.ops.numpy_tree import sum_range as sum_range
+from gpu_replay.ops.numpy_tree import update as update
+from gpu_replay.ops.numpy_tree import whole
 from gpu_replay.ops.rank_order import RankOrder as RankOrder
 from gpu_replay.ops.rank_order import order_bytes as order_bytes
-from gpu_replay.ops.ring import Write, commit
-from gpu_replay.ops.stratified_draw import MassDraw, stratified_targets
 from gpu_replay.ops.threads import take_rows
-from gpu_replay.ops.uniform_draw import SMALL, independent_ranks, slots_of
+from gpu_replay.ops.uniform_draw import SMALL
 from gpu_replay.ops.windows import StoredWindows, Windows, sum_in_order, wrapped
 
-# from this many draws on, comparing whole blocks beats a binary search for each draw
-_COMPARED = 1024
-# a product with it adds up the eight bytes of a word in the highest one
-_SUM_OF_BYTES = np.uint64(0x0101010101010101)
-_TOP_BYTE = np.uint64(56)
 _HALF = np.array(32, dtype=np.uint64)
 
 
-# the mass tree
-
-
-def sum_range(tree: MassTree, start: int, stop: int) -> None:
-    """Give the ancestors of the slots from `start` to `stop` their sums, and mark the extremes of their blocks."""
-    low, high = start // tree.fanout, -(-stop // tree.fanout)
-    for extreme in tree.extremes:
-        extreme[low:high] = DIRTY
-    for below, above in zip(tree.rows, tree.arrays[1:], strict=False):
-        np.add.reduce(below[low:high], axis=1, out=above[low:high])
-        low, high = low // tree.fanout, -(-high // tree.fanout)
-
-
-def set_range(tree: MassTree, slots: slice, mass: int) -> None:
-    """There is no single function that gives a range of slots a mass, and their ancestors the sums."""
-
-
-def update(
-    tree: MassTree,
-    keys: np.ndarray,
-    priorities: np.ndarray,
-    rule: Rule,
-    first: int,
-    added: int,
-    counters: np.ndarray,
-    sparse: bool,
-) -> None:
-    """Give live keys the masses of their (B,) priorities, as `MassTree.update` says."""
-    ages, stale = keys - np.array(first), 0
-    # seen as unsigned, a negative age is a large one
-    unsigned = ages.view(np.uint64)
-    if unsigned.item(unsigned.argmax()) >= added - first:
-        live = (ages >= 0) & (ages < added - first)
-        ages, priorities = ages[live], priorities[live]
-        stale = live.size - ages.size
-    slots = ages
-    if slots.size:
-        slots, priorities = _last_of_each(slots_of(ages, first, tree.slots), priorities)
-    if sparse and slots.size:
-        held = tree.arrays[0].take(slots) > 0
-        slots, priorities = slots[held], priorities[held]
-    if slots.size == 0:
-        counters[Counter.STALE] += stale
-    else:
-        _give(tree, slots, priorities, rule, stale, counters)
-
-
-def _give(
-    tree: MassTree, slots: np.ndarray, priorities: np.ndarray, rule: Rule, stale: int, counters: np.ndarray
-) -> None:
-    """Give (B,) distinct slots the masses of their priorities; `stale` more keys were not live."""
-    leaves = tree.arrays[0]
-    masses, largest, cut = rule.masses(priorities)
-    if tree.order is not None:
-        tree.order.note_slots(slots)
-    writes: list[Write] = []
-    if largest > counters.item(Counter.MAX_MASS):
-        writes.append((counters, Counter.MAX_MASS, largest))
-    for counter, more in ((Counter.STALE, stale), (Counter.SATURATED, cut)):
-        if more:
-            writes.append((counters, counter, counters.item(counter) + more))
-    node = slots >> tree.shift if len(tree.arrays) > 1 or tree.extremes else slots
-    for extreme in tree.extremes:
-        extreme[node] = DIRTY
-    if len(tree.arrays) == 1:
-        return commit([(leaves, slots, masses), *writes], None)
-    before = leaves.take(slots)
-    change = masses - before
-    try:
-        leaves[slots] = masses
-        for above in tree.arrays[1:]:
-            np.add.at(above, node, change)
-            node = node >> tree.shift
-        return commit(writes, None)
-    except BaseException:
-        leaves[slots] = before
-        tree.build()
-        raise
-
-
-def _last_of_each(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct slots, each with its last number."""
-    # a stratified draw comes back in ascending slots, mostly distinct
-    rises = slots[1:] > slots[:-1]
-    if np.count_nonzero(rises) == rises.size:
-        return slots, numbers
-    if np.count_nonzero(slots[1:] < slots[:-1]):
-        order = np.argsort(slots, kind="stable")
-        slots, numbers = slots[order], numbers[order]
-        rises = slots[1:] > slots[:-1]
-    last = np.append(rises, True)
-    return slots[last], numbers[last]
-
-
 # draws
-
-
-def draw(tree: MassTree, doubles: np.ndarray, stratified: bool, lowest: int) -> MassDraw:
-    """Draw one slot for each of (B,) float64 in [0, 1); nothing where there is no mass.
-
-    lowest: the mass that has the largest weight, or 0 for the smallest of the batch.
-    """
-    root = tree.arrays[-1]
-    prefix = np.empty(root.size + 1, dtype=np.int64)
-    prefix[0] = 0
-    np.add.accumulate(root, 0, None, prefix[1:])
-    total = prefix.item(root.size)
-    if total == 0:
-        nothing = np.empty(0, dtype=np.int64)
-        return MassDraw(nothing, nothing, nothing, nothing, 0)
-    targets = stratified_targets(total, doubles) if stratified else independent_ranks(total, doubles)
-    slots = locate(tree, prefix, targets)
-    masses = tree.arrays[0].take(slots)
-    # finding the place of the smallest costs half of a reduction at these sizes
-    ratio = np.true_divide(np.array(lowest or masses.item(masses.argmin())), masses)
-    return MassDraw(slots, masses, (masses / total).astype(np.float32), ratio, total)
-
-
-def locate(tree: MassTree, root_prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The slots on which (B,) targets fall; the targets are overwritten.
-
-    root_prefix: 0 and the inclusive prefix sums of the root.
-
-    One pass serves a whole level: the blocks that the draws reached are laid end to end, summed up together, and
-    searched for the targets raised by the sum of all blocks before theirs. Those sums stay below B * total, so a batch
-    for which that passes 63 bits is done in parts.
-    """
-    most = max(1, (2**63 - 1) // root_prefix.item(root_prefix.size - 1))
-    if targets.size > most:
-        parts = np.split(targets, range(most, targets.size, most))
-        return np.concatenate([locate(tree, root_prefix, part) for part in parts])
-    fanout, batch = tree.fanout, targets.size
-    width = np.array(fanout)
-    node = root_prefix[1:].searchsorted(targets, "right")
-    if len(tree.rows) == 1:
-        return node
-    targets -= root_prefix.take(node)
-    masses = np.empty((batch, fanout), dtype=np.int64)
-    flat = masses.reshape(-1)
-    # the sum before each of the masses, and of all
-    prefix = np.empty(flat.size + 1, dtype=np.int64)
-    prefix[0] = 0
-    block_start = np.arange(0, flat.size, fanout)
-    for level in range(len(tree.rows) - 2, -1, -1):
-        # nodes exist, so clipping changes none; it is the mode that writes straight into `masses`
-        tree.rows[level].take(node, 0, masses, "clip")
-        np.add.accumulate(flat, 0, None, prefix[1:])
-        targets += prefix[:-1:fanout]
-        if batch < _COMPARED:
-            place = prefix[1:].searchsorted(targets, "right")
-            child = place - block_start
-        else:
-            child = _reached(prefix[1:].reshape(batch, fanout), targets)
-            place = child + block_start
-        np.multiply(node, width, node)
-        np.add(node, child, node)
-        if level:
-            targets -= prefix.take(place)
-    return node
-
-
-def _reached(prefix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """How many of each row's 16 prefix sums the row's target has reached: (B,) int64."""
-    reached = (prefix <= targets[:, None]).view(np.uint64)
-    count = reached[:, 0] + reached[:, 1]
-    count *= _SUM_OF_BYTES
-    count >>= _TOP_BYTE
-    return count.view(np.int64)
 
 
 def permuted_ranks(count: int, batch: int, wide: int, high: int, words: np.ndarray) -> np.ndarray:
@@ -244,19 +76,21 @@ def _ones(count: int) -> np.ndarray:
     return np.ones(count, dtype=np.int32)
 
 
-def count_draws(slots: np.ndarray, added: int, capacity: int, times_sampled: np.ndarray) -> np.ndarray:
-    """Count the (B,) slots as sampled, a slot drawn twice twice; returns the (B,) live keys in them."""
+def count_draws(
+    slots: np.ndarray, added: int, capacity: int, times_sampled: np.ndarray
+) -> tuple[np.ndarray, Iterator[object]]:
+    """The (B,) live keys in (B,) slots, and what counts the slots as sampled, one drawn twice twice, for `commit`."""
     # an indexed += would count a slot drawn twice once
-    np.add.at(times_sampled, slots, _ones(slots.size))
+    counts = starmap(np.add.at, ((times_sampled, slots, _ones(slots.size)),))
     if slots.size > SMALL:
         lap, head = divmod(added, capacity)
         keys = slots + lap * capacity
         keys -= (slots >= head) * capacity
-        return keys
+        return keys, counts
     # slots from the oldest transition on, counted round the ring
     keys = slots - np.array(added)
-    np.remainder(keys, np.array(capacity), keys)
-    return np.add(keys, np.array(added - capacity), keys)
+    np.remainder(keys, whole(capacity), keys)
+    return np.add(keys, np.array(added - capacity), keys), counts
 
 
 # windows and stacks of a trajectory buffer

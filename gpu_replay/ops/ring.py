@@ -5,7 +5,6 @@ Gathered values are cast and scaled where a field says so: `value * scale` in th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, starmap
@@ -47,18 +46,16 @@ def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[
     return [(slice(start, size), slice(skipped, seam)), (slice(0, stop - size), slice(seam, skipped + count))]
 
 
-def commit(writes: Iterable[Write], result: Result, extension: tuple[Any, tuple[Any, ...]] | None = None) -> Result:
+def commit(writes: Iterable[Write], result: Result, *before: Iterable[object]) -> Result:
     """Host: make these writes all together or not at all; returns `result`.
 
-    extension: a compiled function and its arguments, called before them: that it must be compiled first costs nothing.
+    before: what is done before them: iterators that do it as they are read, and run no Python code of their own, such
+            as `starmap` of a compiled function. That the first of these must be compiled costs nothing.
 
     An exception in between would leave transitions that are half those that they overwrite. The interpreter handles a
     signal between two of its own instructions, and this is one. The values must fit: nothing may be left that fails.
     """
-    if extension is None:
-        return (deque(starmap(setitem, writes), maxlen=0), result)[1]
-    function, arguments = extension
-    return (deque(chain(starmap(function, (arguments,)), starmap(setitem, writes)), maxlen=0), result)[1]
+    return (tuple(chain(*before, starmap(setitem, writes))), result)[1]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
