@@ -112,6 +112,16 @@ def test_sums_of_many_new_masses_are_those_of_the_leaves(slots: int) -> None:
     assert found[0] == found[1]
 
 
+def test_sums_of_slots_on_both_sides_of_the_seam_are_those_of_the_leaves(both: Any) -> None:
+    sampler = Proportional(alpha=1.0)
+    for buffer in both(lambda: ReplayBuffer(16_400, {"a": Field((), torch.uint8)}, sampler=sampler, device="cpu")):
+        buffer.update_priorities(buffer.add(a=np.zeros(5, np.uint8)), np.arange(5.0))
+        # all slots, from the middle of the first block round to there
+        buffer.add(a=np.zeros(16_400, np.uint8))
+        check_sums(buffer._state.tree)
+        assert len(buffer._state.tree.levels) == 2
+
+
 @pytest.mark.parametrize("stratified", [True, False])
 def test_a_tree_larger_than_caches_is_the_same(stratified: bool) -> None:
     from gpu_replay.ops import numba_loops, numba_tree
