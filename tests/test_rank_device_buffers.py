@@ -19,6 +19,7 @@ from trajectory_pair import FIELDS, Script
 from twins import Twins, check_batches
 
 from gpu_replay import Combined, Field, LinearSchedule, RankBased, TrajectoryReplayBuffer
+from gpu_replay.ops import rank_draw
 from gpu_replay.ops.counters import Counter
 
 NUMBER = {"n": Field((), torch.int64)}
@@ -54,10 +55,13 @@ def sorts_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
+@pytest.mark.parametrize("after_graph", [False, True])
 def test_an_order_is_sorted_once_for_all_samples_between_two_changes(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    after_graph: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After a graph the other samples merge what the host has not seen to change."""
     lengths, buffer = sorts_of(monkeypatch), of_kernels(device, RankBased())
+    buffer._engine.draws._ranks._unsure = after_graph
     changes = (
         lambda: buffer.add(n=torch.arange(30, device=device)),
         lambda: buffer.update_priorities(buffer.sample(3).key, torch.ones(3, device=device)),
@@ -99,11 +103,14 @@ def test_an_order_for_several_samples_is_sorted_when_it_is_time(
 
 
 @pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.slow), "outdated", "combined outdated"])
-def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(name: str, device: str) -> None:
+def test_where_only_the_device_knows_whether_it_is_time_the_draws_are_the_same(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So it is after a graph that samples was captured: a sort is always made, and taken only when it is due.
 
-    Where ranks are of the moment, changes are merged however many they are.
+    Where ranks are of the moment, changes are merged however many they are, as in a graph.
     """
+    monkeypatch.setattr(rank_draw, "_CHANGED", 0)
     generator = random.Random(name)
     with guarded():
         both = twins(device, 17, NUMBER, SAMPLERS[name])

@@ -131,20 +131,22 @@ class DeviceRanks:
 
     def current(self, tree: MassTree, capturing: bool) -> RankList:
         """The list to draw from now; 2 launches and a sort where it is made anew, 4 to 8 where changes are merged."""
-        if capturing or self._unsure:
-            # only the device knows whether it is time
-            self._unsure |= self.every > 1
-            self._made = True
-            self._make(tree, merge=True)
-            self._left = 0
-        elif self._left:
+        known = not (capturing or self._unsure)
+        if known and self._left:
             self.skip_sample(capturing)
-        else:
-            self._made = True
-            self._make(tree, merge=self._changes * _CHANGED <= tree.slots)
+            return self.list
+        self._made = True
+        # a graph does the same each time; else a sort is right even where more has changed than the host knows
+        self._make(tree, merge=capturing or self._changes * _CHANGED <= tree.slots)
+        if not capturing:
             self._changes = 0
+        if known:
             # one that serves a single sample does so until something changes
             self._left = max(1, self.every - 1)
+        else:
+            # only the device knows whether it is time
+            self._unsure |= self.every > 1
+            self._left = 0
         return self.list
 
     def _make(self, tree: MassTree, *, merge: bool) -> None:
