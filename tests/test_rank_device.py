@@ -237,8 +237,9 @@ def test_draws_where_nothing_can_be_drawn_stay_inside(listed: int, outdated: boo
 
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few changes are compared with each other that others must be joined, four times."""
+    """So few changes are compared with each other, two at a time, that others must be joined, four times."""
     monkeypatch.setattr(rank_merge, "_RUN", 4)
+    monkeypatch.setattr(rank_merge, "_CHUNK", 2)
     monkeypatch.setattr(rank_merge, "_FAN", 2)
     monkeypatch.setattr(rank_merge, "_PROGRAMS", 3)
 
@@ -274,6 +275,29 @@ def test_a_list_is_brought_up_to_date(slots: int, device: str, guards: Guards, s
     counts = [(0, 0), (few, few), (0, 0), (0, 1), (1, 0), (slots // 2, slots), (2 * slots, 0)]
     check_merges(Ring(some_codes(slots, 0), slots // 3, device), counts)
     guards.check()
+
+
+def test_as_many_changes_as_runs_hold(device: str, short_runs: None) -> None:
+    ring, generator = Ring([5] * 40, 0, device), np.random.default_rng(0)
+    ranks = DeviceRanks(40, 0.7, 1, ring.counters)
+    ranks._unsure = True
+    # runs of 4 are joined twice as long each time
+    for changes in (40, 4, 8, 16, 32):
+        for slot in generator.permutation(40)[:changes]:
+            ring.codes[slot] += int(generator.integers(1, 3))
+        ring.tree.masses.copy_(torch.tensor(ring.codes))
+        check_list(ring, ranks.current(ring.tree, False), 0)
+
+
+def test_a_graph_merges_however_much_the_host_has_seen_to_change(device: str) -> None:
+    ring = Ring(some_codes(40, 1), 3, device)
+    ranks = DeviceRanks(40, 0.7, 1, ring.counters)
+    ranks.changed(40, capturing=False)
+    for capturing in (True, False):
+        made = ranks.current(ring.tree, capturing)
+        check_list(ring, made, 0)
+        # a merge writes the other half, a sort the first
+        assert int(made.listed[1]) == 40 * capturing
 
 
 @pytest.mark.slow
