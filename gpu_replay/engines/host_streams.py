@@ -103,7 +103,9 @@ class CompiledStreams:
         """Draw `batch` starts: fields, windows, key, probability and weight; None, with nothing changed, for many."""
         if batch * self._row_bytes >= threads.LARGE:
             return None
-        return self._tensors(self._gathered(batch, beta))
+        drawn, _ = self._drawn(batch, beta)
+        self._loops.gather(*self._known(drawn))
+        return self._tensors(drawn)
 
     def sample_shown(
         self, batch: int, beta: float | None, relabel: Relabels, count: int
@@ -113,16 +115,14 @@ class CompiledStreams:
             return None
         if relabel is not self._relabel:
             self._note(relabel)
-        strategy, ((_, field, changes), dtype), draws = relabel.strategy, self._goals, self._draws
-        drawn = self._gathered(batch, beta)
+        strategy, ((_, field, changes), dtype) = relabel.strategy, self._goals
         last = strategy == "final"
-        words = words_of(batch, draws.words(PERMUTATION_WORDS))
-        doubles = self._no_doubles if last else draws.doubles(count)
+        # where goals are, after which rows they are given to
+        drawn, words = self._drawn(batch, beta, PERMUTATION_WORDS + (0 if last else count))
         rows, known = np.empty(count, _INT64), np.empty(count, _BOOL)
         shown = np.empty((count, *field.shape), dtype), np.empty((count, *field.shape), dtype)
-        chosen = last, strategy == "episode", words, rectangle(batch), doubles
-        known_of = self._table, self._state, id(drawn.arrays)
-        complete = self._loops.put_goals(drawn.slots, *chosen, *known_of, rows, known, id(shown))
+        chosen = last, strategy == "episode", words, rectangle(batch)
+        complete = self._loops.gather_shown(*self._known(drawn), *chosen, rows, known, id(shown))
         tensor = torch.from_numpy
         after, goals = tensor(shown[0]), tensor(shown[1])
         if changes:
@@ -136,21 +136,31 @@ class CompiledStreams:
         self._state[7:10] = achieved, desired, self._table[desired, 2]
         self._relabel = relabel
 
-    def _gathered(self, batch: int, beta: float | None) -> _Drawn:
-        """Draw, gather and count."""
+    def _drawn(self, batch: int, beta: float | None, more: int = 0) -> tuple[_Drawn, np.ndarray]:
+        """Draw, make what is to be filled, and take `more` random words after those of the draw, which are returned."""
         draws, loops = self._draws, self._loops
         if self._alike:
             slots = np.empty(batch, _INT64)
             probability, weight = np.empty(batch, _FLOAT32), np.empty(batch, _FLOAT32)
+            count = draws.counters.item(Counter.ELIGIBLE)
             if self._replacement:
-                source = draws.doubles(batch), self._no_words, (0, 0)
+                source, words = (draws.doubles(batch), self._no_words, (0, 0)), None
             else:
-                count = draws.counters.item(Counter.ELIGIBLE)
-                source = self._no_doubles, words_of(count, draws.words(PERMUTATION_WORDS)), rectangle(count)
-            tree = draws.state.eligible.compiled[:3]
-            loops.draw_uniformly(*source, *tree, slots, probability, weight)
+                # in one call, since whole blocks are taken in any case
+                words = draws.words(PERMUTATION_WORDS + more)
+                source = self._no_doubles, words_of(count, words[:PERMUTATION_WORDS]), rectangle(max(count, 1))
+                words = words[PERMUTATION_WORDS:]
+            found = loops.draw_uniformly(*source, *draws.state.eligible.compiled[:3], slots, probability, weight)
+            if found < (1 if self._replacement else batch):
+                raise RuntimeError(
+                    f"sample({batch}): {found} starts can be drawn, where {count} were counted. The buffer was changed "
+                    "past its lock, or its memory is damaged; load it from a checkpoint."
+                )
         else:
             slots, probability, weight = draws.draw(batch, beta)
+            words = None
+        if words is None:
+            words = draws.words(more) if more else self._no_words
         keys = np.empty(batch, _INT64)
         if batch * self._row_bytes < LARGE:
             outputs = [np.empty((times * batch, *shape), dtype) for times, shape, dtype in self._outputs]
@@ -160,10 +170,12 @@ class CompiledStreams:
                 for name, (times, shape, dtype) in zip(self._names, self._outputs, strict=True)
             ]
         windows = np.empty(batch, _FLOAT32), np.empty(batch, _FLOAT32), np.empty(batch, _BOOL), np.empty(batch, _BOOL)
-        arrays = (*outputs, *windows)
-        draws.counting(slots)
-        loops.gather(slots, self._table, self._state, id(arrays), keys)
-        return _Drawn(slots, keys, probability, weight, arrays)
+        return _Drawn(slots, keys, probability, weight, (*outputs, *windows)), words
+
+    def _known(self, drawn: _Drawn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
+        """What a loop needs that gathers and counts these starts, which is next."""
+        self._draws.counting(drawn.slots)
+        return drawn.slots, self._table, self._state, id(drawn.arrays), drawn.keys
 
     def _tensors(self, drawn: _Drawn) -> dict[str, Tensor]:
         """The batch by name, in its order."""

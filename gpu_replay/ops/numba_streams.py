@@ -34,6 +34,7 @@ from gpu_replay.ops.numba_memory import (
 )
 from gpu_replay.ops.numba_transitions import _keys
 from gpu_replay.ops.numba_tree import _descend, sums_of_root
+from gpu_replay.ops.uniform_draw import FEW, PERMUTATION_WORDS, ROUNDS
 
 _ADDED, _FIRST, _STEP = Counter.ADDED, Counter.FIRST, Counter.STEP
 # loops that Python calls too, here without what that takes
@@ -46,7 +47,7 @@ _AHEAD = 16
 
 @compiled
 def draw_uniformly(doubles, words, sides, flat, starts, shift, slots, probability, weight):
-    """Draw (B,) eligible starts alike, unless there are none; nothing is counted.
+    """Draw (B,) eligible starts alike; nothing is counted. Returns how many there are: if too few, none is drawn.
 
     doubles: (B,) float64 in [0, 1) to draw with replacement; else nothing, and
     words:   those of `uniform_draw.permuted_ranks`, sides: its rectangle over as many starts as there are.
@@ -54,6 +55,8 @@ def draw_uniformly(doubles, words, sides, flat, starts, shift, slots, probabilit
     """
     batch, prefix = slots.size, sums_of_root(flat, starts)
     total = prefix[-1]
+    if total < (1 if doubles.size else batch):
+        return total
     targets = np.empty(batch, dtype=np.int64)
     if doubles.size:
         for row in range(batch):
@@ -76,6 +79,7 @@ def draw_uniformly(doubles, words, sides, flat, starts, shift, slots, probabilit
     for row in range(batch):
         probability[row] = 1.0 / total
         weight[row] = 1.0
+    return total
 
 
 @inlined
@@ -92,8 +96,7 @@ def _finish_stacks(line, plan, zero_padded, ending, final, out):
                 move(out + size * newest, line[3] + size * final[plan[row, stack - 1]], size)
 
 
-@compiled
-def gather(slots, table, state, outputs, keys):
+def _gather_windows(slots, table, state, outputs, keys):
     """Gather (B,) drawn starts, find their keys, and count the sample.
 
     outputs: address of a tuple of arrays: the stacks of each observation field, (2 * B * S, ...), those after the
@@ -135,22 +138,30 @@ def gather(slots, table, state, outputs, keys):
     counters[_STEP] += 1
 
 
+gather, _gather = compiled(_gather_windows), inlined(_gather_windows)
+
+
 @compiled
-def put_goals(slots, last, episode, words, sides, doubles, table, state, outputs, rows, known, shown):
-    """Give rows of a batch of (B,) slots the goals that later steps achieved; returns whether all of them have one.
+def gather_shown(slots, table, state, outputs, keys, last, episode, words, sides, rows, known, shown):
+    """As `gather`, then give rows of the batch the goals that later steps achieved; returns whether all have one.
 
     last, episode: the strategies.
-    words:   those of `uniform_draw.permuted_ranks`, which chooses rows. sides: its rectangle over B.
-    doubles: (K,) float64 in [0, 1), of which the strategy "final" needs none.
-    outputs: as of `gather`, which has filled them; the desired goals are changed.
+    words:   uint64, those of `uniform_draw.permuted_ranks`, which chooses rows, and from PERMUTATION_WORDS on one for
+             each goal, of which the strategy "final" needs none. sides: the rectangle over B.
+    outputs: as of `gather`; the desired goals are changed.
     rows:    (K,) int64, the rows that were chosen. known: (K,) bool, whether each has a goal.
     shown:   address of a tuple of two arrays (K, *goal): the goals that the rows achieved, and those they have now.
     """
+    _gather(slots, table, state, outputs, keys)
     batch, count, envs, stack, size = slots.size, rows.size, state[0], state[1], state[9]
     flags, depth = array_from(state[10], state[11], np.uint8(0)), array_from(state[12], state[13], np.int32(0))
     final, counters = array_from(state[20], state[21], np.int32(0)), array_from(state[22], state[23], np.int64(0))
     spans, parted = array_from(state[26], state[27], np.int32(0)), array_from(state[28], state[29], np.int32(0))
-    _permuted_ranks(np.uint64(batch), np.uint64(sides[0]), np.uint64(sides[1]), words, rows)
+    choosing = words[: 2 * ROUNDS] if batch >= FEW else words[:PERMUTATION_WORDS]
+    _permuted_ranks(np.uint64(batch), np.uint64(sides[0]), np.uint64(sides[1]), choosing, rows)
+    doubles = np.empty(0 if last else count)
+    for row in range(doubles.size):
+        doubles[row] = np.int64(words[PERMUTATION_WORDS + row] >> np.uint64(11)) * (1.0 / 9007199254740992.0)
     added = counters[_ADDED]
     oldest, newest = max(counters[_FIRST], added - state[5]) // envs, added // envs - 1
     source, places = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
