@@ -153,3 +153,27 @@ def test_a_reward_function_that_adds_and_fails_leaves_no_sample(added: int) -> N
         expected[begin : begin + ENVS] = 0
     assert buffer._storage.times_sampled.tolist() == expected.tolist()
     assert buffer._counters[2:4].tolist() == drawn[2:4].tolist()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_draw_from_fewer_starts_than_were_counted_is_refused(replacement: bool, left: int) -> None:
+    """Rather than read what is not there, or look for it for ever."""
+    buffer, _ = pair(sampler=Uniform(replacement=replacement))
+    random = np.random.default_rng(1)
+    for _ in range(4):
+        buffer.add(**step(random, 0.0))
+    draws = buffer._engine.draws
+    before = draws.counters.tolist()
+    # sums of a tree whose leaves are few
+    flat = draws.state.eligible.compiled[0]
+    flat[:] = 0
+    if left:
+        draws.state.eligible.arrays[0][0] = 1
+        draws.state.eligible.build()
+    if replacement and left:
+        assert buffer.sample(2).key.tolist() == [0, 0]
+        return
+    with pytest.raises(RuntimeError, match=rf"sample\(2\): {left} starts can be drawn, where 9 were counted"):
+        buffer.sample(2)
+    assert draws.counters.tolist() == before

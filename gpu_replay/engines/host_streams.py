@@ -104,7 +104,7 @@ class CompiledStreams:
         if batch * self._row_bytes >= threads.LARGE:
             return None
         drawn, _ = self._drawn(batch, beta)
-        self._loops.gather(*self._known(drawn))
+        self._gather(drawn)
         return self._tensors(drawn)
 
     def sample_shown(
@@ -117,12 +117,13 @@ class CompiledStreams:
             self._note(relabel)
         strategy, ((_, field, changes), dtype) = relabel.strategy, self._goals
         last = strategy == "final"
-        # where goals are, after which rows they are given to
         drawn, words = self._drawn(batch, beta, PERMUTATION_WORDS + (0 if last else count))
         rows, known = np.empty(count, _INT64), np.empty(count, _BOOL)
         shown = np.empty((count, *field.shape), dtype), np.empty((count, *field.shape), dtype)
         chosen = last, strategy == "episode", words, rectangle(batch)
-        complete = self._loops.gather_shown(*self._known(drawn), *chosen, rows, known, id(shown))
+        self._gather(drawn)
+        places = drawn.slots, self._table, self._state, id(drawn.arrays)
+        complete = self._loops.put_goals(*places, *chosen, rows, known, id(shown))
         tensor = torch.from_numpy
         after, goals = tensor(shown[0]), tensor(shown[1])
         if changes:
@@ -172,10 +173,10 @@ class CompiledStreams:
         windows = np.empty(batch, _FLOAT32), np.empty(batch, _FLOAT32), np.empty(batch, _BOOL), np.empty(batch, _BOOL)
         return _Drawn(slots, keys, probability, weight, (*outputs, *windows)), words
 
-    def _known(self, drawn: _Drawn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]:
-        """What a loop needs that gathers and counts these starts, which is next."""
+    def _gather(self, drawn: _Drawn) -> None:
+        """Gather and count."""
         self._draws.counting(drawn.slots)
-        return drawn.slots, self._table, self._state, id(drawn.arrays), drawn.keys
+        self._loops.gather(drawn.slots, self._table, self._state, id(drawn.arrays), drawn.keys)
 
     def _tensors(self, drawn: _Drawn) -> dict[str, Tensor]:
         """The batch by name, in its order."""

@@ -96,7 +96,8 @@ def _finish_stacks(line, plan, zero_padded, ending, final, out):
                 move(out + size * newest, line[3] + size * final[plan[row, stack - 1]], size)
 
 
-def _gather_windows(slots, table, state, outputs, keys):
+@compiled
+def gather(slots, table, state, outputs, keys):
     """Gather (B,) drawn starts, find their keys, and count the sample.
 
     outputs: address of a tuple of arrays: the stacks of each observation field, (2 * B * S, ...), those after the
@@ -138,21 +139,17 @@ def _gather_windows(slots, table, state, outputs, keys):
     counters[_STEP] += 1
 
 
-gather, _gather = compiled(_gather_windows), inlined(_gather_windows)
-
-
 @compiled
-def gather_shown(slots, table, state, outputs, keys, last, episode, words, sides, rows, known, shown):
-    """As `gather`, then give rows of the batch the goals that later steps achieved; returns whether all have one.
+def put_goals(slots, table, state, outputs, last, episode, words, sides, rows, known, shown):
+    """Give rows of a batch of (B,) slots the goals that later steps achieved; returns whether all of them have one.
 
     last, episode: the strategies.
     words:   uint64, those of `uniform_draw.permuted_ranks`, which chooses rows, and from PERMUTATION_WORDS on one for
              each goal, of which the strategy "final" needs none. sides: the rectangle over B.
-    outputs: as of `gather`; the desired goals are changed.
+    outputs: as of `gather`, which has filled them; the desired goals are changed.
     rows:    (K,) int64, the rows that were chosen. known: (K,) bool, whether each has a goal.
     shown:   address of a tuple of two arrays (K, *goal): the goals that the rows achieved, and those they have now.
     """
-    _gather(slots, table, state, outputs, keys)
     batch, count, envs, stack, size = slots.size, rows.size, state[0], state[1], state[9]
     flags, depth = array_from(state[10], state[11], np.uint8(0)), array_from(state[12], state[13], np.int32(0))
     final, counters = array_from(state[20], state[21], np.int32(0)), array_from(state[22], state[23], np.int64(0))
