@@ -99,9 +99,9 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
     assert not (tree.low == DIRTY).any()
 
 
-@pytest.mark.parametrize("batch", [1, 7, 450, 1000])
+@pytest.mark.parametrize("batch", [1, 7, 360, 450, 1000])
 def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: str, guards: Guards) -> None:
-    """With as many draws as there is mass, every unit is a target once."""
+    """With as many draws as there is mass, every unit is a target once; with 360, 90 strata have a unit more."""
     masses = np.tile([0, 1, 0, 0, 2], 150)
     tree = tree_of(masses, device)
     counters, times_sampled = memory_of(masses.size, device, ADDED=masses.size)
