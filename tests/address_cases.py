@@ -23,10 +23,10 @@ from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
-from gpu_replay.ops.priorities import DeviceMasses, launch_insert, launch_update
+from gpu_replay.ops.priorities import DeviceMasses, plan_insert, plan_update
 from gpu_replay.ops.rank_draw import RankList, plan_rank_draw
 from gpu_replay.ops.rank_merge import MergedList, plan_merge
-from gpu_replay.ops.ring import launch_gather, launch_write
+from gpu_replay.ops.ring import plan_gather, plan_write
 from gpu_replay.ops.stratified_draw import plan_stratified_draw, stratified_targets
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
 from gpu_replay.ops.weights import weighing_of
@@ -100,7 +100,8 @@ def write_kernel(memory: SparseMemory) -> None:
     random = np.random.default_rng(1)
     for turn, start in ((0, 0), (2, 2**31 // 7056 - 2), (1, 2**32 // 7056 - 2), (3, FRAMES - 2)):
         rows = torch.from_numpy(random.integers(1, 256, (4, 84, 84), dtype=np.uint8))
-        launch_write(store, FRAME, {"x": rows}, counters_at(turn * FRAMES + start), None, highest=False)
+        counters = counters_at(turn * FRAMES + start)
+        plan_write(store, FRAME, 4, counters, None, highest=False)({"x": rows})
         assert torch.equal(store["x"][torch.arange(start, start + 4) % FRAMES], rows)
     memory.check("write_kernel", past=FAR, store=store["x"])
 
@@ -113,7 +114,7 @@ def write_kernel(memory: SparseMemory) -> None:
     counters = counters_at(7 * SLOTS - 2)
     # the rows, and the last of the blocks whose largest mass is looked up
     memory.programs = lambda count: [0, count - 1]
-    launch_write(store, fields, {"x": rows}, counters, tree, highest=True)
+    plan_write(store, fields, 4, counters, tree, highest=True)({"x": rows})
     assert torch.equal(store["x"][[SLOTS - 2, SLOTS - 1, 0, 1]], rows)
     assert int(counters[Counter.HIGHEST]) == int(tree.high[-1]) == 77
     memory.check("write_kernel", past=FAR, store=store["x"], leaves=tree.levels[0])
@@ -126,14 +127,15 @@ def gather_kernel(memory: SparseMemory) -> None:
     store["x"][FRAME_PLACES] = rows
     order = random.permutation(len(FRAME_PLACES)).tolist()
     slots = torch.tensor(FRAME_PLACES)[order]
-    assert torch.equal(launch_gather(store, FRAME, slots)["x"], rows[order])
+    gather = plan_gather(store, FRAME, len(FRAME_PLACES), CPU, weighed=False)
+    assert torch.equal(gather(slots, None)["x"], rows[order])
     memory.check("gather_kernel", past=FAR, store=store["x"])
 
     # a batch that does not fit 2^32 bytes either, of which the last rows are gathered
     many = torch.zeros(2**32 // 7056 + 100, dtype=torch.int64)
     many[-4:] = slots[:4]
     memory.programs = lambda count: range(count - 2, count)
-    out = launch_gather(store, FRAME, many)["x"]
+    out = plan_gather(store, FRAME, many.numel(), CPU, weighed=False)(many, None)["x"]
     assert torch.equal(out[-4:], rows[order[:4]])
     memory.check("gather_kernel", past=FAR, out=out)
 
@@ -143,7 +145,7 @@ def gather_kernel(memory: SparseMemory) -> None:
     masses[-3:] = torch.tensor([4, 0, 16])
     memory.programs = lambda count: [count - 1]
     weighing = weighing_of(masses, counters_at(0, LOWEST=4), None, 0.5, batch)
-    launch_gather({}, {}, masses, weighing)
+    plan_gather({}, {}, batch, CPU, weighed=True)(masses, weighing)
     assert weighing.weight[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
     memory.check("gather_kernel", past=FAR, masses=masses, weights=weighing.weight)
 
@@ -166,7 +168,9 @@ def insert_kernel(memory: SparseMemory) -> None:
         times_sampled[slots] = 9
         added = turn * SLOTS + start
         counters = counters_at(added)
-        keys = launch_insert(masses, counters, times_sampled, 6, torch.arange(1, 7, dtype=torch.float32), None)
+        keys = torch.empty(6, dtype=torch.int64)
+        insert = plan_insert(masses, counters, times_sampled, 6, None, given=True)
+        insert(torch.arange(1, 7, dtype=torch.float32), keys)
         assert keys.tolist() == list(range(added, added + 6))
         assert int(counters[Counter.ADDED]) == added + 6
         assert not times_sampled[slots].any()
@@ -186,7 +190,7 @@ def _updated(memory: SparseMemory, kernel: str) -> None:
     given = torch.tensor([*keys, keys[1], keys[-1], keys[2] - SLOTS, added])
     counters = counters_at(added)
     priorities = torch.arange(1, given.numel() + 1, dtype=torch.float64) / 2**10
-    launch_update(masses, counters, SLOTS, given, priorities, sparse=True)
+    plan_update(masses, counters, SLOTS, given.numel(), sparse=True)(given, priorities)
     position = {slot: row for row, slot in enumerate(PLACES)} | {PLACES[1]: 11, PLACES[-1]: 12}
     check_tree(masses.tree, {slot: (row + 1) * 2**10 for slot, row in position.items()})
     assert int(counters[Counter.STALE]) == 2

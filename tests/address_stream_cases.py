@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gpu_replay import Field
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, launch_add_step, launch_keep_finals
+from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, plan_add_step, plan_keep_finals
 from gpu_replay.ops.eligible_draw import plan_eligible_draw
-from gpu_replay.ops.frames import launch_gather_windows
-from gpu_replay.ops.hindsight import Strategy, launch_choose_goals
+from gpu_replay.ops.frames import plan_gather_windows
+from gpu_replay.ops.hindsight import Strategy, plan_choose_goals
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
@@ -109,11 +109,12 @@ def _follow(ring: Ring, memory: SparseMemory, *, hindsight: bool) -> dict[str, A
     times_sampled = torch.zeros(ring.slots, dtype=torch.int32)
     times_sampled[near] = 9
     counters = counters_at(ring.added, ELIGIBLE=int((leaves > 0).sum()), FINALS=5 * ring.finals - 1)
-    keys = []
+    state = (streams, masses, marks, counters, times_sampled)
+    add_step, given, keys = plan_add_step(*state, None, with_final=True), torch.empty(2, dtype=torch.int64), []
     for terminated, truncated in (([0, 0], [0, 1]), ([1, 0], [0, 1]), ([0, 0], [1, 0])):
         ends = [torch.tensor(flags, dtype=torch.bool) for flags in (terminated, truncated)]
-        state = (streams, masses, marks, counters, times_sampled)
-        keys += launch_add_step(*state, *ends, torch.tensor([0.5, 0.25]), None, with_final=True).tolist()
+        add_step(*ends, torch.tensor([0.5, 0.25]), given)
+        keys += given.tolist()
     found = tree.levels[0][near]
     check_tree(tree, dict(zip(near.tolist(), found.tolist(), strict=True)))
     check_tree(marks, dict(zip(near.tolist(), (found > 0).int().tolist(), strict=True)))
@@ -149,7 +150,7 @@ def keep_finals_kernel(memory: SparseMemory) -> None:
         streams.final[slot : slot + ENVS] = torch.tensor(places, dtype=torch.int32)
         pools = {"obs": torch.zeros((ring.finals, 8), dtype=torch.uint8)}
         given = torch.arange(1, 17, dtype=torch.uint8).view(ENVS, 8)
-        launch_keep_finals(streams, pools, OBS, {"obs": given}, counters_at(ring.added + ENVS))
+        plan_keep_finals(streams, pools, OBS, counters_at(ring.added + ENVS))({"obs": given})
         assert torch.equal(pools["obs"][places], given)
         memory.check("keep_finals_kernel", past=FAR, pool=pools["obs"])
         if ring.head >= LONG:
@@ -172,7 +173,9 @@ def _windows(ring: Ring, memory: SparseMemory, padding: str) -> dict[str, Tensor
     # their stacks and windows lie among the filled steps
     starts = near[8 * ENVS : -8 * ENVS]
     powers = torch.from_numpy(powers_of(0.9, 3))
-    out = launch_gather_windows(storage, starts, powers, counters_at(ring.added))
+    counters = counters_at(ring.added)
+    gather = plan_gather_windows(storage, starts.numel(), powers, counters, shifted=False, weighed=False)
+    out = gather(starts, None, None)
     if ring.head >= LONG:
         far = {**tensors, "depth": streams.depth, "final": streams.final, "pool": pool}
         memory.check("gather_windows_kernel", past=FAR, **far)
@@ -201,7 +204,7 @@ def _goals(ring: Ring, memory: SparseMemory, strategy: Strategy) -> tuple[list[A
     """Rows with new goals, which goals are known, and where they are."""
     streams = ring.streams(7, hindsight=True)
     keys = torch.tensor([key_in(slot, ring.added, ring.slots) for slot in ring.near.tolist()])
-    chosen = launch_choose_goals(streams, keys, counters_at(ring.added), 40, strategy)
+    chosen = plan_choose_goals(streams, keys.numel(), counters_at(ring.added), 40, strategy)(keys)
     assert chosen.places is not None
     if ring.head >= LONG:
         far = {"depth": streams.depth, "spans": streams.spans, "final": streams.final}

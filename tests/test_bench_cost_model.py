@@ -25,7 +25,7 @@ from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 from gpu_replay.ops.rank_draw import DeviceRanks
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.ring import plan_gather
 
 CPU = torch.device("cpu")
 DOCUMENT = Path(__file__).parents[1] / "bench" / "README.md"
@@ -93,7 +93,8 @@ def test_launches_of_an_atari_step_are_those_that_are_made() -> None:
         batch = buffer.sample(8)
         buffer.update_priorities(batch.key, torch.ones(8))
         assert len(launches) == cost_model.atari_step(40, 4, 8).launches
-    assert launches_of(lambda: launch_gather({"x": step["obs"]}, {"x": fields["obs"]}, torch.zeros(2).long())) == 1
+    gather = plan_gather({"x": step["obs"]}, {"x": fields["obs"]}, 2, CPU, weighed=False)
+    assert launches_of(lambda: gather(torch.zeros(2).long(), None)) == 1
     assert cost_model.gather_rows(1).launches == cost_model.gather_frames(1, 2).launches == 1
 
 

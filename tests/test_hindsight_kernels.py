@@ -23,7 +23,7 @@ from twins import Twins
 from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.hindsight import launch_choose_goals
+from gpu_replay.ops.hindsight import plan_choose_goals
 
 SAMPLERS: dict[str, Any] = {
     "uniform": Uniform(replacement=True),
@@ -116,7 +116,7 @@ def test_goals_are_those_of_the_host(
                     getattr(streams, name).copy_(getattr(host.host._streams.streams, name))
                 counters = host.host._counters.clone().to(device)
                 count = -(-batch * 2 // 3)
-                found = launch_choose_goals(streams, keys.to(device), counters, count, strategy)
+                found = plan_choose_goals(streams, batch, counters, count, strategy)(keys.to(device))
                 expected = host.host._engine.choose_goals(keys, count, strategy)
                 assert torch.equal(found.rows.cpu(), expected.rows)
                 assert torch.equal(found.known.cpu(), expected.known)
@@ -178,7 +178,7 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str) -> None:
                     values = generator.integers(low, high, tensor.shape)
                     tensor.copy_(torch.from_numpy(values).to(tensor.dtype))
                 keys = torch.arange(-slots, slots, device=device)
-                chosen = launch_choose_goals(streams, keys, buffer._counters, 36, strategy)
+                chosen = plan_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy)(keys)
                 assert sorted(chosen.rows.tolist()) == list(range(36))
                 assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
                 if chosen.places is not None:

@@ -25,7 +25,7 @@ from gpu_replay.kernels.philox import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.draws import reciprocal
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.ring import plan_gather
 from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, plan_stratified_draw
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
 from gpu_replay.ops.weights import weighing_of
@@ -192,7 +192,8 @@ def weights(
 ) -> torch.Tensor:
     """The weights that a gather of nothing makes."""
     weighing = weighing_of(masses, counters, schedule, beta, drawn)
-    assert launch_gather({}, {}, masses, weighing) == {}
+    gather = plan_gather({}, {}, masses.numel(), masses.device, weighed=True)
+    assert gather(masses, weighing) == {}
     return weighing.weight
 
 

@@ -33,7 +33,7 @@ from gpu_replay import (
 )
 from gpu_replay.ops.counters import NO_MASS, Counter
 from gpu_replay.ops.mass_tree import DIRTY
-from gpu_replay.ops.ring import as_numpy, gather_rows, launch_gather
+from gpu_replay.ops.ring import as_numpy, gather_rows, plan_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
@@ -74,7 +74,8 @@ def test_gathered_rows(name: str, batch: int, device: str, guards: Guards) -> No
     store = guards.allocate((37, *field.shape), field.dtype, device)
     store.copy_(rows_of(field, 37, batch))
     slots = torch.from_numpy(np.random.default_rng(batch).integers(0, 37, batch))
-    (found,) = launch_gather({"x": store}, {"x": field}, slots.to(device)).values()
+    gather = plan_gather({"x": store}, {"x": field}, batch, store.device, weighed=False)
+    (found,) = gather(slots.to(device), None).values()
     expected = gather_rows(as_numpy(store.cpu()), field, slots.numpy())
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape

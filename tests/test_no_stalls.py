@@ -28,7 +28,7 @@ STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "
 # `ordered` and what is planned for launches: plans are made in calls, and called under names of their callers
 BLOCKS = ("__enter__", "__exit__", "__missing__")
 PLANS = ("plan_draw", "plan_write", "plan_insert", "plan_gather", "plan_update", "plan_add_step", "plan_keep_finals")
-ALL_ROOTS = (*ROOTS, *STEPS, *BLOCKS, *PLANS, "plan_gather_windows")
+ALL_ROOTS = (*ROOTS, *STEPS, *BLOCKS, *PLANS, "plan_gather_windows", "plan_gather_sequences", "plan_choose_goals")
 WAITS = "waits for the device"
 # each reads from the device, or needs to know how many elements there will be
 REFUSED = {
@@ -216,7 +216,7 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"add_step", "plan_add_step", "plan_keep_finals", "count_at_least", "span_of_steps"} <= reached
     assert {"plan_draw", "plan_rank_draw", "current", "exact", "skip_sample", "_make_list", "new_draws"} <= reached
     assert {"plan_merge", "joins_for", "per_program"} <= reached
-    assert {"plan_eligible_draw", "plan_gather_windows", "_plan_launch", "launch_gather_sequences"} <= reached
+    assert {"plan_eligible_draw", "plan_gather_windows", "_plan_launch", "plan_gather_sequences"} <= reached
     assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
 
 

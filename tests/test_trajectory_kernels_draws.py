@@ -25,7 +25,7 @@ from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.eligibility import StreamShape
 from gpu_replay.ops.eligible_draw import plan_eligible_draw
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.ring import plan_gather
 from gpu_replay.ops.weights import weighing_of
 from gpu_replay.samplers import Sampler
 
@@ -102,7 +102,7 @@ class Drawers:
                 drawn
             ) - blocks_for(shifts)
             weighing = weighing_of(found.value, self.counters, None, 0.5, drawn, shifts)
-            launch_gather({}, {}, found.slots, weighing)
+            plan_gather({}, {}, found.slots.numel(), found.slots.device, weighed=True)(found.slots, weighing)
             given = weighing.weight
         assert (found.words is None) == (not shifted)
         if found.words is not None:

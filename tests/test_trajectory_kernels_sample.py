@@ -25,7 +25,7 @@ from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import frame_tiles
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
 from gpu_replay.ops.eligibility import Flag
-from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, shifts_from
+from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows, shifts_from
 from gpu_replay.ops.ring import Tile
 from gpu_replay.ops.weights import PendingWeights, weighing_of
 from gpu_replay.ops.windows import powers_of
@@ -107,10 +107,13 @@ class Streams:
     ) -> dict[str, Tensor]:
         """What the kernels read at these starts: transitions, or sequences of `length` steps."""
         given = torch.from_numpy(starts).to(self.device)
-        more = {"words": torch.tensor([BLOCK], device=self.device) if shifted else None, "weighing": weighing}
+        words = torch.tensor([BLOCK], device=self.device) if shifted else None
+        how = {"shifted": shifted, "weighed": weighing is not None}
         if length is None:
-            return launch_gather_windows(self.storage, given, self.powers, self.counters, **more)
-        return launch_gather_sequences(self.storage, given, length, self.powers, self.counters, **more)
+            gather = plan_gather_windows(self.storage, starts.size, self.powers, self.counters, **how)
+        else:
+            gather = plan_gather_sequences(self.storage, starts.size, length, self.powers, self.counters, **how)
+        return gather(given, words, weighing)
 
     def check(self, length: int | None = None, *, shifted: bool = False) -> dict[str, Tensor]:
         """Compare what is read at every eligible start that has enough steps after it; returns the host's."""

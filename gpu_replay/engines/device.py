@@ -13,7 +13,7 @@ from gpu_replay.engines.device_sampler import DeviceSampler, WeighedDraw
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.launch import Kept
 from gpu_replay.ops.priorities import plan_insert
-from gpu_replay.ops.ring import launch_gather, plan_gather
+from gpu_replay.ops.ring import plan_gather
 
 
 class DeviceEngine:
@@ -117,7 +117,7 @@ class DeviceEngine:
             dead = ((keys < first) | (keys >= added)).nonzero()
             if dead.numel():
                 raise not_readable(int(keys[dead[0, 0]]), first, added)
-            return launch_gather(self._storage.tensors, self._storage.fields, keys % self._storage.capacity)
+            return self._gathers[keys.shape[0], False, False](keys % self._storage.capacity, None)
 
     # all that is stored can be read
     stored = read

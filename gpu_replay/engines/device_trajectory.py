@@ -16,9 +16,10 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.host_twin import HostTwin
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
+from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, endings, plan_add_step, plan_keep_finals, sequence_starts
-from gpu_replay.ops.frames import launch_gather_sequences, launch_gather_windows, plan_gather_windows
+from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
 from gpu_replay.ops.hindsight import (
     Chosen,
     Relabels,
@@ -26,12 +27,12 @@ from gpu_replay.ops.hindsight import (
     Strategy,
     gather_goals,
     goal_blocks,
-    launch_choose_goals,
+    plan_choose_goals,
     put_goals,
 )
 from gpu_replay.ops.launch import Kept
 from gpu_replay.ops.many_steps import GivenFinals, overwritten_parts, steps_together
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.ring import plan_gather
 from gpu_replay.ops.windows import powers_of
 
 
@@ -70,6 +71,28 @@ class TrajectoryDeviceEngine:
         self._gathers = Kept(
             lambda batch, shifted, weighed, schedule: plan_gather_windows(
                 storage, batch, powers, counters, shifted=shifted, weighed=weighed
+            )
+        )
+        # by the batch and the length, and as above
+        self._sequences = Kept(
+            lambda batch, length, shifted, weighed, schedule: plan_gather_sequences(
+                storage, batch, length, powers, counters, shifted=shifted, weighed=weighed
+            )
+        )
+        # by the batch, the rows that get other goals, and where these come from
+        self._goals = Kept(
+            lambda batch, count, strategy: plan_choose_goals(storage.streams, batch, counters, count, strategy)
+        )
+        # rows of all fields, by their number
+        self._rows = Kept(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.device, weighed=False))
+        # rows of a field in pinned memory as they are stored, by its name and their number
+        self._raw_rows = Kept(
+            lambda name, rows: plan_gather(
+                {name: storage.tensors[name]},
+                {name: _unconverted(storage.fields[name])},
+                rows,
+                draws.device,
+                weighed=False,
             )
         )
 
@@ -331,9 +354,10 @@ class TrajectoryDeviceEngine:
         draws, storage, skipped = self.draws, self._storage, 0 if among else (length - 1) * self._shape.num_envs
         with draws.ordered():
             drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0, exact=True)
-            tensors = launch_gather_sequences(
-                storage, drawn.slots, length, self._powers, draws.counters, words=drawn.words, weighing=drawn.pending
-            )
+            pending = drawn.pending
+            scheduled = pending is not None and pending.schedule is not None
+            gather = self._sequences[batch, length, drawn.words is not None, pending is not None, scheduled]
+            tensors = gather(drawn.slots, drawn.words, pending)
         return {**tensors, **drawn.named}
 
     def sample_shown(
@@ -344,14 +368,17 @@ class TrajectoryDeviceEngine:
         tensors = self.sample(batch, beta)
         with self.draws.ordered():
             chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
-            ring, pool = storage.tensors[achieved], storage.finals.get(achieved)
-            goals = gather_goals(chosen, ring, pool, storage.fields[relabel.desired_field], pinned=self._pinned)
+            if self._pinned:
+                raw = self._raw_rows[achieved, count](chosen.slots, None)[achieved]
+            else:
+                raw = storage.tensors[achieved].index_select(0, chosen.slots)
+            goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
             return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 
     def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
         """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
         with self.draws.ordered():
-            chosen = launch_choose_goals(self._storage.streams, keys, self.draws.counters, count, strategy)
+            chosen = self._goals[keys.shape[0], count, strategy](keys)
             self.draws.took(goal_blocks(count, strategy))
             return chosen
 
@@ -367,12 +394,16 @@ class TrajectoryDeviceEngine:
             refused = readable.logical_not().nonzero()
             if refused.numel():
                 raise not_readable(int(keys[refused[0, 0]]), first, added)
-            return launch_gather_windows(self._storage, slots, self._powers, self.draws.counters)
+            return self._gathers[keys.shape[0], False, False, False](slots, None, None)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
         with self.draws.ordered():
             slots = keys % self._shape.slots
-            out = launch_gather(storage.tensors, storage.fields, slots)
-            return out | endings(storage.streams.flags[slots])
+            return self._rows[(keys.shape[0],)](slots, None) | endings(storage.streams.flags[slots])
+
+
+def _unconverted(field: Field) -> Field:
+    """The field, sampled as it is stored."""
+    return Field(field.shape, field.dtype)

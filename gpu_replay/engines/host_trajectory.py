@@ -291,8 +291,8 @@ class TrajectoryHostEngine:
             return found
         tensors, storage, achieved = self.sample(batch, beta), self._storage, relabel.achieved_field
         chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
-        ring, pool = storage.tensors[achieved], storage.finals.get(achieved)
-        goals = gather_goals(chosen, ring, pool, storage.fields[relabel.desired_field])
+        raw, pool = storage.tensors[achieved].index_select(0, chosen.slots), storage.finals.get(achieved)
+        goals = gather_goals(chosen, raw, pool, storage.fields[relabel.desired_field])
         return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 
     def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:

@@ -239,26 +239,6 @@ def plan_add_step(
     return add_step
 
 
-def launch_add_step(
-    streams: Streams,
-    masses: DeviceMasses | None,
-    eligible_tree: MassTree | None,
-    counters: Tensor,
-    times_sampled: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    priorities: Tensor | None,
-    source: int | None,
-    *,
-    with_final: bool,
-) -> Tensor:
-    """Device: one call of what `plan_add_step` gives; returns the keys."""
-    keys = torch.empty(streams.shape.num_envs, dtype=torch.int64, device=counters.device)
-    add_step = plan_add_step(streams, masses, eligible_tree, counters, times_sampled, source, with_final=with_final)
-    add_step(terminated, truncated, priorities, keys)
-    return keys
-
-
 def plan_keep_finals(
     streams: Streams, pools: Mapping[str, Tensor], fields: Mapping[str, Field], counters: Tensor
 ) -> Callable[[Mapping[str, Tensor]], None]:
@@ -278,14 +258,3 @@ def plan_keep_finals(
         launch(values, held, *known, aligned=aligned(*values))
 
     return keep_finals
-
-
-def launch_keep_finals(
-    streams: Streams,
-    pools: Mapping[str, Tensor],
-    fields: Mapping[str, Field],
-    given: Mapping[str, Tensor],
-    counters: Tensor,
-) -> None:
-    """Device: one call of what `plan_keep_finals` gives."""
-    plan_keep_finals(streams, pools, fields, counters)(given)

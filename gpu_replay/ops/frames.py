@@ -27,6 +27,8 @@ from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_f
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
+# after such a step others are of another episode
+_ENDS = Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
 
 
 class StackPlan(NamedTuple):
@@ -235,61 +237,39 @@ def plan_gather_windows(
     return gather
 
 
-def launch_gather_windows(
-    storage: StepStore,
-    slots: Tensor,
-    powers: Tensor,
-    counters: Tensor,
-    *,
-    words: Tensor | None = None,
-    weighing: PendingWeights | None = None,
-) -> dict[str, Tensor]:
-    """Device: one call of what `plan_gather_windows` gives."""
-    how = {"shifted": words is not None, "weighed": weighing is not None}
-    return plan_gather_windows(storage, slots.numel(), powers, counters, **how)(slots, words, weighing)
-
-
-def launch_gather_sequences(
-    storage: StepStore,
-    starts: Tensor,
-    length: int,
-    powers: Tensor,
-    counters: Tensor,
-    *,
-    words: Tensor | None = None,
-    weighing: PendingWeights | None = None,
-) -> dict[str, Tensor]:
+def plan_gather_sequences(
+    storage: StepStore, batch: int, length: int, powers: Tensor, counters: Tensor, *, shifted: bool, weighed: bool
+) -> Callable[[Tensor, Tensor | None, PendingWeights | None], dict[str, Tensor]]:
     """Device: `length` steps from each of (B,) slots on, [B, length, ...], with the windows of each, and the mask of
     those of its episode.
 
-    powers, words, weighing: as in `launch_gather_windows`. Besides one launch for the values a few small ones of torch
+    powers, shifted, weighed: as in `plan_gather_windows`. Besides one launch for the values a few small ones of torch
     find slots and mask.
     """
-    shape = storage.streams.shape
-    batch, device = starts.numel(), starts.device
-    ahead = torch.arange(length, device=device)
-    slots = (starts[:, None] + ahead * shape.num_envs) % shape.slots
-    # steps that are stored from each on: the newest one lies before the next
-    left = (counters[Counter.ADDED] // shape.num_envs - 1 - starts // shape.num_envs) % shape.steps + 1
-    flags = storage.streams.flags[slots]
-    ended = flags & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT) != 0
-    # a step belongs to the first episode while none before it ended
-    mask = torch.cumsum(ended, dim=1) - ended.long() == 0
-    stacks, singles = _forms(storage, batch * length)
-    outputs, after = _outputs(stacks + singles, device), _outputs(stacks, device)
-    reward, discount = (torch.empty(batch * length, dtype=torch.float32, device=device) for _ in range(2))
-    windows = _Windows((powers, (left[:, None] - ahead).reshape(-1)), tuple(after.values()), (reward, discount))
-    how = {"shifted": words is not None, "weighed": weighing is not None}
-    launch = _plan_launch(storage, list(outputs), batch * length, counters, length, **how)
-    launch(slots.reshape(-1), tuple(outputs.values()), words, weighing, windows)
-    out = {
-        **outputs,
-        "reward": reward,
-        **{f"next_{name}": stacks for name, stacks in after.items()},
-        "discount": discount,
-    }
-    out = {name: value.reshape(batch, length, *value.shape[1:]) for name, value in out.items()}
-    return out | endings(flags) | {"mask": mask}
+    shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
+    envs, rows = shape.num_envs, (batch, length)
+    stacks, singles = _forms(storage, *rows)
+    next_stacks = [(f"next_{name}", each, dtype) for name, each, dtype in stacks]
+    fields = stacks + singles
+    names = [name for name, *_ in fields]
+    launch = _plan_launch(storage, names, batch * length, counters, length, shifted=shifted, weighed=weighed)
+
+    def gather(starts: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
+        slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
+        # steps that are stored after each: the newest one lies before the next
+        left = (counters[Counter.ADDED] - 1 - starts) // envs % shape.steps
+        left = left[:, None] + torch.arange(1, 1 - length, -1, device=device)
+        flags = all_flags.take(slots)
+        # a step belongs to the first episode while none before it ended
+        ends = flags & _ENDS
+        mask = ends.cumsum(dim=1) == ends
+        out, after = _outputs(fields, device), _outputs(next_stacks, device)
+        reward, discount = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+        windows = _Windows((powers, left.view(-1)), tuple(after.values()), (reward, discount))
+        launch(slots.view(-1), tuple(out.values()), words, weighing, windows)
+        return {**out, "reward": reward, **after, "discount": discount, **endings(flags), "mask": mask}
+
+    return gather
 
 
 class _Windows(NamedTuple):
@@ -307,16 +287,16 @@ class _Windows(NamedTuple):
 Form = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def _forms(storage: StepStore, batch: int) -> tuple[list[Form], list[Form]]:
+def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
     """Of the stacks of every observation field, and of all other fields but the reward."""
     stack, stacks, singles = storage.streams.shape.stack, [], []
     for name in storage.observations:
         field = storage.fields[name]
-        rows = (batch, stack) if stack > 1 else (batch,)
+        rows = (*batch, stack) if stack > 1 else batch
         stacks.append((name, (*rows, *field.shape), field.output_dtype))
     for name, field in storage.fields.items():
         if name not in storage.observations and name != "reward":
-            singles.append((name, (batch, *field.shape), field.output_dtype))
+            singles.append((name, (*batch, *field.shape), field.output_dtype))
     return stacks, singles
 
 

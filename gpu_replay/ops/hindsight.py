@@ -10,6 +10,7 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draws import per_program
 from gpu_replay.ops.eligibility import Flag, Streams
 from gpu_replay.ops.frames import convert_into
-from gpu_replay.ops.ring import launch_gather
+from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
 
 Strategy = Literal["future", "final", "episode"]
@@ -149,17 +150,11 @@ def _chosen(rows: np.ndarray, known: np.ndarray, source: np.ndarray, places: Ten
     return Chosen(*arrays, places, bool(known.all()))
 
 
-def gather_goals(chosen: Chosen, ring: Tensor, pool: Tensor | None, field: Field, *, pinned: bool = False) -> Tensor:
+def gather_goals(chosen: Chosen, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
     """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
-    ring:   (slots, *shape) achieved goals of the steps. pool: (finals, *shape) of final observations, or None.
-    pinned: the ring is in host memory that kernels read.
+    raw:  (K, *shape) as stored, what was achieved in the steps. pool: (finals, *shape) of final observations, or None.
     """
-    if pinned:
-        stored = Field(tuple(ring.shape[1:]), ring.dtype)
-        raw = launch_gather({"goals": ring}, {"goals": stored}, chosen.slots)["goals"]
-    else:
-        raw = ring.index_select(0, chosen.slots)
     if pool is not None and chosen.places is not None:
         pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
         raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
@@ -194,31 +189,34 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
     target.index_copy_(0, rows, values)
 
 
-def launch_choose_goals(streams: Streams, keys: Tensor, counters: Tensor, count: int, strategy: Strategy) -> Chosen:
-    """Device: choose `count` rows of the batch with these (B,) keys and their goals; one launch.
+def plan_choose_goals(
+    streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy
+) -> Callable[[Tensor], Chosen]:
+    """Device: choose `count` rows of a batch, given by its (B,) keys, and their goals; one launch a call.
 
     The random stream is moved on past the words that this takes.
     """
     from gpu_replay.kernels.hindsight import choose_goals_kernel
 
     shape, device = streams.shape, counters.device
-    rows, slots = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
-    known = torch.empty(count, dtype=torch.bool, device=device)
-    places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
     draws = per_program(128, count, device.type == "cpu")
-    choose_goals_kernel[(-(-count // draws),)](
-        keys,
-        (streams.flags, streams.depth, streams.spans, streams.parted, streams.final),
-        counters,
-        (rows, known, slots) if places is None else (rows, known, slots, places),
-        count,
-        keys.numel(),
-        shape.num_envs,
-        shape.steps,
-        shape.finals,
-        goal_blocks(count, strategy),
+    launch = Launch(
+        choose_goals_kernel,
+        -(-count // draws),
         LAST=strategy == "final",
         EPISODE=strategy == "episode",
         DRAWS=draws,
     )
-    return Chosen(rows, known, slots, places)
+    known_of = (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
+    numbers = (count, batch, shape.num_envs, shape.steps, shape.finals, goal_blocks(count, strategy))
+
+    def choose_goals(keys: Tensor) -> Chosen:
+        rows = torch.empty(count, dtype=torch.int64, device=device)
+        known = torch.empty(count, dtype=torch.bool, device=device)
+        slots = torch.empty(count, dtype=torch.int64, device=device)
+        places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
+        outputs = (rows, known, slots) if places is None else (rows, known, slots, places)
+        launch(keys, known_of, counters, outputs, *numbers, aligned=aligned(keys))
+        return Chosen(rows, known, slots, places)
+
+    return choose_goals

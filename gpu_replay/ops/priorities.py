@@ -103,20 +103,6 @@ def plan_insert(
     return insert
 
 
-def launch_insert(
-    masses: DeviceMasses | None,
-    counters: Tensor,
-    times_sampled: Tensor,
-    rows: int,
-    priorities: Tensor | None,
-    source: int | None,
-) -> Tensor:
-    """Device: one call of what `plan_insert` gives; returns the keys."""
-    keys = torch.empty(rows, dtype=torch.int64, device=counters.device)
-    plan_insert(masses, counters, times_sampled, rows, source, given=priorities is not None)(priorities, keys)
-    return keys
-
-
 def _held(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:
     """Levels, extremes and rule, as the kernels take them."""
     return ((), (), ()) if masses is None else (masses.tree.levels, masses.extremes, masses.rule)
@@ -164,10 +150,3 @@ def plan_update(
             raise
 
     return update
-
-
-def launch_update(
-    masses: DeviceMasses | None, counters: Tensor, capacity: int, keys: Tensor, priorities: Tensor, *, sparse: bool
-) -> None:
-    """Device: one call of what `plan_update` gives."""
-    plan_update(masses, counters, capacity, keys.numel(), sparse=sparse)(keys, priorities)

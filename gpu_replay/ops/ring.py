@@ -191,13 +191,6 @@ def plan_gather(
     return gather
 
 
-def launch_gather(
-    stores: Mapping[str, Tensor], fields: Mapping[str, Field], slots: Tensor, weighing: PendingWeights | None = None
-) -> dict[str, Tensor]:
-    """Device: one call of what `plan_gather` gives."""
-    return plan_gather(stores, fields, slots.numel(), slots.device, weighed=weighing is not None)(slots, weighing)
-
-
 def plan_write(
     stores: Mapping[str, Tensor],
     fields: Mapping[str, Field],
@@ -234,17 +227,3 @@ def plan_write(
         launch(given, held, counters, high, *numbers, aligned=aligned(*given))
 
     return write
-
-
-def launch_write(
-    stores: Mapping[str, Tensor],
-    fields: Mapping[str, Field],
-    values: Mapping[str, Tensor],
-    counters: Tensor,
-    tree: MassTree | None,
-    *,
-    highest: bool,
-) -> None:
-    """Device: one call of what `plan_write` gives."""
-    rows = next(iter(values.values())).shape[0]
-    plan_write(stores, fields, rows, counters, tree, highest=highest)(values)
