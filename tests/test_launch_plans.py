@@ -13,7 +13,8 @@ import torch
 from launches import TARGETS, kernel_class, recorded, rows_of
 from test_launch_counts import ATARI, BETA, EVERYTHING, of_steps, some_fields
 
-from gpu_replay import Combined, Proportional, RankBased, ReplayBuffer, Uniform, validation
+from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, Uniform, validation
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Kept, Launch, aligned
 
 FIELDS = some_fields(5)
@@ -52,6 +53,12 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers in memory that begins anywhere."""
     moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
     return moved.copy_(tensor)
+
+
+def with_goals() -> Any:
+    """The engine of a buffer whose goals can be replaced."""
+    fields = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal", "action")}
+    return of_steps(400, 8, fields, Uniform(), relabel=Hindsight(reward_fn=torch.dist))._engine
 
 
 def calls_of(buffer: Any, rows: int) -> list[Callable[[], object]]:
@@ -97,13 +104,22 @@ def test_what_one_plan_launches_is_the_same_code_to_triton(
             buffer = ReplayBuffer(100, FIELDS, sampler=sampler, device="cpu")
         for call in calls_of(buffer, 8) * 2:
             call()
+        # what no launch has counted
+        buffer._counters[Counter.ADDED] = 80
+        more = [lambda: buffer._engine.stored(torch.arange(7))]
         if kind == "steps":
-            buffer.sample_sequences(5, 1)
-            buffer.sample_sequences(5, 1)
+            goals = with_goals()
+            more += [lambda: buffer.sample_sequences(5, 1), lambda: buffer.sample_sequences(5, 3, beta=0.5)]
+            more += [lambda: goals.choose_goals(torch.arange(9), 4, "future")]
+            more += [lambda: goals.choose_goals(shifted(torch.arange(9)), 4, "future")]
+        for call in more * 2:
+            call()
     again = {launch: calls for launch, calls in planned.items() if len(calls) > 1}
     # adds, draws and gathers of two sizes, updates of three dtypes; weights with a schedule and without, adds with
     # priorities of two dtypes and without
     least = 9 if isinstance(sampler, Uniform) else 12
+    # rows that are read; draws and gathers of sequences of two lengths, and goals
+    least += 6 if kind == "steps" else 1
     assert len(again) >= least
     for launch, calls in again.items():
         kernel, settings = launch._kernel, launch._settings
@@ -211,6 +227,8 @@ CALLS = {
     ("steps", "add"): 85,
     ("steps", "sample"): 70,
     ("steps", "update"): 31,
+    ("steps", "sequences"): 93,
+    ("steps", "goals"): 22,
 }
 MORE = 1.1
 
@@ -248,6 +266,10 @@ def test_a_call_comes_by_few_functions(kind: str, monkeypatch: pytest.MonkeyPatc
             "sample": lambda: buffer.sample(6),
             "update": lambda: buffer.update_priorities(keys, priorities),
         }
+        if kind == "steps":
+            goals = with_goals()
+            calls["sequences"] = lambda: buffer.sample_sequences(6, 1)
+            calls["goals"] = lambda: goals.choose_goals(keys, 4, "final")
         for call in calls.values():
             call()
         found = {(kind, name): functions_in(call) for name, call in calls.items()}
