@@ -16,7 +16,8 @@ from trajectory_pair import FIELDS, Pair, live_through
 from transitions import SAMPLERS, STORED, fill, make
 
 from gpu_replay import Combined, Field, Latest, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.engines.storage import check_memory
+from gpu_replay.engines.placement import Placement
+from gpu_replay.engines.storage import check_room
 
 pytestmark = pytest.mark.contract
 
@@ -113,14 +114,14 @@ def test_capacity_that_does_not_fit_is_refused_with_a_table_of_fields(
 
 def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     # 3 GB of 100 are free, 80 are torch's, of which a tensor of 1 GB is left
-    cuda, sizes = torch.device("cuda"), {"obs": 70 * 10**9}
+    cuda, sizes = Placement(torch.device("cuda")), {"obs": 70 * 10**9}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**9, 100 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10**9)
-    check_memory(sizes, cuda)
+    check_room(sizes, cuda, ())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
     with pytest.raises(MemoryError, match="needs 70,000,000,000 bytes on cuda, where 63,000,000,000 are free"):
-        check_memory(sizes, cuda)
+        check_room(sizes, cuda, ())
 
 
 @needs_proc

@@ -85,11 +85,6 @@ def size_table(sizes: Mapping[str, int]) -> str:
     return "\n".join(f"  {name:<{width}}  {size:>20,} bytes  {size / 1e9:10.3f} GB" for name, size in rows)
 
 
-def check_memory(sizes: Mapping[str, int], device: torch.device) -> None:
-    """Raise MemoryError with a per-field table unless the bytes fit what is free on the device."""
-    check_room(sizes, Placement(device), ())
-
-
 def sizes_by_place(
     sizes: Mapping[str, int], placement: Placement, fields: Collection[str]
 ) -> list[tuple[str, dict[str, int], int | None]]:
