@@ -85,7 +85,8 @@ def slots_at(order: Any, ranks: np.ndarray) -> list[int]:
         return order.at(ranks).tolist()
     sums = np.full(-(-order._slots // 64) * 64, 2**63 - 1)
     sums[: order._slots] = np.arange(1, order._slots + 1)
-    slots, masses, total = order.draw(sums, sums[63::64].copy(), (ranks + 0.5) / order.count, False)
+    order.draw_by(sums, sums[63::64].copy())
+    slots, masses, total = order.draw((ranks + 0.5) / order.count, False)
     assert total == order.count
     assert masses.tolist() == [1] * ranks.size
     return slots.tolist()
@@ -319,7 +320,7 @@ def test_bytes_of_the_compiled_order(slots: int) -> None:
     from gpu_replay.ops import numba_rank_order
 
     order = numba_rank_order.RankOrder(np.zeros(slots, dtype=np.int64), slots)
-    held = sum(array.nbytes for array in (*order.arrays, order._changed))
+    held = sum(array.nbytes for array in (*order.arrays, order._changed, order._guide))
     assert held == order.nbytes == numba_rank_order.order_bytes(slots)
 
 

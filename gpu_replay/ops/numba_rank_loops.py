@@ -27,8 +27,10 @@ CODES, SLOT_AT, ROW_OF, LEAVES = range(9, 13)
 STATE = 13
 # sums of masses that a search looks at together
 ROW = 64
-# changes that are on their way from memory while one is made
+# changes, or rows of a draw, that are on their way from memory while one is worked on
 _AHEAD = 16
+# blocks of which sizes are summed up without a look at each
+TOGETHER = 8
 LINE = 64
 _STALE, _MAX_MASS = Counter.STALE, Counter.MAX_MASS
 
@@ -200,13 +202,14 @@ def move(
 
 @compiled
 def draw(
-    sums, ends, doubles, stratified, slots, masses,
+    sums, ends, guide, bits, doubles, stratified, slots, masses,
     state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free,
 ):  # fmt: skip
     """Draw (B,) slots by the masses of their ranks, of which there is one at least; returns the mass of all.
 
-    sums, ends: of the masses of ranks up to each, and those at the ends of rows of `ROW`.
-    doubles:    (B,) float64 in [0, 1). masses: (B,) int64, of the ranks.
+    sums, ends:  of the masses of ranks up to each, and those at the ends of rows of `ROW`.
+    guide, bits: by the leading bits of a target, all but `bits`, the first row that it may be in.
+    doubles:     (B,) float64 in [0, 1). masses: (B,) int64, of the ranks.
     """
     entries, total = np.empty(state[GROUPS], dtype=np.int64), np.int64(0)
     for at in range(entries.size):
@@ -214,32 +217,64 @@ def draw(
         entries[at] = total
     total, batch = sums[total - 1], doubles.size
     whole, part = total // batch, total % batch
-    begin, found, at = np.int64(0), np.int64(0), np.int64(0)
-    for row in range(batch):
-        target, begin = target_of(row, batch, whole, part, begin, doubles[row], stratified)
-        if not stratified:
-            found = at = np.int64(0)
-        # targets of strata ascend: the row of sums is often near
-        found = _above(ends, target, found)
-        # in a row masses are much the same
-        before = ends[found - 1] if found else 0
-        rank = found * ROW + min(np.int64((target - before) / (ends[found] - before) * ROW), ROW - 1)
-        while rank and sums[rank - 1] > target:
-            rank -= 1
-        while sums[rank] <= target:
-            rank += 1
-        masses[row] = sums[rank] - (sums[rank - 1] if rank else 0)
-        at = _above(entries, rank, at)
-        rank -= entries[at - 1] if at else 0
-        place = listed[at] * state[FAN]
-        while blocks[2 * place + 1] <= rank:
-            rank -= blocks[2 * place + 1]
-            place += 1
-        slots[row] = blocks[2 * place] * WIDTH + rank
-        prefetch(state[SLOT_AT] + 4 * slots[row])
-    for row in range(batch):
-        slots[row] = slot_at[slots[row]]
+    begin, at = np.int64(0), np.int64(0)
+    places = np.empty(_AHEAD, dtype=np.int64)
+    # some rows at once take each step, which asks for the memory of their next one
+    for start in range(0, batch, _AHEAD):
+        end = min(start + _AHEAD, batch)
+        for row in range(start, end):
+            masses[row], begin = target_of(row, batch, whole, part, begin, doubles[row], stratified)
+            slots[row] = _near_rank(ends, guide, bits, masses[row])
+            prefetch(sums.ctypes.data + 8 * slots[row])
+        for row in range(start, end):
+            rank, target = slots[row], masses[row]
+            while rank and sums[rank - 1] > target:
+                rank -= 1
+            while sums[rank] <= target:
+                rank += 1
+            masses[row] = sums[rank] - (sums[rank - 1] if rank else 0)
+            # targets of strata ascend: the group is often near
+            at = _above(entries, rank, at if stratified else np.int64(0))
+            slots[row] = rank - (entries[at - 1] if at else 0)
+            places[row - start] = listed[at] * state[FAN]
+            # most groups are filled about so far
+            for line in range(0, state[FAN] * 5, LINE):
+                prefetch(blocks.ctypes.data + 8 * places[row - start] + line)
+        for row in range(start, end):
+            slots[row] = _entry_at(blocks, places[row - start], slots[row])
+            prefetch(state[SLOT_AT] + 4 * slots[row])
+        for row in range(start, end):
+            slots[row] = slot_at[slots[row]]
     return total
+
+
+@inlined
+def _near_rank(ends, guide, bits, target):
+    """A rank in the row of masses on which a target falls, about where it does."""
+    found = np.int64(guide[target >> bits])
+    while ends[found] <= target:
+        found += 1
+    # in a row masses are much the same
+    before = ends[found - 1] if found else 0
+    return found * ROW + min(np.int64((target - before) / (ends[found] - before) * ROW), ROW - 1)
+
+
+@inlined
+def _entry_at(blocks, place, rank):
+    """The entry at a rank among those of a group that begins at a place."""
+    # sizes past the end of the group do no harm: the sum is above the rank then
+    while True:
+        together = np.int64(0)
+        for later in range(TOGETHER):
+            together += blocks[2 * (place + later) + 1]
+        if together > rank:
+            break
+        rank -= together
+        place += TOGETHER
+    while blocks[2 * place + 1] <= rank:
+        rank -= blocks[2 * place + 1]
+        place += 1
+    return blocks[2 * place] * WIDTH + rank
 
 
 @inlined

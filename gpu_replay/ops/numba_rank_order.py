@@ -36,7 +36,13 @@ def order_bytes(slots: int) -> int:
     """Bytes that a `RankOrder` over so many slots takes."""
     fan, rows, groups, changes = _counts(slots)
     by_row, by_group = rows * (loops.WIDTH * 12 + 4), groups * (fan * 24 + 28)
-    return by_row + by_group + max(rows, groups) * 8 + (slots + changes) * 4 + loops.STATE * 8
+    whole = (slots + changes + _parts(slots)) * 4 + loops.STATE * 8
+    return by_row + by_group + max(rows, groups) * 8 + whole
+
+
+def _parts(slots: int) -> int:
+    """Equal parts of the mass of all ranks for which `RankOrder` knows where they begin; a power of 2."""
+    return 1 << (-(-slots // loops.ROW)).bit_length()
 
 
 def _aligned(count: int, kind: type[np.generic]) -> np.ndarray:
@@ -62,7 +68,9 @@ class RankOrder:
         row_of = np.full(slots, -1, dtype=np.int32)
         state[loops.SLOTS :] = slots, fan, *(array.ctypes.data for array in (codes, slot_at, row_of, leaves))
         # of each block the code and the key of an entry that none of it comes before; its row and size
-        bounds, blocks = np.zeros(groups * fan * 2, dtype=np.int64), np.zeros(groups * fan * 2, dtype=np.int32)
+        bounds = np.zeros(groups * fan * 2, dtype=np.int64)
+        # a look at blocks may go past the last one
+        blocks = np.zeros((groups * fan + loops.TOGETHER) * 2, dtype=np.int32)[: bounds.size]
         # of the groups in their order the first bounds, and their numbers; by number their blocks and entries
         tops, groups_of = np.zeros(groups * 2, dtype=np.int64), np.zeros(groups * 2, dtype=np.int32)
         listed = np.zeros(groups, dtype=np.int32)
@@ -71,6 +79,7 @@ class RankOrder:
         self._changed = np.zeros(changes, dtype=np.int32)
         self.arrays = state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free
         self.noted = state, self._changed
+        self._guide = np.zeros(_parts(slots), dtype=np.int32)
 
     @property
     def nbytes(self) -> int:
@@ -131,15 +140,19 @@ class RankOrder:
         given = slots.astype(np.int32)
         loops.remove(given, given.size, *self.arrays)
 
-    def draw(
-        self, sums: np.ndarray, ends: np.ndarray, doubles: np.ndarray, stratified: bool
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Draw by the masses of ranks, for which (B,) float64 in [0, 1) are given: slots, masses, and mass of all.
+    def draw_by(self, sums: np.ndarray, ends: np.ndarray) -> None:
+        """Let `draw` use the masses of all ranks up to each, and the sums at the ends of rows of 64."""
+        # a part begins in a row that its first bits say: Chen and Asau 1974, "On generating random variates from an
+        # empirical distribution"
+        bits = max(0, sums.item(self._slots - 1).bit_length() - self._guide.size.bit_length() + 1)
+        begin = np.arange(self._guide.size) << bits
+        self._guide[:] = np.minimum(ends.searchsorted(begin, "right"), ends.size - 1)
+        self._masses = sums, ends, self._guide, bits
 
-        sums, ends: the masses of all ranks up to each, and the sums at the ends of rows of 64.
-        """
+    def draw(self, doubles: np.ndarray, stratified: bool) -> tuple[np.ndarray, np.ndarray, int]:
+        """Draw by the masses of ranks, for which (B,) float64 in [0, 1) are given: slots, masses, and mass of all."""
         slots, masses = np.empty((2, doubles.size), dtype=np.int64)
-        return slots, masses, loops.draw(sums, ends, doubles, stratified, slots, masses, *self.arrays)
+        return slots, masses, loops.draw(*self._masses, doubles, stratified, slots, masses, *self.arrays)
 
     def _order_changes(self, noted: int) -> None:
         """Let neighbours come after each other, nearly: what they share is found in a cache then."""

@@ -71,8 +71,11 @@ class HostRanks:
         # a list just made, until its draw is counted
         self._made: np.ndarray | None = None
         if every == 1:
-            self._order = tree.order = tree.loops.RankOrder(self._leaves, tree.slots)
-            self._compiled = getattr(self._order, "draw", None)
+            order: Any = tree.loops.RankOrder(self._leaves, tree.slots)
+            self._order = tree.order = order
+            self._compiled = getattr(order, "draw", None)
+            if self._compiled is not None:
+                order.draw_by(self._sums, self._last)
         else:
             self.list = torch.zeros(tree.slots, dtype=torch.int32, device="cpu")
 
@@ -99,7 +102,7 @@ class HostRanks:
                 self._order.hide(self.newest(skipped))
             count = self._order.count
             if self._compiled is not None:
-                slots, masses, total = self._compiled(self._sums, self._last, doubles, stratified)
+                slots, masses, total = self._compiled(doubles, stratified)
                 return RankedRows(slots, masses, total, total - (self._sums.item(count - 2) if count > 1 else 0))
         elif exact:
             listed = self._sorted(skipped)
