@@ -103,10 +103,8 @@ class DeviceEngine:
 
     def gather(self, drawn: WeighedDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
-        pending = drawn.pending
-        scheduled = pending is not None and pending.schedule is not None
-        gather = self._gathers[drawn.slots.shape[0], pending is not None, scheduled]
-        tensors = gather(drawn.slots, pending)
+        gather = self._gathers[(drawn.slots.shape[0], *drawn.weights)]
+        tensors = gather(drawn.slots, drawn.pending)
         tensors.update(drawn.named)
         return tensors
 

@@ -46,6 +46,11 @@ class WeighedDraw(NamedTuple):
     pending: PendingWeights | None
     words: Tensor | None
 
+    @property
+    def weights(self) -> tuple[bool, bool]:
+        """Whether the gather makes weights, and by a schedule: other gathers are planned for."""
+        return self.pending is not None, self.pending is not None and self.pending.schedule is not None
+
 
 @dataclass
 class _Taken:

@@ -327,10 +327,8 @@ class TrajectoryDeviceEngine:
         draws, storage = self.draws, self._storage
         with draws.ordered():
             drawn = draws.draw(batch, beta, shifted=storage.random_shift > 0)
-            pending = drawn.pending
-            scheduled = pending is not None and pending.schedule is not None
-            gather = self._gathers[batch, drawn.words is not None, pending is not None, scheduled]
-            tensors = gather(drawn.slots, drawn.words, pending)
+            gather = self._gathers[(batch, drawn.words is not None, *drawn.weights)]
+            tensors = gather(drawn.slots, drawn.words, drawn.pending)
             tensors.update(drawn.named)
             return tensors
 
@@ -354,10 +352,8 @@ class TrajectoryDeviceEngine:
         draws, storage, skipped = self.draws, self._storage, 0 if among else (length - 1) * self._shape.num_envs
         with draws.ordered():
             drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0, exact=True)
-            pending = drawn.pending
-            scheduled = pending is not None and pending.schedule is not None
-            gather = self._sequences[batch, length, drawn.words is not None, pending is not None, scheduled]
-            tensors = gather(drawn.slots, drawn.words, pending)
+            gather = self._sequences[(batch, length, drawn.words is not None, *drawn.weights)]
+            tensors = gather(drawn.slots, drawn.words, drawn.pending)
         return {**tensors, **drawn.named}
 
     def sample_shown(

@@ -212,11 +212,8 @@ def plan_gather_windows(
     weighed: whether weights are asked for, all of them with a schedule or all of them without one.
     """
     device = counters.device
-    stacks, singles = _forms(storage, batch)
-    next_stacks = [(f"next_{name}", shape, dtype) for name, shape, dtype in stacks]
-    fields = stacks + singles
-    names = [name for name, *_ in fields]
-    launch = _plan_launch(storage, names, batch, counters, 1, shifted=shifted, weighed=weighed)
+    fields, next_stacks = _forms(storage, batch)
+    launch = _plan_launch(storage, fields, batch, counters, 1, shifted=shifted, weighed=weighed)
     given = (powers,)
 
     def gather(slots: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
@@ -248,11 +245,8 @@ def plan_gather_sequences(
     """
     shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
     envs, rows = shape.num_envs, (batch, length)
-    stacks, singles = _forms(storage, *rows)
-    next_stacks = [(f"next_{name}", each, dtype) for name, each, dtype in stacks]
-    fields = stacks + singles
-    names = [name for name, *_ in fields]
-    launch = _plan_launch(storage, names, batch * length, counters, length, shifted=shifted, weighed=weighed)
+    fields, next_stacks = _forms(storage, *rows)
+    launch = _plan_launch(storage, fields, batch * length, counters, length, shifted=shifted, weighed=weighed)
 
     def gather(starts: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
         slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
@@ -288,7 +282,7 @@ Form = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
-    """Of the stacks of every observation field, and of all other fields but the reward."""
+    """Of all fields but the reward, the stacks of observations first; and of the stacks after windows."""
     stack, stacks, singles = storage.streams.shape.stack, [], []
     for name in storage.observations:
         field = storage.fields[name]
@@ -297,7 +291,7 @@ def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
     for name, field in storage.fields.items():
         if name not in storage.observations and name != "reward":
             singles.append((name, (*batch, *field.shape), field.output_dtype))
-    return stacks, singles
+    return stacks + singles, [(f"next_{name}", shape, dtype) for name, shape, dtype in stacks]
 
 
 def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
@@ -307,7 +301,7 @@ def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
 
 def _plan_launch(
     storage: StepStore,
-    names: Sequence[str],
+    forms: Sequence[Form],
     batch: int,
     counters: Tensor,
     span: int,
@@ -315,7 +309,7 @@ def _plan_launch(
     shifted: bool,
     weighed: bool,
 ) -> Callable[[Tensor, tuple[Tensor, ...], Tensor | None, PendingWeights | None, _Windows], None]:
-    """What fills the outputs of these names, which begin with the stacks, and what belongs to windows.
+    """What fills the outputs of these forms, which begin with the stacks, and what belongs to windows.
 
     span: items that are moved alike, and that have one weight.
     """
@@ -323,6 +317,7 @@ def _plan_launch(
 
     streams, interpreted = storage.streams, counters.device.type == "cpu"
     shape, stacked = streams.shape, len(storage.observations)
+    names = [name for name, *_ in forms]
     fields = (storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     part = part_for(batch // span if weighed else 0, interpreted)

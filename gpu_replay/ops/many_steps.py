@@ -104,7 +104,7 @@ def add_steps(
         kept = _keep_finals(host, counters, first_step, flags, np.flatnonzero(wanted), oldest, rows)
 
     granted = _Granted(host, first_step, count)
-    _complete(host, granted, first_step, flags, before, depth, oldest)
+    _complete(host, granted, flags, before, depth, oldest)
     at, length = granted.at, granted.length
     chosen = at >= 0
     own = np.zeros(at.shape, dtype=np.int64)
@@ -216,7 +216,6 @@ class _Granted:
 def _complete(
     host: HostEligibility,
     granted: _Granted,
-    first_step: int,
     flags: np.ndarray,
     before: np.ndarray,
     depth: np.ndarray,
