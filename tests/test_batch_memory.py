@@ -13,7 +13,7 @@ import torch
 from devices import host_only
 from torch import Tensor
 
-from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.batch_memory import BatchMemory
 
 pytestmark = host_only
@@ -79,13 +79,27 @@ def test_small_arrays_are_not_kept() -> None:
     assert not outputs._kept
 
 
-def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> None:
+def frames() -> TrajectoryReplayBuffer:
     fields = {"obs": Field((42, 42), torch.uint8), "action": Field((), torch.float32)}
     buffer = TrajectoryReplayBuffer(2_000, 4, fields, stack=4, sampler=Uniform(), device="cpu")
     random, zeros, nothing = np.random.default_rng(0), np.zeros(4, np.float32), np.zeros(4, dtype=bool)
     for _ in range(500):
         obs = random.integers(0, 256, (4, 42, 42)).astype(np.uint8)
         buffer.add(obs=obs, action=zeros, reward=zeros, terminated=nothing, truncated=nothing)
+    return buffer
+
+
+def rows(sampler: Any = None) -> ReplayBuffer:
+    stack = Field((4, 42, 42), torch.uint8)
+    buffer = ReplayBuffer(500, {"obs": stack, "next_obs": stack}, sampler=sampler or Uniform(), device="cpu")
+    obs = np.random.default_rng(0).integers(0, 256, (500, 4, 42, 42), dtype=np.uint8)
+    buffer.add(obs=obs, next_obs=obs[::-1].copy())
+    return buffer
+
+
+@pytest.mark.parametrize("make", [frames, rows])
+def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn(make: Callable[[], Any]) -> None:
+    buffer = make()
     kept = [buffer.sample(128) for _ in range(3)]
     copies = copy.deepcopy([(batch.obs, batch.next_obs) for batch in kept])
     # only a part of the last one is still held: its other half shares the memory
@@ -102,3 +116,10 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn() -> Non
         assert torch.equal(batch.obs, obs)
         assert torch.equal(batch.next_obs, after)
     assert torch.equal(half, whole)
+
+
+@pytest.mark.parametrize("make", [frames, rows, lambda: rows(RankBased())], ids=["frames", "rows", "by rank"])
+def test_batches_of_a_buffer_that_nobody_holds_are_used_again(make: Callable[[], Any]) -> None:
+    """With fresh memory a sample would take several times as long."""
+    buffer = make()
+    assert len({buffer.sample(160).obs.data_ptr() for _ in range(5)}) == 1

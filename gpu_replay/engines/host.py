@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu_replay.engines.host_compiled import compiled_transitions
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
+from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, parts_of, taken
 from gpu_replay.ops.threads import take_rows, threads_for
@@ -68,7 +69,8 @@ class HostEngine:
             for name, field in storage.fields.items()
         ]
         self._together: _Together | None = None
-        self._compiled = compiled_transitions(storage, draws)
+        self._memory = BatchMemory()
+        self._compiled = compiled_transitions(storage, draws, self._memory)
         # stores values as users give them and returns their keys; nothing where they must be looked at first
         self.append_given = nothing_stored if self._compiled is None else self._compiled.append
 
@@ -134,7 +136,7 @@ class HostEngine:
         views = {} if self._records is None else self._records_at(self._records, slots)
         tensors = {}
         for name, field, packed, plain in self._fields:
-            rows = views[name].copy() if packed else taken(self._rows[name], slots)
+            rows = views[name].copy() if packed else taken(self._rows[name], slots, self._memory, name)
             tensors[name] = torch.from_numpy(rows) if plain else as_sampled(rows, field)
         return tensors
 

@@ -19,6 +19,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.storage import Storage
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
+from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter, blocks_for
 from gpu_replay.ops.rank_order import RankOrder
 from gpu_replay.ops.ring import as_numpy, as_sampled
@@ -38,19 +39,19 @@ _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _ARRAY, _empty, _from_numpy = np.ndarray, np.empty, torch.from_numpy
 
 
-def compiled_transitions(storage: Storage, draws: HostSampler) -> CompiledTransitions | None:
+def compiled_transitions(storage: Storage, draws: HostSampler, memory: BatchMemory) -> CompiledTransitions | None:
     """The compiled calls of a buffer, None where its loops are not compiled."""
     loops = _backend.whole_calls()
-    return None if loops is None else CompiledTransitions(storage, draws, loops)
+    return None if loops is None else CompiledTransitions(storage, draws, memory, loops)
 
 
 class CompiledTransitions:
     """Appends and samples as `HostEngine` does, to the same bytes; what it cannot do it leaves undone.
 
-    loops: the module `numba_transitions`.
+    loops: the module `numba_transitions`. memory: where that of larger batches comes from.
     """
 
-    def __init__(self, storage: Storage, draws: HostSampler, loops: Any) -> None:
+    def __init__(self, storage: Storage, draws: HostSampler, memory: BatchMemory, loops: Any) -> None:
         self._draws, self._loops = draws, loops
         self._capacity = storage.capacity
         self._fields = tuple(storage.fields.items())
@@ -61,6 +62,7 @@ class CompiledTransitions:
         self._no_fields = self._table[:0], self._lines[:0]
         self._row_bytes = int(self._table[:, 2].sum())
         self._outputs = [(field.shape, self._rings[name].dtype) for name, field in self._fields]
+        self._memory = memory
         self._named = [(name, field, field.converts or field.dtype == torch.bfloat16) for name, field in self._fields]
         # the names of an add, in their order, to what the loop needs to know of values in that order
         self._orders: dict[tuple[str, ...], np.ndarray] = {}
@@ -148,8 +150,13 @@ class CompiledTransitions:
         draws, plan, loops = self._draws, self._draws.state.plan, self._loops
         keys, slots = np.empty(batch, _INT64), np.empty(batch, _INT64)
         probability = np.empty(batch, _FLOAT32)
-        arrays = tuple([np.empty((batch, *shape), dtype) for shape, dtype in self._outputs])
-        threads = threads_for(batch * self._row_bytes)
+        size = batch * self._row_bytes
+        if size < LARGE:
+            arrays = tuple([np.empty((batch, *shape), dtype) for shape, dtype in self._outputs])
+        else:
+            forms = zip(self._rings, self._outputs, strict=True)
+            arrays = tuple([self._memory.array(name, (batch, *shape), dtype) for name, (shape, dtype) in forms])
+        threads = threads_for(size)
         fields = (self._table, self._lines) if threads == 1 else self._no_fields
         known = (draws.counters, draws.key, self._capacity, *fields, id(arrays), slots, keys, probability)
         tree = draws.state.tree

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
+from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass_tree import MassTree
@@ -63,11 +64,15 @@ def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
     return as_sampled(taken(rows, slots), field)
 
 
-def taken(rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Host: (B, ...) rows of an array at slots that exist, on several threads where they are large."""
+def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None, name: str = "") -> np.ndarray:
+    """Host: (B, ...) rows of an array at slots that exist, on several threads where they are large.
+
+    memory: where that of large ones comes from, for the field `name`; None: it is new.
+    """
     if slots.size * rows[:1].nbytes < LARGE:
         return rows.take(slots, axis=0)
-    found = np.empty((slots.size, *rows.shape[1:]), rows.dtype)
+    shape = (slots.size, *rows.shape[1:])
+    found = np.empty(shape, rows.dtype) if memory is None else memory.array(name, shape, rows.dtype)
     take_rows(rows, slots, found)
     return found
 
