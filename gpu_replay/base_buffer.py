@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -332,7 +332,13 @@ class Buffer(Contents):
         """Draw `B` rows as a Batch on the buffer's device."""
 
     def capture(
-        self, batch_size: int, learn: Learn, *, beta: float | None = None, warm_ups: int = WARM_UPS
+        self,
+        batch_size: int,
+        learn: Learn,
+        *,
+        beta: float | None = None,
+        warm_ups: int = WARM_UPS,
+        generators: Sequence[torch.Generator] = (),
     ) -> LearningStep:
         """A learning step as one call: `sample`, `learn(batch)` and `update_priorities`; on a GPU one CUDA graph.
 
@@ -341,6 +347,8 @@ class Buffer(Contents):
                   they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
         warm_ups: calls of the step, at least 1, that run eagerly before the graph is captured. They are ordinary steps,
                   not extra ones.
+        generators: of the buffer's device, from which `learn` draws beside torch's own, as for exploration: replays
+                  move them on as calls do.
 
         Each call, replayed or not, draws anew and advances the beta schedule and, where `learn` adds, the ring. On a
         CPU every call runs eagerly, so that one program serves both. During the capture `learn` runs once on the host,
@@ -359,6 +367,7 @@ class Buffer(Contents):
             batch,
             self.device,
             validation.whole("warm_ups", warm_ups, 1),
+            generators=validation.generators(generators, self.device),
             sample=lambda: self.sample(batch, beta=exponent),
             update=self.update_priorities,
             recording=lambda: self._recording(batch),

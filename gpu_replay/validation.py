@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -300,6 +300,18 @@ def batch_size(value: object) -> int:
 def importance(beta: object) -> float:
     """An importance exponent as a float, or TypeError / ValueError."""
     return number("sample beta", beta)
+
+
+def generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:
+    """Generators of this device, or TypeError / ValueError."""
+    found = []
+    for value in values:
+        if not isinstance(value, torch.Generator):
+            raise TypeError(f"generators must be of torch.Generator; found {type(value).__name__}.")
+        if value.device.type != device.type:
+            raise ValueError(f"generators must be of {device}; found one of {value.device}.")
+        found.append(value)
+    return tuple(found)
 
 
 def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -228,7 +228,7 @@ def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(persist
 
 def test_without_epsilon_the_best_action_is_taken() -> None:
     values = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Explorer(0.9, torch.Generator()).choose(values, 0.0), values.argmax(1))
+    assert torch.equal(Explorer(0.9, torch.Generator()).choose(values), values.argmax(1))
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

@@ -69,7 +69,7 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
     found = advanced(30)
     before, weights = found.buffer.stats(), found.agent.online.state_dict()
     kept = {name: weight.clone() for name, weight in weights.items()}
-    found.buffer.capture(found._draw_size, found._update_priorities_only)()
+    found.buffer.capture(found._cycle.draw_size, found._cycle._update_only)()
     after = found.buffer.stats()
     assert after.mean_times_sampled * after.size == pytest.approx(before.mean_times_sampled * before.size + 64)
     assert after.mean_priority != before.mean_priority
@@ -83,8 +83,8 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
 def test_a_captured_run_is_an_eager_run() -> None:
     changes = {"device": CUDA, "learning_rate_end": 1e-4, "target_every": 7}
     graph, eager = (advanced(80, graph=graph, **changes) for graph in (True, False))
-    assert graph._learning_step.captured
-    assert eager._learning_step is None
+    assert graph._cycle.learning_step.captured
+    assert eager._cycle.learning_step is None
     assert graph.agent.updates == eager.agent.updates == 2 * (80 - 13)
     assert graph.buffer.state_dict()["counters"] == eager.buffer.state_dict()["counters"]
     for mine, theirs in ((graph.agent.online, eager.agent.online), (graph.agent.target, eager.agent.target)):
@@ -97,14 +97,14 @@ def test_a_captured_run_is_an_eager_run() -> None:
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate() -> None:
     found = advanced(30, device=CUDA)
-    assert found._learning_step.captured
+    assert found._cycle.learning_step.captured
     found.agent.set_learning_rate(0.0)
     before = {name: weight.clone() for name, weight in found.agent.online.state_dict().items()}
     for _ in range(5):
-        found._learning_step()
+        found._cycle.learning_step()
     assert all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
     found.agent.set_learning_rate(1e-3)
-    found._learning_step()
+    found._cycle.learning_step()
     assert not all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
 
 

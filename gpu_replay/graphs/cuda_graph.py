@@ -6,7 +6,7 @@ replays (random draws, the schedule of beta, priorities, the optimiser's state) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,7 @@ class CudaGraphCall(Generic[Result]):
               the capture.
     device:   on a CPU, `call` is made every time.
     warm_ups: calls before the capture, at least 1.
+    generators: on the device, from which `call` draws beside torch's own; replays move them on as calls do.
 
     Calls and capture are on a stream of their own, where gradients are then accumulated as during the capture; a replay
     is on the current one. Other threads may use the device while one captures.
@@ -40,8 +41,16 @@ class CudaGraphCall(Generic[Result]):
     Raises CaptureError instead of a call where the capture fails for reasons of CUDA; what `call` raises goes through.
     """
 
-    def __init__(self, call: Callable[[], Result], device: torch.device, *, warm_ups: int = WARM_UPS) -> None:
+    def __init__(
+        self,
+        call: Callable[[], Result],
+        device: torch.device,
+        *,
+        warm_ups: int = WARM_UPS,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         self._call = call
+        self._generators = generators
         self._device = device
         self._warm_ups = warm_ups
         self._side_stream: torch.cuda.Stream | None = None
@@ -76,7 +85,7 @@ class CudaGraphCall(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         cause: BaseException | None = None
         try:
-            with captured_into(graph, self._stream(), self._device):
+            with captured_into(graph, self._stream(), self._device, self._generators):
                 try:
                     self._result = self._call()
                 except BaseException as error:
@@ -115,33 +124,49 @@ class CudaGraphCall(Generic[Result]):
 
 
 @contextmanager
-def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+def captured_into(
+    graph: torch.cuda.CUDAGraph,
+    stream: torch.cuda.Stream,
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[None]:
     """Within it what this thread sends to the device goes into the graph instead; it is sent on `stream`.
 
+    generators: from which it may draw, beside torch's own.
+
     Where that fails the error is raised and torch is as it was before. By itself it would leave that stream the current
-    one, memory of the graph set aside for good, and its generator in capture mode, in which `torch.randn` raises.
+    one, memory of the graph set aside for good, and generators in capture mode, in which `torch.randn` raises.
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         pool = torch.cuda.graph_pool_handle()
+        _register(graph, generators)
         try:
             # threads that capture nothing are free to allocate and to copy
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            _recover(pool)
+            _recover(pool, generators)
             raise
 
 
-def _recover(pool: tuple[int, int]) -> None:
+def _register(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+    for generator in generators:
+        graph.register_generator_state(generator)
+
+
+def _recover(pool: tuple[int, int], generators: Sequence[torch.Generator]) -> None:
     """Leave capture mode, after a capture into this pool that raised."""
     device = torch.cuda.current_device()
     # it raises where the capture was ended, and the graph then releases the pool
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    # at the end of a capture that succeeds the generator is as before; nothing helps a device that is lost
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.cuda._sleep(1)
+    # at the end of a capture that succeeds generators are as before; nothing helps a device that is lost
+    graph = torch.cuda.CUDAGraph()
+    with suppress(RuntimeError):
+        _register(graph, generators)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            torch.cuda._sleep(1)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

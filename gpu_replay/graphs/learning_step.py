@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ class LearningStep:
         device: torch.device,
         warm_ups: int,
         *,
+        generators: Sequence[torch.Generator] = (),
         sample: Callable[[], Batch],
         update: Callable[[Tensor, Tensor], None],
         recording: Callable[[], AbstractContextManager[Recorded]],
@@ -36,6 +37,7 @@ class LearningStep:
     ) -> None:
         """Of arguments that the buffer has checked.
 
+        generators:     from which `learn` draws, beside torch's own.
         sample, update: the buffer's calls.
         recording:      counts what is captured within it.
         replaying:      orders one replay of that among the buffer's calls.
@@ -46,7 +48,7 @@ class LearningStep:
         self._sample, self._update = sample, update
         self._recording, self._replaying = recording, replaying
         self._recorded = Recorded()
-        self._graphed = CudaGraphCall(self._once, device, warm_ups=warm_ups)
+        self._graphed = CudaGraphCall(self._once, device, warm_ups=warm_ups, generators=generators)
 
     @property
     def captured(self) -> bool:

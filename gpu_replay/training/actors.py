@@ -18,6 +18,8 @@ class FrameStack:
 
     ALE's own stacks begin the same way, and so do the buffer's with `padding="zero"`. With a depth of 1 an observation
     is the frame itself, without a stack axis. Never synchronises with the device.
+
+    A stack stays in the memory of `begin`: each `push` writes there, so that a captured graph goes on with it.
     """
 
     def __init__(self, depth: int) -> None:
@@ -39,8 +41,7 @@ class FrameStack:
         if self._frames is None:
             raise RuntimeError("push needs the frames before; call begin first.")
         cleared = ended.reshape(-1, *[1] * frame.dim())
-        self._frames = torch.cat((self._frames[:, 1:].masked_fill(cleared, 0), frame[:, None]), 1)
-        return self._frames
+        return self._frames.copy_(torch.cat((self._frames[:, 1:].masked_fill(cleared, 0), frame[:, None]), 1))
 
     def state(self) -> dict[str, Tensor]:
         """The frames; empty at a depth of 1."""
@@ -50,7 +51,7 @@ class FrameStack:
         """Continue with the frames of `state`, of which `frame` is the newest."""
         if self.depth == 1:
             return frame
-        self._frames = state["frames"].to(frame.device)
+        self._frames = state["frames"].to(frame.device, copy=True)
         return self._frames
 
 

@@ -24,6 +24,7 @@ class Catch(Environment):
     Actions: 0 left, 1 stay, 2 right. Every episode lasts 11 steps. No call synchronises with the device.
     """
 
+    on_device = True
     spec = EnvironmentSpec(
         name="catch",
         observation=Field((SIDE, SIDE), torch.uint8, torch.float32, 1.0),
@@ -36,13 +37,18 @@ class Catch(Environment):
         self.num_envs = num_envs
         self.device = device
         self._generator = torch.Generator(device=device)
+        self.generators = (self._generator,)
         self._environments = torch.arange(num_envs, device=device)
+        # the ball's row and column, and the paddle's column
+        zeros = torch.zeros((3, num_envs), dtype=torch.int64, device=device)
+        self._row, self._column, self._paddle = (each.clone() for each in zeros)
 
     def reset(self, seed: int) -> Tensor:
         """Start a new game in every environment."""
         self._generator.manual_seed(seed)
-        self._row = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
-        self._column, self._paddle = self._new_games()
+        self._row.zero_()
+        for mine, new in zip((self._column, self._paddle), self._new_games(), strict=True):
+            mine.copy_(new)
         return self._board()
 
     def send(self, actions: Tensor) -> None:
@@ -51,16 +57,15 @@ class Catch(Environment):
 
     def recv(self) -> Step:
         """Step with the actions of `send`."""
-        self._paddle = (self._paddle + self._actions - 1).clamp(REACH, SIDE - 1 - REACH)
-        self._row = self._row + 1
+        self._paddle.add_(self._actions - 1).clamp_(REACH, SIDE - 1 - REACH)
+        self._row += 1
         terminated = self._row == SIDE - 1
         caught = (self._column - self._paddle).abs() <= REACH
         reward = torch.where(caught, 1.0, -1.0) * terminated
         final_obs = self._board()
-        column, paddle = self._new_games()
-        self._row = torch.where(terminated, 0, self._row)
-        self._column = torch.where(terminated, column, self._column)
-        self._paddle = torch.where(terminated, paddle, self._paddle)
+        self._row.masked_fill_(terminated, 0)
+        for mine, new in zip((self._column, self._paddle), self._new_games(), strict=True):
+            mine.copy_(torch.where(terminated, new, mine))
         return Step(
             obs=self._board(),
             reward=reward,
@@ -80,7 +85,8 @@ class Catch(Environment):
 
     def restore(self, state: Mapping[str, Tensor]) -> Tensor:
         """Continue the games of this state; returns their boards (E, 12, 12) uint8."""
-        self._row, self._column, self._paddle = (state[name].to(self.device) for name in ("row", "column", "paddle"))
+        for name, mine in (("row", self._row), ("column", self._column), ("paddle", self._paddle)):
+            mine.copy_(state[name])
         self._generator.set_state(state["generator"])
         return self._board()
 

@@ -60,6 +60,7 @@ class Collector:
         if version != self._version:
             self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
             self._version = version
+        self._explorer.set_epsilon(epsilon)
         count, frame = self._actors.environment.num_envs, self._frame.numpy()
         obs = np.empty((steps, *frame.shape), frame.dtype)
         action, reward = np.empty((steps, count), np.int64), np.empty((steps, count), np.float32)
@@ -70,7 +71,7 @@ class Collector:
         lengths: list[float] = []
         for step in range(steps):
             obs[step] = self._frame.numpy()
-            actions = self._explorer.choose(self._network(self._obs), epsilon)
+            actions = self._explorer.choose(self._network(self._obs))
             self._actors.send(actions)
             arrival = self._actors.recv()
             action[step], reward[step] = actions.numpy(), arrival.reward.numpy()

@@ -55,6 +55,8 @@ class DevicePong(Environment):
     No call synchronises with the device.
     """
 
+    on_device = True
+
     def __init__(self, num_envs: int, device: torch.device, side: int = 84, stack: int = 4) -> None:
         self.spec = EnvironmentSpec(
             name="device-pong",
@@ -79,12 +81,13 @@ class DevicePong(Environment):
         self._heights = torch.tensor([BALL, HEIGHT, HEIGHT], device=device)[:, None, None]
         columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)
         self._columns = columns[:, None, None]
+        self._state = torch.zeros((ROWS, num_envs), dtype=torch.int64, device=device)
 
     def reset(self, seed: int) -> Tensor:
         """Start a new game in every environment."""
         self._set_seed(torch.tensor(seed, device=self.device))
-        state = torch.zeros((ROWS, self.num_envs), dtype=torch.int64, device=self.device)
-        self._state = self._served(state, torch.ones_like(self._games, dtype=torch.bool), self._games % 2 == 0)
+        state = self._state.zero_()
+        state.copy_(self._served(state, torch.ones_like(self._games, dtype=torch.bool), self._games % 2 == 0))
         return self._picture()
 
     def send(self, actions: Tensor) -> None:
@@ -103,9 +106,9 @@ class DevicePong(Environment):
         final_obs = self._picture() if self._needed(terminated) else None
         points = scored.agent | scored.opponent
         if self._needed(points):
-            self._state = self._served(state, points, scored.opponent)
+            state.copy_(self._served(state, points, scored.opponent))
         if self._needed(terminated):
-            self._state[AGENT_SCORE : OPPONENT_SCORE + 1].masked_fill_(terminated, 0)
+            state[AGENT_SCORE : OPPONENT_SCORE + 1].masked_fill_(terminated, 0)
         return Step(
             obs=self._picture(),
             reward=scored.agent.float() - scored.opponent.float(),
@@ -120,7 +123,7 @@ class DevicePong(Environment):
 
     def restore(self, state: Mapping[str, Tensor]) -> Tensor:
         """Continue the games of this state; returns their pictures (E, side, side) uint8."""
-        self._state = state["games"].to(self.device, copy=True)
+        self._state.copy_(state["games"])
         self._set_seed(state["seed"].to(self.device))
         return self._picture()
 
@@ -176,7 +179,9 @@ class DevicePong(Environment):
 
     def _needed(self, where: Tensor) -> bool:
         """Whether any row needs what follows: on a CPU that saves time, elsewhere the answer would be waited for."""
-        return self.device.type != "cpu" or bool(where.any())
+        if self.device.type != "cpu":
+            return True
+        return bool(where.any())
 
     def _set_seed(self, seed: Tensor) -> None:
         """Let random numbers be functions of this seed () and the game."""

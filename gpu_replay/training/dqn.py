@@ -59,8 +59,7 @@ class Agent:
         cuda = device.type == "cuda"
         rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
         self._optimizer = torch.optim.Adam([self._flat], lr=rate, eps=settings.adam_eps, fused=True, capturable=cuda)
-        generator = torch.Generator(device=device).manual_seed(seed)
-        self._explorer = Explorer(settings.persistence, generator)
+        self.explorer = Explorer(settings.persistence, torch.Generator(device=device).manual_seed(seed))
         self._sums = torch.zeros(3, device=device)
         self._summed = 0
 
@@ -75,10 +74,10 @@ class Agent:
         return self.online if self._averaged is None else self._averaged
 
     @torch.no_grad()
-    def act(self, obs: Tensor, epsilon: float) -> Tensor:
-        """obs: (E, *shape) on the agent's device; returns (E,) int64."""
+    def act(self, obs: Tensor) -> Tensor:
+        """obs: (E, *shape) on the agent's device; returns (E,) int64, explored with the epsilon of `explorer`."""
         values = self.online.forward_with(self.online.prepare(obs), self._lowered)
-        return self._explorer.choose(values, epsilon)
+        return self.explorer.choose(values)
 
     def whiten(self, obs: Tensor) -> None:
         """Fit the networks' whitening to these observations, before the first update."""
@@ -154,6 +153,10 @@ class Agent:
         if self.updates % self.settings.target_every == 0:
             self._update_target()
 
+    def target_due(self, updates: int) -> bool:
+        """Whether one of so many updates from now on is followed by a copy to the target network."""
+        return self.updates % self.settings.target_every + updates >= self.settings.target_every
+
     def set_learning_rate(self, rate: float) -> None:
         """Set the step size of the following updates, also those of a captured graph."""
         for group in self._optimizer.param_groups:
@@ -180,7 +183,7 @@ class Agent:
             **({} if self._averaged is None else {"averaged": self._averaged.state_dict()}),
             # empty before the first update
             "optimizer": dict(self._optimizer.state[self._flat]),
-            "explorer": self._explorer.state(),
+            "explorer": self.explorer.state(),
             "sums": self._sums,
             "summed": self._summed,
         }
@@ -198,7 +201,7 @@ class Agent:
         slots = _flat_slots(state["optimizer"])
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": {0: slots} if slots else {}, "param_groups": groups})
-        self._explorer.restore(state["explorer"], self.device)
+        self.explorer.restore(state["explorer"], self.device)
         self._sums.copy_(state["sums"])
         self._summed = state["summed"]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gpu_replay import Field
@@ -60,10 +61,17 @@ class Step:
 
 
 class Environment(ABC):
-    """`num_envs` parallel environments."""
+    """`num_envs` parallel environments.
+
+    on_device:  whether a step is work of the agent's device alone, on memory that stays where it is, so that it can be
+                captured in a CUDA graph.
+    generators: those that such steps draw from.
+    """
 
     spec: EnvironmentSpec
     num_envs: int
+    on_device: bool = False
+    generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
     def reset(self, seed: int) -> Tensor:

@@ -16,10 +16,13 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def greedy_actions(values: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:
-    """values: (E, actions); returns (E,) int64: the best actions, or random ones with probability `epsilon`."""
+def greedy_actions(values: Tensor, epsilon: float | Tensor, generator: torch.Generator) -> Tensor:
+    """values: (E, actions); returns (E,) int64: the best actions, or random ones with probability `epsilon`.
+
+    epsilon: a number, or a tensor () that a captured graph reads anew in each replay.
+    """
     greedy = values.argmax(1)
-    if epsilon <= 0:
+    if not isinstance(epsilon, Tensor) and epsilon <= 0:
         return greedy
     count, actions = values.shape
     chance = torch.rand(count, generator=generator, device=values.device)
@@ -31,42 +34,51 @@ class Explorer:
     """Random actions in `E` environments, each repeated in the next step with probability `persistence`.
 
     In the long run a share `epsilon` of all actions is random, whatever the persistence. Never synchronises with the
-    device.
+    device, and all that moves on lies in memory that stays where it is, or in the generator: a captured graph goes on.
+
+    generator: on the device of the values.
     """
 
     def __init__(self, persistence: float, generator: torch.Generator) -> None:
         self._persistence = persistence
-        self._generator = generator
+        self.generator = generator
+        # the probability to begin to explore
+        self._begin = torch.zeros((), device=generator.device)
         self._random: Tensor | None = None
         self._exploring: Tensor | None = None
 
-    def choose(self, values: Tensor, epsilon: float) -> Tensor:
+    def set_epsilon(self, epsilon: float) -> None:
+        """The share of random actions from now on, also of a captured graph; 0 before the first call."""
+        # what makes exploring steps a share `epsilon` of all
+        self._begin.fill_(epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence))
+
+    @torch.no_grad()
+    def choose(self, values: Tensor) -> Tensor:
         """values: (E, actions); returns (E,) int64 actions."""
-        if self._persistence <= 0 or epsilon <= 0:
-            return greedy_actions(values, epsilon, self._generator)
+        if self._persistence <= 0:
+            return greedy_actions(values, self._begin, self.generator)
         count, actions = values.shape
-        generator, device = self._generator, values.device
+        generator, device = self.generator, values.device
         fresh = torch.randint(actions, (count,), generator=generator, device=device)
         chance = torch.rand((2, count), generator=generator, device=device)
         if self._random is None or self._exploring is None:
-            self._random, self._exploring = fresh, torch.zeros_like(fresh, dtype=torch.bool)
+            self._random, self._exploring = fresh.clone(), torch.zeros_like(fresh, dtype=torch.bool)
         persisting = self._exploring & (chance[0] < self._persistence)
-        # the probability to start exploring that makes exploring steps a share `epsilon` of all
-        begin = epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence)
-        self._random = torch.where(persisting, self._random, fresh)
-        self._exploring = persisting | (chance[1] < begin)
+        self._random.copy_(torch.where(persisting, self._random, fresh))
+        # without exploration nothing persists
+        self._exploring.copy_((persisting | (chance[1] < self._begin)) & (self._begin > 0))
         return torch.where(self._exploring, self._random, values.argmax(1))
 
     def state(self) -> dict[str, Tensor]:
         """The generator's state, and the random actions that persist."""
-        state = {"generator": self._generator.get_state()}
+        state = {"generator": self.generator.get_state()}
         if self._random is not None and self._exploring is not None:
             state |= {"random": self._random, "exploring": self._exploring}
         return state
 
     def restore(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         """Continue from a state."""
-        self._generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"])
         if "random" in state:
-            self._random = state["random"].to(device)
-            self._exploring = state["exploring"].to(device)
+            self._random = state["random"].to(device, copy=True)
+            self._exploring = state["exploring"].to(device, copy=True)

@@ -231,6 +231,7 @@ class ActorTrainer(Trainer):
             self.watch.lap("replay")
         else:
             self._owed -= self.settings.num_envs
+            self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
             self._learn()
 
     def _publish(self) -> None:

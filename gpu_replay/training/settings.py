@@ -76,7 +76,7 @@ class Settings:
     bfloat16: bool | None = setting(
         False, "convolutions and hidden layers in bfloat16, the last layer in float32; auto: on a CPU, what is faster"
     )
-    graph: bool = setting(True, "CUDA: capture an update as one graph instead of launching some hundred kernels")
+    graph: bool = setting(True, "CUDA: an update, or a whole step of games on the device, is one graph of launches")
     threads: int = setting(1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1)
     helper: bool = setting(
         False, "CPU, images: a second thread computes next values, for cores that emulators leave idle; same results"

@@ -70,7 +70,7 @@ class Stopwatch:
         return time.perf_counter()
 
 
-def mean_seconds(call: Callable[[], None], device: torch.device, times: int = 50) -> float:
+def mean_seconds(call: Callable[[], object], device: torch.device, times: int = 50) -> float:
     """Mean time of a call over `times` consecutive ones, after a few warm-up calls."""
     watch = Stopwatch(device)
     for _ in range(UNTIMED):

@@ -6,21 +6,19 @@ host reads from the device once a step, for the actions of environments in host 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gpu_replay import Batch, TrajectoryReplayBuffer
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import cpu_cores
-from gpu_replay.graphs.cuda_graph import CaptureError
 from gpu_replay.training.actors import Actors
 from gpu_replay.training.checkpoints import CheckpointManager
+from gpu_replay.training.cycle import Cycle
 from gpu_replay.training.dqn import Agent
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.episodes import EpisodeStatistics
@@ -29,7 +27,7 @@ from gpu_replay.training.helper_thread import HelperThread
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of, make_buffer
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.stopwatch import Part, Stopwatch, mean_seconds
+from gpu_replay.training.stopwatch import Part, Stopwatch
 from gpu_replay.training.team import Team
 
 # batches to which the whitening of images is fitted
@@ -101,12 +99,11 @@ class Trainer:
         self.watch = Stopwatch(device)
         self.step = 0
         self._seed = seed
-        self._prioritized = settings.sampler != "uniform"
         self._actors = Actors(environment, device)
-        self._frame, self._obs = self._actors.reset(stream_seed(seed, "training"))
+        frames = self._actors.reset(stream_seed(seed, "training"))
         self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
-        self._draw_size = settings.batch_size * settings.updates_a_sample
-        self._learning_step = self.buffer.capture(self._draw_size, self._learn_from) if settings.graph else None
+        self._cycle = Cycle(self.agent, self._actors, buffer, self._statistics, settings, self.watch)
+        self._cycle.begin(*frames)
         self.last_row: dict[str, float] = {}
         # steps added to the buffer in its lifetime, and those of them whose windows a reset cut off
         self._added = self._lost = 0
@@ -183,9 +180,9 @@ class Trainer:
             empty["counters"]["STEP"] = state["samples"]
             self.buffer.load_state_dict(empty)
         if state["actors"] is not None:
-            self._frame, self._obs = self._actors.restore(state["actors"])
+            self._cycle.begin(*self._actors.restore(state["actors"]))
         else:
-            self._frame, self._obs = self._actors.reset(stream_seed(self._seed, "training", self.resumed))
+            self._cycle.begin(*self._actors.reset(stream_seed(self._seed, "training", self.resumed)))
             self._statistics.abandon()
             self.buffer.begin_episodes()
             # windows that were open are never completed
@@ -261,28 +258,16 @@ class Trainer:
 
     def _advance(self) -> None:
         """One step of all environments, with its updates."""
-        watch = self.watch
-        watch.begin()
-        actions = self.agent.act(self._obs, self.settings.epsilon(self.step))
-        watch.lap("act")
-        self._actors.send(actions)
-        watch.lap("env")
+        settings = self.settings
+        self.watch.begin()
+        self.agent.explorer.set_epsilon(settings.epsilon(self.step))
         # the warm-up is counted on the host: asking the buffer would wait for the device
-        if self._added - self._open_windows - self._lost >= self.settings.warmup:
-            self._learn()
-        arrival = self._actors.recv()
-        self._statistics.push(arrival.step.reward, arrival.step.terminated | arrival.step.truncated)
-        watch.lap("env")
-        self.buffer.add(
-            obs=self._frame,
-            action=actions,
-            reward=arrival.reward.sign() if self.settings.clip_reward else arrival.reward,
-            terminated=arrival.terminated,
-            truncated=arrival.truncated,
-            final_obs=arrival.final_frame,
-        )
-        watch.lap("replay")
-        self._frame, self._obs = arrival.frame, arrival.obs
+        if self._added - self._open_windows - self._lost < settings.warmup:
+            self._cycle.step()
+        else:
+            self.agent.set_learning_rate(settings.learning_rate_at(self.step))
+            if not self._cycle.step_at_once():
+                self._cycle.step(self._learn)
         self._added += self.environment.num_envs
         self.step += self.environment.num_envs * (1 if self._team is None else self._team.size)
 
@@ -308,65 +293,11 @@ class Trainer:
         """The updates of one step of all environments."""
         if self.agent.updates == 0 and self.settings.updates:
             self._fit_whitening()
-        self.agent.set_learning_rate(self.settings.learning_rate_at(self.step))
-        together = self.settings.updates_a_sample
-        for _ in range(self.settings.updates // together):
-            self._update()
-            for _ in range(together):
-                self.agent.after_update()
-        self.watch.lap("learn")
-
-    def _update(self) -> None:
-        """One draw and the updates that share it; on CUDA one graph, unless it cannot be captured."""
-        if self._learning_step is not None:
-            if not self._learning_step.captured:
-                self.watch.skip()
-            try:
-                self._learning_step()
-                return
-            except CaptureError as error:
-                self._learning_step = None
-                reason = str(error.__cause__ or error).splitlines()[0]
-                print(
-                    f"the learning step cannot be captured as a CUDA graph and runs without: {reason}", file=sys.stderr
-                )
-        self._learn_from(self.buffer.sample(self._draw_size))
-
-    def _learn_from(self, batch: Batch) -> None:
-        """The updates that share a draw, all of it on the device.
-
-        Priorities are updated here, in the order of the updates, and not returned to `capture` in the order of rows:
-        the latest TD error of a key that was drawn twice is the one that counts.
-        """
-        self.watch.lap("replay")
-        together = self.settings.updates_a_sample
-        # adjacent rows come from adjacent strata of the distribution, so each batch takes rows at a stride
-        parts = [Batch({name: rows[part::together] for name, rows in batch.items()}) for part in range(together)]
-        td_errors = self.agent.updates_with(parts)
-        self.watch.lap("learn")
-        if self._prioritized:
-            self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
-            self.watch.lap("replay")
-
-    def _update_priorities_only(self, batch: Batch) -> Tensor | None:
-        """Replaces `_learn_from` to time the buffer's part of an update alone: new priorities without learning."""
-        return batch.weight if self._prioritized else None
+        self._cycle.learn()
 
     def shares(self) -> dict[Part, float]:
-        """Share of each part in the time of the learning loop; "replay" is add, sample and update_priorities together.
-
-        A captured update cannot be split by timers. Instead the buffer's part is captured alone, both are replayed many
-        times, and the ratio of their times is moved from "learn" to "replay". That continues to learn, so this must be
-        the last call on a trainer.
-        """
-        shares = self.watch.shares()
-        if self._learning_step is not None and self._learning_step.captured:
-            whole = mean_seconds(self._learning_step, self.device)
-            alone = mean_seconds(self.buffer.capture(self._draw_size, self._update_priorities_only), self.device)
-            moved = shares["learn"] * min(1.0, alone / whole)
-            shares["learn"] -= moved
-            shares["replay"] += moved
-        return shares
+        """Share of each part in the time of the learning loop, see `Cycle.shares`; the last call on a trainer."""
+        return self._cycle.shares()
 
     @property
     def leads(self) -> bool:
