@@ -36,6 +36,7 @@ GPU = torch.device("cuda", 0)
 NAME = "No GPU, a rehearsal"
 MEMORY = 2**34
 REFUSED = "operation not permitted when stream is capturing"
+UNREGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
 # waits for the device, which no graph can
 _WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 _GETTERS: dict[Any, Callable[[bool], Any]] = {
@@ -103,6 +104,9 @@ class _Recorder(TorchDispatchMode):
         if func in _WAITING:
             raise RuntimeError(REFUSED)
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and not self._graph.has(generator):
+            raise RuntimeError(UNREGISTERED)
         if func._schema.is_mutable:
             self._graph.save((args, kwargs))
         found = func(*args, **kwargs)
@@ -131,6 +135,17 @@ class Graph:
         self.calls: list[Callable[[], object]] = []
         # memory that was written, as it was before
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        # with their states, as they were before
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """See torch."""
+        self._generators.append((generator, generator.get_state()))
+
+    def has(self, generator: torch.Generator) -> bool:
+        """Whether calls that are captured may draw from it."""
+        # the same one may come as another object
+        return any(each._cdata == generator._cdata for each, _ in self._generators)
 
     def save(self, given: object) -> None:
         """Remember what is in these tensors."""
@@ -146,6 +161,8 @@ class Graph:
         with _plain():
             for storage, before in self._saved.values():
                 storage.copy_(before)
+            for generator, state in self._generators:
+                generator.set_state(state)
         self._saved.clear()
 
     def replay(self) -> None:
@@ -169,6 +186,14 @@ class Generator(torch.Generator):
     def __new__(cls, device: object = None) -> Generator:
         """See torch."""
         return super().__new__(cls)
+
+    def __init__(self, device: object = None) -> None:
+        self._place = GPU if _named(device) == "cuda" else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """See torch."""
+        return self._place
 
 
 class Stream:

@@ -218,7 +218,8 @@ def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(persist
     explorer = Explorer(persistence, torch.Generator().manual_seed(0))
     # 50 actions of which the last is the best: a random action is nearly never the greedy one
     values = torch.arange(50.0).repeat(400, 1)
-    chosen = torch.stack([explorer.choose(values, epsilon) for _ in range(150)])[50:]
+    explorer.set_epsilon(epsilon)
+    chosen = torch.stack([explorer.choose(values) for _ in range(150)])[50:]
     share = float((chosen != 49).float().mean())
     # 40,000 actions, in runs of ten at the most: a standard error below 0.008
     assert share == pytest.approx(epsilon * 49 / 50, abs=0.03)
@@ -228,7 +229,12 @@ def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(persist
 
 def test_without_epsilon_the_best_action_is_taken() -> None:
     values = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Explorer(0.9, torch.Generator()).choose(values), values.argmax(1))
+    for persistence in (0.0, 0.9):
+        explorer = Explorer(persistence, torch.Generator().manual_seed(0))
+        for epsilon in (0.0, 1.0, 0.0):
+            # what would persist ends as well
+            explorer.set_epsilon(epsilon)
+            assert torch.equal(explorer.choose(values), values.argmax(1)) == (epsilon == 0)
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

@@ -206,7 +206,7 @@ def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
     before, buffer = cartpole
     values, tensors = snapshot(before)
     after = make_trainer(UNKNOWN, seed=1, buffer=buffer, eval_episodes=2, **CARTPOLE)
-    first_obs = after._obs.clone()
+    first_obs = after._cycle.obs.clone()
     after.restore(unflatten(values, tensors), filled=True)
     found, same = snapshot(after)
     # running episodes are given up, finished ones count
@@ -219,8 +219,8 @@ def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
     assert found == values | times | {"seconds": found["seconds"]}
     assert found["seconds"] >= values["seconds"]
     # new episodes, and not those with which the run began
-    assert after._obs.abs().max() <= 0.05
-    assert not torch.equal(after._obs, first_obs)
+    assert after._cycle.obs.abs().max() <= 0.05
+    assert not torch.equal(after._cycle.obs, first_obs)
 
 
 def test_no_window_joins_what_was_before_with_what_comes_after(
