@@ -22,7 +22,7 @@ from .results import read, read_lines
 PARTS: dict[str, tuple[str, ...]] = {
     "smoke": ("info", "smoke-tests", "catch"),
     "records": ("bench-kernels", "bench-gpu", "bench-frames", "bench-peers"),
-    "pong": ("pong",),
+    "pong": ("device-pong", "pong"),
     "tests": ("tests",),
     "memcheck": ("memcheck",),
 }
@@ -207,4 +207,9 @@ def _one_run(folder: Path, summary: dict[str, Any] | None) -> str:
     if summary is None:
         return f"{text}; it did not finish."
     solved = "" if summary.get("solved") is None else f", solved: {'yes' if summary['solved'] else 'no'}"
-    return f"{text}; {summary['updates']:,} updates, stopped by {summary['stopped_by']}{solved}."
+    text += f"; {summary['updates']:,} updates, stopped by {summary['stopped_by']}{solved}"
+    seconds = sum(summary["time_split"].values())
+    if not seconds:
+        return f"{text}."
+    shares = ", ".join(f"{part} {spent / seconds:.1%}" for part, spent in summary["time_split"].items())
+    return f"{text}. Learning: {summary['steps'] / summary['loop_seconds']:,.0f} environment steps/s; {shares}."

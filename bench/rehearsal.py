@@ -145,7 +145,7 @@ class Graph:
     def has(self, generator: torch.Generator) -> bool:
         """Whether calls that are captured may draw from it."""
         # the same one may come as another object
-        return any(each._cdata == generator._cdata for each, _ in self._generators)
+        return any(_identity(each) == _identity(generator) for each, _ in self._generators)
 
     def save(self, given: object) -> None:
         """Remember what is in these tensors."""
@@ -180,6 +180,10 @@ class Graph:
         self.calls.clear()
 
 
+def _identity(generator: Any) -> int:
+    return int(generator._cdata)
+
+
 class Generator(torch.Generator):
     """On the host, wherever it is asked for."""
 
@@ -191,7 +195,7 @@ class Generator(torch.Generator):
         self._place = GPU if _named(device) == "cuda" else torch.device("cpu")
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """See torch."""
         return self._place
 

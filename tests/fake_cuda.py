@@ -63,7 +63,12 @@ class FakeGraph:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self.pool: int | None = None
+        self.generators: list[Any] = []
         self._names: list[str] = []
+
+    def register_generator_state(self, generator: Any) -> None:
+        assert self._cuda.current.captures is None
+        self.generators.append(generator)
 
     def add(self, name: str) -> None:
         self._names.append(name)
@@ -85,8 +90,9 @@ class FakeCuda:
         # what the end of a capture of more than a sleep says
         self.refusal: str | None = None
         self.captures = 0
-        # as torch's generator and allocator are outside of a capture
+        # as torch's generator, others that are registered and the allocator are outside of a capture
         self.generator_captures = False
+        self.capturing_generators: list[Any] = []
         self.pools: set[int] = set()
         self.recorded_pools: set[int] = set()
         self._handles = itertools.count(1)
@@ -105,7 +111,8 @@ class FakeCuda:
 
     def is_clean(self) -> bool:
         """Whether nothing is left of captures but the graphs that were made."""
-        return not (self.generator_captures or self.recorded_pools) and self.current.captures is None
+        left = self.generator_captures or self.capturing_generators or self.recorded_pools
+        return not left and self.current.captures is None
 
     def work(self, name: str) -> None:
         """Send something to the device on the current stream."""
@@ -190,6 +197,7 @@ class FakeCuda:
         before, self.current = self.current, stream
         stream.captures, graph.pool = graph, pool
         self.generator_captures = True
+        self.capturing_generators += [each for each in graph.generators if each not in self.capturing_generators]
         self.pools.add(pool)
         self.recorded_pools.add(pool)
         try:
@@ -201,6 +209,7 @@ class FakeCuda:
                 raise RuntimeError(self.refusal)
             self.recorded_pools.remove(pool)
             self.generator_captures = False
+            self.capturing_generators = [each for each in self.capturing_generators if each not in graph.generators]
             self.current = before
 
     def _cuda_endAllocateToPool(self, device: int, pool: int) -> None:

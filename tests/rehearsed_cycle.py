@@ -7,7 +7,7 @@ elsewhere meanwhile would be repeated as it was, and differ.
 from __future__ import annotations
 
 import torch
-from test_training_cycle import GAMES, all_tensors, advance, played
+from test_training_cycle import GAMES, advance, all_tensors, played
 
 CUDA = torch.device("cuda")
 
@@ -27,7 +27,7 @@ def main() -> None:
         # as many steps go untimed
         whole.watch.seconds["learn"] = 1.0
         shares = whole.shares()
-        print(f"{name}: {step.replays if step else 0} replays, {whole.agent.updates} updates, {sum(shares.values()):.3f}")
+        print(f"{name}: {step.replays if step else 0} replays, {whole.agent.updates} updates, {shares}")
         if step is None or not step.captured:
             raise SystemExit(f"{name}: nothing was captured")
         # how much each takes here means nothing

@@ -42,6 +42,7 @@ def run(folder: Path, env: str, rows: tuple[str, ...] = ROWS, *, finished: bool 
         summary = {"env": env, "device_name": GPU.device, "updates": 1234, "stopped_by": "solved", "solved": True}
         ended = {"wall_seconds": 1530.0, "steps": 950_000}
         speeds = {"steps_per_second": 1234.5, "updates_per_second": 99.4, "replay_share": 0.0456}
+        speeds |= {"loop_seconds": 760.0, "time_split": {"env": 76.0, "act": 38.0, "replay": 190.0, "learn": 456.0}}
         evaluation = {"eval_return_mean": 17.25, "eval_return_std": 2.0}
         (folder / "summary.json").write_text(json.dumps(summary | ended | speeds | evaluation))
 
@@ -99,6 +100,7 @@ def test_a_page_of_everything(folder: Path) -> None:
     assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +ended before \| 25.5 min, 0.95M, solved \|", text)
     assert not re.search(r"\| test-9000/catch", text)
     assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 14.50; 1,234 updates" in text
+    assert "Learning: 1,250 environment steps/s; env 10.0%, act 5.0%, replay 25.0%, learn 60.0%." in text
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) == 4
     assert all((output.parent / link).exists() for link in links)

@@ -184,6 +184,7 @@ def test_what_learn_must_not_return(returned: Any, error: type[Exception], messa
         ((8, powers, {"beta": -1}), ValueError, "beta must be finite and at least 0; found -1"),
         ((8, powers, {"warm_ups": 0}), ValueError, "warm_ups must be at least 1; found 0"),
         ((8, powers, {"warm_ups": 1.5}), TypeError, "warm_ups must be an int; found 1.5"),
+        ((8, powers, {"generators": [0]}), TypeError, "generators must be of torch.Generator; found int"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

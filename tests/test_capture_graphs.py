@@ -200,6 +200,34 @@ def test_a_capture_that_fails_at_its_end_says_so(cuda: FakeCuda) -> None:
     assert step.captured
 
 
+@pytest.mark.parametrize("refusal", [None, "capture was invalidated"])
+def test_generators_that_learn_draws_from_are_captured_and_come_back(cuda: FakeCuda, refusal: str | None) -> None:
+    generator: Any = torch.Generator()
+    within = []
+
+    def learn(batch: Batch) -> None:
+        within.append(list(cuda.capturing_generators))
+
+    buffer = Pretended(cuda)
+    step = LearningStep(
+        *(learn, 4, CUDA, 1),
+        generators=(generator,),
+        sample=lambda: buffer.sample(4),
+        update=buffer.update_priorities,
+        recording=lambda: buffer._recording(4),
+        replaying=lambda recorded: buffer._replaying(4, recorded),
+    )
+    step()
+    cuda.refusal = refusal
+    if refusal is None:
+        step()
+    else:
+        with pytest.raises(RuntimeError, match=refusal):
+            step()
+    assert within == [[], [generator]]
+    assert cuda.is_clean()
+
+
 def test_what_learn_itself_raises_comes_through(cuda: FakeCuda) -> None:
     def learn(batch: Batch) -> None:
         if torch.cuda.is_current_stream_capturing():

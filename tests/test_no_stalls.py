@@ -22,6 +22,8 @@ MODULES = (
     *("ops/launch", "ops/draws", "ops/rank_merge"),
     *("ops/rank_draw", "ops/ring", "ops/stratified_draw", "ops/uniform_draw", "ops/weights", "ops/mass_tree"),
 )
+# what a step of games on the device does besides, in one graph
+TRAINING = ("actors", "catch", "cycle", "device_pong", "dqn", "episodes", "exploration", "networks")
 ROOTS = ("add", "sample", "sample_sequences", "update_priorities", "begin_episodes", "_add", "_sample", "_update")
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
 STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "on_replay", "ordered", "close")
@@ -58,6 +60,8 @@ HARMLESS = {
     "torch.from_numpy(array)",
     "torch.from_numpy(_storable(name, array))",
     "self._copies.synchronize()",  # of pinned memory on a stream of their own
+    "bool(self._halved)",  # names of layers
+    "bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())",
 }
 # positions among the counters, bits of flags, and functions that are searched themselves
 PLAIN = ("int(Counter.", "int(Flag.", "validation.")
@@ -218,6 +222,14 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     assert {"plan_merge", "joins_for", "per_program"} <= reached
     assert {"plan_eligible_draw", "plan_gather_windows", "_plan_launch", "plan_gather_sequences"} <= reached
     assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
+
+
+def test_no_step_of_games_on_the_device_waits_for_it() -> None:
+    sources = {name: (ROOT / "training" / f"{name}.py").read_text() for name in TRAINING}
+    reached, found = search(sources, ("_step_from", "_learn_from", "_store", "_use_draws", "set_epsilon"))
+    assert found == []
+    assert {"act", "choose", "recv", "push", "updates_with", "forward_with", "prepare", "greedy_actions"} <= reached
+    assert {"_picture", "_served", "_move_ball", "_board", "_new_games", "_needed", "_update", "_renew"} <= reached
 
 
 def test_functions_that_wait_say_so() -> None:

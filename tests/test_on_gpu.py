@@ -102,7 +102,7 @@ def test_the_programs_know_the_options_that_are_given_to_them(full: bool, capsys
         assert [word for word in arguments if word.startswith("--") and word not in text] == []
         seen.add(" ".join(arguments[:2]))
     suites = [f"bench {suite}" for suite in ("kernels", "gpu", "frames", "peers", "plot", "page")]
-    assert seen == {*suites, "info", "train catch", "train pong"}
+    assert seen == {*suites, "info", "train catch", "train device-pong", "train pong"}
     (options,) = pytests
     if not full:
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +135,8 @@ def test_the_share_of_a_captured_call_goes_to_its_parts(monkeypatch: pytest.Monk
     parts: Any = {part: lambda part=part: part for part in ("act", "env", "replay")}
     found = divided(shares, lambda: "whole", parts, CPU)  # type: ignore[arg-type]
     assert found == pytest.approx({"env": 0.3, "act": 0.1, "replay": 0.15, "learn": 0.45})
+    nothing: Any = dict.fromkeys(shares, 0.0)
+    assert divided(nothing, None, parts, CPU) == nothing  # type: ignore[arg-type]
     # parts alone may take longer than together
     found = divided(shares, lambda: "whole", {"act": lambda: "long", "env": lambda: "env"}, CPU)  # type: ignore[arg-type]
     assert found == pytest.approx({"env": 0.1, "act": 0.8, "replay": 0.1, "learn": 0.0})
@@ -170,3 +171,18 @@ def test_in_a_rehearsal_replayed_steps_are_those_of_the_plain_loop() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [name for name, _ in GAMES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "changes"), GAMES, ids=[name for name, _ in GAMES])
+def test_on_a_gpu_replayed_steps_play_the_games_of_the_plain_loop(name: str, changes: dict[str, Any]) -> None:
+    cuda = torch.device("cuda")
+    plain, whole = (played(name, 60, device=cuda, graph=graph, **changes) for graph in (False, True))
+    assert whole._cycle.whole_step is not None
+    assert whole._cycle.whole_step.captured
+    mine, theirs = all_tensors(whole), all_tensors(plain)
+    for path, tensor in theirs.items():
+        if path.startswith("agent"):
+            torch.testing.assert_close(mine[path], tensor, rtol=1e-3, atol=1e-4)
+        elif path.startswith(("actors", "statistics", "frame", "obs")):
+            assert torch.equal(mine[path], tensor), path

@@ -87,7 +87,9 @@ def test_the_buffers_part_alone_is_what_an_update_does_with_it() -> None:
 def test_a_captured_run_is_an_eager_run() -> None:
     changes = {"device": CUDA, "learning_rate_end": 1e-4, "target_every": 7}
     graph, eager = (advanced(80, graph=graph, **changes) for graph in (True, False))
+    # of two updates a step each second copy to the target falls between them
     assert graph._cycle.learning_step.captured
+    assert graph._cycle.whole_step.captured
     assert eager._cycle.learning_step is None
     assert graph.agent.updates == eager.agent.updates == 2 * (80 - 13)
     assert graph.buffer.state_dict()["counters"] == eager.buffer.state_dict()["counters"]
@@ -101,14 +103,15 @@ def test_a_captured_run_is_an_eager_run() -> None:
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate() -> None:
     found = advanced(30, device=CUDA)
-    assert found._cycle.learning_step.captured
+    step = found._cycle.whole_step
+    assert step.captured
     found.agent.set_learning_rate(0.0)
     before = {name: weight.clone() for name, weight in found.agent.online.state_dict().items()}
     for _ in range(5):
-        found._cycle.learning_step()
+        step()
     assert all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
     found.agent.set_learning_rate(1e-3)
-    found._cycle.learning_step()
+    step()
     assert not all(torch.equal(before[name], weight) for name, weight in found.agent.online.state_dict().items())
 
 

@@ -78,16 +78,16 @@ class Cycle:
             self.frame, self.obs = arrival.frame, arrival.obs
         watch.lap("replay")
 
-    def learn(self) -> None:
+    def make_updates(self) -> None:
         """The updates of one step of all environments."""
         for _ in range(self._draws):
-            self._update()
+            self._draw_and_learn()
             for _ in range(self._together):
                 self._agent.after_update()
         self._watch.lap("learn")
 
     def step_at_once(self) -> bool:
-        """`step` with `learn` in one call, on CUDA one graph; returns whether that could be.
+        """`step` with `make_updates` in one call, on CUDA one graph; returns whether that could be.
 
         It cannot be where the host has something to do in between: before the first update ever, and where the target
         network is renewed between two draws.
@@ -141,7 +141,7 @@ class Cycle:
         for _ in range(self._draws - 1):
             use(self._buffer.sample(self.draw_size))
 
-    def _update(self) -> None:
+    def _draw_and_learn(self) -> None:
         """One draw and the updates that share it; on CUDA one graph, unless it cannot be captured."""
         if self.learning_step is not None and not self._called(self.learning_step, "the learning step"):
             self.learning_step = None
@@ -212,12 +212,16 @@ def divided(
     parts: Mapping[Part, Callable[[], object]],
     device: torch.device,
 ) -> dict[Part, float]:
-    """The shares in which that of a captured call, which was timed as "learn", is divided among its parts.
+    """The shares when that of a captured call, which was timed as "learn", is divided among its parts.
 
     Timers cannot look into a graph. So each part is captured alone, all are replayed many times, and the ratios of
     their times to that of the whole are moved from "learn" to the parts.
     """
-    found, timed = dict(shares), mean_seconds(whole, device)
+    found = dict(shares)
+    if not found["learn"]:
+        # no step was timed
+        return found
+    timed = mean_seconds(whole, device)
     for part, call in parts.items():
         moved = min(found["learn"], shares["learn"] * mean_seconds(call, device) / timed)
         found["learn"] -= moved

@@ -293,7 +293,7 @@ class Trainer:
         """The updates of one step of all environments."""
         if self.agent.updates == 0 and self.settings.updates:
             self._fit_whitening()
-        self._cycle.learn()
+        self._cycle.make_updates()
 
     def shares(self) -> dict[Part, float]:
         """Share of each part in the time of the learning loop, see `Cycle.shares`; the last call on a trainer."""
