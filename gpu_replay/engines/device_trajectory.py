@@ -397,7 +397,7 @@ class TrajectoryDeviceEngine:
         storage = self._storage
         with self.draws.ordered():
             slots = keys % self._shape.slots
-            return self._rows[(keys.shape[0],)](slots, None) | endings(storage.streams.flags[slots])
+            return self._rows[(keys.shape[0],)](slots, None) | endings(storage.streams.flags.take(slots))
 
 
 def _unconverted(field: Field) -> Field:
