@@ -16,7 +16,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import Write, commit
-from gpu_replay.ops.stratified_draw import MassDraw, stratified_targets
+from gpu_replay.ops.stratified_draw import MassDraw, Strata, stratified_targets
 from gpu_replay.ops.uniform_draw import SMALL, independent_ranks, slots_of
 
 # nodes of the root of a tree: to add up so many takes less than a level more
@@ -148,14 +148,17 @@ def draw(tree: MassTree, doubles: np.ndarray, stratified: bool, lowest: int) -> 
 
     lowest: the mass that has the largest weight, or 0 for the smallest of the batch.
     """
-    kept = _descent(tree, doubles.size)
+    batch = doubles.size
+    kept: _Descent | None = tree.kept
+    if kept is None or kept.batch != batch:
+        kept = _descent(tree, batch)
     np.add.accumulate(tree.arrays[-1], 0, None, kept.root)
     total = kept.root_prefix.item(-1)
     if total == 0:
         nothing = np.empty(0, dtype=np.int64)
         return nothing, nothing, nothing, nothing, 0
-    targets = stratified_targets(total, doubles) if stratified else independent_ranks(total, doubles)
-    if doubles.size * total < 2**63:
+    targets = stratified_targets(total, doubles, kept.strata) if stratified else independent_ranks(total, doubles)
+    if total <= kept.strata.fits:
         slots = _descend(tree, kept, kept.root_prefix, kept.root.searchsorted(targets, "right"), targets)
     else:
         slots = locate(tree, kept.root_prefix, targets)
@@ -163,7 +166,8 @@ def draw(tree: MassTree, doubles: np.ndarray, stratified: bool, lowest: int) -> 
     # an operation that casts as well takes three times as long
     real = masses.astype(np.float64)
     ratio = np.array(float(lowest or masses.item(masses.argmin()))) / real
-    return slots, masses, (real / np.array(float(total))).astype(np.float32), ratio, total
+    real /= np.array(float(total))
+    return slots, masses, real.astype(np.float32), ratio, total
 
 
 class _Descent:
@@ -180,6 +184,7 @@ class _Descent:
         self.prefix = np.zeros(self.flat.size + 1, dtype=np.int64)
         self.sums, self.before = self.prefix[1:], self.prefix[: -1 : tree.fanout]
         self.block_start = np.arange(0, self.flat.size, tree.fanout)
+        self.strata = Strata(batch)
 
 
 def _descent(tree: MassTree, batch: int) -> _Descent:

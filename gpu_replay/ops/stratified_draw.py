@@ -10,8 +10,6 @@ Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 from torch import Tensor
 
@@ -24,42 +22,46 @@ from gpu_replay.ops.weights import NO_WEIGHTS, given_for, weighed_together, weig
 _EXACT = 2**52
 
 
-@lru_cache(maxsize=64)
-def _strata(batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """0 to `batch`, and `batch` without dimensions: scalar operands cost as much again as an operation."""
-    stratum = np.arange(batch + 1, dtype=np.int64)
-    stratum.flags.writeable = False
-    return stratum, np.array(batch)
+class Strata:
+    """Room for the targets of batches of one size: making arrays and views of them costs as much as an operation."""
+
+    def __init__(self, batch: int) -> None:
+        # as arrays: scalar operands cost as much again as an operation
+        self.numbers, self.parts = np.arange(batch + 1, dtype=np.int64), np.array(batch)
+        self.bounds, self.width = np.empty(batch + 1, dtype=np.int64), np.empty(batch, dtype=np.int64)
+        self.begin, self.end = self.bounds[:-1], self.bounds[1:]
+        # of a total: up to this a multiple of it fits, up to that widths are exact
+        self.fits, self.exact = (2**63 - 1) // batch, _EXACT * batch - 1
 
 
-def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
+def stratified_targets(total: int, doubles: np.ndarray, room: Strata | None = None) -> np.ndarray:
     """Place one target in each of `B` equal parts of the total mass.
 
     total:   mass units, > 0.
     doubles: (B,) float64 in [0, 1), 53 random bits each, the only source of randomness.
+    room:    for batches of this size, used by one call at a time.
     returns: (B,) int64, ascending, each in [0, total).
     """
-    batch = doubles.size
-    stratum, parts = _strata(batch)
-    if total <= (2**63 - 1) // batch:
-        bounds = stratum * np.array(total)
-        np.floor_divide(bounds, parts, bounds)
+    strata = Strata(doubles.size) if room is None else room
+    bounds, width, begin = strata.bounds, strata.width, strata.begin
+    if total <= strata.fits:
+        np.multiply(strata.numbers, np.array(total), bounds)
+        np.floor_divide(bounds, strata.parts, bounds)
     else:
-        whole, part = divmod(total, batch)
-        bounds = stratum * part
-        bounds //= parts
-        bounds += stratum * whole
-    start = bounds[:-1]
-    width = bounds[1:] - start
+        whole, part = divmod(total, doubles.size)
+        np.multiply(strata.numbers, part, bounds)
+        bounds //= strata.parts
+        bounds += strata.numbers * whole
+    np.subtract(strata.end, begin, width)
     # an operation that casts as well takes twice as long
     targets = (doubles * width.astype(np.float64)).astype(np.int64)
-    if not batch <= total < _EXACT * batch:
+    if not doubles.size <= total <= strata.exact:
         # a wide product may round up to the width; a stratum without width, when there are more draws than mass, takes
         # the unit it starts in
         width -= 1
         np.minimum(targets, width, out=targets)
         np.maximum(targets, 0, out=targets)
-    targets += start
+    targets += begin
     return targets
 
 
