@@ -121,8 +121,7 @@ class HostEngine:
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn."""
-        slots = drawn.slots
-        tensors = self._rows_at(slots) if self._ahead is None else self._gather(slots)
+        tensors = self._gather(drawn.slots)
         tensors.update(self.draws.named(drawn))
         return tensors
 

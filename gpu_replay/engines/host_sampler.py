@@ -27,6 +27,7 @@ from gpu_replay.ops.stratified_draw import importance_weights, smallest, stratif
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
 from gpu_replay.schedule import LinearSchedule
 
+_INT64 = np.dtype(np.int64)
 _REAL = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -291,7 +292,7 @@ class HostSampler:
         except (RuntimeError, TypeError):
             # they are not in memory as they are
             return False
-        if key.dtype != np.int64 or given.dtype not in _REAL or key.ndim != 1 or key.shape != given.shape:
+        if key.dtype != _INT64 or given.dtype not in _REAL or key.ndim != 1 or key.shape != given.shape:
             return False
         if not key.size:
             return False
@@ -300,7 +301,11 @@ class HostSampler:
             # nothing compares with what is not a number, and the first of these is the largest
             if not (given.item(given.argmax()) < math.inf and given.item(given.argmin()) > -math.inf):
                 return False
-            self.update(key, given.astype(np.float64, copy=False))
+            if tree is None:
+                self.update(key, given)
+            else:
+                numbers = given.astype(_REAL[1], copy=False)
+                self._loops.update(tree, key, numbers, rule, *self.span(), self.counters, self._sparse)
             return True
         if not (key.flags.c_contiguous and given.flags.c_contiguous):
             return False

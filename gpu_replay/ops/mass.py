@@ -42,8 +42,9 @@ class MassRule:
         return cls(alpha, eps, math.inf if clip is None else clip, 2**62 // slots)
 
     @cached_property
-    def _operands(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array(self.eps), np.array(self.alpha)
+    def _operands(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        """As arrays what is added and the exponent, and whether nothing is cut off the sum at either end."""
+        return np.array(self.eps), np.array(self.alpha), self.clip == math.inf and not self.least
 
     @cached_property
     def _far_from_zero(self) -> bool:
@@ -56,8 +57,8 @@ class MassRule:
         B is at least 1.
         """
         x = self.powers(priorities)
-        np.multiply(x, _UNIT, x)
-        np.add(x, _HALF, x)
+        x *= _UNIT
+        x += _HALF
         # the cast truncates, which is the floor of a positive number
         masses = x.astype(np.int64)
         if not self._far_from_zero:
@@ -75,12 +76,11 @@ class MassRule:
 
         Written as exp2(log2(x) * alpha) because the kernels have these two functions, not `pow`.
         """
-        eps = self._operands[0]
+        eps, _, uncut = self._operands
         x = np.abs(priorities)
-        np.add(x, eps, x)
-        if self.clip < math.inf:
+        x += eps
+        if not uncut:
             np.minimum(x, self.clip, out=x)
-        if self.least:
             np.maximum(x, self.least, out=x)
         return self.raised(x)
 
@@ -91,9 +91,8 @@ class MassRule:
 
     def raised(self, x: np.ndarray) -> np.ndarray:
         """(B,) float64 above 0 to the power of alpha, no more than 2**42.5, in their place."""
-        alpha = self._operands[1]
         np.log2(x, x)
-        np.multiply(x, alpha, x)
+        x *= self._operands[1]
         np.minimum(x, _TOP_EXPONENT, out=x)
         return np.exp2(x, x)
 

@@ -97,7 +97,8 @@ class MassTree:
             # arrays, and what draws keep
             self.down = self.rows[-2::-1]
             self.sums = tuple(zip(self.rows, self.arrays[1:], strict=False))
-            self.ones, self.up = np.ones(self.fanout, dtype=np.int64), np.array(self.shift)
+            self.ones, self.count = np.ones(self.fanout, dtype=np.int64), np.array(slots)
+            self.up, self.top = np.array(self.shift), np.array(self.shift * (len(sizes) - 1))
             self.kept: Any = None
             nothing = np.zeros(0, dtype=np.int64)
             low_high = (nothing if each is None else each.numpy() for each in (self.low, self.high))

@@ -23,6 +23,9 @@ from gpu_replay.ops.uniform_draw import SMALL, independent_ranks, slots_of
 ROOT_LIMIT = 16384
 # from this many draws on, comparing whole blocks beats a binary search for each draw
 _COMPARED = 1024
+# with so many nodes of the root for each draw, most batches of strata lie below different ones
+_APART = 64
+_MAX_MASS = Counter.MAX_MASS
 # a product with it adds up the eight bytes of a word in the highest one
 _SUM_OF_BYTES = np.uint64(0x0101010101010101)
 _TOP_BYTE = np.uint64(56)
@@ -86,9 +89,11 @@ def update(
         stale = live.size - keys.size
     slots = keys
     if slots.size:
-        slots = (
-            np.remainder(keys, whole(tree.slots)) if keys.size <= SMALL else slots_of(keys - first, first, tree.slots)
-        )
+        slots = np.remainder(keys, tree.count) if keys.size <= SMALL else slots_of(keys - first, first, tree.slots)
+        if not sparse and slots.size * _APART <= tree.arrays[-1].size and _give_apart(
+            tree, slots, priorities, rule, stale, counters
+        ):
+            return
         slots, priorities = _last_of_each(slots, priorities)
     if sparse and slots.size:
         held = tree.arrays[0].take(slots) > 0
@@ -99,6 +104,39 @@ def update(
         _give(tree, slots, priorities, rule, stale, counters)
 
 
+def _give_apart(
+    tree: MassTree, slots: np.ndarray, priorities: np.ndarray, rule: Rule, stale: int, counters: np.ndarray
+) -> bool:
+    """As `_give`, where the slots ascend and lie below different nodes of the root; else false, and no change.
+
+    That is most often so of few draws from many strata. Then no sum is changed twice, and none of them need be looked
+    up again for the next.
+    """
+    nodes = slots >> tree.top
+    rises = nodes[1:] > nodes[:-1]
+    if rises.size and not rises.item(rises.argmin()):
+        return False
+    masses, largest, cut = rule.masses(priorities)
+    leaves = tree.arrays[0]
+    writes = _counted(counters, largest, stale, cut)
+    if tree.order is not None:
+        tree.order.note_slots(slots)
+    if len(tree.arrays) > 1:
+        change = masses - leaves[slots]
+        node = slots
+        for above in tree.arrays[1:-1]:
+            node = node >> tree.up
+            writes.append((above, node, above[node] + change))
+        root = tree.arrays[-1]
+        writes.append((root, nodes, root[nodes] + change))
+    writes.append((leaves, slots, masses))
+    if tree.extremes:
+        node = slots >> tree.up
+        writes += [(extreme, node, DIRTY) for extreme in tree.extremes]
+    commit(writes, None)
+    return True
+
+
 def _give(
     tree: MassTree, slots: np.ndarray, priorities: np.ndarray, rule: Rule, stale: int, counters: np.ndarray
 ) -> None:
@@ -107,12 +145,7 @@ def _give(
     masses, largest, cut = rule.masses(priorities)
     if tree.order is not None:
         tree.order.note_slots(slots)
-    writes: list[Write] = []
-    if largest > counters.item(Counter.MAX_MASS):
-        writes.append((counters, Counter.MAX_MASS, largest))
-    for counter, more in ((Counter.STALE, stale), (Counter.SATURATED, cut)):
-        if more:
-            writes.append((counters, counter, counters.item(counter) + more))
+    writes = _counted(counters, largest, stale, cut)
     writes.append((leaves, slots, masses))
     if len(tree.arrays) == 1 and not tree.extremes:
         return commit(writes, None)
@@ -124,6 +157,18 @@ def _give(
         node = slots >> tree.up
         writes += [(extreme, node, DIRTY) for extreme in tree.extremes]
     commit(writes, None, starmap(np.add.at, sums))
+
+
+def _counted(counters: np.ndarray, largest: int, stale: int, cut: int) -> list[Write]:
+    """What counts masses that were given, as writes."""
+    writes: list[Write] = []
+    if largest > counters.item(_MAX_MASS):
+        writes.append((counters, _MAX_MASS, largest))
+    if stale:
+        writes.append((counters, Counter.STALE, counters.item(Counter.STALE) + stale))
+    if cut:
+        writes.append((counters, Counter.SATURATED, counters.item(Counter.SATURATED) + cut))
+    return writes
 
 
 def _last_of_each(slots: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
