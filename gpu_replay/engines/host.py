@@ -16,19 +16,22 @@ from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, parts_of, taken
-from gpu_replay.ops.threads import take_rows, threads_for
+from gpu_replay.ops.threads import LARGE, take_rows
 from gpu_replay.ops.uniform_draw import slots_of
 
 # bytes up to which room for records is kept: larger ones are soon made beside the work
 _KEPT = 2**17
+# looked up once
+_from_numpy = torch.from_numpy
 
 
 class _Together(NamedTuple):
     """Room for so many records.
 
-    source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
+    count: B. source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
     """
 
+    count: int
     source: np.ndarray
     words: np.ndarray
     views: dict[str, np.ndarray]
@@ -39,7 +42,7 @@ class _Together(NamedTuple):
         word = np.dtype(f"u{records.dtype.alignment}")
         taken = np.empty(count, dtype=records.dtype)
         views = {name: taken[name] for name in records.dtype.names or ()}
-        return cls(records.view(word).reshape(records.size, -1), taken.view(word).reshape(count, -1), views)
+        return cls(count, records.view(word).reshape(records.size, -1), taken.view(word).reshape(count, -1), views)
 
 
 def nothing_stored(lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[()]:
@@ -68,6 +71,10 @@ class HostEngine:
             (name, field, name in together, not field.converts and field.dtype != torch.bfloat16)
             for name, field in storage.fields.items()
         ]
+        # what all rows are drawn from, where they are drawn by mass
+        plan = draws.state.plan
+        self._strata = draws.state.tree if plan.kind == "mass" and not plan.newest else None
+        self._stores = [self._rows[name] for name in storage.fields]
         self._together: _Together | None = None
         self._memory = BatchMemory()
         self._compiled = compiled_transitions(storage, draws, self._memory)
@@ -117,13 +124,17 @@ class HostEngine:
             found = self._compiled.sample(batch, beta)
             if found is not None:
                 return found
-        return self.gather(self.draws.draw(batch, beta))
+        draws = self.draws
+        if self._strata is None or self._ahead is not None:
+            return self.gather(draws.draw(batch, beta))
+        # the same with fewer calls in between
+        slots, probability, weight = draws.draw_by_mass(self._strata, batch, beta)
+        tensors = self._rows_at(slots)
+        return draws.named_in(tensors, slots, probability, weight)
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn."""
-        tensors = self._gather(drawn.slots)
-        tensors.update(self.draws.named(drawn))
-        return tensors
+        return self.draws.named_in(self._gather(drawn.slots), *drawn)
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
         if self._ahead is None:
@@ -132,26 +143,24 @@ class HostEngine:
             return self._rows_at(slots)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
-        views = {} if self._records is None else self._records_at(self._records, slots)
-        tensors = {}
+        kept, tensors, tensor = self._together, {}, _from_numpy
+        if self._records is not None:
+            if kept is None or kept.count != slots.size:
+                kept = _Together.of(self._records, slots.size)
+                if kept.words.nbytes < _KEPT:
+                    self._together = kept
+            if kept.words.nbytes < LARGE:
+                # slots exist, so clipping changes none; it is the mode that writes straight into the words
+                kept.source.take(slots, 0, kept.words, "clip")
+            else:
+                take_rows(kept.source, slots, kept.words)
         for name, field, packed, plain in self._fields:
-            rows = views[name].copy() if packed else taken(self._rows[name], slots, self._memory, name)
-            tensors[name] = torch.from_numpy(rows) if plain else as_sampled(rows, field)
+            if kept is not None and packed:
+                rows = kept.views[name].copy()
+            else:
+                rows = taken(self._rows[name], slots, self._memory, name)
+            tensors[name] = tensor(rows) if plain else as_sampled(rows, field)
         return tensors
-
-    def _records_at(self, records: np.ndarray, slots: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields of the records at these slots, in memory that the next call uses again."""
-        kept = self._together
-        if kept is None or kept.words.shape[0] != slots.size:
-            kept = _Together.of(records, slots.size)
-            if kept.words.nbytes < _KEPT:
-                self._together = kept
-        if threads_for(kept.words.nbytes) == 1:
-            # slots exist, so clipping changes none; it is the mode that writes straight into the words
-            kept.source.take(slots, 0, kept.words, "clip")
-        else:
-            take_rows(kept.source, slots, kept.words)
-        return kept.views
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""

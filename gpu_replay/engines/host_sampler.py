@@ -213,15 +213,19 @@ class HostSampler:
 
     def named(self, draw: HostDraw) -> dict[str, Tensor]:
         """Count the draw; returns its keys, probabilities and weights."""
-        slots, counters = draw.slots, self.counters
+        return self.named_in({}, *draw)
+
+    def named_in(
+        self, tensors: dict[str, Tensor], slots: np.ndarray, probability: np.ndarray, weight: np.ndarray
+    ) -> dict[str, Tensor]:
+        """Count a draw; returns the tensors with its keys, probabilities and weights."""
+        counters, tensor = self.counters, torch.from_numpy
         keys, count = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
-        found = {
-            "key": torch.from_numpy(keys),
-            "probability": torch.from_numpy(draw.probability),
-            "weight": torch.from_numpy(draw.weight),
-        }
+        tensors["key"] = tensor(keys)
+        tensors["probability"] = tensor(probability)
+        tensors["weight"] = tensor(weight)
         self.counting(slots)
-        return commit([(counters, Counter.STEP, counters.item(Counter.STEP) + 1)], found, count)
+        return commit([(counters, Counter.STEP, counters.item(Counter.STEP) + 1)], tensors, count)
 
     def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int, exact: bool) -> HostDraw:
         """Draw what is not drawn for being the newest."""
@@ -229,7 +233,7 @@ class HostSampler:
         if tree is None:
             return self._draw_uniformly(drawn, skipped)
         if not skipped and self._ranks is None:
-            return self._draw_by_mass(tree, drawn, beta)
+            return HostDraw(*self.draw_by_mass(tree, drawn, beta))
         doubles = self.doubles(drawn)
         if beta is None:
             beta = plan.beta(self.counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
@@ -244,8 +248,10 @@ class HostSampler:
         weight = importance_weights(masses, lowest if plan.lowest_of_all else smallest(masses), beta)
         return HostDraw(slots, (masses / total).astype(np.float32), weight)
 
-    def _draw_by_mass(self, tree: MassTree, drawn: int, beta: float | None) -> HostDraw:
-        """The same where rows are drawn by mass from all slots."""
+    def draw_by_mass(
+        self, tree: MassTree, drawn: int, beta: float | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw by mass from all slots of the tree, what a HostDraw holds."""
         plan, counters = self._plan, self.counters
         block = counters.item(Counter.RANDOM)
         counters[Counter.RANDOM] = block + blocks_for(drawn)
@@ -254,7 +260,7 @@ class HostSampler:
         lowest = tree.lowest() if plan.lowest_of_all else 0
         doubles = self._random.doubles(block, drawn)
         slots, _, probability, ratio, _ = self._loops.draw(tree, doubles, plan.stratified, lowest)
-        return HostDraw(slots, probability, weights_of(ratio, beta))
+        return slots, probability, weights_of(ratio, beta)
 
     def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
         found = self._within(self.state.eligible, skipped) if self.state.sparse else None
