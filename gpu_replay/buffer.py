@@ -69,6 +69,8 @@ class ReplayBuffer(Buffer):
     ) -> None:
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
+        # what every value of an add is compared with
+        self._checks = [(name, field, self._plain_dtypes[name], field.shape) for name, field in self._fields.items()]
         self._append_given = getattr(self._engine, "append_given", nothing_stored)
         self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
@@ -158,15 +160,15 @@ class ReplayBuffer(Buffer):
                 refuse_names(given, self._fields)
         rows: int | None = None
         values: dict[str, Any] = {}
-        on_host, device, stream, dtypes = self._on_host, self._device, self._stream_order.current(), self._plain_dtypes
-        for name, field in self._fields.items():
+        on_host, device, stream = self._on_host, self._device, self._stream_order.current()
+        for name, field, dtype, wanted in self._checks:
             value: Any = given[name]
             # fast path: what can be copied as it is
             if on_host:
-                shape = value.shape if type(value) is np.ndarray and value.dtype == dtypes[name] else ()
+                shape = value.shape if type(value) is np.ndarray and value.dtype == dtype else ()
             else:
                 shape = value.shape if validation.is_plain(value, field.dtype, device) else ()
-            if not shape or shape[1:] != field.shape or (rows is not None and shape[0] != rows):
+            if not shape or shape[1:] != wanted or (rows is not None and shape[0] != rows):
                 value = validation.as_field(name, value, field, rows, device)
                 if on_host:
                     value = validation.numpy_view(name, value)

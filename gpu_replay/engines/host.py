@@ -28,10 +28,10 @@ _from_numpy = torch.from_numpy
 class _Together(NamedTuple):
     """Room for so many records.
 
-    count: B. source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
+    batch: B. source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
     """
 
-    count: int
+    batch: int
     source: np.ndarray
     words: np.ndarray
     views: dict[str, np.ndarray]
@@ -94,7 +94,7 @@ class HostEngine:
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys."""
         draws, capacity, tree = self.draws, self._capacity, self.draws.state.tree
-        counters, stores, times_sampled = draws.counters, self._rows, draws.times_sampled
+        counters, times_sampled = draws.counters, draws.times_sampled
         added = counters.item(Counter.ADDED)
         writes: list[Write] = [(counters, Counter.ADDED, added + rows)]
         masses: int | np.ndarray = 0
@@ -103,6 +103,16 @@ class HostEngine:
         elif tree is not None:
             masses, largest, saturated = draws.state.rule.masses(priorities)
             writes += draws.given(largest, saturated)
+        keys = _from_numpy(np.arange(added, added + rows))
+        start = added % capacity
+        if start + rows <= capacity:
+            slots = slice(start, start + rows)
+            writes.append((times_sampled, slots, 0))
+            # values come in the order of the fields
+            writes += zip(self._stores, repeat(slots), values.values(), strict=False)
+            if tree is None:
+                return commit(writes, keys)
+            return commit(writes, keys, tree.loops.set_range(tree, start, start + rows, masses))
         skipped = rows - capacity if rows > capacity else 0
         parts, sums = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped), []
         if len(parts) > 1 and isinstance(masses, int):
@@ -110,13 +120,11 @@ class HostEngine:
             masses = np.full(rows, masses)
         for slots, some in parts:
             writes.append((times_sampled, slots, 0))
-            # values come in the order of the fields
-            part = values.values() if some is None else [value[some] for value in values.values()]
-            writes += zip(stores.values(), repeat(slots), part, strict=False)
+            writes += zip(self._stores, repeat(slots), [value[some] for value in values.values()], strict=False)
             if tree is not None:
-                own = masses if some is None or isinstance(masses, int) else masses[some]
+                own = masses if isinstance(masses, int) else masses[some]
                 sums.append(tree.loops.set_range(tree, slots.start, slots.stop, own))
-        return commit(writes, torch.from_numpy(np.arange(added, added + rows)), *sums)
+        return commit(writes, keys, *sums)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
@@ -145,7 +153,7 @@ class HostEngine:
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
         kept, tensors, tensor = self._together, {}, _from_numpy
         if self._records is not None:
-            if kept is None or kept.count != slots.size:
+            if kept is None or kept.batch != slots.size:
                 kept = _Together.of(self._records, slots.size)
                 if kept.words.nbytes < _KEPT:
                     self._together = kept

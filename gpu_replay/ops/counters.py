@@ -81,20 +81,22 @@ class HostWords:
 
     def words(self, block: int, count: int) -> np.ndarray:
         """`count` uint64 words from the start of a block on; whole blocks are consumed."""
-        bits: np.random.Philox = self._at(block, count).bit_generator  # type: ignore[assignment]
-        return np.asarray(bits.random_raw(blocks_for(count) * 4))[:count]
+        blocks = blocks_for(count)
+        bits: np.random.Philox = self._at(block, blocks).bit_generator  # type: ignore[assignment]
+        return np.asarray(bits.random_raw(blocks * 4))[:count]
 
     def doubles(self, block: int, count: int) -> np.ndarray:
         """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
-        found = self._at(block, count).random(blocks_for(count) * 4)
+        blocks = -(-count // 4)
+        found = self._at(block, blocks).random(blocks * 4)
         return found if found.size == count else found[:count]
 
-    def _at(self, block: int, count: int) -> np.random.Generator:
+    def _at(self, block: int, blocks: int) -> np.random.Generator:
         if block != self._next:
             # an exception in between finds neither the old position nor the new one
             self._next = -1
             self._generator = np.random.Generator(np.random.Philox(counter=[block, 0, 0, 0], key=self._key))
-        self._next = block + blocks_for(count)
+        self._next = block + blocks
         return self._generator
 
 

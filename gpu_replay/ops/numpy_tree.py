@@ -228,7 +228,9 @@ class _Descent:
         self.flat = self.masses.reshape(-1)
         self.prefix = np.zeros(self.flat.size + 1, dtype=np.int64)
         self.sums, self.before = self.prefix[1:], self.prefix[: -1 : tree.fanout]
+        # where those of each node begin, and which child of its node each of them is
         self.block_start = np.arange(0, self.flat.size, tree.fanout)
+        self.child = np.arange(self.flat.size) % tree.fanout
         self.strata = Strata(batch)
 
 
@@ -276,10 +278,10 @@ def _descend(
         if kept.batch < _COMPARED:
             place = kept.sums.searchsorted(targets, "right")
         else:
-            place = _reached(kept.sums.reshape(kept.masses.shape), targets) + kept.block_start
-        np.left_shift(node, tree.up, node)
-        node += place
-        node -= kept.block_start
+            place = _reached(kept.sums.reshape(kept.masses.shape), targets)
+            place += kept.block_start
+        node <<= tree.up
+        node += kept.child[place]
         above = kept.prefix
     return node
 
