@@ -16,7 +16,7 @@ from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, parts_of, taken
-from gpu_replay.ops.threads import LARGE, take_rows
+from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.uniform_draw import slots_of
 
 # bytes up to which room for records is kept: larger ones are soon made beside the work
@@ -157,7 +157,7 @@ class HostEngine:
                 kept = _Together.of(self._records, slots.size)
                 if kept.words.nbytes < _KEPT:
                     self._together = kept
-            if kept.words.nbytes < LARGE:
+            if threads_for(kept.words.nbytes) == 1:
                 # slots exist, so clipping changes none; it is the mode that writes straight into the words
                 kept.source.take(slots, 0, kept.words, "clip")
             else:

@@ -248,9 +248,7 @@ class HostSampler:
         weight = importance_weights(masses, lowest if plan.lowest_of_all else smallest(masses), beta)
         return HostDraw(slots, (masses / total).astype(np.float32), weight)
 
-    def draw_by_mass(
-        self, tree: MassTree, drawn: int, beta: float | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw_by_mass(self, tree: MassTree, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw by mass from all slots of the tree, what a HostDraw holds."""
         plan, counters = self._plan, self.counters
         block = counters.item(Counter.RANDOM)

@@ -90,8 +90,10 @@ def update(
     slots = keys
     if slots.size:
         slots = np.remainder(keys, tree.count) if keys.size <= SMALL else slots_of(keys - first, first, tree.slots)
-        if not sparse and slots.size * _APART <= tree.arrays[-1].size and _give_apart(
-            tree, slots, priorities, rule, stale, counters
+        if (
+            not sparse
+            and slots.size * _APART <= tree.arrays[-1].size
+            and _give_apart(tree, slots, priorities, rule, stale, counters)
         ):
             return
         slots, priorities = _last_of_each(slots, priorities)
