@@ -304,14 +304,18 @@ def test_the_compiled_order_sorts_few_changes_into_place_and_many_anew(compiled:
     assert done["_sort"] == 2
 
 
-def test_many_changes_at_once_are_put_in_order_first(compiled: tuple[Any, Counter[str]]) -> None:
-    ring = Ring(8000, "many", 0, compiled[0])
-    ring.add(8000)
+def test_more_changes_than_are_looked_up_at_once(compiled: tuple[Any, Counter[str]]) -> None:
+    from gpu_replay.ops import numba_rank_loops
+
+    ring = Ring(12_000, "many", 3, compiled[0])
+    ring.add(12_000)
     ring.order.sort_changes(ring.added)
-    ring.update(400)
-    ring.update(600)
-    assert ring.order._state[1] > 512
+    slots = np.arange(0, ring.slots, 8)
+    ring.codes[slots] = [ring.code() for _ in slots]
+    ring.order.note_slots(slots)
+    assert ring.order._state[numba_rank_loops.NOTED] > numba_rank_loops._KNOWN
     ring.check(hide=0)
+    assert compiled[1]["_sort"] == 1
 
 
 @pytest.mark.parametrize("slots", [1, 64, 1000, 100_003])

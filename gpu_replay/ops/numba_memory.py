@@ -31,6 +31,8 @@ _DIMENSIONS, _SHAPE, _DTYPE, _FLAGS = _DATA + 8, _DATA + 16, _DATA + 40, _DATA +
 _ITEMS = tuple.__basicsize__
 # a list: how many items, and where they are; a float: its number
 _COUNT, _LISTED, _NUMBER = object.__basicsize__, object.__basicsize__ + 8, object.__basicsize__
+# numbers of a row that is searched and changed as one vector
+ROW_WIDTH = 32
 # contiguous in C's order, and aligned
 _PLAIN = 0x101
 
@@ -172,6 +174,99 @@ def shift(typingctx, array, target, origin, count):
         return context.get_dummy_value()
 
     return types.void(array, target, origin, count), codegen
+
+
+def _row_at(builder, address, kind):
+    """Where a short row of numbers lies, all of them as one vector, and their places in it."""
+    row, integer = ir.VectorType(kind, ROW_WIDTH), ir.IntType(32)
+    where = builder.inttoptr(address, row.as_pointer())
+    places = ir.Constant(ir.VectorType(integer, ROW_WIDTH), [ir.Constant(integer, place) for place in range(ROW_WIDTH)])
+    return where, builder.load(where, align=kind.width // 8), places
+
+
+def _all_of(builder, number):
+    """A vector whose numbers are all the same."""
+    first = ir.IntType(32)(0)
+    row = builder.insert_element(ir.Constant(ir.VectorType(number.type, ROW_WIDTH), ir.Undefined), number, first)
+    return builder.shuffle_vector(row, row, ir.Constant(ir.VectorType(ir.IntType(32), ROW_WIDTH), [first] * ROW_WIDTH))
+
+
+def _bits_of(builder, chosen):
+    """Which places of a row are chosen, as a number of one bit each."""
+    return builder.bitcast(chosen, ir.IntType(ROW_WIDTH))
+
+
+@intrinsic
+def place_in_row(typingctx, address, number):
+    """The first place of a number in the row of `ROW_WIDTH` at an address; `ROW_WIDTH` without it."""
+
+    def codegen(context, builder, signature, args):
+        _, row, _ = _row_at(builder, args[0], args[1].type)
+        bits = _bits_of(builder, builder.icmp_signed("==", row, _all_of(builder, args[1])))
+        return builder.zext(builder.cttz(bits, ir.IntType(1)(0)), ir.IntType(64))
+
+    return types.int64(address, number), codegen
+
+
+@intrinsic
+def before_in_row(typingctx, address, others, code, number, head, wrap):
+    """How many entries of two rows of `ROW_WIDTH` are before one: of larger codes, or equal ones and smaller numbers.
+
+    address, others: of int64 codes and of int32 numbers, which count from `head` on, below `wrap`, and then from 0.
+    """
+
+    def codegen(context, builder, signature, args):
+        _, codes, _ = _row_at(builder, args[0], args[2].type)
+        _, numbers, _ = _row_at(builder, args[1], args[3].type)
+        code, number, head, wrap = (_all_of(builder, each) for each in args[2:])
+
+        def counted(each):
+            return builder.select(builder.icmp_signed(">=", each, head), builder.sub(each, wrap), each)
+
+        earlier = builder.icmp_signed("<", counted(numbers), counted(number))
+        tied = builder.and_(builder.icmp_signed("==", codes, code), earlier)
+        bits = _bits_of(builder, builder.or_(builder.icmp_signed(">", codes, code), tied))
+        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+
+    small = types.int32
+    return types.int64(types.int64, types.int64, types.int64, small, small, small), codegen
+
+
+def _moved(builder, row, steps):
+    """A row whose numbers come from so many places further on; 0 comes in at the end, and any at the beginning."""
+    integer = ir.IntType(32)
+    origins = [ir.Constant(integer, max(place + steps, 0)) for place in range(ROW_WIDTH)]
+    none = ir.Constant(row.type, None)
+    return builder.shuffle_vector(row, none, ir.Constant(ir.VectorType(integer, ROW_WIDTH), origins))
+
+
+@intrinsic
+def put_in_row(typingctx, address, place, number):
+    """Put a number in the row of `ROW_WIDTH` at an address: those from its place on move up, and the last goes."""
+
+    def codegen(context, builder, signature, args):
+        where, row, places = _row_at(builder, args[0], args[2].type)
+        place = _all_of(builder, builder.trunc(args[1], ir.IntType(32)))
+        later = builder.select(builder.icmp_signed(">", places, place), _moved(builder, row, -1), row)
+        found = builder.select(builder.icmp_signed("==", places, place), _all_of(builder, args[2]), later)
+        builder.store(found, where, align=args[2].type.width // 8)
+        return context.get_dummy_value()
+
+    return types.void(address, types.int64, number), codegen
+
+
+@intrinsic
+def take_from_row(typingctx, address, place, like):
+    """Take a number out of the row of `ROW_WIDTH` at an address: later ones move down, and the last becomes 0."""
+
+    def codegen(context, builder, signature, args):
+        where, row, places = _row_at(builder, args[0], args[2].type)
+        place = _all_of(builder, builder.trunc(args[1], ir.IntType(32)))
+        found = builder.select(builder.icmp_signed(">=", places, place), _moved(builder, row, 1), row)
+        builder.store(found, where, align=args[2].type.width // 8)
+        return context.get_dummy_value()
+
+    return types.void(address, types.int64, like), codegen
 
 
 @intrinsic

@@ -15,11 +15,22 @@ import numpy as np
 from gpu_replay.ops import numba_memory, numba_tree
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import DIRTY
-from gpu_replay.ops.numba_memory import compiled, forget_older_code, inlined, prefetch, shift
+from gpu_replay.ops.numba_memory import (
+    before_in_row,
+    compiled,
+    forget_older_code,
+    inlined,
+    load,
+    place_in_row,
+    prefetch,
+    put_in_row,
+    shift,
+    take_from_row,
+)
 from gpu_replay.ops.numba_tree import target_of
 
 # entries of a block at most
-WIDTH = 32
+WIDTH = numba_memory.ROW_WIDTH
 # places in the state of an order: whether it stands, changes that are noted, entries, groups, free rows and groups,
 # slots, blocks of a group at most, and where three arrays begin
 STANDING, NOTED, RANKED, GROUPS, FREE_ROWS, FREE_GROUPS, FULL, SLOTS, FAN = range(9)
@@ -28,7 +39,10 @@ STATE = 13
 # sums of masses that a search looks at together
 ROW = 64
 # changes, or rows of a draw, that are on their way from memory while one is worked on
-_AHEAD = 16
+_AHEAD = 32
+_HALF = _AHEAD // 2
+# changes that are looked up before they are made
+_KNOWN = 1024
 # blocks of which sizes are summed up without a look at each
 TOGETHER = 8
 LINE = 64
@@ -39,35 +53,38 @@ _STALE, _MAX_MASS = Counter.STALE, Counter.MAX_MASS
 
 
 @inlined
-def _last_of(code, key, bounds, low, high):
-    """The last place from `low` to `high` whose bound is not after an entry; that at `low` is none."""
-    # without a branch that is hard to foresee
-    count, last = high - low + 1, high
-    while count > 1:
-        half = count >> 1
-        # all ones where the bound is larger
-        low += half & ((code - bounds[2 * (low + half)]) >> 63)
-        count -= half
-    if low == last or bounds[2 * low + 2] != code:
-        return low
-    # keys decide
-    high = last
-    while low < high:
-        middle = (low + high + 1) >> 1
-        bound = bounds[2 * middle]
-        if bound > code or (bound == code and bounds[2 * middle + 1] <= key):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _halve(begin, end, most, codes, keys, bounds, places, sizes):
+    """Move places to the last of `sizes` bounds from there on that is not after an entry; the first of them is none.
+
+    bounds: their address. most: how many there are at most.
+    """
+    while most > 1:
+        # each step for some entries, which wait for memory at the same time
+        for at in range(begin, end):
+            half, low = sizes[at] >> 1, places[at]
+            bound = bounds + 16 * (low + half)
+            code, key = load(bound, np.int64(0)), load(bound + 8, np.int64(0))
+            # without a branch that is hard to foresee
+            later = (code > codes[at]) | ((code == codes[at]) & (key <= keys[at]))
+            places[at] = low + (half & -np.int64(later))
+            sizes[at] -= half
+        most -= most >> 1
 
 
 @inlined
-def _place_of(code, key, state, bounds, tops, listed, groups_of):
-    """The place of the block where an entry belongs."""
-    group = listed[_last_of(code, key, tops, np.int64(0), state[GROUPS] - 1)]
-    first = group * state[FAN]
-    return _last_of(code, key, bounds, first, first + groups_of[2 * group] - 1)
+def _look_up(begin, end, codes, keys, places, sizes, state, bounds, blocks, tops, listed, groups_of):
+    """Find the places of the blocks where entries belong, those from `begin` to `end`, and ask for the blocks."""
+    for first in range(begin, end, _AHEAD):
+        last = min(first + _AHEAD, end)
+        for at in range(first, last):
+            places[at], sizes[at] = 0, state[GROUPS]
+        _halve(first, last, state[GROUPS], codes, keys, tops.ctypes.data, places, sizes)
+        for at in range(first, last):
+            group = np.int64(listed[places[at]])
+            places[at], sizes[at] = group * state[FAN], groups_of[2 * group]
+        _halve(first, last, state[FAN], codes, keys, bounds.ctypes.data, places, sizes)
+        for at in range(first, last):
+            prefetch(blocks.ctypes.data + 8 * places[at])
 
 
 @inlined
@@ -82,29 +99,34 @@ def _ask_for(row, state):
 @compiled
 def remove(slots, count, state, codes, slot_at, row_of, bounds, blocks, tops, listed, groups_of, place_of, free):
     """Take out the entries of the first `count` of (B,) slots, where they have any."""
-    for turn in range(count + _AHEAD):
+    fan, removed = state[FAN], 0
+    for turn in range(count + 2 * _AHEAD):
+        # of a slot its row is asked for, then what stands there, and where its size is
         if turn < count:
-            prefetch(state[ROW_OF] + 4 * slots[min(turn + _AHEAD, count - 1)])
-            row = row_of[slots[turn]]
+            prefetch(state[ROW_OF] + 4 * slots[turn])
+        if _HALF <= turn < count + _HALF:
+            row = row_of[slots[turn - _HALF]]
             if row >= 0:
                 _ask_for(row, state)
-        if turn < _AHEAD:
+                prefetch(place_of.ctypes.data + 4 * row)
+        if _AHEAD <= turn < count + _AHEAD:
+            row = row_of[slots[turn - _AHEAD]]
+            if row >= 0:
+                prefetch(blocks.ctypes.data + 8 * place_of[row])
+        if turn < 2 * _AHEAD:
             continue
-        slot = slots[turn - _AHEAD]
-        row = row_of[slot]
+        slot = np.int32(slots[turn - 2 * _AHEAD])
+        row = np.int64(row_of[slot])
         if row < 0:
             continue
         row_of[slot] = -1
-        place, begin = np.int64(place_of[row]), row * WIDTH
-        entry = 0
-        while slot_at[begin + entry] != slot:
-            entry += 1
-        shift(codes, begin + entry, begin + entry + 1, WIDTH - 1 - entry)
-        shift(slot_at, begin + entry, begin + entry + 1, WIDTH - 1 - entry)
-        codes[begin + WIDTH - 1] = 0
+        place, entry = np.int64(place_of[row]), place_in_row(state[SLOT_AT] + row * WIDTH * 4, slot)
+        take_from_row(state[CODES] + row * WIDTH * 8, entry, np.int64(0))
+        take_from_row(state[SLOT_AT] + row * WIDTH * 4, entry, np.int32(0))
         blocks[2 * place + 1] -= 1
-        groups_of[2 * (place // state[FAN]) + 1] -= 1
-        state[RANKED] -= 1
+        groups_of[2 * (place // fan) + 1] -= 1
+        removed += 1
+    state[RANKED] -= removed
 
 
 @inlined
@@ -146,52 +168,52 @@ def move(
              there is no room and blocks must be filled up again.
     """
     count = state[NOTED]
-    fan, slots, places = state[FAN], state[SLOTS], np.empty(_AHEAD, dtype=np.int64)
+    fan, slots = state[FAN], state[SLOTS]
     head = added % slots
-    base = added - head
-    for start in range(begin, count, _AHEAD):
-        end, divided = min(start + _AHEAD, count), False
-        # blocks are looked up and asked for, then entered
-        for turn in range(start, end):
-            later = np.int64(changed[min(turn + _AHEAD, count - 1)])
+    base, known = added - head, min(_KNOWN, count - begin)
+    codes_of, keys = np.empty(known, dtype=np.int64), np.empty(known, dtype=np.int64)
+    places, sizes = np.empty(known, dtype=np.int64), np.empty(known, dtype=np.int64)
+    found = codes_of, keys, places, sizes, state, bounds, blocks, tops, listed, groups_of
+    # groups whose blocks may stand elsewhere than when they were looked up
+    divided = np.empty(listed.size, dtype=np.bool_)
+    for start in range(begin, count, _KNOWN):
+        some = min(_KNOWN, count - start)
+        for at in range(some):
+            later = np.int64(changed[min(start + at + _AHEAD, count - 1)])
             prefetch(state[ROW_OF] + 4 * later)
             prefetch(state[LEAVES] + 8 * later)
-            slot = np.int64(changed[turn])
-            key = base + slot - (slots if slot >= head else 0)
-            places[turn - start] = _place_of(leaves[slot], key, state, bounds, tops, listed, groups_of)
-            _ask_for(blocks[2 * places[turn - start]], state)
-        for turn in range(start, end):
-            slot, place = np.int64(changed[turn]), places[turn - start]
-            code, key = leaves[slot], base + slot - (slots if slot >= head else 0)
+            slot = np.int64(changed[start + at])
+            codes_of[at], keys[at] = leaves[slot], base + slot - (slots if slot >= head else 0)
+        _look_up(0, some, *found)
+        divided[:] = False
+        for at in range(-_AHEAD, some):
+            if at + _AHEAD < some:
+                _ask_for(blocks[2 * places[at + _AHEAD]], state)
+            if at < 0:
+                continue
+            slot, place, code = np.int64(changed[start + at]), places[at], codes_of[at]
             if code == 0 or row_of[slot] >= 0:
                 continue
-            while divided or blocks[2 * place + 1] == WIDTH:
-                # blocks may stand elsewhere than when it was looked up
-                place = _place_of(code, key, state, bounds, tops, listed, groups_of)
+            group = place // fan
+            while divided[group] or blocks[2 * place + 1] == WIDTH:
+                _look_up(at, at + 1, *found)
+                place = places[at]
                 if blocks[2 * place + 1] < WIDTH:
                     break
-                group = place // fan
                 if state[FREE_ROWS] == 0 or groups_of[2 * group] == fan:
                     state[FULL] = group if state[FREE_ROWS] and state[FREE_GROUPS] else -1
-                    return turn
+                    return start + at
                 _divide(place, head, base, state, codes, slot_at, row_of, bounds, blocks, groups_of, place_of, free)
-                divided = True
+                divided[group] = True
             row = np.int64(blocks[2 * place])
-            first, entry, half = row * WIDTH, 0, WIDTH >> 1
-            while half:
-                entry += half & ((code - codes[first + entry + half - 1]) >> 63)
-                half >>= 1
+            row_codes, row_slots = state[CODES] + row * WIDTH * 8, state[SLOT_AT] + row * WIDTH * 4
             # equal codes are in the order of their keys
-            while codes[first + entry] == code:
-                other = slot_at[first + entry]
-                if base + other - (slots if other >= head else 0) > key:
-                    break
-                entry += 1
-            shift(codes, first + entry + 1, first + entry, blocks[2 * place + 1] - entry)
-            shift(slot_at, first + entry + 1, first + entry, blocks[2 * place + 1] - entry)
-            codes[first + entry], slot_at[first + entry], row_of[slot] = code, slot, row
+            entry = before_in_row(row_codes, row_slots, code, np.int32(slot), np.int32(head), np.int32(slots))
+            put_in_row(row_codes, entry, code)
+            put_in_row(row_slots, entry, np.int32(slot))
+            row_of[slot] = row
             blocks[2 * place + 1] += 1
-            groups_of[2 * (place // fan) + 1] += 1
+            groups_of[2 * group + 1] += 1
             state[RANKED] += 1
     state[NOTED], state[STANDING] = 0, 1
     return count
@@ -307,13 +329,19 @@ def update(keys, codes, first, added, counters, sparse, flat, starts, shift, low
     capacity, batch = state[SLOTS], keys.size
     slot_of = np.empty(batch, dtype=np.int64)
     stale, largest, noted = 0, np.int64(0), state[NOTED]
+    begin = first % capacity - first
     # a leaf that is written holds the row that wrote it, as a negative number, until all rows are known
     for row in range(batch):
+        ahead = keys[min(row + _AHEAD, batch - 1)]
+        if first <= ahead < added:
+            ahead += begin
+            prefetch(flat.ctypes.data + 8 * (ahead - (capacity if ahead >= capacity else 0)))
         key, slot_of[row] = keys[row], -1
         if key < first or key >= added:
             stale += 1
             continue
-        slot = key % capacity
+        slot = key + begin
+        slot -= capacity if slot >= capacity else 0
         code = flat[slot]
         if code < 0:
             slot_of[-code - 1] = -1

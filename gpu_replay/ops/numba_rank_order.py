@@ -14,8 +14,6 @@ import numpy as np
 from gpu_replay.ops import numba_rank_loops as loops
 from gpu_replay.ops import rank_order
 
-# from so many changes on, putting them in order first is worth it
-_MANY = 512
 # in eighths of what fits: what a new block or group holds
 _NEW = 5
 
@@ -120,8 +118,6 @@ class RankOrder:
         noted = state.item(loops.NOTED)
         if not noted:
             return
-        if noted > _MANY:
-            self._order_changes(noted)
         # until the changes are there
         state[loops.STANDING], begin = 0, 0
         loops.remove(self._changed, noted, *self.arrays)
@@ -153,17 +149,6 @@ class RankOrder:
         """Draw by the masses of ranks, for which (B,) float64 in [0, 1) are given: slots, masses, and mass of all."""
         slots, masses = np.empty((2, doubles.size), dtype=np.int64)
         return slots, masses, loops.draw(*self._masses, doubles, stratified, slots, masses, *self.arrays)
-
-    def _order_changes(self, noted: int) -> None:
-        """Let neighbours come after each other, nearly: what they share is found in a cache then."""
-        changed, bits = self._changed[:noted], noted.bit_length()
-        packed = self._leaves.take(changed)
-        packed >>= bits
-        packed <<= bits
-        packed |= np.arange(noted)
-        packed.sort()
-        packed &= 2**bits - 1
-        changed[:] = changed.take(packed)
 
     def _sort(self) -> None:
         """Sort all that has a code."""
