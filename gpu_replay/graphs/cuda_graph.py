@@ -165,8 +165,8 @@ def _recover(pool: tuple[int, int], generators: Sequence[torch.Generator]) -> No
     graph = torch.cuda.CUDAGraph()
     with suppress(RuntimeError):
         _register(graph, generators)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            torch.cuda._sleep(1)
+    with suppress(RuntimeError), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        torch.cuda._sleep(1)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
