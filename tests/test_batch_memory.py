@@ -89,8 +89,8 @@ def frames() -> TrajectoryReplayBuffer:
     return buffer
 
 
-def rows(sampler: Any = None) -> ReplayBuffer:
-    stack = Field((4, 42, 42), torch.uint8)
+def rows(sampler: Any = None, *sampled: Any) -> ReplayBuffer:
+    stack = Field((4, 42, 42), torch.uint8, *sampled)
     buffer = ReplayBuffer(500, {"obs": stack, "next_obs": stack}, sampler=sampler or Uniform(), device="cpu")
     obs = np.random.default_rng(0).integers(0, 256, (500, 4, 42, 42), dtype=np.uint8)
     buffer.add(obs=obs, next_obs=obs[::-1].copy())
@@ -118,8 +118,14 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn(make: Ca
     assert torch.equal(half, whole)
 
 
-@pytest.mark.parametrize("make", [frames, rows, lambda: rows(RankBased())], ids=["frames", "rows", "by rank"])
-def test_batches_of_a_buffer_that_nobody_holds_are_used_again(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("sampler", [None, RankBased()], ids=["uniform", "by rank"])
+def test_rows_that_nobody_holds_are_used_again(sampler: Any, converted: bool) -> None:
     """With fresh memory a sample would take several times as long."""
-    buffer = make()
+    buffer = rows(sampler, *([torch.float32, 0.5] if converted else []))
     assert len({buffer.sample(160).obs.data_ptr() for _ in range(5)}) == 1
+    one, two = buffer.sample(160), buffer.sample(160)
+    assert one.obs.data_ptr() != two.obs.data_ptr()
+    for batch in (one, two):
+        stored = buffer._storage.tensors["obs"][batch.key]
+        assert torch.equal(batch.obs, stored * 0.5 if converted else stored)

@@ -15,7 +15,8 @@ from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.ring import Write, as_numpy, as_sampled, commit, parts_of, taken
+from gpu_replay.ops.frames import rows_as_sampled
+from gpu_replay.ops.ring import Write, as_numpy, commit, parts_of, taken
 from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.uniform_draw import slots_of
 
@@ -167,7 +168,7 @@ class HostEngine:
                 rows = kept.views[name].copy()
             else:
                 rows = taken(self._rows[name], slots, self._memory, name)
-            tensors[name] = tensor(rows) if plain else as_sampled(rows, field)
+            tensors[name] = tensor(rows) if plain else rows_as_sampled(rows, field, self._memory, name)
         return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:

@@ -21,8 +21,9 @@ from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter, blocks_for
+from gpu_replay.ops.frames import rows_as_sampled
 from gpu_replay.ops.rank_order import RankOrder
-from gpu_replay.ops.ring import as_numpy, as_sampled
+from gpu_replay.ops.ring import as_numpy
 from gpu_replay.ops.stratified_draw import weights_of
 from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, rectangle
@@ -181,7 +182,7 @@ class CompiledTransitions:
         if threads > 1:
             self._gather_in_parts(slots, arrays, threads)
         tensors = {
-            name: as_sampled(array, field) if changes else torch.from_numpy(array)
+            name: rows_as_sampled(array, field, self._memory, name) if changes else torch.from_numpy(array)
             for (name, field, changes), array in zip(self._named, arrays, strict=True)
         }
         tensors["key"] = torch.from_numpy(keys)

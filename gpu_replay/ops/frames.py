@@ -146,6 +146,19 @@ def convert_into(out: Tensor, raw: Tensor, field: Field) -> None:
         out.copy_(raw.to(field.arithmetic_dtype).mul_(field.scale))
 
 
+def rows_as_sampled(rows: np.ndarray, field: Field, memory: BatchMemory, name: str) -> Tensor:
+    """Host: as `ring.as_sampled`, in memory that is used again where it is large.
+
+    rows: (B, *shape) of the field `name`, referenced nowhere else.
+    """
+    raw = _as_field(rows, field)
+    if not field.converts:
+        return raw
+    out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype)
+    convert_into(out, raw, field)
+    return out
+
+
 def shifts_from(words: np.ndarray, most: int) -> np.ndarray:
     """(B, 4) shifts in [-most, most] from (B,) random words: rows and columns of obs, then those of next_obs."""
     parts = words[:, None] >> np.array([0, 16, 32, 48], dtype=np.uint64) & np.uint64(0xFFFF)
