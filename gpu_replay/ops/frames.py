@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops import _backend
-from gpu_replay.ops.batch_memory import BatchMemory
+from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch
-from gpu_replay.ops.ring import as_numpy
+from gpu_replay.ops.ring import as_numpy, as_sampled
 from gpu_replay.ops.threads import take_rows, threads_for
 from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
 
@@ -151,11 +151,10 @@ def rows_as_sampled(rows: np.ndarray, field: Field, memory: BatchMemory, name: s
 
     rows: (B, *shape) of the field `name`, referenced nowhere else.
     """
-    raw = _as_field(rows, field)
-    if not field.converts:
-        return raw
+    if not field.converts or rows.size * field.output_dtype.itemsize < LARGE:
+        return as_sampled(rows, field)
     out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype)
-    convert_into(out, raw, field)
+    convert_into(out, _as_field(rows, field), field)
     return out
 
 
