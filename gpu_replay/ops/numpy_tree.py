@@ -230,9 +230,10 @@ class _Descent:
         self.flat = self.masses.reshape(-1)
         self.prefix = np.zeros(self.flat.size + 1, dtype=np.int64)
         self.sums, self.before = self.prefix[1:], self.prefix[: -1 : tree.fanout]
-        # where those of each node begin, and which child of its node each of them is
-        self.block_start = np.arange(0, self.flat.size, tree.fanout)
-        self.child = np.arange(self.flat.size) % tree.fanout
+        # which child of its node each of them is, where that is looked up, and where those of each node begin
+        few = batch < _COMPARED
+        self.child = np.tile(np.arange(tree.fanout), batch) if few else None
+        self.block_start = None if few else np.arange(0, self.flat.size, tree.fanout)
         self.strata = Strata(batch)
 
 
@@ -277,13 +278,14 @@ def _descend(
         rows.take(node, 0, kept.masses, "clip")
         np.add.accumulate(kept.flat, 0, None, kept.sums)
         targets += kept.before
-        if kept.batch < _COMPARED:
+        node <<= tree.up
+        if kept.child is not None:
             place = kept.sums.searchsorted(targets, "right")
+            node += kept.child[place]
         else:
             place = _reached(kept.sums.reshape(kept.masses.shape), targets)
+            node += place
             place += kept.block_start
-        node <<= tree.up
-        node += kept.child[place]
         above = kept.prefix
     return node
 
