@@ -276,6 +276,7 @@ def test_unknown_settings_are_named() -> None:
     [
         ({"steps": 0}, "--steps must be at least 1; found 0"),
         ({"gamma": 1.5}, "--gamma must be from 0 to 1; found 1.5"),
+        ({"persistence": 1.0}, "--persistence must be less than 1"),
         ({"learning_rate": float("nan")}, "--learning-rate must be at least 0; found nan"),
         ({"hidden": ()}, "--hidden must name widths"),
         ({"warmup": 100, "capacity": 99}, "--warmup 100 does not fit in --capacity 99"),

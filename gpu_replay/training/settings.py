@@ -113,6 +113,8 @@ class Settings:
             if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
                 bound = f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
                 raise UserError(f"{flag} must be {bound}; found {value}.")
+        if self.persistence == 1:
+            raise UserError("--persistence must be less than 1: the first random action would be repeated for ever.")
         if self.warmup > self.capacity:
             raise UserError(
                 f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: learning would never start."
