@@ -198,15 +198,19 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
     environment.close()
 
 
-def test_bytes_are_scaled_in_the_gather_on_a_gpu_and_in_the_network_on_a_cpu() -> None:
+def test_bytes_are_scaled_in_the_gather_where_the_network_makes_no_pass_over_them() -> None:
     atari = Settings.for_family("atari-cuda")
     cuda = torch.device("cuda")
-    assert sampled_field(IMAGE, atari, CPU) == Field((3, 2), torch.uint8)
-    # whitening scales as it goes
-    assert sampled_field(IMAGE, atari, cuda) == Field((3, 2), torch.uint8)
-    for half, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        plain = Settings.for_family("atari-cuda", whiten=False, bfloat16=half)
-        assert sampled_field(IMAGE, plain, cuda) == Field((3, 2), torch.uint8, dtype, 1 / 255)
+    stored = Field((3, 2), torch.uint8)
+    assert sampled_field(IMAGE, atari, CPU) == sampled_field(IMAGE, atari, cuda) == stored
+    # convolutions want channels last, cosines are whitened
+    for changes in ({"whiten": False}, {"network": "cosine"}):
+        assert sampled_field(IMAGE, Settings.for_family("atari-cuda", **changes), cuda) == stored
+    scaled = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
+    for network in ("mlp", "cosine"):
+        plain = Settings.for_family("atari-cuda", whiten=False, network=network)
+        assert sampled_field(IMAGE, plain, cuda) == scaled
+        assert sampled_field(IMAGE, plain, CPU) == stored
     assert sampled_field(Catch.spec.observation, Settings(), cuda).sample_dtype == torch.float32
     vector = Field((4,), torch.float32)
     assert sampled_field(vector, atari, cuda) == vector

@@ -76,6 +76,8 @@ class QNetwork(nn.Module):
 
     centre: Tensor
     stretch: Tensor
+    offset: Tensor
+    gain: Tensor
 
     def __init__(
         self, observation: Field, num_actions: int, settings: Settings, bounds: tuple[Tensor, Tensor] | None = None
@@ -96,6 +98,11 @@ class QNetwork(nn.Module):
             centre, stretch = _normalisation(observation.shape, bounds)
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
+        # whitened is offset + gain * stored
+        for name, like in (("offset", centre), ("gain", stretch)):
+            self.register_buffer(name, torch.empty_like(like), persistent=False)
+        _fold(self)
+        self.register_load_state_dict_post_hook(_fold)
         self.normalises = bounds is not None and not self.whitens
         layers: list[nn.Module] = []
         for width in settings.hidden:
@@ -117,24 +124,24 @@ class QNetwork(nn.Module):
     def prepare(self, obs: Tensor) -> Tensor:
         """What the first layer takes: scaled, mapped, transformed or whitened, of the dtype in which it computes.
 
-        It depends on no weight, so the networks of one run share it. Images are prepared channels last on a CPU, where
-        the gradient of a convolution takes a third of the time.
+        It depends on no weight, so the networks of one run share it. Images are prepared channels last: on a CPU the
+        gradient of a convolution then takes a third of the time, and cuDNN would transpose those of bfloat16, and what
+        comes out of them, before each convolution.
         """
         if self.cosines is not None:
             return (self._frequencies(self.cosines, obs) - self.centre) * self.stretch
-        half = self._half_on(obs.device)
         if not len(self.convolutions):
             return self._scaled(obs)
+        half = self._half_on(obs.device)
         if obs.device.type != "cpu":
-            return self._scaled(obs).to(torch.bfloat16 if half else torch.float32)
+            return self._in_one_pass(obs, torch.bfloat16 if half else torch.float32)
         obs = _channels_last(obs)
         scale = 1.0 if obs.is_floating_point() else self.scale
         prepared = obs.float()
         if self.whitens:
             # over pixels of all channels, which lie side by side
-            stretch, channels = self.stretch * scale, obs.shape[1]
-            offset = (self.centre * -self.stretch)[..., None].expand(*self.centre.shape, channels).contiguous()
-            torch.addcmul(offset, _pixels(prepared), stretch, out=_pixels(prepared))
+            offset = self.offset[..., None].expand(*self.offset.shape, obs.shape[1]).contiguous()
+            torch.addcmul(offset, _pixels(prepared), self._gain_of(obs), out=_pixels(prepared))
         elif scale != 1.0:
             prepared = prepared.mul_(scale) if prepared is not obs else prepared * scale
         return prepared.to(torch.bfloat16) if half else prepared
@@ -143,15 +150,13 @@ class QNetwork(nn.Module):
         """The weights as the layers compute with them, in the order of `parameters`.
 
         Convolutions and hidden layers compute in bfloat16 where that is set; weights of float32 are the parameters
-        themselves, but for kernels on a CPU, which are copies that are channels last.
+        themselves, but for kernels, which are copies that are channels last, as images are.
         """
         lowered = []
         for name, weight in self.named_parameters():
-            device = weight.device
-            half = self._half_on(device) and name in self._halved
+            half = self._half_on(weight.device) and name in self._halved
             dtype = torch.bfloat16 if half else torch.float32
-            last = weight.dim() == 4 and device.type == "cpu"
-            layout = torch.channels_last if last else torch.preserve_format
+            layout = torch.channels_last if weight.dim() == 4 else torch.preserve_format
             lowered.append(weight.to(dtype, memory_format=layout))
         return lowered
 
@@ -183,13 +188,23 @@ class QNetwork(nn.Module):
         return found if obs.is_floating_point() else found * self.scale
 
     def _scaled(self, obs: Tensor) -> Tensor:
-        if self.whitens:
-            # one pass over the images, integers included
-            scale = 1.0 if obs.is_floating_point() else self.scale
-            return torch.addcmul(-self.centre * self.stretch, obs, self.stretch * scale)
+        """Vectors, or images as an MLP takes them."""
         if not obs.is_floating_point():
             obs = obs.float() * self.scale
         return (obs.float() - self.centre) * self.stretch if self.normalises else obs
+
+    def _in_one_pass(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Images channels last, scaled and whitened: a GPU reads each number once, as stored, and writes it once."""
+        prepared = torch.empty_like(images, dtype=dtype, memory_format=torch.channels_last)
+        if self.whitens:
+            return torch.addcmul(self.offset, images, self._gain_of(images), out=prepared)
+        if images.is_floating_point():
+            return prepared.copy_(images)
+        return torch.mul(images, self.scale, out=prepared)
+
+    def _gain_of(self, images: Tensor) -> Tensor:
+        """What images are multiplied by when they are whitened: sampled ones may be scaled already."""
+        return self.stretch if images.is_floating_point() else self.gain
 
     @torch.no_grad()
     def whiten(self, obs: Tensor) -> None:
@@ -202,19 +217,28 @@ class QNetwork(nn.Module):
             return
         if self.cosines is not None:
             deviation, mean = torch.std_mean(self._frequencies(self.cosines, obs), 0, correction=0)
-            self.centre.copy_(mean)
-            self.stretch.copy_(1 / deviation.clamp(min=1e-3))
+            self._whiten_by(mean, deviation)
             return
         images = obs.float() * (1.0 if obs.is_floating_point() else self.scale)
         mean = images.mean((0, 1))
-        deviation = (images - mean).square().mean().sqrt()
+        self._whiten_by(mean, (images - mean).square().mean().sqrt())
+
+    def _whiten_by(self, mean: Tensor, deviation: Tensor) -> None:
         self.centre.copy_(mean)
-        # images that never change stay finite
+        # what never changes stays finite
         self.stretch.copy_(1 / deviation.clamp(min=1e-3))
+        _fold(self)
 
     def _half_on(self, device: torch.device) -> bool:
         """Whether convolutions and hidden layers compute in bfloat16."""
         return bool(self._halved) and (device.type != "cpu" or cpu_has_bfloat16())
+
+
+@torch.no_grad()
+def _fold(network: QNetwork, _: object = None) -> None:
+    """Renew what follows from centre, stretch and scale, in its place, where captured graphs read it."""
+    torch.mul(network.centre, -network.stretch, out=network.offset)
+    torch.mul(network.stretch, network.scale, out=network.gain)
 
 
 @cache

@@ -55,15 +55,15 @@ def make_buffer(
 def sampled_field(frame: Field, settings: Settings, device: torch.device) -> Field:
     """The field that stores frames, with the dtype in which `sample` returns them.
 
-    On CUDA the gather scales integers to the dtype of the first convolution, without a pass of its own. On a CPU they
-    are sampled as stored and scaled by the network: a quarter of the bytes leave the buffer, and both together took
-    836 µs instead of 894 µs for a batch of 64 with two stacks of 42x42 frames each. A network that whitens scales in
-    the same pass on any device, so there they are sampled as stored, too.
+    Frames are sampled as stored where the network makes a pass over them anyway, in which it scales: on a CPU, where a
+    quarter of the bytes then leave the buffer, and both together took 836 µs instead of 894 µs for a batch of 64 with
+    two stacks of 42x42 frames each; and on any device where it whitens or has convolutions, which want channels last.
+    Elsewhere the gather scales integers, without a pass of its own.
     """
-    if frame.dtype.is_floating_point or device.type == "cpu" or settings.whiten:
+    passes = settings.whiten or settings.convolutional
+    if frame.dtype.is_floating_point or device.type == "cpu" or passes:
         return Field(frame.shape, frame.dtype)
-    half = settings.bfloat16 and settings.convolutional
-    return dataclasses.replace(frame, sample_dtype=torch.bfloat16 if half else torch.float32)
+    return dataclasses.replace(frame, sample_dtype=torch.float32)
 
 
 def beta_of(buffer: TrajectoryReplayBuffer, samples: int) -> float:
