@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import nullcontext
 from typing import Any, overload
 
 import numpy as np
@@ -104,7 +105,11 @@ class Batch:
             if part.keys() != parts[0].keys():
                 unlike = ", ".join(sorted(part.keys() ^ parts[0].keys()))
                 raise KeyError(f"Batch.cat needs batches with the same names; number {place} differs in {unlike}.")
-        return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
+        where = next(iter(parts[0].values())).device.type
+        # autocast refuses to concatenate some dtypes, even where all parts have the same
+        off = torch.autocast(where, enabled=False) if torch.amp.is_autocast_available(where) else nullcontext()
+        with off:
+            return cls({name: torch.cat([part._tensors[name] for part in parts]) for name in parts[0]})
 
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, in a dictionary of its own; dotted names stay as they are."""

@@ -62,8 +62,10 @@ class Field:
                 allowed = ", ".join(str(each).removeprefix("torch.") for each in STORABLE)
                 raise ValueError(f"Field {name} {dtype} cannot be stored; use one of {allowed}.")
         if self.scale is not None:
-            if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
+            if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float, np.integer, np.floating)):
                 raise TypeError(f"Field scale must be a number; found {self.scale!r}.")
+            if isinstance(self.scale, np.generic):
+                object.__setattr__(self, "scale", float(self.scale))
             # a whole number may be larger than any float
             if not abs(self.scale) <= sys.float_info.max:
                 raise ValueError(f"Field scale must be finite; found {self.scale}.")

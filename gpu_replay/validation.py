@@ -23,6 +23,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 # rows of a batch: no memory holds as many
 _MOST_ROWS = 2**48
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# unsigned numbers of torch that int64 can hold whatever they are
+_UNSIGNED = (torch.uint16, torch.uint32)
 
 
 def same_device(found: torch.device, wanted: torch.device) -> bool:
@@ -33,7 +35,7 @@ def same_device(found: torch.device, wanted: torch.device) -> bool:
 
 
 def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
-    """The value as a detached tensor on the CPU or on `device`, its dtype unchanged.
+    """The value as a detached tensor on the CPU or on `device`, uint16 and uint32 as int64, others unchanged.
 
     Raises TypeError for what is no array of plain numbers, ValueError for a tensor on a third device.
     """
@@ -48,6 +50,8 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
             )
         if not value.is_cpu:
             record_stream(value)
+        if value.dtype in _UNSIGNED:
+            return value.to(torch.int64)
         return value.detach() if value.requires_grad else value
     if _masked(value):
         raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
@@ -97,7 +101,7 @@ def _array_from(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name!r} must be a tensor or an array; found a dictionary of {parts}.")
     try:
         return np.asarray(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise TypeError(f"{name!r} must be a tensor or an array; found {type(value).__name__}: {error}") from None
 
 

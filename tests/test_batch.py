@@ -83,6 +83,12 @@ def test_cat_puts_rows_after_rows() -> None:
         Batch.cat([made(), Batch({name: value for name, value in made().items() if name != "obs.state"})])
 
 
+def test_cat_is_the_same_under_autocast() -> None:
+    parts = [Batch({str(dtype): torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.float64)})] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        same(Batch.cat(parts), Batch({name: torch.ones(4, dtype=value.dtype) for name, value in parts[0].items()}))
+
+
 def test_a_dictionary_is_a_copy_with_dotted_names() -> None:
     batch = made()
     found = batch.to_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,15 @@ def test_sample_dtype_and_scale(field: Field, device: str) -> None:
     )
     # what is stored keeps its width
     assert buffer.nbytes < 99 * (field.row_bytes + 32) + 4096
+
+
+def test_a_scale_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    field = Field((), torch.uint8, torch.float32, np.float32(0.5))
+    assert (field, type(field.scale)) == (Field((), torch.uint8, torch.float32, 0.5), float)
+    buffer = ReplayBuffer(2, {"value": field}, device="cpu")
+    buffer.add(value=[3])
+    buffer.save(tmp_path / "c")
+    assert ReplayBuffer.load(tmp_path / "c", device="cpu").sample(1).value.tolist() == [1.5]
 
 
 def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:

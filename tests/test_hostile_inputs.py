@@ -64,9 +64,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "masked values": lambda values: [[np.ma.masked, 1.0] for _ in values],
     "quantized": lambda values: torch.quantize_per_tensor(values, 1.0, 0, torch.qint8),
     "float8": lambda values: values.to(torch.float8_e5m2),
-    **{
-        f"uint{bits}": lambda values, bits=bits: values.abs().to(getattr(torch, f"uint{bits}")) for bits in (16, 32, 64)
-    },
+    "uint64": lambda values: values.abs().to(torch.uint64),
 }
 VALUES = torch.tensor([[5.0, -7.0]])
 
@@ -87,6 +85,30 @@ def test_a_lazy_tensor_is_stored_by_its_numbers(name: str, device: str) -> None:
         each.update_priorities(torch.tensor([4, 3]), priorities)
     assert contents(buffer, prioritized=True) == contents(other, prioritized=True)
     assert torch.equal(buffer[5].b.cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32], ids=str)
+def test_unsigned_numbers_of_torch_are_taken_as_those_of_numpy(dtype: torch.dtype, device: str) -> None:
+    buffer, most = filled(device), torch.iinfo(dtype).max
+    keys = buffer.add(
+        a=torch.tensor([3]).to(dtype), b=torch.tensor([[7, most]]).to(dtype), priority=torch.ones(1).to(dtype)
+    )
+    buffer.update_priorities(keys.to(dtype), torch.tensor([9]).to(dtype))
+    assert buffer[keys.to(dtype)].b.tolist() == [[7.0, float(torch.tensor(float(most)))]]
+    assert buffer.priorities(keys).item() == pytest.approx(9.0, abs=1e-4)
+    small = make(4, device=device, n=Field((), torch.uint8))
+    with pytest.raises((TypeError, ValueError), match="'n'"):
+        small.add(n=torch.tensor([256]).to(dtype))
+    assert small.added == 0
+
+
+def test_a_list_of_tensors_that_numpy_cannot_read_is_refused() -> None:
+    buffer = filled("cpu")
+    before = contents(buffer, prioritized=True)
+    for wrong in (torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16)):
+        with pytest.raises(TypeError, match="'b' must be a tensor or an array; found list"):
+            buffer.add(a=[1.0], b=[wrong])
+    assert contents(buffer, prioritized=True) == before
 
 
 def test_a_key_may_be_a_zero_without_memory(device: str) -> None:

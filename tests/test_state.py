@@ -129,6 +129,25 @@ def test_state_that_is_no_state_is_refused_and_changes_nothing(damage: str, devi
     assert contents(buffer, prioritized=True) == before
 
 
+@pytest.mark.parametrize("kind", ["meta", "sparse"])
+def test_state_of_tensors_that_cannot_be_copied_is_refused_and_changes_nothing(kind: str, device: str) -> None:
+    buffer, state = used(EXACT, device=device), used(EXACT, seed=3, device=device).state_dict()
+    before = contents(buffer, prioritized=True)
+    name, given = list(state["tensors"].items())[1]
+    state["tensors"][name] = given.to("meta") if kind == "meta" else given.to_sparse()
+    with pytest.raises(TypeError, match=f"'{name}' must be a dense tensor with memory; found a .*{kind}"):
+        buffer.load_state_dict(state)
+    assert contents(buffer, prioritized=True) == before
+
+
+def test_state_of_tensors_with_gradients_leaves_none_in_the_buffer(device: str) -> None:
+    buffer = used(EXACT, device=device)
+    state = buffer.state_dict()
+    state["tensors"]["fields.obs"].requires_grad_()
+    buffer.load_state_dict(state)
+    assert not buffer.state_dict()["tensors"]["fields.obs"].requires_grad
+
+
 @pytest.mark.parametrize("name", scale(list(KINDS), ["uniform", "annealed"]))
 def test_buffer_from_disk_goes_on_like_the_saved_one(name: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")

@@ -16,7 +16,7 @@ from devices import host_only
 from fake_cuda import FakeCuda
 from places import KINDS, check_equal, given, live, make, pinned_on_the_cpu, same_life
 
-from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import CheckpointError, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.engines import storage
 from gpu_replay.engines.pinned_memory import pinned_block
@@ -84,6 +84,15 @@ def test_copies_are_in_folders_of_their_own(tmp_path: Path) -> None:
         check_equal(third.sample(8), expected)
         del third
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.contract
+def test_a_checkpoint_is_not_written_where_the_fields_are(tmp_path: Path) -> None:
+    buffer = make("exact", storage_path=tmp_path / "ring")
+    list(live(buffer, 1))
+    with pytest.raises(CheckpointError, match="storage_path of a buffer"):
+        buffer.save(tmp_path / "ring")
+    buffer.sample(4)
 
 
 @pytest.mark.contract

@@ -80,7 +80,10 @@ def save_lock(folder: Path, target: Path) -> Iterator[None]:
         except OSError:
             busy = False
         if busy:
-            raise CheckpointError(f"another save to {target} is under way. Wait for it, or save to another path.")
+            raise CheckpointError(
+                f"{target} is in use: another save to it is under way, or it is the storage_path of a buffer. Wait for "
+                "that save, or save to another path."
+            )
         yield
     finally:
         os.close(descriptor)

@@ -101,6 +101,9 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
             raise KeyError(f"the state lacks the tensor {name!r}.")
         if not isinstance(given[name], Tensor):
             raise TypeError(f"the state's {name!r} must be a tensor; found {type(given[name]).__name__}.")
+        if given[name].layout is not torch.strided or given[name].is_nested or given[name].is_meta:
+            kind = "meta" if given[name].is_meta else "nested" if given[name].is_nested else given[name].layout
+            raise TypeError(f"the state's {name!r} must be a dense tensor with memory; found a {kind} one.")
         if given[name].shape != view.shape or given[name].dtype != view.dtype:
             raise ValueError(
                 f"the state's tensor {name!r} must be {view.dtype} {list(view.shape)}; "
@@ -108,7 +111,8 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
             )
     buffer.check(counters, {name: given[name] for name in wanted})
     for name, view in wanted.items():
-        view.copy_(given[name])
+        # else the ring would take part in the graph of a tensor that requires gradients
+        view.copy_(given[name].detach())
     buffer.finish(counters, state["seed"])
 
 
