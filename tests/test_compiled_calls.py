@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import itertools
 import os
 import subprocess
@@ -159,6 +161,36 @@ def test_loops_are_compiled_again_when_a_file_that_they_contain_is_newer(tmp_pat
     for index in tmp_path.rglob("numba_transitions.*.nbi"):
         os.utime(index, (1, 1))
     assert compiled() == 1
+
+
+@pytest.mark.parametrize("name", ["loops", "rank_loops", "streams", "transitions", "tree"])
+def test_all_modules_whose_loops_and_numbers_are_compiled_are_looked_at(name: str) -> None:
+    def numbers(value: Any) -> bool:
+        """Whether it is a number, or a class of numbers as `Counter` is."""
+        parts = vars(value).items() if isinstance(value, type) else ()
+        return isinstance(value, (int, float)) or any(type(each) is int for key, each in parts if key.isupper())
+
+    def contained(module: Any) -> set[str]:
+        """The modules of `ops` from which numbers or compiled functions are taken."""
+        found = set()
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gpu_replay.ops."):
+                values = [vars(module)[alias.asname or alias.name] for alias in node.names]
+                if any(numbers(each) or hasattr(each, "py_func") for each in values):
+                    found.add(str(node.module))
+        return found
+
+    module = importlib.import_module(f"gpu_replay.ops.numba_{name}")
+    calls = [node for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())) if isinstance(node, ast.Call)]
+    (call,) = (node for node in calls if getattr(node.func, "id", "") == "forget_older_code")
+    given: list[Any] = []
+    for part in call.args[1:]:
+        starred = isinstance(part, ast.Starred)
+        value = eval(ast.unparse(part.value if isinstance(part, ast.Starred) else part), vars(module))
+        given += value if starred else [value]
+    wanted = contained(module).union(*(contained(each) for each in given if ".numba_" in each.__name__))
+    assert "gpu_replay.ops.counters" in wanted
+    assert wanted <= {each.__name__ for each in given} | {module.__name__}
 
 
 def test_code_that_another_process_forgot_first_is_no_error(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from operator import setitem
 
 import numpy as np
 
-from gpu_replay.ops import numba_memory, numba_rank_loops, numba_tree, numpy_loops
+from gpu_replay.ops import counters, eligibility, numba_memory, numba_rank_loops, numba_tree, numpy_loops
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.frames import StackPlan
@@ -389,4 +389,5 @@ def choose_goals(streams, slots, rows, span, doubles, strategy):
     return known, source, places
 
 
-forget_older_code(_windows, numba_memory, numba_tree)
+CONTAINED = (counters, eligibility, numba_memory, numba_tree, *numba_tree.CONTAINED)
+forget_older_code(_windows, *CONTAINED)

@@ -372,8 +372,8 @@ def move(target, source, count):
 
 
 def forget_older_code(compiled: Any, *modules: ModuleType) -> None:
-    """Let what is kept of a file's functions be compiled again if one of these modules, of whose loops they are made,
-    is newer: Numba itself looks only at the file.
+    """Let what is kept of a file's functions be compiled again if one of these modules, whose loops and numbers they
+    contain, is newer: Numba itself looks only at the file.
     """
     if not compiled.stats.cache_path:
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_replay.ops import numba_memory, numba_tree
+from gpu_replay.ops import counters, mass_tree, numba_memory, numba_tree
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import DIRTY
 from gpu_replay.ops.numba_memory import (
@@ -366,4 +366,4 @@ def update(keys, codes, first, added, counters, sparse, flat, starts, shift, low
     counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
 
 
-forget_older_code(move, numba_memory, numba_tree)
+forget_older_code(move, counters, mass_tree, numba_tree, *numba_tree.CONTAINED)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_replay.ops import numba_loops, numba_memory, numba_transitions, numba_tree
+from gpu_replay.ops import counters, numba_loops, numba_transitions, uniform_draw
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.numba_loops import _copy_stacks
 from gpu_replay.ops.numba_memory import (
@@ -189,4 +189,4 @@ def put_goals(slots, table, state, outputs, last, episode, words, sides, rows, k
     return complete
 
 
-forget_older_code(gather, numba_loops, numba_memory, numba_transitions, numba_tree)
+forget_older_code(gather, counters, numba_transitions, uniform_draw, *numba_transitions.CONTAINED)

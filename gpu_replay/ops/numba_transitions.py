@@ -11,7 +11,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gpu_replay.ops import numba_loops, numba_memory, numba_rank_loops, numba_rank_order, numba_tree
+from gpu_replay.ops import (
+    counters,
+    numba_loops,
+    numba_rank_loops,
+    numba_rank_order,
+    numba_tree,
+    uniform_draw,
+)
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.numba_loops import _permuted_ranks
 from gpu_replay.ops.numba_memory import (
@@ -373,4 +380,5 @@ shifted = numba_tree.shifted
 noted_by = numba_rank_order.noted_by
 
 
-forget_older_code(append, numba_loops, numba_memory, numba_tree)
+CONTAINED = (counters, numba_loops, uniform_draw, *numba_loops.CONTAINED)
+forget_older_code(append, *CONTAINED)

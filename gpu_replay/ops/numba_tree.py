@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from gpu_replay.ops import numba_memory
+from gpu_replay.ops import counters, mass_tree, numba_memory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import DIRTY
 from gpu_replay.ops.numba_memory import compiled, forget_older_code, inlined, prefetch
@@ -337,4 +337,6 @@ def set_range(flat, starts, shift, low, high, start, stop, mass):
     sum_range(flat, starts, shift, low, high, start, stop)
 
 
-forget_older_code(draw, numba_memory)
+# loops and numbers of these are in the compiled code
+CONTAINED = (counters, mass_tree, numba_memory)
+forget_older_code(draw, *CONTAINED)
