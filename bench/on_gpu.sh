@@ -244,7 +244,7 @@ part_pong() {
     # what is printed does not depend on the clock
     [[ -z $dry ]] || left=$limit
     if [[ -n $dry ]] || has ale_py; then
-        train pong pong --max-seconds "$((left - 60))" ${rehearsal:+"${tiny[@]}"}
+        train pong pong --max-seconds "$((left - 60))" ${rehearsal:+"${tiny[@]}" --n-step 3 --warmup 40 --steps 104}
     else
         echo "== pong: ale-py is not installed, so it is left out; give its wheels with --wheels"
     fi
