@@ -18,9 +18,9 @@ def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        number = float(text)
+        number = _number(text, "a whole number, such as 1000 or 1e6")
         if not number.is_integer():
-            raise ValueError(text) from None
+            raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000 or 1e6; found {text!r}") from None
         return int(number)
 
 
@@ -36,7 +36,7 @@ def positive(text: str) -> int:
 
 def positive_float(text: str) -> float:
     """A number above 0."""
-    number = float(text)
+    number = _number(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0; found {text}")
     return number
@@ -44,7 +44,7 @@ def positive_float(text: str) -> float:
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    number = float(text)
+    number = _number(text)
     if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to 1; found {text}")
     return number
@@ -53,6 +53,13 @@ def share(text: str) -> float:
 def widths(text: str) -> tuple[int, ...]:
     """`128,128` as (128, 128)."""
     return tuple(whole(part) for part in text.split(","))
+
+
+def _number(text: str, wanted: str = "a number") -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be {wanted}; found {text!r}") from None
 
 
 def _at_least(number: int, least: int, text: str) -> int:
