@@ -94,7 +94,7 @@ _PEERS_NOTE = (
     "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
     "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
     "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
-    "are left out of the speedup, but where a loop without priorities is measured. Of one environment a step is "
+    "are left out of the speedup, except where a loop without priorities is measured. With one environment, a step is "
     "added, with a float64 reward and a Python bool. Implementations are interleaved. Medians."
 )
 _RATIOS_NOTE = (
