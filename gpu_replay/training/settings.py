@@ -288,8 +288,8 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "num_envs": 128,  # saturates sixteen cores
         "warmup": 20_000,  # twenty games of Pong
         "batch_size": 256,  # smaller batches are bound by launches
-        # the 46,000 to 74,000 with which Pong was won on a CPU are made after 0.8M to 1.2M steps; with four, which leave
-        # a GPU idle while emulators run, after 1.5M and not at all. Each draw follows the priorities of the last update
+        # sixteen samples a step. The 46,000 to 74,000 updates with which Pong was won on a CPU are made after 0.8M to
+        # 1.2M steps; with four they were after 1.5M to 2.4M. A draw of its own for each costs 21 launches more of 900
         "updates": 8,
         "network": "nature",  # the usual one for 84 pixels
         "epsilon_steps": 300_000,  # when the first games get longer
