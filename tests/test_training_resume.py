@@ -278,7 +278,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--gamma", "0.5"], "--gamma 0.5 (it has 0.99)"),
         (["--steps", "600"], "--steps 600 (it has 640, which can only be raised)"),
         (["--seed", "1"], "--seed 1 (it has 0)"),
-        (["CartPole-v1"], "CartPole-v1 (the run is of catch)"),
+        (["device-pong"], "device-pong (the run is of catch)"),
         (["--hidden", "64,64", "--no-double"], "--double False (it has True), --hidden (64, 64) (it has (128, 128))"),
         (["--steps", "1e4", "--max-seconds", "0.001"], "--max-seconds 0.001 is used up"),
     ],

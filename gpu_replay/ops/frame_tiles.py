@@ -29,10 +29,11 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
 
     Of short frames 4 words, and no more frames than threads, since a thread then looks up where several come from. The
     threads of a warp move words of one row, where it is as long.
-    shifted: whether each value has an address of its own, and a thread so 32 single ones.
+    shifted: whether each value has an address of its own, and a thread so 16 single ones: of 32 Triton 3.6 keeps all
+             addresses at once, in 254 registers.
     """
     single = field.dtype.itemsize
-    word = 4 * single if shifted else math.gcd(field.row_bytes, 16)
+    word = 2 * single if shifted else math.gcd(field.row_bytes, 16)
     values = min(8192 // max(single, field.output_dtype.itemsize), 1024 * word // single)
     if field.elements <= values // 2:
         values = min(values, 512 * word // single)
