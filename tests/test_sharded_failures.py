@@ -170,6 +170,9 @@ def counted(group: Any, mode: str, batch: int) -> dict[str, list[tuple[str, int]
     finally:
         dist.all_reduce, dist.all_to_all_single = reduce, exchange
     buffer.close()
+    with pytest.raises(RuntimeError, match=r"sample: the buffer was closed, and only .* own shard still work\.$"):
+        buffer.sample(batch)
+    add_rows(buffer, 3)
     return found
 
 

@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 # while some ranks read or write files the others wait in rounds of this share of the timeout, at most so many seconds
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
+_OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
 class Agreed(Exception):
@@ -89,7 +90,7 @@ class Group:
         """Give up the process group; calls that need it raise RuntimeError from then on."""
         with self.lock:
             if self._failed is None:
-                self._failed = "the buffer was closed"
+                self._failed = "the buffer was closed, and only calls that concern this rank's own shard still work"
                 if self._owned:
                     dist.destroy_process_group(self._group)
 
@@ -103,19 +104,19 @@ class Group:
         """
         with self.lock:
             if self._failed is not None:
-                raise RuntimeError(f"{name}: {self._failed}; the ranks are out of step. Load a checkpoint in new ones.")
+                raise RuntimeError(f"{name}: {self._failed}.")
             try:
                 yield
             except Agreed as agreed:
                 raise agreed.error from None
             except MessageFailed as error:
-                self._failed = f"an earlier call failed ({name})"
+                self._failed = _OUT_OF_STEP.format(name)
                 raise RuntimeError(
                     f"{name}: rank {self.rank} of {self.size} lost another rank, or waited {self.timeout:g} s for one "
                     f"that did not make the same call: {error}"
                 ) from error.__cause__
             except BaseException as error:
-                self._failed = f"an earlier call failed ({name}: {type(error).__name__})"
+                self._failed = _OUT_OF_STEP.format(f"{name}: {type(error).__name__}")
                 raise
 
     @contextmanager
