@@ -146,7 +146,7 @@ class IndexSubject(FullSubject):
     def __init__(self, capacity: int) -> None:
         self._rule = MassRule.for_slots(capacity, ALPHA, EPS, None)
         self.tree = MassTree(capacity, CPU, "host")
-        self.tree.set_range(0, capacity, self._rule.mass(1.0))
+        self.tree.set_masses(0, capacity, self._rule.mass(1.0))
         self._words = HostWords(seed=0)
         self._counters = new_counters(torch.device("cpu"), 0).numpy()
         self._block = 0

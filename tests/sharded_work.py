@@ -104,7 +104,7 @@ class Whole:
         by_chance = rows - self.plan.newest_of(rows)
         if self.plan.kind == "mass":
             tree = MassTree(masses.size, torch.device("cpu"), "host", low=True)
-            tree.set_range(0, masses.size, masses)
+            tree.set_masses(0, masses.size, masses)
             beta = self.plan.beta
             exponent = beta(self.step) if isinstance(beta, LinearSchedule) else beta
             lowest = tree.lowest() if self.plan.lowest_of_all else 0

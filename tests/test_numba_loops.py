@@ -100,7 +100,7 @@ def test_sums_of_many_new_masses_are_those_of_the_leaves(slots: int) -> None:
     found = []
     for loops in (numba_loops, numpy_loops):
         tree = MassTree(slots, torch.device("cpu"), "host")
-        tree.set_range(0, slots, rule.mass(1.0))
+        tree.set_masses(0, slots, rule.mass(1.0))
         counters = np.zeros(Counter.COUNT, dtype=np.int64)
         # nothing is the largest ever: all sums are made anew
         counters[Counter.MAX_MASS] = 2**40

@@ -273,5 +273,5 @@ class HostEligibility:
         end = begin + self.shape.num_envs
         before = np.count_nonzero(self.leaves[0][row])
         for (tree, unit), leaves in zip(self.trees, self.leaves, strict=True):
-            tree.set_range(begin, end, np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves[row]))
+            tree.set_masses(begin, end, np.where(chosen, np.minimum(masses, 1) if unit else masses, leaves[row]))
         self.counters[Counter.ELIGIBLE] += np.count_nonzero(self.leaves[0][row]) - before

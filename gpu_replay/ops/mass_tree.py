@@ -143,7 +143,7 @@ class MassTree:
         if self.order is not None:
             self.order.invalidate()
 
-    def set_range(self, start: int, stop: int, mass: int | np.ndarray) -> None:
+    def set_masses(self, start: int, stop: int, mass: int | np.ndarray) -> None:
         """Host: give the slots `start` to `stop` a mass each, and their ancestors the new sums."""
         self.arrays[0][start:stop] = mass
         self.sum_range(start, stop)
