@@ -103,33 +103,35 @@ def filled(elements: int, columns: int) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stored, output", KINDS, ids=str)
-def test_no_other_pieces_of_frames_fill_more_lanes(
+def test_no_other_pieces_of_frames_and_rows_fill_more_lanes(
     shape: tuple[int, ...], stored: torch.dtype, output: torch.dtype | None
 ) -> None:
     field = Field(shape, stored) if output is None else Field(shape, stored, output)
-    tile = frame_tile(field, 1000, False, False)
     # pieces of so many whole words, at most 16 bytes each, are moved by whole warps
     words = 32 * math.gcd(field.row_bytes, 16) // stored.itemsize
-    most = tile.rows * tile.columns
-    widths = [1 << power for power in range(20) if words <= 1 << power <= most] or [tile.columns]
-    assert filled(field.elements, tile.columns) >= max(filled(field.elements, width) for width in widths) - 1 / 64
-    # long rows always can: what is left over is less than one piece
-    if field.elements >= 32 * words:
-        assert filled(field.elements, tile.columns) > 0.95
+    for tile in (frame_tile(field, 1000, False, False), tile_for(field, 1000, False)):
+        most = tile.rows * tile.columns
+        widths = [1 << power for power in range(20) if words <= 1 << power <= most] or [tile.columns]
+        assert filled(field.elements, tile.columns) >= max(filled(field.elements, width) for width in widths) - 1 / 64
+        # long rows always can: what is left over is less than one piece
+        if field.elements >= 32 * words:
+            assert filled(field.elements, tile.columns) > 0.95
 
 
 @pytest.mark.parametrize(
-    "stored, output, tile",
+    "stored, output, frames, rows",
     [
-        (torch.uint8, torch.uint8, (8, 1024, 7)),
-        (torch.uint8, torch.bfloat16, (4, 1024, 7)),
-        (torch.uint8, torch.float32, (2, 1024, 7)),
-        (torch.float32, torch.float32, (2, 1024, 7)),
+        (torch.uint8, torch.uint8, 8, 4),
+        (torch.uint8, torch.bfloat16, 4, 4),
+        (torch.uint8, torch.float32, 2, 2),
+        (torch.float32, torch.float32, 2, 2),
     ],
     ids=str,
 )
-def test_the_tiles_of_84x84(stored: torch.dtype, output: torch.dtype, tile: tuple[int, int, int]) -> None:
-    assert frame_tile(Field((84, 84), stored, output), 1000, False, False) == tile
+def test_the_tiles_of_84x84(stored: torch.dtype, output: torch.dtype, frames: int, rows: int) -> None:
+    field = Field((84, 84), stored, output)
+    assert frame_tile(field, 1000, False, False) == (frames, 1024, 7)
+    assert tile_for(field, 1000, False) == (rows, 1024, 7)
 
 
 def test_a_program_moves_more_pieces_of_a_frame_the_more_programs_there_are() -> None:

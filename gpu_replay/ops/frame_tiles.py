@@ -9,19 +9,7 @@ from typing import NamedTuple
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.draws import per_program
-from gpu_replay.ops.ring import Layout, Tile, layout_of, tile_for, tile_of
-
-
-def piece_columns(elements: int, least: int, most: int) -> int:
-    """Values of the pieces in which a row is moved, a power of two: the widest from `least` to `most` of those that are
-    filled by the row as well as any, give or take one value in 64.
-
-    least, most: powers of two. Of rows that are shorter all are one piece.
-    """
-    whole = 1 << (elements - 1).bit_length()
-    sizes = [whole >> times for times in range(whole.bit_length()) if min(least, whole) <= whole >> times <= most]
-    filled = {size: elements / (-(-elements // size) * size) for size in sizes}
-    return max(size for size in sizes if filled[size] >= max(filled.values()) - 1 / 64)
+from gpu_replay.ops.ring import Layout, Tile, layout_of, piece_columns, tile_for, tile_of
 
 
 def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:

@@ -5,6 +5,7 @@ Gathered values are cast and scaled where a field says so: `value * scale` in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, starmap
@@ -100,15 +101,32 @@ class Tile(NamedTuple):
     chunks: int
 
 
+def piece_columns(elements: int, least: int, most: int) -> int:
+    """Values of the pieces in which a row is moved, a power of two: the widest from `least` to `most` of those that are
+    filled by the row as well as any, give or take one value in 64.
+
+    least, most: powers of two. Of rows that are shorter all are one piece.
+    """
+    whole = 1 << (elements - 1).bit_length()
+    sizes = [whole >> times for times in range(whole.bit_length()) if min(least, whole) <= whole >> times <= most]
+    filled = {size: elements / (-(-elements // size) * size) for size in sizes}
+    return max(size for size in sizes if filled[size] >= max(filled.values()) - 1 / 64)
+
+
 def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
     """The tile for rows of a field: powers of two, together at most 8 KB, in or out, and 4096 values.
 
-    Under the interpreter, where each program instance costs about 1 ms, it takes more, and no more rows than there are;
-    on a GPU the number of rows must not decide, since another tile is another kernel to compile.
+    A row is moved in pieces that it fills, so that few lanes have nothing to move, and whole warps move each of them.
+    Under the interpreter, where each program instance costs about 1 ms, a program takes more, and no more rows than
+    there are; on a GPU the number of rows must not decide, since another tile is another kernel to compile.
     """
+    single, word = field.dtype.itemsize, math.gcd(field.row_bytes, 16)
     # a thread has 8 single values, or as many 16-byte words as fit
-    values = 1024 if field.row_bytes % 16 else min(4096, 8192 // max(field.dtype.itemsize, field.output_dtype.itemsize))
-    return tile_of(field.elements, values, rows, interpreted)
+    values = 1024 if word < 16 else min(4096, 8192 // max(single, field.output_dtype.itemsize))
+    if interpreted:
+        return tile_of(field.elements, values, rows, interpreted)
+    columns = piece_columns(field.elements, min(values, 32 * word // single), values)
+    return Tile(min(1024, values // columns), columns, -(-field.elements // columns))
 
 
 def tile_of(elements: int, values: int, rows: int, interpreted: bool, most: int = 1024) -> Tile:
