@@ -333,7 +333,7 @@ class Buffer(Contents):
 
     def capture(
         self,
-        batch_size: int,
+        batch_size: int | None,
         learn: Learn,
         *,
         beta: float | None = None,
@@ -342,7 +342,8 @@ class Buffer(Contents):
     ) -> LearningStep:
         """A learning step as one call: `sample`, `learn(batch)` and `update_priorities`; on a GPU one CUDA graph.
 
-        batch_size, beta: as for `sample`.
+        batch_size, beta: as for `sample`. With None nothing is drawn: `learn()` may add, but not sample, and returns
+                  the output alone.
         learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave them as
                   they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
         warm_ups: calls of the step, at least 1, that run eagerly before the graph is captured. They are ordinary steps,
@@ -358,17 +359,21 @@ class Buffer(Contents):
 
         Raises TypeError or ValueError for invalid arguments.
         """
-        batch = validation.batch_size(batch_size)
+        batch = None if batch_size is None else validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)
         if not callable(learn):
             raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
+
+        def sample() -> Batch | None:
+            return None if batch is None else self.sample(batch, beta=exponent)
+
         return LearningStep(
             learn,
             batch,
             self.device,
             validation.whole("warm_ups", warm_ups, 1),
             generators=validation.generators(generators, self.device),
-            sample=lambda: self.sample(batch, beta=exponent),
+            sample=sample,
             update=self.update_priorities,
             recording=lambda: self._recording(batch),
             replaying=lambda recorded: self._replaying(batch, recorded),
@@ -381,10 +386,11 @@ class Buffer(Contents):
             yield
 
     @contextmanager
-    def _recording(self, batch: int) -> Iterator[Recorded]:
+    def _recording(self, batch: int | None) -> Iterator[Recorded]:
         """Count what is captured meanwhile. Raises as `sample` where there is too little to draw from."""
-        with self._lock:
-            self._check_enough(batch)
+        if batch is not None:
+            with self._lock:
+                self._check_enough(batch)
         self._stream_order.recorded = recorded = Recorded()
         try:
             yield recorded
@@ -392,10 +398,11 @@ class Buffer(Contents):
             self._stream_order.recorded = None
 
     @contextmanager
-    def _replaying(self, batch: int, recorded: Recorded) -> Iterator[None]:
+    def _replaying(self, batch: int | None, recorded: Recorded) -> Iterator[None]:
         """Order one replay of what was recorded. Raises as `sample` where there is too little to draw from."""
         with self._alone():
-            self._check_enough(batch)
+            if batch is not None:
+                self._check_enough(batch)
             yield
             self._engine.on_replay(recorded.rows)
 

@@ -126,6 +126,32 @@ def test_a_step_may_add_and_be_cleared(kind: str, device: str) -> None:
     assert (len(buffer), int(buffer._counters[Counter.STEP])) == (3 * 6, CALLS + 1)
 
 
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_step_that_draws_nothing_adds(kind: str, device: str) -> None:
+    buffer, twin = (BUFFERS[kind](SAMPLERS["proportional"], device) for _ in range(2))
+    number = torch.zeros((3,), dtype=torch.int64, device=device)
+
+    def act() -> tuple[Tensor, Tensor]:
+        add(buffer, number)
+        number.add_(1)
+        return number + 1, number - 1
+
+    step = buffer.capture(None, act)
+    # into an empty buffer, and then past the end of the ring
+    for turn in range(25):
+        more, less = step()
+        add(twin, turn)
+        assert (more.tolist(), less.tolist()) == ([turn + 2] * 3, [turn] * 3)
+    check_alike(buffer, twin)
+    assert (buffer.added, step.captured) == (75, device == "cuda")
+    # the host knows of what was added, and nothing was drawn
+    assert torch.equal(buffer.sample(ROWS).key, twin.sample(ROWS).key)
+    assert int(buffer._counters[Counter.STEP]) == 1
+    assert buffer.capture(None, lambda: None)() is None
+    with pytest.raises(TypeError, match="made of tensors; found str"):
+        buffer.capture(None, lambda: "nothing")()
+
+
 def test_priorities_may_be_left_as_they_are() -> None:
     buffer = filled("transitions", SAMPLERS["proportional"])
     before, step = buffer.masses(), buffer.capture(ROWS, lambda batch: (None, batch))

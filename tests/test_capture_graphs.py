@@ -139,6 +139,16 @@ def test_the_host_counts_what_replays_add(cuda: FakeCuda) -> None:
     assert buffer._stream_order.recorded is None
 
 
+def test_a_step_that_draws_nothing_asks_for_no_rows(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    buffer.empty = True
+    step = buffer.capture(None, buffer.add, warm_ups=1)
+    for _ in range(4):
+        step()
+    assert [name for name, _ in cuda.done] == ["add", *["add replayed"] * 3]
+    assert (buffer._engine.rows, buffer._stream_order.recorded) == (15, None)
+
+
 def test_a_call_that_raised_was_no_warm_up(cuda: FakeCuda) -> None:
     buffer = Pretended(cuda)
     step = buffer.capture(4, lambda batch: None, warm_ups=1)

@@ -13,7 +13,8 @@ from gpu_replay.batch import Batch
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall, map_tensors
 from gpu_replay.stream_order import Recorded
 
-Learn = Callable[[Batch], Any]
+# takes a Batch, or nothing where none is drawn
+Learn = Callable[..., Any]
 
 
 class LearningStep:
@@ -25,12 +26,12 @@ class LearningStep:
     def __init__(
         self,
         learn: Learn,
-        batch_size: int,
+        batch_size: int | None,
         device: torch.device,
         warm_ups: int,
         *,
         generators: Sequence[torch.Generator] = (),
-        sample: Callable[[], Batch],
+        sample: Callable[[], Batch | None],
         update: Callable[[Tensor, Tensor], None],
         recording: Callable[[], AbstractContextManager[Recorded]],
         replaying: Callable[[Recorded], AbstractContextManager[None]],
@@ -38,7 +39,7 @@ class LearningStep:
         """Of arguments that the buffer has checked.
 
         generators:     from which `learn` draws, beside torch's own.
-        sample, update: the buffer's calls.
+        sample, update: the buffer's calls; where `sample` gives None, the step calls `learn` alone.
         recording:      counts what is captured within it.
         replaying:      orders one replay of that among the buffer's calls.
         """
@@ -91,19 +92,26 @@ class LearningStep:
     def _once(self) -> Any:
         """The step as the device sees it."""
         batch = self._sample()
+        if batch is None:
+            return self._detached(self._learn())
         returned = self._learn(batch)
         priorities, output = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         self._check(priorities)
+        output = self._detached(output)
+        if priorities is not None:
+            self._update(batch.key, priorities)
+        return output
+
+    @staticmethod
+    def _detached(output: Any) -> Any:
+        """What the step returns. Raises TypeError where it is not made of tensors."""
         try:
             # what is held from call to call must not hold the memory of a backward pass
-            output = map_tensors(output, Tensor.detach)
+            return map_tensors(output, Tensor.detach)
         except TypeError as error:
             raise TypeError(
                 f"what learn returns beside the priorities comes out of every replay, so it is made of tensors; {error}"
             ) from None
-        if priorities is not None:
-            self._update(batch.key, priorities)
-        return output
 
     def _check(self, priorities: object) -> None:
         if priorities is None:
