@@ -23,7 +23,7 @@ MODULES = (
     *("ops/rank_draw", "ops/ring", "ops/stratified_draw", "ops/uniform_draw", "ops/weights", "ops/mass_tree"),
 )
 # what a step of games on the device does besides, in one graph
-TRAINING = ("actors", "catch", "cycle", "device_pong", "dqn", "episodes", "exploration", "networks")
+TRAINING = ("actors", "catch", "cycle", "device_pong", "dqn", "environments", "episodes", "exploration", "networks")
 ROOTS = ("add", "sample", "sample_sequences", "update_priorities", "begin_episodes", "_add", "_sample", "_update")
 # a captured step: its calls, what it does in them, and what a buffer does around a replay
 STEPS = ("capture", "__call__", "_once", "replay", "_replaying", "_recording", "on_replay", "ordered", "close")
@@ -226,8 +226,9 @@ def test_nothing_on_the_device_path_waits_for_the_device() -> None:
 
 def test_no_step_of_games_on_the_device_waits_for_it() -> None:
     sources = {name: (ROOT / "training" / f"{name}.py").read_text() for name in TRAINING}
-    reached, found = search(sources, ("_step_from", "_learn_from", "_store", "_use_draws", "set_epsilon"))
+    reached, found = search(sources, ("_step_from", "_take_in", "_learn_from", "set_epsilon"))
     assert found == []
+    assert {"_store", "_use_draws", "_keep", "joined"} <= reached
     assert {"act", "choose", "recv", "push", "updates_with", "forward_with", "prepare", "greedy_actions"} <= reached
     assert {"_picture", "_served", "_move_ball", "_board", "_new_games", "_needed", "_update", "_renew"} <= reached
 

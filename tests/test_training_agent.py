@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, Uniform
+from gpu_replay.cli import main
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training import command
@@ -281,12 +282,30 @@ def test_unknown_settings_are_named() -> None:
         ({"hidden": ()}, "--hidden must name widths"),
         ({"warmup": 100, "capacity": 99}, "--warmup 100 does not fit in --capacity 99"),
         ({"batch_size": 64, "warmup": 63}, "--warmup 63 must be at least --batch-size 64"),
+        ({"groups": 3}, "--groups 3 must divide --num-envs 32"),
         ({"sampler": "combined", "newest": 65}, "--newest 65 does not fit in --batch-size 64"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Settings(**changes)  # type: ignore[arg-type]
+
+
+def test_a_default_of_groups_gives_way_to_the_number_of_environments() -> None:
+    assert Settings.for_family("atari-cuda").groups == 2
+    assert Settings.for_family("atari-cuda", num_envs=6).groups == 2
+    assert Settings.for_family("atari-cuda", num_envs=1).groups == 1
+    with pytest.raises(UserError, match="--groups 2 must divide --num-envs 1"):
+        Settings.for_family("atari-cuda", num_envs=1, groups=2)
+
+
+def test_groups_are_not_for_actors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "catch", "--groups", "2", "--actors", "2"]) == 2
+    assert "--groups does not go with --actors" in capsys.readouterr().err
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    plan = command._new_plan(parser.parse_args(["catch", "--device", "cpu", "--actors", "2"]), 0.0)
+    assert plan.settings.groups == 1
 
 
 def test_schedules_go_from_start_to_end_and_stay() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_games import sums_trainer
 from torch import Tensor
 from training_runs import CPU, ROOT, make_trainer
 
@@ -128,6 +129,66 @@ def test_a_step_that_cannot_be_captured_goes_on_with_captured_updates(
     assert all(torch.equal(mine[path], theirs[path]) for path in theirs)
 
 
+AHEAD = [(1, 1, 0.0), (2, 3, 0.0), (3, 3, 0.5)]
+
+
+@pytest.mark.parametrize(("groups", "stack", "persistence"), AHEAD)
+def test_games_on_the_host_run_ahead_and_are_those_of_the_plain_loop(
+    groups: int, stack: int, persistence: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"frame_stack": stack, "persistence": persistence}
+    plain = sums_trainer(**changes)
+    monkeypatch.setattr("gpu_replay.training.cycle.runs_ahead", lambda actors, device: True)
+    ahead = sums_trainer(groups=groups, **changes)
+    assert len(ahead._cycle.answers) == groups
+    for steps in (3, 40, 9):
+        advance(plain, steps)
+        advance(ahead, steps)
+        # nothing is left out, wherever one looks
+        mine, theirs = all_tensors(ahead), all_tensors(plain)
+        assert mine.keys() == theirs.keys()
+        assert [path for path in theirs if not torch.equal(mine[path], theirs[path])] == []
+    assert ahead.buffer.state_dict()["counters"] == plain.buffer.state_dict()["counters"]
+    assert (ahead.agent.updates, ahead.buffer.added) == (plain.agent.updates, 52 * 6)
+    assert int(theirs["statistics/count"]) > 40
+
+
+def test_while_the_device_acts_for_one_group_the_others_play() -> None:
+    trainer = sums_trainer(groups=2)
+    events = trainer.environment.events  # type: ignore[attr-defined]
+    advance(trainer, 3)
+    again = [("recv", 0), ("send", 0), ("recv", 3), ("send", 3)]
+    assert events == [("send", 0), ("send", 3), *again, *again]
+    # the last step is under way, and received by whoever looks
+    assert trainer.buffer.added == 2 * 6
+    trainer.state()
+    assert (trainer.buffer.added, events[-2:]) == (3 * 6, [("recv", 0), ("recv", 3)])
+    advance(trainer, 1)
+    assert events[-2:] == [("send", 0), ("send", 3)]
+
+
+def test_an_answer_that_cannot_be_captured_is_made_of_calls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, trainer = sums_trainer(groups=2), sums_trainer(groups=2)
+    advance(plain, 20)
+    advance(trainer, 12)
+    refused, call = trainer._cycle.answers[1], LearningStep.__call__
+
+    def refuse(step: LearningStep) -> Any:
+        if step is refused:
+            raise CaptureError("learn cannot be captured") from RuntimeError("no graph holds this\nand more")
+        return call(step)
+
+    monkeypatch.setattr(LearningStep, "__call__", refuse)
+    advance(trainer, 8)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "acting and adding cannot be captured as a CUDA graph and runs without: no graph holds this"
+    assert trainer._cycle.answers == []
+    mine, theirs = all_tensors(trainer), all_tensors(plain)
+    assert all(torch.equal(mine[path], theirs[path]) for path in theirs)
+
+
 def test_the_share_of_a_captured_call_goes_to_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"whole": 0.008, "act": 0.001, "env": 0.002, "replay": 0.0005, "long": 0.02}
     monkeypatch.setattr("gpu_replay.training.cycle.mean_seconds", lambda call, device: times[call()])
@@ -170,7 +231,8 @@ def test_in_a_rehearsal_replayed_steps_are_those_of_the_plain_loop() -> None:
     command = [sys.executable, "-m", "gpu_replay.bench.rehearsal", "rehearsed_cycle"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [name for name, _ in GAMES]
+    hosts = [f"games on the host in {groups} groups" for groups, _, _ in AHEAD]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [*(name for name, _ in GAMES), *hosts]
 
 
 @pytest.mark.gpu
@@ -181,6 +243,26 @@ def test_on_a_gpu_replayed_steps_play_the_games_of_the_plain_loop(name: str, cha
     assert whole._cycle.whole_step is not None
     assert whole._cycle.whole_step.captured
     mine, theirs = all_tensors(whole), all_tensors(plain)
+    for path, tensor in theirs.items():
+        if path.startswith("agent"):
+            torch.testing.assert_close(mine[path], tensor, rtol=1e-3, atol=1e-4)
+        elif path.startswith(("actors", "statistics", "frame", "obs")):
+            assert torch.equal(mine[path], tensor), path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("groups", "stack", "persistence"), AHEAD)
+def test_on_a_gpu_games_on_the_host_are_those_of_the_plain_loop(groups: int, stack: int, persistence: float) -> None:
+    changes = {"frame_stack": stack, "persistence": persistence}
+    cuda = torch.device("cuda")
+    plain, ahead = sums_trainer(cuda, graph=False, **changes), sums_trainer(cuda, groups, **changes)
+    for _ in range(50):
+        advance(plain, 1)
+        plain._cycle.settle()
+    advance(ahead, 50)
+    assert all(answer.captured for answer in ahead._cycle.answers)
+    assert len(ahead._cycle.answers) == groups
+    mine, theirs = all_tensors(ahead), all_tensors(plain)
     for path, tensor in theirs.items():
         if path.startswith("agent"):
             torch.testing.assert_close(mine[path], tensor, rtol=1e-3, atol=1e-4)

@@ -8,6 +8,7 @@ import torch
 
 from gpu_replay import Field
 from gpu_replay.console.errors import UserError
+from gpu_replay.training.environments import joined
 from gpu_replay.training.registry import identify, make_environment
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.vector_envs import make_gymnasium
@@ -156,6 +157,59 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     assert not torch.equal(step.obs[row], step.final_obs[row])
     assert (step.final_obs[row] != before[row]).float().mean() < 0.1
     environment.close()
+
+
+def test_groups_of_emulators_play_the_games_of_a_single_one() -> None:
+    pytest.importorskip("ale_py")
+    settings = Settings.for_family("atari", sticky=0.3)
+    single, groups = (make_environment(identify("pong"), 2, settings, CPU, groups=count) for count in (1, 2))
+    assert (len(single.parts), len(groups.parts), groups.num_envs) == (1, 2, 2)
+    assert torch.equal(single.reset(5), groups.reset(5))
+    generator = torch.Generator().manual_seed(0)
+    for t in range(20):
+        actions = torch.randint(0, 3, (2,), generator=generator)
+        single.send(actions)
+        expected = single.recv()
+        if t % 2:
+            groups.send(actions)
+            step = groups.recv()
+        else:
+            # each on its own, the second one first
+            for part in (1, 0):
+                groups.parts[part].send(actions[part : part + 1])
+            step = joined([part.recv() for part in groups.parts])
+        for name in ("obs", "reward", "terminated", "truncated"):
+            assert torch.equal(getattr(step, name), getattr(expected, name)), name
+    single.close()
+    groups.close()
+
+
+@pytest.mark.slow
+def test_groups_of_emulators_end_and_begin_episodes_as_a_single_one() -> None:
+    pytest.importorskip("ale_py")
+    settings = Settings.for_family("atari")
+    single, groups = (make_environment(identify("pong"), 4, settings, CPU, groups=count) for count in (1, 2))
+    assert torch.equal(single.reset(5), groups.reset(5))
+    ended = 0
+    for _ in range(2_000):
+        for environment in (single, groups):
+            environment.send(torch.zeros(4, dtype=torch.int64))
+        expected, step = single.recv(), groups.recv()
+        assert torch.equal(step.obs, expected.obs)
+        over = step.terminated | step.truncated
+        assert torch.equal(over, expected.terminated | expected.truncated)
+        if bool(over.any()):
+            assert torch.equal(step.final_obs[over], expected.final_obs[over])
+            ended += 1
+    assert ended >= 4
+    single.close()
+    groups.close()
+
+
+@pytest.mark.parametrize("name", ["catch", "device-pong", "CartPole-v1"])
+def test_groups_need_emulators_with_threads_of_their_own(name: str) -> None:
+    with pytest.raises(UserError, match=f"--groups 2 needs an Atari game.*; {name} has none. Leave it out."):
+        make_environment(identify(name), 4, Settings(num_envs=4, groups=2), CPU, groups=2)
 
 
 PONG = ("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4")

@@ -57,7 +57,8 @@ def make_trainer(
     found = identify(name)
     settings = Settings.for_family(found.family(device), **changes)
     environment, evaluation = (
-        make_environment(found, count, settings, device) for count in (settings.num_envs, settings.eval_episodes)
+        make_environment(found, count, settings, device, groups=groups)
+        for count, groups in ((settings.num_envs, settings.groups), (settings.eval_episodes, 1))
     )
     evaluator = Evaluator(evaluation, settings, device=device, seed=seed, stop=StopRequest())
     return Trainer(environment, evaluator, settings, device=device, seed=seed, buffer=buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.training.environments import Environment, Step
+from gpu_replay.training.environments import Environment, Step, joined
 from gpu_replay.training.pinned_transfer import PinnedTransfer
+
+ALL = slice(None)
 
 
 class FrameStack:
@@ -34,14 +37,18 @@ class FrameStack:
         self._frames = torch.cat((before, frame[:, None]), 1)
         return self._frames
 
-    def push(self, frame: Tensor, ended: Tensor) -> Tensor:
-        """Add the next frames; where `ended`, (E,) bool, they are the first ones of new episodes."""
+    def push(self, frame: Tensor, ended: Tensor, rows: slice = ALL) -> Tensor:
+        """Add the next frames; where `ended`, (E,) bool, they are the first ones of new episodes.
+
+        rows: the environments whose frames these are, if not all; the others stay, and are not returned.
+        """
         if self.depth == 1:
             return frame
         if self._frames is None:
             raise RuntimeError("push needs the frames before; call begin first.")
         cleared = ended.reshape(-1, *[1] * frame.dim())
-        return self._frames.copy_(torch.cat((self._frames[:, 1:].masked_fill(cleared, 0), frame[:, None]), 1))
+        stack = self._frames[rows]
+        return stack.copy_(torch.cat((stack[:, 1:].masked_fill(cleared, 0), frame[:, None]), 1))
 
     def state(self) -> dict[str, Tensor]:
         """The frames; empty at a depth of 1."""
@@ -78,7 +85,9 @@ class DeviceStep:
 class Actors:
     """Environments, and the transfer of their steps to `device`.
 
-    home: the device on which the simulators run, known after a `reset`.
+    home:  the device on which the simulators run, known after a `reset`.
+    parts: of the environments, which `send_to`, `fetch` and `push` step apart.
+    rows:  of each part among all environments.
 
     Steps of environments on the device itself are passed through. From host memory each step is one copy out of pinned
     memory, and its actions are one copy back.
@@ -88,16 +97,19 @@ class Actors:
         self.environment = environment
         self.device = device
         self.home = device
+        self.parts = environment.parts
+        size = environment.num_envs // len(self.parts)
+        self.rows = [slice(size * part, size * (part + 1)) for part in range(len(self.parts))]
         self._stack = FrameStack(environment.spec.stack)
-        self._transfers: tuple[PinnedTransfer, PinnedTransfer] | None = None
+        self._transfers: list[tuple[PinnedTransfer, PinnedTransfer]] = []
 
     def reset(self, seed: int) -> tuple[Tensor, Tensor]:
         """Start new episodes in all environments: their first frames, and the observations to act on."""
         frame = self.environment.reset(seed)
         self.home = frame.device
         if frame.device.type != self.device.type:
-            if self._transfers is None:
-                self._transfers = self._make_transfers(frame)
+            if not self._transfers:
+                self._transfers = [self._make_transfers(frame[rows]) for rows in self.rows]
             # no step is in flight that could use the same memory
             frame = frame.to(self.device)
         return frame, self._stack.begin(frame)
@@ -107,19 +119,39 @@ class Actors:
         self.environment.send(actions)
 
     def recv(self) -> DeviceStep:
-        """Wait for the step. Its frame is valid until the step after the next one."""
-        step = self.environment.recv()
-        frame, reward, terminated, truncated = step.obs, step.reward, step.terminated, step.truncated
-        final = step.final_obs
-        if self._transfers is not None:
-            steps, finals = self._transfers
-            frame, reward, terminated, truncated = steps.copy(
-                frame=frame, reward=reward, terminated=terminated, truncated=truncated
-            ).values()
-            if final is not None:
-                final = finals.copy(frame=final)["frame"]
-        obs = self._stack.push(frame, terminated | truncated)
-        return DeviceStep(step, frame, obs, reward, terminated, truncated, final)
+        """Wait for the step. Its frame and its observation are valid until the next one."""
+        steps = [part.recv() for part in self.parts]
+        there = joined([self._moved(step, part) for part, step in enumerate(steps)])
+        obs = self._stack.push(there.obs, there.terminated | there.truncated)
+        kept = there.reward, there.terminated, there.truncated, there.final_obs
+        return DeviceStep(joined(steps), there.obs, obs, *kept)
+
+    def send_to(self, part: int, actions: Tensor) -> None:
+        """Start a step of one part with its actions."""
+        self.parts[part].send(actions)
+
+    def fetch(self, part: int) -> Step:
+        """Wait for the step of one part; on the agent's device, in memory that the next one of this part overwrites.
+
+        Out of host memory it is the same memory every time, with final frames that mean nothing where none ended.
+        """
+        step = self._moved(self.parts[part].recv(), part)
+        if not self._transfers:
+            return step
+        return dataclasses.replace(step, final_obs=self._transfers[part][1].there["frame"])
+
+    def push(self, part: int, step: Step) -> Tensor:
+        """The observations of a part to act on after the step that was fetched."""
+        return self._stack.push(step.obs, step.terminated | step.truncated, self.rows[part])
+
+    def _moved(self, step: Step, part: int) -> Step:
+        """A step of one part on the agent's device."""
+        if not self._transfers:
+            return step
+        steps, finals = self._transfers[part]
+        there = steps.copy(frame=step.obs, reward=step.reward, terminated=step.terminated, truncated=step.truncated)
+        final = None if step.final_obs is None else finals.copy(frame=step.final_obs)["frame"]
+        return Step(there["frame"], there["reward"], there["terminated"], there["truncated"], final)
 
     def state(self) -> dict[str, Any] | None:
         """What `restore` needs, or None where the environments cannot continue in mid-episode."""
@@ -135,5 +167,5 @@ class Actors:
         """One for steps, one for the final frames of those steps in which an episode ends."""
         frames = {"frame": (tuple(frame.shape), frame.dtype)}
         dtypes = {"reward": torch.float32, "terminated": torch.bool, "truncated": torch.bool}
-        rest = {name: ((self.environment.num_envs,), dtype) for name, dtype in dtypes.items()}
+        rest = {name: ((len(frame),), dtype) for name, dtype in dtypes.items()}
         return PinnedTransfer({**frames, **rest}, self.device), PinnedTransfer(frames, self.device)

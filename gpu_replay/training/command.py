@@ -127,6 +127,8 @@ def run(options: argparse.Namespace) -> int:
     if options.actors is not None:
         if options.source is not None:
             raise UserError("--from does not go with --actors, whose games have no common start.")
+        if (options.groups or 1) > 1:
+            raise UserError("--groups does not go with --actors, whose processes each step their own environments.")
         check_actors(options.actors)
     if launched_together() and (options.resume or options.source is not None or options.actors is not None):
         raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
@@ -154,6 +156,8 @@ def _new_plan(options: argparse.Namespace, began: float) -> Plan:
     seed = options.seed if options.seed is not None else 0
     default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     game = GAMES.get(environment.name, {}) if environment.kind == "atari" else {}
+    if options.actors is not None:
+        game = {**game, "groups": 1}
     return Plan(
         environment=environment,
         settings=Settings.for_family(environment.family(device), **{**game, **given_settings(options)}),

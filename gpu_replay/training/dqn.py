@@ -74,10 +74,13 @@ class Agent:
         return self.online if self._averaged is None else self._averaged
 
     @torch.no_grad()
-    def act(self, obs: Tensor) -> Tensor:
-        """obs: (E, *shape) on the agent's device; returns (E,) int64, explored with the epsilon of `explorer`."""
+    def act(self, obs: Tensor, group: int = 0, groups: int = 1) -> Tensor:
+        """obs: (E, *shape) on the agent's device; returns (E,) int64, explored with the epsilon of `explorer`.
+
+        group, groups: which of the groups of environments these are, where each acts on its own in a step.
+        """
         values = self.online.forward_with(self.online.prepare(obs), self._lowered)
-        return self.explorer.choose(values)
+        return self.explorer.choose(values, group, groups)
 
     def whiten(self, obs: Tensor) -> None:
         """Fit the networks' whitening to these observations, before the first update."""

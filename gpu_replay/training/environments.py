@@ -60,6 +60,21 @@ class Step:
     final_obs: Tensor | None
 
 
+def joined(steps: Sequence[Step]) -> Step:
+    """The step of all environments, of the steps of parts that follow one another; a single one as it is."""
+    if len(steps) == 1:
+        return steps[0]
+    # where nothing ended any frames will do
+    finals = [step.obs if step.final_obs is None else step.final_obs for step in steps]
+    return Step(
+        obs=torch.cat([step.obs for step in steps]),
+        reward=torch.cat([step.reward for step in steps]),
+        terminated=torch.cat([step.terminated for step in steps]),
+        truncated=torch.cat([step.truncated for step in steps]),
+        final_obs=None if all(step.final_obs is None for step in steps) else torch.cat(finals),
+    )
+
+
 class Environment(ABC):
     """`num_envs` parallel environments.
 
@@ -84,6 +99,11 @@ class Environment(ABC):
     @abstractmethod
     def recv(self) -> Step:
         """Wait for the step that `send` started."""
+
+    @property
+    def parts(self) -> Sequence[Environment]:
+        """Equal parts that are stepped apart, one after the other making up all environments; by default one."""
+        return (self,)
 
     def state(self) -> dict[str, Tensor] | None:
         """What `restore` needs to continue in mid-episode, or None where the simulator does not expose its state."""

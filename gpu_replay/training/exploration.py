@@ -53,26 +53,41 @@ class Explorer:
         self._begin.fill_(epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence))
 
     @torch.no_grad()
-    def choose(self, values: Tensor) -> Tensor:
-        """values: (E, actions); returns (E,) int64 actions."""
-        if self._persistence <= 0:
+    def choose(self, values: Tensor, group: int = 0, groups: int = 1) -> Tensor:
+        """values: (E / groups, actions), of one group after another; returns (E / groups,) int64 actions.
+
+        With the first group all of them draw, so that random numbers are those of a single group.
+        """
+        if self._persistence <= 0 and groups == 1:
             return greedy_actions(values, self._begin, self.generator)
         count, actions = values.shape
-        generator, device = self.generator, values.device
+        if self._random is None or self._exploring is None:
+            self._random = torch.zeros(count * groups, dtype=torch.int64, device=values.device)
+            self._exploring = torch.zeros_like(self._random, dtype=torch.bool)
+        if group == 0:
+            self._draw(self._random, self._exploring, actions)
+        mine = slice(group * count, (group + 1) * count)
+        return torch.where(self._exploring[mine], self._random[mine], values.argmax(1))
+
+    def _draw(self, random: Tensor, exploring: Tensor, actions: int) -> None:
+        """Renew the random actions of all environments, and which of them explore."""
+        count, generator, device = len(random), self.generator, random.device
+        if self._persistence <= 0:
+            # in the order of `greedy_actions`
+            exploring.copy_(torch.rand(count, generator=generator, device=device) < self._begin)
+            random.copy_(torch.randint(actions, (count,), generator=generator, device=device))
+            return
         fresh = torch.randint(actions, (count,), generator=generator, device=device)
         chance = torch.rand((2, count), generator=generator, device=device)
-        if self._random is None or self._exploring is None:
-            self._random, self._exploring = fresh.clone(), torch.zeros_like(fresh, dtype=torch.bool)
-        persisting = self._exploring & (chance[0] < self._persistence)
-        self._random.copy_(torch.where(persisting, self._random, fresh))
+        persisting = exploring & (chance[0] < self._persistence)
+        random.copy_(torch.where(persisting, random, fresh))
         # without exploration nothing persists
-        self._exploring.copy_((persisting | (chance[1] < self._begin)) & (self._begin > 0))
-        return torch.where(self._exploring, self._random, values.argmax(1))
+        exploring.copy_((persisting | (chance[1] < self._begin)) & (self._begin > 0))
 
     def state(self) -> dict[str, Tensor]:
         """The generator's state, and the random actions that persist."""
         state = {"generator": self.generator.get_state()}
-        if self._random is not None and self._exploring is not None:
+        if self._persistence > 0 and self._random is not None and self._exploring is not None:
             state |= {"random": self._random, "exploring": self._exploring}
         return state
 

@@ -23,7 +23,10 @@ class PinnedTransfer:
     shapes: name to (shape, dtype) of each tensor.
     device: the destination.
 
-    Host and device memory are double-buffered: what `copy` returns is valid until the call after the next one.
+    there:  what was copied last, by name, in memory that stays where it is, so that captured graphs read from it;
+            zeros at first. The next copy comes after all that the current stream was given before it.
+
+    Host memory is double-buffered: a call waits for the copy of the one before the last.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
@@ -35,14 +38,14 @@ class PinnedTransfer:
             size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         cuda = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(SLOTS)]
-        self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host_views = [self._views(memory) for memory in self._host]
-        self._device_views = [self._views(memory) for memory in self._device]
+        self.there = self._views(self._device)
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(SLOTS)]
         self._calls = 0
 
     def copy(self, **values: Tensor) -> dict[str, Tensor]:
-        """Host tensors of the named shapes and dtypes as tensors on the device."""
+        """Bring host tensors of the named shapes and dtypes to the device; returns `there`."""
         slot = self._calls % SLOTS
         self._calls += 1
         copied = self._copied[slot]
@@ -51,10 +54,10 @@ class PinnedTransfer:
             copied.synchronize()
         for name, value in values.items():
             self._host_views[slot][name].copy_(value)
-        self._device[slot].copy_(self._host[slot], non_blocking=True)
+        self._device.copy_(self._host[slot], non_blocking=True)
         if copied is not None:
             copied.record()
-        return {name: self._device_views[slot][name] for name in values}
+        return self.there
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         return {

@@ -14,7 +14,7 @@ from gpu_replay.training.catch import Catch
 from gpu_replay.training.device_pong import DevicePong
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.settings import Family, Settings
-from gpu_replay.training.vector_envs import is_image, make_atari, make_gymnasium, spaces
+from gpu_replay.training.vector_envs import Groups, is_image, make_atari, make_gymnasium, spaces
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,33 @@ def identify(name: str) -> EnvironmentId:
 
 
 def make_environment(
-    environment: EnvironmentId, num_envs: int, settings: Settings, device: torch.device, *, alone: bool = False
+    environment: EnvironmentId,
+    num_envs: int,
+    settings: Settings,
+    device: torch.device,
+    *,
+    alone: bool = False,
+    groups: int = 1,
 ) -> Environment:
     """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory.
 
-    alone: whether nothing else computes while they step, as in evaluations.
+    alone:  whether nothing else computes while they step, as in evaluations.
+    groups: equal parts that are stepped apart; a divisor of `num_envs`.
+
+    Raises UserError for several groups where nothing steps while the agent acts.
     """
+    if groups > 1 and environment.kind != "atari":
+        raise UserError(
+            f"--groups {groups} needs an Atari game, whose emulators play on threads of their own; {environment.name} "
+            "has none. Leave it out."
+        )
     if environment.kind == "catch":
         return Catch(num_envs, device)
     if environment.kind == "device-pong":
         return DevicePong(num_envs, device, settings.frame_size, settings.frame_stack)
     if environment.kind == "atari":
-        return make_atari(environment.name, num_envs, settings, alone=alone)
+        parts = [make_atari(environment.name, num_envs // groups, settings, alone=alone) for _ in range(groups)]
+        return parts[0] if groups == 1 else Groups(parts)
     return make_gymnasium(environment.name, num_envs)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,9 @@ def run_plan(plan: Plan) -> int:
         with ExitStack() as stack:
             fleet = None if plan.actors is None else stack.enter_context(closing(_make_fleet(plan, plan.actors)))
             training, judging = settings.num_envs if fleet is None else fleet.num_envs, settings.eval_episodes
-            environment, evaluation = (
-                stack.enter_context(
-                    closing(make_environment(plan.environment, count, settings, plan.device, alone=alone))
-                )
-                for count, alone in ((training, False), (judging if leads else 1, True))
-            )
+            make = partial(make_environment, plan.environment, settings=settings, device=plan.device)
+            environment = stack.enter_context(closing(make(training, groups=settings.groups)))
+            evaluation = stack.enter_context(closing(make(judging if leads else 1, alone=True)))
             settings = with_precision(settings, environment.spec, plan.device)
             plan = dataclasses.replace(plan, settings=settings)
             evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)

@@ -28,6 +28,9 @@ class Settings:
 
     steps: int = setting(25_000, "environment steps of the run, all environments together", 1)
     num_envs: int = setting(32, "environments stepped in parallel; their streams decorrelate each batch", 1)
+    groups: int = setting(
+        1, "Atari: parts of the environments; emulators of one play while the device acts for another; same results", 1
+    )
     capacity: int = setting(50_000, "transitions kept; old ones remain useful while rewards are rare", 1, 2**31 - 1)
     warmup: int = setting(1_000, "transitions stored before learning starts, so that the first batches are diverse", 1)
     batch_size: int = setting(64, "transitions of one update", 1)
@@ -115,6 +118,8 @@ class Settings:
                 raise UserError(f"{flag} must be {bound}; found {value}.")
         if self.persistence == 1:
             raise UserError("--persistence must be less than 1: the first random action would be repeated for ever.")
+        if self.num_envs % self.groups:
+            raise UserError(f"--groups {self.groups} must divide --num-envs {self.num_envs}.")
         if self.warmup > self.capacity:
             raise UserError(
                 f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: learning would never start."
@@ -179,8 +184,11 @@ class Settings:
 
     @classmethod
     def for_family(cls, family: Family, **changes: Any) -> Settings:
-        """The defaults of a family of environments, with `changes` on top."""
-        return cls(**{**PRESETS[family], **changes})
+        """The defaults of a family of environments, with `changes` on top; one group where that many do not go."""
+        found = {**PRESETS[family], **changes}
+        if "groups" not in changes and found.get("num_envs", cls.num_envs) % found.get("groups", 1):
+            found["groups"] = 1
+        return cls(**found)
 
 
 # what each family changes, and why
@@ -286,6 +294,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
         **_ATARI,
         "steps": 2_000_000,  # fewer updates a step than on a CPU
         "num_envs": 128,  # saturates sixteen cores
+        "groups": 2,  # while the device acts for one, emulators of the other have the cores
         "warmup": 20_000,  # twenty games of Pong
         "batch_size": 256,  # smaller batches are bound by launches
         # sixteen samples a step. The 46,000 to 74,000 updates with which Pong was won on a CPU are made after 0.8M to

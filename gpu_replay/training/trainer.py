@@ -1,7 +1,8 @@
 """The learning loop: act, learn while the environments run, store; evaluate and log at intervals.
 
 The order within a step is send, learn, receive: emulators with their own threads run while the network learns. The
-host reads from the device once a step, for the actions of environments in host memory, and otherwise only to log.
+host reads from the device once a step and group, for the actions of environments in host memory, and otherwise only to
+log.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Trainer:
         self._seed = seed
         self._actors = Actors(environment, device)
         frames = self._actors.reset(stream_seed(seed, "training"))
-        self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, self._actors.home)
+        self._statistics = EpisodeStatistics(environment.num_envs, settings.return_window, device)
         self._cycle = Cycle(self.agent, self._actors, buffer, self._statistics, settings, self.watch)
         self._cycle.begin(*frames)
         self.last_row: dict[str, float] = {}
@@ -130,6 +131,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs except the content of the replay buffer; the tensors are not copies."""
+        self._cycle.settle()
         return {
             "step": self.step,
             "seconds": self.seconds,
@@ -263,11 +265,11 @@ class Trainer:
         self.agent.explorer.set_epsilon(settings.epsilon(self.step))
         # the warm-up is counted on the host: asking the buffer would wait for the device
         if self._added - self._open_windows - self._lost < settings.warmup:
-            self._cycle.step()
+            self._cycle.advance()
         else:
             self.agent.set_learning_rate(settings.learning_rate_at(self.step))
             if not self._cycle.step_at_once():
-                self._cycle.step(self._learn)
+                self._cycle.advance(self._learn)
         self._added += self.environment.num_envs
         self.step += self.environment.num_envs * (1 if self._team is None else self._team.size)
 
@@ -307,6 +309,7 @@ class Trainer:
     def _deserves_evaluation(self) -> bool:
         """Whether the mean return of training has come to `eval_from`; this waits for the device."""
         least = self.settings.eval_from
+        self._cycle.settle()
         return least is None or self._statistics.read()[1] >= least
 
     def _evaluate(self, listener: Listener) -> None:
@@ -320,6 +323,7 @@ class Trainer:
         listener.evaluated(self.step, evaluation, best.network if best is not None and improved else None)
 
     def _log(self, listener: Listener) -> None:
+        self._cycle.settle()
         episodes, return_mean, length_mean = self._statistics.read()
         loss, td_error, value = self.agent.means()
         updates, seconds = self.agent.updates, self.seconds

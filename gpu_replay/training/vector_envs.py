@@ -1,6 +1,7 @@
 """Environments in host memory: Gymnasium's vector environments, and ALE's native one for Atari.
 
-Both run in same-step autoreset mode, in which every transition is a real one. Their peculiarities stay in this file:
+Both run in same-step autoreset mode, in which every transition is a real one. Emulators have threads of their own, so
+groups of them can be stepped apart: some play while the agent acts for others. Their peculiarities stay in this file:
 ALE gives no `final_obs` for steps in which no episode ends and garbage in rows that did not end, its rewards are
 integers and its actions must be arrays; Gymnasium gives `final_obs` as an array of arrays.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from gpu_replay import Field
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.versions import cpu_cores
-from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import Environment, EnvironmentSpec, Step, joined
 from gpu_replay.training.settings import Settings
 
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions
@@ -54,7 +55,10 @@ class HostEnvironment(Environment):
 
     def reset(self, seed: int) -> Tensor:
         """First observations; each environment has its own seed, derived from `seed`."""
-        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs, np.uint32).astype(np.int64) >> 1
+        return self.reset_each(seeds_of(seed, self.num_envs))
+
+    def reset_each(self, seeds: np.ndarray) -> Tensor:
+        """First observations with these seeds, (E,) int64."""
         obs, _ = self._vector.reset(seed=seeds if self._asynchronous else seeds.tolist())
         self._frame = self._tensor(obs)
         return self._frame
@@ -125,6 +129,49 @@ class HostEnvironment(Environment):
         # ALE's frames come with a stack axis of one
         tensor = torch.from_numpy(np.ascontiguousarray(obs)).reshape(len(obs), *self.spec.observation.shape)
         return tensor if tensor.dtype == self.spec.observation.dtype else tensor.to(self.spec.observation.dtype)
+
+
+class Groups(Environment):
+    """Equal groups of environments in host memory that are stepped apart; together they are one environment.
+
+    Each environment has the seed that it would have in a single group, and each group as many threads: those that wait
+    for actions leave their cores to the others.
+    """
+
+    def __init__(self, groups: Sequence[HostEnvironment]) -> None:
+        self._groups = groups
+        self.spec = groups[0].spec
+        self.num_envs = sum(group.num_envs for group in groups)
+
+    @property
+    def parts(self) -> Sequence[HostEnvironment]:
+        """The groups."""
+        return self._groups
+
+    def reset(self, seed: int) -> Tensor:
+        """First observations of all groups."""
+        seeds = np.split(seeds_of(seed, self.num_envs), len(self._groups))
+        return torch.cat([group.reset_each(some) for group, some in zip(self._groups, seeds, strict=True)])
+
+    def send(self, actions: Tensor) -> None:
+        """Start a step of all groups."""
+        for group, some in zip(self._groups, actions.chunk(len(self._groups)), strict=True):
+            group.send(some)
+
+    def recv(self) -> Step:
+        """Wait for the step of all groups."""
+        return joined([group.recv() for group in self._groups])
+
+    def close(self) -> None:
+        """Release all groups."""
+        for group in self._groups:
+            group.close()
+
+
+def seeds_of(seed: int, count: int) -> np.ndarray:
+    """The seed of each of so many environments, (count,) int64."""
+    seeds: np.ndarray = np.random.SeedSequence(seed).generate_state(count, np.uint32).astype(np.int64) >> 1
+    return seeds
 
 
 def _game(environment: Any) -> tuple[Any, Any] | None:
