@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +59,17 @@ def test_priorities_are_taken_from_the_tensordict() -> None:
     assert buffer.buffer.priorities(drawn).tolist() == pytest.approx((2.0 * drawn).tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensors", "arrays", "lists"])
+def test_priorities_are_given_by_key(kind: Any) -> None:
+    buffer = TensorDictReplayBuffer(9, sampler=Proportional(1.0, eps=0.0), device="cpu")
+    buffer.extend(rows(0, 4))
+    buffer.update_priority(kind([0, 2]), kind([3.0, -2.0]))
+    buffer.update_priority(1, 5.0)
+    buffer.update_priority(kind([]) if kind is list else torch.zeros(0, dtype=torch.int64), kind([]))
+    assert buffer.buffer is not None
+    assert buffer.buffer.priorities([0, 1, 2, 3]).tolist() == [3.0, 5.0, 2.0, 1.0]
+
+
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     buffer, other = (TensorDictReplayBuffer(30, sampler=Proportional(), device="cpu") for _ in range(2))
@@ -78,6 +91,14 @@ def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
         buffer.dumps(tmp_path)
     with pytest.raises(TypeError, match="TensorDict; found dict"):
         buffer.extend({"a": torch.zeros(3)})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\('next', 'name'\) is not a tensor.*exclude"):
+        buffer.extend(rows(0, 3).set(("next", "name"), "a text"))
+    with pytest.raises(ValueError, match="at least one row"):
+        buffer.extend(rows(0, 3)[:0])
+    # what was refused has not said what the fields are
+    with pytest.raises(ValueError, match="finite"):
+        buffer.extend(TensorDict({"other": torch.zeros(1), "td_error": torch.tensor([float("nan")])}, [1]))
+    assert buffer.buffer is None
     buffer.extend(rows(0, 3))
     with pytest.raises(KeyError, match="td_error"):
         buffer.update_tensordict_priority(buffer.sample(2))

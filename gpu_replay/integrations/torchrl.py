@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from gpu_replay import CheckpointError, Field, ReplayBuffer, Uniform
@@ -58,22 +58,31 @@ class TensorDictReplayBuffer:
     def extend(self, data: TensorDictBase) -> Tensor:
         """Store all rows of a TensorDict of any batch size; returns their keys, (rows,) int64.
 
-        Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict, and as
-        `ReplayBuffer.add` for other names, shapes or dtypes than those of the first one.
+        Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict of tensors,
+        and as `ReplayBuffer.add` for other names, shapes or dtypes than those of the first one.
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"extend needs a TensorDict; found {type(data).__name__}.")
+        if data.batch_size.numel() == 0:
+            raise ValueError(
+                f"extend needs at least one row; found a TensorDict of batch size {list(data.batch_size)}."
+            )
         rows = data.reshape(-1)
         priority = rows.get(self.priority_key, None)
         left = rows.exclude(self.priority_key, *_ADDED)
-        values = {
-            name if isinstance(name, str) else ".".join(name): value.detach()
-            for name, value in left.items(include_nested=True, leaves_only=True)
-        }
-        if self.buffer is None:
+        values: dict[str, Tensor] = {}
+        for name, value in left.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name!r} is not a tensor and cannot be stored; leave it out with exclude({name!r}).")
+            values[name if isinstance(name, str) else ".".join(name)] = value.detach()
+        buffer = self.buffer
+        if buffer is None:
             fields = {name: Field(tuple(value.shape[1:]), value.dtype) for name, value in values.items()}
-            self.buffer = ReplayBuffer(self._capacity, fields, **self._settings)
-        return self.buffer.add(**values, priority=None if priority is None else _of_rows(priority))
+            buffer = ReplayBuffer(self._capacity, fields, **self._settings)
+        keys = buffer.add(**values, priority=None if priority is None else _of_rows(priority))
+        # rows that were refused do not say what the fields are
+        self.buffer = buffer
+        return keys
 
     def add(self, data: TensorDictBase) -> Tensor:
         """Store one TensorDict without batch dimensions; returns its key, () int64."""
@@ -104,8 +113,11 @@ class TensorDictReplayBuffer:
             raise KeyError(f"update_tensordict_priority needs {missing[0]!r}: a sample that a loss has been given.")
         self.update_priority(rows["index"], rows[self.priority_key])
 
-    def update_priority(self, index: Tensor, priority: Tensor) -> None:
-        """Give the rows with these keys new priorities, (rows,) or with further dimensions, of which the largest."""
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give the rows with these keys new priorities, (rows,) or with further dimensions, of which the largest.
+
+        Both are tensors, arrays, lists, or one number each.
+        """
         if self.buffer is not None:
             self.buffer.update_priorities(index, _of_rows(priority))
 
@@ -131,6 +143,7 @@ class TensorDictReplayBuffer:
         self.buffer = loaded
 
 
-def _of_rows(priority: Tensor) -> Tensor:
+def _of_rows(priority: Any) -> Tensor:
     """One number a row: the largest magnitude of those that a row has."""
-    return priority.detach().abs().reshape(len(priority), -1).amax(1)
+    found = torch.as_tensor(priority).detach().abs()
+    return found.flatten(1).amax(1) if found.dim() > 1 else found.reshape(-1)
