@@ -82,7 +82,7 @@ class Cycle:
         self.frame, self.obs = frame, obs
         self._under_way = False
         if self._ahead:
-            # frames that arrive lie in memory that the next ones overwrite
+            # each step writes here, which must not be memory of the environments
             self.frame = frame.clone()
             self.obs = self.frame if obs is frame else obs
 
