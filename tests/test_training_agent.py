@@ -270,6 +270,9 @@ def test_settings_survive_a_trip_through_json(family: str) -> None:
 def test_unknown_settings_are_named() -> None:
     with pytest.raises(UserError, match="unknown settings: gama, lr"):
         Settings.from_dict({"lr": 1, "gama": 2})
+    for edited in ({"steps": None}, {"hidden": "wide"}, {"hidden": 3}):
+        with pytest.raises(UserError, match="not those of a run"):
+            Settings.from_dict(edited)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,9 @@ def test_unknown_settings_are_named() -> None:
         ({"gamma": 1.5}, "--gamma must be from 0 to 1; found 1.5"),
         ({"persistence": 1.0}, "--persistence must be less than 1"),
         ({"learning_rate": float("nan")}, "--learning-rate must be at least 0; found nan"),
+        ({"stop_at": float("nan")}, "--stop-at must be finite; found nan"),
+        ({"eval_from": float("inf")}, "--eval-from must be finite; found inf"),
+        ({"threads": 100_000}, "--threads must be from 1 to 1,024; found 100000"),
         ({"hidden": ()}, "--hidden must name widths"),
         ({"warmup": 100, "capacity": 99}, "--warmup 100 does not fit in --capacity 99"),
         ({"batch_size": 64, "warmup": 63}, "--warmup 63 must be at least --batch-size 64"),

@@ -80,7 +80,9 @@ class Settings:
         False, "convolutions and hidden layers in bfloat16, the last layer in float32; auto: on a CPU, what is faster"
     )
     graph: bool = setting(True, "CUDA: an update, or a whole step of games on the device, is one graph of launches")
-    threads: int = setting(1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1)
+    threads: int = setting(
+        1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1, 1024
+    )
     helper: bool = setting(
         False, "CPU, images: a second thread computes next values, for cores that emulators leave idle; same results"
     )
@@ -110,11 +112,15 @@ class Settings:
                 if not value or any(width < 1 for width in value):
                     raise UserError(f"{flag} must name widths of at least 1, such as 128,128; found {value!r}.")
                 continue
+            if value is None and "None" not in str(field.type):
+                raise TypeError(f"{flag} must have a value; found None")
             if value is None or isinstance(value, (bool, str)):
                 continue
             low, high = field.metadata["at_least"], field.metadata["at_most"]
             if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-                bound = f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
+                bound = (
+                    "finite" if low is None else f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
+                )
                 raise UserError(f"{flag} must be {bound}; found {value}.")
         if self.persistence == 1:
             raise UserError("--persistence must be less than 1: the first random action would be repeated for ever.")
@@ -172,15 +178,18 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """The inverse of `to_dict`, also through JSON. Raises UserError for unknown names."""
+        """The inverse of `to_dict`, also through JSON. Raises UserError for unknown names and values of other types."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
             raise UserError(f"unknown settings: {', '.join(unknown)}.")
         plain: dict[str, Any] = dict(values)
-        if "hidden" in plain:
-            plain["hidden"] = tuple(plain["hidden"])
-        return cls(**plain)
+        try:
+            if "hidden" in plain:
+                plain["hidden"] = tuple(plain["hidden"])
+            return cls(**plain)
+        except TypeError as error:
+            raise UserError(f"the settings are not those of a run: {error}.") from None
 
     @classmethod
     def for_family(cls, family: Family, **changes: Any) -> Settings:
