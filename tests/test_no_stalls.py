@@ -230,7 +230,7 @@ def test_no_step_of_games_on_the_device_waits_for_it() -> None:
     assert found == []
     assert {"_store", "_use_draws", "_keep", "joined"} <= reached
     assert {"act", "choose", "recv", "push", "updates_with", "forward_with", "prepare", "greedy_actions"} <= reached
-    assert {"_picture", "_served", "_move_ball", "_board", "_new_games", "_needed", "_update", "_renew"} <= reached
+    assert {"_picture", "_served", "_move_ball", "_board", "_new_games", "_needed", "_update", "_copy"} <= reached
 
 
 def test_functions_that_wait_say_so() -> None:

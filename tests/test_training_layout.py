@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_replay import Batch, Field
 from gpu_replay.training.dqn import Agent
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import QNetwork, cpu_has_bfloat16
 from gpu_replay.training.settings import Settings
 
 CPU = torch.device("cpu")
@@ -124,3 +124,22 @@ def test_prepared_and_lowered_numbers_stay_where_captured_graphs_read_them() -> 
     # what was restored is whitened as the other is, not as it was
     for name in ("offset", "gain"):
         assert torch.equal(getattr(agents[0].online, name), getattr(agents[1].online, name))
+
+
+@pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU runs no convolutions in bfloat16")
+def test_weights_and_gradients_of_one_kind_are_copied_at_once() -> None:
+    settings = Settings(whiten=True, bfloat16=True, **SMALL)
+    agent = Agent(QNetwork(PIXELS, 3, settings), settings, CPU, seed=0)
+    gradients = [torch.full_like(each, place + 1) for place, each in enumerate(agent._lowered)]
+    with Operations() as operations:
+        agent._step(gradients)
+    names = [name for name, *_ in operations.made]
+    # gradients of kernels, of what else is bfloat16 and of the rest; kernels and what else is bfloat16
+    assert names.count("_foreach_copy_") == 5
+    assert "copy_" not in names
+    for mine, weight in zip(agent._lowered, agent.online.parameters(), strict=True):
+        assert torch.equal(mine, weight.to(mine.dtype))
+    # gradients are clipped together
+    flat = torch.cat([each.grad.flatten() for each in agent.online.parameters() if each.grad is not None])
+    expected = torch.cat([each.float().flatten() for each in gradients])
+    torch.testing.assert_close(flat, expected * (settings.max_grad_norm / torch.linalg.vector_norm(expected)))

@@ -50,7 +50,8 @@ class Agent:
         self._weights = list(self.online.parameters())
         self._flat, self._flat_target = _flatten(self.online), _flatten(self.target)
         self._flat.grad = torch.zeros_like(self._flat)
-        for weight, gradient in zip(self._weights, _views(self._flat.grad, self._weights), strict=True):
+        self._gradients = _views(self._flat.grad, self._weights)
+        for weight, gradient in zip(self._weights, self._gradients, strict=True):
             weight.grad = gradient
         self._lowered, self._lowered_target = _lowered(self.online), _lowered(self.target)
         self._averaged = copy.deepcopy(self.target) if settings.ema_updates else None
@@ -132,9 +133,7 @@ class Agent:
 
     def _step(self, gradients: Sequence[Tensor]) -> None:
         """A step of the optimiser with the gradients of the lowered weights."""
-        for weight, gradient in zip(self._weights, gradients, strict=True):
-            # mypy does not know that these are set for good
-            weight.grad.copy_(gradient)  # type: ignore[union-attr]
+        _copy(self._gradients, gradients)
         if self._average is not None:
             self._average(self._weights)
         flat = self._flat.grad
@@ -142,7 +141,7 @@ class Agent:
             norm = torch.linalg.vector_norm(flat)
             flat.mul_((self.settings.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
         self._optimizer.step()
-        _renew(self._lowered, self._weights)
+        _copy(self._lowered, self._weights)
         if self._flat_averaged is not None:
             self._flat_averaged.lerp_(self._flat, 1 / self.settings.ema_updates)
 
@@ -199,8 +198,8 @@ class Agent:
         if self._averaged is not None:
             # a run that kept no average begins one here
             self._averaged.load_state_dict(state.get("averaged", state["online"]))
-        _renew(self._lowered, self._weights)
-        _renew(self._lowered_target, list(self.target.parameters()))
+        _copy(self._lowered, self._weights)
+        _copy(self._lowered_target, list(self.target.parameters()))
         slots = _flat_slots(state["optimizer"])
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": {0: slots} if slots else {}, "param_groups": groups})
@@ -211,7 +210,7 @@ class Agent:
     @torch.no_grad()
     def _update_target(self) -> None:
         self._flat_target.lerp_(self._flat, self.settings.target_tau)
-        _renew(self._lowered_target, list(self.target.parameters()))
+        _copy(self._lowered_target, list(self.target.parameters()))
 
 
 @dataclass(frozen=True)
@@ -247,11 +246,16 @@ def _lowered(network: QNetwork) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _renew(lowered: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Bring the lowered weights up to date."""
-    for mine, weight in zip(lowered, weights, strict=True):
-        if mine is not weight:
-            mine.copy_(weight)
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """targets[i] = sources[i], where they are two; a GPU copies those of the same dtypes and strides in one launch."""
+    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            kind = (target.dtype, source.dtype, target.stride() == source.stride())
+            for some, each in zip(alike.setdefault(kind, ([], [])), (target, source), strict=True):
+                some.append(each)
+    for these, those in alike.values():
+        torch._foreach_copy_(these, those)
 
 
 def _flat_slots(saved: Mapping[str, Any]) -> dict[str, Any]:
