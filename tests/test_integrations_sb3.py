@@ -196,3 +196,8 @@ def test_dictionaries_and_normalized_environments_are_learned_from() -> None:
 def test_the_option_that_it_does_not_have_is_named() -> None:
     with pytest.raises(ValueError, match="optimize_memory_usage=False"):
         sb3.DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=SB3ReplayBuffer, optimize_memory_usage=True, **SMALL)
+
+
+def test_priorities_need_a_buffer_that_has_some() -> None:
+    with pytest.raises(TypeError, match="PrioritizedDQN needs replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"):
+        small(PrioritizedDQN, "CartPole-v1", {}, replay_buffer_class=DictReplayBuffer)

@@ -188,6 +188,11 @@ class _Prioritized(OffPolicyAlgorithm):
     def _setup_model(self) -> None:
         if self.replay_buffer_class is None:
             self.replay_buffer_class = SB3ReplayBuffer
+        if not issubclass(self.replay_buffer_class, SB3ReplayBuffer):
+            raise TypeError(
+                f"{type(self).__name__} needs replay_buffer_class=SB3ReplayBuffer, which has priorities; found "
+                f"{self.replay_buffer_class.__name__}. Leave it out."
+            )
         self.replay_buffer_kwargs = {"sampler": Proportional(), **self.replay_buffer_kwargs}
         super()._setup_model()
 
