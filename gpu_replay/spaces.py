@@ -60,7 +60,9 @@ def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
     autoreset = _AUTORESET.get(str(getattr(mode, "value", mode)))
     if autoreset is None:
         raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
-    return {**found, "autoreset": autoreset}
+    # before gymnasium 1.4 vector environments of a class share their metadata, with the mode of the last one made
+    own = getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode)
+    return {**found, "autoreset": _AUTORESET.get(str(getattr(own, "value", own)), autoreset)}
 
 
 def _stored_as(fields: dict[str, Field], dtypes: object) -> dict[str, Field]:

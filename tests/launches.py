@@ -65,7 +65,11 @@ class Launch:
     @property
     def specialised(self) -> list[str]:
         """Integers for whose values Triton would compile the kernel anew."""
-        general = getattr(self.kernel, "do_not_specialize", None) or self.kernel.kwargs.get("do_not_specialize", ())
+        general = getattr(self.kernel, "do_not_specialize", None)
+        if general is None:
+            # interpreted; before triton 3.6 another object has the arguments of the decorator
+            settings = vars(self.kernel).get("kwargs") or self.kernel.rewriter.kwargs
+            general = settings.get("do_not_specialize", ())
         named = zip(self.kernel.arg_names, self.arguments, strict=False)
         return [name for name, argument in named if isinstance(argument, int) and name not in general]
 
@@ -88,7 +92,25 @@ def kernel_class() -> Any:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    return InterpretedFunction if knobs.runtime.interpret else JITFunction
+    if not knobs.runtime.interpret:
+        return JITFunction
+    if not hasattr(InterpretedFunction, "run"):
+        _give_run(InterpretedFunction)
+    return InterpretedFunction
+
+
+def _give_run(kernels: Any) -> None:
+    """Let interpreted kernels launch through a method of their class, as compiled ones do: before triton 3.6 they have
+    none."""
+    launch = kernels.__getitem__
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        return launch(kernel, grid)(*arguments, **constants)
+
+    def launcher(kernel: Any, grid: Any) -> Any:
+        return functools.partial(kernels.run, kernel, grid=grid, warmup=False)
+
+    kernels.run, kernels.__getitem__ = run, launcher
 
 
 @contextmanager

@@ -203,6 +203,9 @@ def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:
     env.metadata = {}
     with pytest.raises(ValueError, match="autoreset='next_step'"):
         TrajectoryReplayBuffer.from_env(env, 8)
+    # what another environment of its class leaves there before gymnasium 1.4
+    env.metadata = {"autoreset_mode": "SameStep"}
+    assert TrajectoryReplayBuffer.from_env(wrapped, 8, device="cpu").autoreset == "next_step"
     given = TrajectoryReplayBuffer.from_env(env, 8, autoreset="same_step", device="cpu")
     assert given.state_dict()["settings"]["autoreset"] == "same_step"
     env.metadata = {"autoreset_mode": "Sometimes"}

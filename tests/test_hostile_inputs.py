@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,10 @@ def filled(device: str) -> ReplayBuffer:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_lazy_tensor_is_stored_by_its_numbers(name: str, device: str) -> None:
+    if name == "zeros":
+        with suppress(RuntimeError):
+            torch._efficientzerotensor(1).numpy()
+            pytest.skip("this torch itself gives memory that is not there, as 2.8 does, instead of an error")
     lazy, buffer, other = TAKEN[name], filled(device), filled(device)
     wanted = lazy(VALUES).detach().clone()
     for each, given, priorities in ((buffer, lazy(VALUES), lazy(VALUES[0])), (other, wanted, wanted[0])):

@@ -134,7 +134,7 @@ def test_a_process_that_dies_is_noticed() -> None:
         ),
         ("--methods uniform,best --output new", "--methods: 'best' is not part of the study; use none, uniform"),
         ("--episodes 0 --output new", "argument --episodes: must be at least 1; found 0"),
-        ("--jobs many --output new", "argument --jobs: invalid"),
+        ("--jobs many --output new", "argument --jobs: must be a whole number"),
         ("cartpole", "required: --output"),
         ("--output file/study", "cannot be written: Not a directory"),
     ],

@@ -294,10 +294,12 @@ def _write_leaves(
 def _sum_windows(host: HostEligibility, rings: np.ndarray, chosen: np.ndarray, length: np.ndarray) -> None:
     """Note length and discounted reward of the windows of the chosen starts."""
     rewards = host.rewards[rings]
-    sums = rewards * host.powers[0]
+    # by arrays: NumPy 1 multiplies float32 by a scalar in float32
+    sums = rewards * host.powers[:1]
     for later in range(1, host.shape.n_step):
         ahead = len(rings) - later
-        np.add(sums[:ahead], rewards[later:] * host.powers[later], out=sums[:ahead], where=length[:ahead] > later)
+        power = host.powers[later : later + 1]
+        np.add(sums[:ahead], rewards[later:] * power, out=sums[:ahead], where=length[:ahead] > later)
     for kept, new in ((host.sums, sums), (host.lengths, length)):
         rows = kept[rings]
         np.copyto(rows, new, "unsafe", chosen)

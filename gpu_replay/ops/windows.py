@@ -105,7 +105,8 @@ def open_windows(store: StoredWindows, rewards: np.ndarray, starts: np.ndarray, 
         running &= age < left
         slots = (starts + min(age, shape.steps - 1) * shape.num_envs) % shape.slots
         found = store.flags.take(slots)
-        reward += np.where(running, rewards.take(slots), 0.0) * store.powers[age]
+        # by an array: NumPy 1 multiplies float32 by a scalar in float32
+        reward += np.where(running, rewards.take(slots), 0.0) * store.powers[age : age + 1]
         length += running
         last, flags = np.where(running, slots, last), np.where(running, found, flags)
         running &= found & (Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT | Flag.DEAD) == 0
