@@ -260,10 +260,19 @@ def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--device", "cpu", "--steps", "300", "--warmup", "100", "--batch-size", "8", "--output", str(tmp_path)]
+    assert main(["train", "catch", *small, "--learning-rate", "1e30"]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("gpu-replay train: the network's weights are not finite after ")
+    assert f"Lower --learning-rate; {tmp_path} has the run so far." in last
+    assert (tmp_path / "progress.csv").is_file()
+
+
 def test_time_is_a_limit_too(tmp_path: Path) -> None:
     arguments = ["train", "catch", "--device", "cpu", "--max-seconds", "0.5", "--output", str(tmp_path)]
-    # the limit falls between two evaluations
-    arguments += ["--eval-every", "25000"]
+    # the limit falls between two evaluations, and no row is written just before it, whose time would be the loop's
+    arguments += ["--eval-every", "25000", "--log-every", "25000"]
     assert main(arguments) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stopped_by"] == "max_seconds"

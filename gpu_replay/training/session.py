@@ -122,7 +122,16 @@ def run_plan(plan: Plan) -> int:
             checkpoints = None
             if team is None:
                 checkpoints = CheckpointManager(run_dir.path / CHECKPOINT, plan.checkpoint_every, collect)
-            reason = trainer.run(recorder, stop, plan.max_seconds, checkpoints)
+            try:
+                reason = trainer.run(recorder, stop, plan.max_seconds, checkpoints)
+            except ValueError:
+                # TD errors that are not finite are no priorities
+                if all(bool(each.isfinite().all()) for each in trainer.agent.online.parameters()):
+                    raise
+                raise UserError(
+                    f"the network's weights are not finite after {trainer.step} steps: training diverged. Lower "
+                    f"--learning-rate; {run_dir.path} has the run so far."
+                ) from None
             fresh: Evaluation | None = None
             try:
                 stop.check()
