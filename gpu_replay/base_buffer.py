@@ -246,10 +246,10 @@ class Buffer(Contents):
         keys:       (m,) int64 as `batch.key`; those no longer live are ignored and counted in `stats().stale_updates`.
         priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
 
-        A key that appears twice: the last one wins. With a sampler that has no priorities the arguments are checked
-        and nothing else happens, so that one training loop serves every sampler. Raises ValueError for a wrong shape
-        and, on the CPU, for priorities that are not finite (on CUDA such an entry keeps its priority and is counted);
-        TypeError for keys that are not integers.
+        A key that appears twice: the last one wins. With a sampler that has no priorities the arguments are checked,
+        keys that are not live are counted and nothing else happens, so that one training loop serves every sampler.
+        Raises ValueError for a wrong shape and, on the CPU, for priorities that are not finite (on CUDA such an entry
+        keeps its priority and is counted); TypeError for keys that are not integers.
         """
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)

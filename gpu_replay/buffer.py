@@ -43,8 +43,8 @@ class ReplayBuffer(Buffer):
               larger than memory.
 
     Draws, batches and checkpoints are the same wherever the fields are. The file is scratch: its blocks are reserved
-    when the buffer is made, it is removed with the buffer (or by the next one there, where a process was killed), and
-    what is to last is written by `save`. The folder is made if need be, serves one buffer at a time (RuntimeError for a
+    when the buffer is made, and it is removed with the buffer (or by the next one there, where a process was killed).
+    Use `save` for what must last. The folder is made if need be, serves one buffer at a time (RuntimeError for a
     second), and other files in it are left alone.
 
     One thread may `add` while another samples and updates. Raises MemoryError with a per-field table, before anything
@@ -137,7 +137,7 @@ class ReplayBuffer(Buffer):
 
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
         TypeError for a dtype that would lose values. Nothing is stored by a call that raises;
-        on CUDA an interrupt (KeyboardInterrupt) between its launches comes after the call.
+        on CUDA an interrupt (KeyboardInterrupt) between its launches takes effect after the call.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)

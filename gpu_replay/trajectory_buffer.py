@@ -240,7 +240,7 @@ class TrajectoryReplayBuffer(Extending):
         With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
         that would lose values. Nothing is stored by a call that raises; on CUDA an interrupt
-        (KeyboardInterrupt) between its launches comes after the call.
+        (KeyboardInterrupt) between its launches takes effect after the call.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)

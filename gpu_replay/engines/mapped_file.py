@@ -1,6 +1,6 @@
 """A file mapped into memory that holds the fields of one buffer, and is removed with it.
 
-It is scratch: what is to last is written by `save`.
+It is scratch: `save` writes what must last.
 """
 
 from __future__ import annotations
