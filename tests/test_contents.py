@@ -86,6 +86,16 @@ def test_batches_walk_over_everything_in_the_order_of_keys(size: int, device: st
     assert list(make(8, device=device).batches(size)) == []
 
 
+def test_no_keys_give_a_batch_of_no_rows(device: str) -> None:
+    buffer = make(4, Proportional(), device=device)
+    for keys in (buffer.keys(), [], np.zeros(0, np.int64)):
+        found = buffer[keys]
+        assert (len(found), found.obs.shape, found.action.dtype) == (0, (0, 2, 3), torch.int64)
+    buffer.add(**transitions(range(3), buffer.fields))
+    assert len(buffer[[]]) == 0
+    assert buffer[[2]].action.tolist() == [2 * 1_000_003]
+
+
 def test_batches_are_converted_as_samples_are(device: str) -> None:
     fields = {"obs": Field((2,), torch.uint8, torch.float32, 0.5), "action": Field((), torch.int32, torch.int64)}
     buffer = TrajectoryReplayBuffer(4, 1, fields, stack=2, random_shift=0, device=device)

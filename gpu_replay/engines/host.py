@@ -43,7 +43,9 @@ class _Together(NamedTuple):
         word = np.dtype(f"u{records.dtype.alignment}")
         taken = np.empty(count, dtype=records.dtype)
         views = {name: taken[name] for name in records.dtype.names or ()}
-        return cls(count, records.view(word).reshape(records.size, -1), taken.view(word).reshape(count, -1), views)
+        # counted here, since nothing says how many words none have
+        each = records.dtype.itemsize // word.itemsize
+        return cls(count, records.view(word).reshape(-1, each), taken.view(word).reshape(count, each), views)
 
 
 def nothing_stored(lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[()]:
