@@ -22,6 +22,7 @@ from gpu_replay.training.dqn import Agent
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.replay import beta_of
+from gpu_replay.training.run_dir import RunDir
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.trainer import REPLAY_STATS, Trainer
 
@@ -305,3 +306,16 @@ def test_pong_runs_on_real_frames(tmp_path: Path) -> None:
     last = read_rows(tmp_path)[-1]
     assert math.isfinite(last["loss"])
     assert last["stored"] == 1_600
+
+
+def test_ranks_of_one_run_look_at_its_folder_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = Path.touch
+
+    def touched_by_two(path: Path) -> None:
+        touch(path)
+        # the other rank, which made the same file, has removed it
+        path.unlink()
+
+    monkeypatch.setattr(Path, "touch", touched_by_two)
+    RunDir(tmp_path / "run", "refuse")
+    assert list((tmp_path / "run").iterdir()) == []

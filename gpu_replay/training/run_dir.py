@@ -38,7 +38,8 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / ".writable"
             probe.touch()
-            probe.unlink()
+            # another rank of the same run may have removed it
+            probe.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"--output {path} cannot be written: {error.strerror or error}.") from None
         present = [name for name in (*FILES, CHECKPOINT) if (path / name).exists()]
