@@ -107,12 +107,9 @@ def test_all_that_a_step_changes_stays_where_it_is(name: str, changes: dict[str,
     assert {"agent", "statistics", "actors", "frame", "obs"} <= changed
 
 
-def test_a_step_that_cannot_be_captured_goes_on_with_captured_updates(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, changes = GAMES[0]
-    plain, trainer = played(name, 30, **changes), played(name, 12, **changes)
-    refused, call = trainer._cycle.whole_step, LearningStep.__call__
+def refuse_capture(refused: LearningStep | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of this step raise as where CUDA cannot capture it."""
+    call = LearningStep.__call__
 
     def refuse(step: LearningStep) -> Any:
         if step is refused:
@@ -120,6 +117,14 @@ def test_a_step_that_cannot_be_captured_goes_on_with_captured_updates(
         return call(step)
 
     monkeypatch.setattr(LearningStep, "__call__", refuse)
+
+
+def test_a_step_that_cannot_be_captured_goes_on_with_captured_updates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, changes = GAMES[0]
+    plain, trainer = played(name, 30, **changes), played(name, 12, **changes)
+    refuse_capture(trainer._cycle.whole_step, monkeypatch)
     advance(trainer, 18)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "a step with its updates cannot be captured as a CUDA graph and runs without: no graph holds this"
@@ -173,14 +178,7 @@ def test_an_answer_that_cannot_be_captured_is_made_of_calls(
     plain, trainer = sums_trainer(groups=2), sums_trainer(groups=2)
     advance(plain, 20)
     advance(trainer, 12)
-    refused, call = trainer._cycle.answers[1], LearningStep.__call__
-
-    def refuse(step: LearningStep) -> Any:
-        if step is refused:
-            raise CaptureError("learn cannot be captured") from RuntimeError("no graph holds this\nand more")
-        return call(step)
-
-    monkeypatch.setattr(LearningStep, "__call__", refuse)
+    refuse_capture(trainer._cycle.answers[1], monkeypatch)
     advance(trainer, 8)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "acting and adding cannot be captured as a CUDA graph and runs without: no graph holds this"
