@@ -9,11 +9,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, repeat
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+from gpu_replay.console.errors import UserError
 
 from .rows import ROW_BYTES, described, make_priorities
 from .stacks import FIELDS, FRAME_BYTES, STACK
@@ -30,22 +33,27 @@ FRAME_ENVS = 8
 KEY, MASS, PRIORITY, PROBABILITY, WEIGHT = 8, 8, 4, 4, 4
 # bytes that must move for a transition that is added, drawn, sampled with its fields, or updated
 ADD = 2 * ROW_BYTES + MASS + KEY
-DRAW = MASS + KEY
-SAMPLE = 2 * ROW_BYTES + DRAW + PROBABILITY + WEIGHT
+DRAWN = MASS + KEY
+SAMPLE = 2 * ROW_BYTES + DRAWN + PROBABILITY + WEIGHT
 UPDATE = KEY + PRIORITY + 2 * MASS
 FRAMES = 2 * 2 * STACK * FRAME_BYTES
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a call does, and the bytes that it must move.
+    """The bytes that a call must move, the tests that hold its answers, and how it is called.
 
+    tests:              files of tests: "ring" for tests/test_ring.py, "ring::test_wrap" for one of its tests.
+    call:               of `bind`, where it is one of those.
+    label:              what its rows in the table of peers are called.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
                         of the batch.
     fields:             of one stored row: name to [dtype, shape].
     """
 
-    about: str
+    tests: str
+    call: str = ""
+    label: str = ""
     slot: int = field(default=0, kw_only=True)
     added: int = field(default=0, kw_only=True)
     drawn: int = field(default=0, kw_only=True)
@@ -95,61 +103,43 @@ def short(count: int) -> str:
     return str(count)
 
 
+RING, DRAW, UPDATED = "buffer_ring buffer_add_inputs", "proportional", "priorities"
+STEPS, SAVED = "trajectory_oracle", "checkpoint checkpoint_incremental"
+CYCLE = f"{RING} {DRAW} {UPDATED}"
+STEP = "one environment: add"
+_frames = partial(Operation, fields=FIELDS)
+_saved = partial(Operation, SAVED, fields=FIELDS)
+
 OPERATIONS: dict[str, Operation] = {
-    "add": Operation("store B new transitions", added=ADD),
-    "sample": Operation("draw B transitions with all fields, probabilities and weights", drawn=SAMPLE),
-    "update": Operation("give B sampled transitions new priorities", drawn=UPDATE),
-    "cycle": Operation(f"add {ADDED}, sample B, update B", added=ADD, drawn=SAMPLE + UPDATE),
-    "index": Operation("draw B slots and give them new priorities, without fields", drawn=DRAW + UPDATE, fields={}),
-    "frames": Operation(
-        f"draw B transitions with stacks of {STACK} frames of 84x84 before and after", drawn=FRAMES, fields=FIELDS
-    ),
-    "frame-add": Operation(f"add one step of {FRAME_ENVS} environments", added=2 * FRAME_BYTES, fields=FIELDS),
-    "frame-cycle": Operation(
-        f"add a step of {FRAME_ENVS}, sample B, update B", added=2 * FRAME_BYTES, drawn=FRAMES, fields=FIELDS
-    ),
-    "step-add": Operation("store one step of one environment", added=ADD),
-    "step-exact": Operation("store one step whose dtypes are those of the fields", added=ADD),
-    "step-cycle": Operation("store one step of one environment, sample B, update B", added=ADD, drawn=SAMPLE + UPDATE),
-    "step-uniform": Operation(
-        "store one step of one environment, sample B without priorities", added=ADD, drawn=SAMPLE
-    ),
-    "ratio-rank": Operation(f"add {ADDED}, sample B, update B, by rank or by mass", added=ADD, drawn=SAMPLE + UPDATE),
-    "ratio-replacement": Operation("draw B transitions uniformly, with or without replacement", drawn=SAMPLE),
-    "ratio-loops": Operation(
-        f"add {ADDED}, sample B, update B, with or without Numba", added=ADD, drawn=SAMPLE + UPDATE
-    ),
-    "ratio-hindsight": Operation("draw B transitions, four fifths of them with other goals"),
-    "ratio-threads": Operation(
-        f"draw B transitions with stacks of {STACK} frames, on one thread or two", drawn=FRAMES, fields=FIELDS
-    ),
-    "ratio-threads-stacks": Operation(
-        f"draw B transitions stored as stacks of {STACK} frames, on one thread or two", drawn=FRAMES, fields=FIELDS
-    ),
-    "storage-one": Operation("store transitions one at a time", added=2 * ROW_BYTES + KEY),
-    "storage-blocks": Operation("store blocks of B transitions", added=2 * ROW_BYTES + KEY),
-    "storage-batches": Operation("read batches of B transitions", drawn=2 * ROW_BYTES),
-    "memory": Operation("fill a buffer of N transitions"),
-    "checkpoint-save": Operation("save a buffer of N frames", slot=FRAME_BYTES, fields=FIELDS),
-    "checkpoint-load": Operation("load a buffer of N frames", slot=FRAME_BYTES, fields=FIELDS),
-    "checkpoint-again": Operation("save a buffer of N frames again, 1% of them new", fields=FIELDS),
-    "checkpoint-memory": Operation("peak of memory beyond the buffer's", slot=FRAME_BYTES, fields=FIELDS),
-}
-
-
-# operations of another name than their call
-_CALLS = {
-    "frames": "sample",
-    "step-add": "add",
-    "step-exact": "add",
-    "step-cycle": "cycle",
-    "step-uniform": "read",
-    "ratio-rank": "cycle",
-    "ratio-replacement": "sample",
-    "ratio-loops": "cycle",
-    "ratio-hindsight": "sample",
-    "ratio-threads": "sample",
-    "ratio-threads-stacks": "sample",
+    # add 8 rows, or a step of 8 environments, sample B, update B
+    "cycle": Operation(CYCLE, "cycle", "cycle", added=ADD, drawn=SAMPLE + UPDATE),
+    "frame-cycle": _frames(f"{STEPS} {UPDATED}", "cycle", "cycle, Atari", added=2 * FRAME_BYTES, drawn=FRAMES),
+    "add": Operation(RING, "add", "add", added=ADD),
+    "frame-add": _frames(STEPS, "add", "add, Atari", added=2 * FRAME_BYTES),
+    "update": Operation(UPDATED, "update", "update", drawn=UPDATE),
+    # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
+    "step-add": Operation(RING, "add", STEP, added=ADD),
+    "step-exact": Operation(RING, "add", f"{STEP}, exact dtypes", added=ADD),
+    "step-cycle": Operation(CYCLE, "cycle", f"{STEP}, sample, update", added=ADD, drawn=SAMPLE + UPDATE),
+    "step-uniform": Operation(f"{RING} uniform", "read", f"{STEP}, sample, no priorities", added=ADD, drawn=SAMPLE),
+    "sample": Operation(DRAW, "sample", drawn=SAMPLE),
+    # stacks of four frames of 84x84 before and after
+    "frames": _frames(STEPS, "sample", drawn=FRAMES),
+    # settings of this package beside each other: by rank or by mass, with or without replacement, with other goals or
+    # not, on one thread or two
+    "ratio-rank": Operation(f"rank_based {DRAW}", "cycle", added=ADD, drawn=SAMPLE + UPDATE),
+    "ratio-replacement": Operation("uniform", "sample", drawn=SAMPLE),
+    "ratio-hindsight": Operation("hindsight", "sample"),
+    "ratio-threads": _frames(f"{STEPS} gather_threads", "sample", drawn=FRAMES),
+    "storage-one": Operation("bench_storage", added=2 * ROW_BYTES + KEY),
+    "storage-blocks": Operation("bench_storage", added=2 * ROW_BYTES + KEY),
+    "storage-batches": Operation("bench_storage", drawn=2 * ROW_BYTES),
+    "memory": Operation("memory::test_nbytes_holds_the_payload_and_little_more"),
+    "checkpoint-save": _saved(slot=FRAME_BYTES),
+    "checkpoint-load": _saved(slot=FRAME_BYTES),
+    # 1% of the frames are new
+    "checkpoint-again": _saved(),
+    "checkpoint-memory": _saved(slot=FRAME_BYTES),
 }
 
 
@@ -186,9 +176,8 @@ def bind(case: Case, subject: Subject, device: torch.device) -> Bound:
         "update": (lambda: subject.update(given[2], given[1]), prepare_update),
         "cycle": (whole_cycle, prepare),
         "read": (add_and_sample, prepare),
-        "index": (draw_and_update, prepare),
     }
-    return calls[_CALLS.get(case.operation, case.operation.removeprefix("frame-"))]
+    return calls[case.kind.call]
 
 
 def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:
@@ -202,13 +191,6 @@ def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...
     return cases
 
 
-def index_cases(
-    capacities: tuple[int, ...] = (1_000_000, 10_000_000), batches: tuple[int, ...] = BATCHES
-) -> list[Case]:
-    """The index alone."""
-    return [Case("index", capacity, batch) for capacity in capacities for batch in batches]
-
-
 def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:
     """Full cycles only, as all peers are measured."""
     return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
@@ -217,12 +199,12 @@ def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ..
 def chosen(cases: list[Chosen], pattern: str | None) -> list[Chosen]:
     """The cases whose name contains the pattern or matches it as a glob ("cycle*", "*N=1M*"); all for None.
 
-    Raises ValueError with the names there are when none does.
+    Raises UserError with the names there are when none does.
     """
     if pattern is None:
         return cases
     found = [case for case in cases if pattern in case.name.split("/") or fnmatch.fnmatch(case.name, pattern)]
     found = found or [case for case in cases if pattern in case.name]
     if not found:
-        raise ValueError(f"--only {pattern!r} matches no case. There are: {', '.join(case.name for case in cases)}.")
+        raise UserError(f"--only {pattern!r} matches no case. There are: {', '.join(case.name for case in cases)}.")
     return found

@@ -2,7 +2,7 @@
 
 Each round writes and reads plainly, saves to a new folder, loads, replaces one frame in a hundred and saves again. What
 is read comes from the disk: files are dropped from the page cache before. A plain read goes into one piece of memory
-again and again, and once into as much new memory as a buffer takes: a virtual machine may have to ask for that.
+again and again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,43 +30,39 @@ from .runner import Run
 from .stacks import FRAME_BYTES
 from .timing import quantiles
 
-BARE, KEPT = "plain file", "plain file into new memory"
+BARE = "plain file"
 MOST_BYTES, QUICK_BYTES = 20 * 10**9, 5 * 10**7
-OPERATIONS = ("checkpoint-save", "checkpoint-load", "checkpoint-again", "checkpoint-memory")
 _CHUNK = 8 << 20
 
 
-def frames_that_fit(folder: Path) -> int:
-    """Frames of a buffer for which there are memory and disk; at most 20 GB."""
-    memory, disk = free_bytes(torch.device("cpu")), shutil.disk_usage(folder).free
-    return int(min(MOST_BYTES, 0.3 * (memory or MOST_BYTES), 0.25 * disk)) // FRAME_BYTES
+def cases(quick: bool) -> list[Case]:
+    """All that one round measures, for as many frames as there are memory and disk for; at most 20 GB."""
+    memory, disk = free_bytes(torch.device("cpu")), shutil.disk_usage(Path.cwd()).free
+    most = QUICK_BYTES if quick else min(MOST_BYTES, 0.3 * (memory or MOST_BYTES), 0.25 * disk)
+    names = ("checkpoint-save", "checkpoint-load", "checkpoint-again", "checkpoint-memory")
+    return [Case(name, int(most) // FRAME_BYTES, 0) for name in names]
 
 
-def records(run: Run, progress: Progress) -> Iterator[Record]:
+def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
     """Times of saving, loading and saving again, for both; and what both take of memory beyond the buffer's."""
+    count, rounds = cases[0].capacity, 1 if run.quick else 3
+    found: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-replay-", dir=Path.cwd()) as name:
-        folder = Path(name)
-        count = QUICK_BYTES // FRAME_BYTES if run.quick else frames_that_fit(folder)
-        rounds = 1 if run.quick else 3
-        found: dict[tuple[str, str], list[float]] = {}
-        written = 0
         for number in range(rounds):
             progress.show(f"round {number + 1} of {rounds}, {count * FRAME_BYTES / 1e9:,.1f} GB")
-            for key, value in _round(folder, count):
-                if key[0] == "written":
-                    written = int(value)
-                else:
-                    found.setdefault(key, []).append(value)
-            progress.advance()
+            for key, value in _round(Path(name), count):
+                found.setdefault(key, []).append(value)
+    written = int(found.pop(("written", OURS))[-1])
+    wanted = {case.operation: case for case in cases}
     for (operation, implementation), values in found.items():
-        case = Case(operation, count, 0)
-        if operation == "checkpoint-memory":
-            more = {"unit": "bytes", "copy_share": None}
-            yield run.record(case, implementation, quantiles(np.array(values)), rounds, **more)
-        else:
+        more: dict[str, Any] = {"unit": "bytes", "copy_share": None}
+        if operation != "checkpoint-memory":
             moved = written if operation == "checkpoint-again" else count * FRAME_BYTES
-            spread = quantiles(np.array(values) * 1e6)
-            yield run.record(case, implementation, spread, rounds, bytes=moved, seconds=sum(values), timing="host")
+            more = {"bytes": moved, "seconds": sum(values), "timing": "host"}
+        if operation in wanted:
+            spread = quantiles(np.array(values) * (1e6 if "seconds" in more else 1))
+            yield run.record(wanted[operation], implementation, spread, rounds, **more)
+    progress.advance(len(cases))
 
 
 def _round(folder: Path, count: int) -> Iterator[tuple[tuple[str, str], float]]:
@@ -75,8 +72,6 @@ def _round(folder: Path, count: int) -> Iterator[tuple[tuple[str, str], float]]:
     gc.collect()
     _forget([plain, *saved.iterdir()])
     yield ("checkpoint-load", BARE), _timed(lambda: _read(plain))
-    _forget([plain])
-    yield ("checkpoint-load", KEPT), _timed(lambda: _read_all(plain))
     taken = _status("VmRSS")
     loaded: list[ReplayBuffer] = []
     yield ("checkpoint-load", OURS), _timed(lambda: loaded.append(ReplayBuffer.load(saved, device="cpu")))
@@ -124,13 +119,6 @@ def _read(path: Path) -> None:
             pass
 
 
-def _read_all(path: Path) -> None:
-    memory = np.empty(path.stat().st_size, dtype=np.uint8).data
-    with open(path, "rb", buffering=0) as file:
-        for begin in range(0, len(memory), _CHUNK):
-            file.readinto(memory[begin : begin + _CHUNK])
-
-
 def _forget(files: Sequence[Path]) -> None:
     """Drop files from the page cache."""
     for path in files:
@@ -146,14 +134,13 @@ def _status(name: str) -> int:
     raise OSError(f"/proc/self/status does not tell {name}.")
 
 
-def checkpoint_table(found: Sequence[Record]) -> str:
+def checkpoint_table(found: Sequence[Record], peers: Sequence[Record] = ()) -> str:
     """One line for each way of moving the bytes: seconds, throughput, and share of the plain file's."""
     times = {(record.operation, record.implementation): record for record in found if record.unit == "us"}
     names = {
         ("checkpoint-save", BARE): "plain sequential write",
         ("checkpoint-save", OURS): "`save` to a new folder",
         ("checkpoint-load", BARE): "plain sequential read",
-        ("checkpoint-load", KEPT): "the same into new memory",
         ("checkpoint-load", OURS): "`load`",
         ("checkpoint-again", OURS): "`save` again, 1% of the frames new",
     }

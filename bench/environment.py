@@ -17,6 +17,10 @@ from .record import Environment
 _VERSIONS = ("python", "numpy", "torch", "triton", "numba", "gpu_replay", "cuda", "rocm")
 
 
+class CannotMeasure(Exception):
+    """What was asked for cannot be measured here; the message says why."""
+
+
 def current_environment(device: torch.device) -> Environment:
     """This machine, this process and this checkout."""
     found = versions()

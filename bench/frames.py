@@ -7,7 +7,7 @@ must move the same bytes; "take" copies them from given places and does nothing 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
 
 from .cases import FRAME_ENVS, Case
 from .stacks import FRAME_BYTES, FRAMES, SHAPE, STACK, StackStream, faults
-from .subjects import ALPHA, BETA, POOL, FullSubject, ReplaySubject
+from .subjects import ALPHA, BETA, POOL, ReplaySubject, Subject
 
 N_STEP = 3
 CAPACITY = 20_000
@@ -76,7 +76,7 @@ class FrameSubject(ReplaySubject):
         return wrong
 
 
-class TakeSubject(FullSubject):
+class TakeSubject(Subject):
     """The same bytes copied from random places: NumPy's `take` on a CPU, `index_select` on a GPU."""
 
     chunk = 256
@@ -99,9 +99,15 @@ class TakeSubject(FullSubject):
             return self._frames.index_select(0, places)
         return self._frames.numpy().take(places, axis=0)
 
-    def update(self, sampled: Any, priorities: Tensor) -> object:
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """It is full from the start."""
+        return repeat(None)
+
+    def add(self, rows: Any) -> None:
+        """Nothing is added."""
+
+    def update(self, sampled: Any, priorities: Tensor) -> None:
         """Nothing has priorities."""
-        return None
 
     def wrong(self) -> list[str]:
         """A copy cannot be wrong."""

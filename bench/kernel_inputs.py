@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_replay import Field, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.mass import UNIT
-from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.ranks import cumulative_masses
 
 from .rows import buffer_fields, make_rows
 from .stacks import SHAPE, STACK

@@ -1,14 +1,14 @@
 """Kernel microbenchmarks: operations, sizes, the bytes that must move, who does it, and measuring them.
 
 Every operation is done by this package and by the torch operations that a user would write (`baselines.py`), from the
-same inputs. Adding one is one entry of `KERNELS`, and one of `test_gate.TESTS` that names its tests.
+same inputs. Adding one is one entry of `KERNELS`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,35 @@ from gpu_replay.console.progress import Progress
 from gpu_replay.engines.storage import free_bytes
 
 from . import baselines, ours
-from .cases import DRAW, FRAMES, KEY, MASS, OURS, UPDATE, Case, Operation
+from .cases import (
+    DRAW,
+    DRAWN,
+    FRAMES,
+    KEY,
+    MASS,
+    OPERATIONS,
+    OURS,
+    RING,
+    STEPS,
+    UPDATE,
+    UPDATED,
+    Bound,
+    Case,
+    Operation,
+)
+from .environment import CannotMeasure
 from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
 from .record import Record
 from .rows import ROW_BYTES, described
-from .runner import Refused, Run
+from .runner import Run
 from .stacks import FIELDS, FRAME_BYTES, STACK
 from .timing import flush_bytes
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
 BATCHES = (32, 256, 4096, 65_536)
 ROWS = 10**6
+ANSWERS = "bench_kernels::test_every_implementation_gives_right_answers"
 # rings of frames: on a GPU as many as Atari agents keep, elsewhere what fits a small machine
 FRAME_SLOTS = {"cuda": 10**6, "cpu": 10**5}
 
@@ -43,50 +60,24 @@ Maker = Callable[[Inputs], Implementation]
 class Kernel(Operation):
     """An operation below the buffers.
 
-    memory:    bytes for each slot and for each drawn transition that all implementations take together, generously; 0
-               where the operation does not depend on that size.
-    baselines: name to who makes it.
-    float32:   baselines that are right up to `FLOAT32_SLOTS` slots.
-    cold:      whether caches are flushed before each call, for memory-bound operations.
-    dtype:     of gathered frames, None where there are none.
-    fields:    of the stored rows that are gathered; the ring is then one of `ROWS` or `FRAME_SLOTS`.
+    about:           what it does.
+    ours, baselines: who makes it: this package, and by name others.
+    float32:         how many of the baselines, the last ones, are right up to `FLOAT32_SLOTS` slots only.
+    memory:          bytes for each slot and for each drawn transition that all implementations take together,
+                     generously; 0 where the operation does not depend on that size.
+    cold:            whether caches are flushed before each call, for memory-bound operations.
+    dtype:           of gathered frames, None where there are none.
+    fields:          of the stored rows that are gathered; the ring is then one of `ROWS` or `FRAME_SLOTS`.
     """
 
-    ours: Maker
-    memory: tuple[int, int]
-    baselines: Mapping[str, Maker]
-    float32: Mapping[str, Maker] = field(default_factory=dict)
+    about: str = field(kw_only=True)
+    ours: Maker = field(kw_only=True)
+    baselines: Mapping[str, Maker] = field(kw_only=True)
+    memory: tuple[int, int] = (0, 0)
+    float32: int = 0
     cold: bool = False
     dtype: torch.dtype | None = None
     fields: Mapping[str, list[Any]] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True)
-class KernelCase(Case):
-    """One operation at one size."""
-
-    @property
-    def kind(self) -> Kernel:
-        """The operation itself."""
-        return KERNELS[self.operation]
-
-    @property
-    def memory(self) -> int:
-        """Bytes that all implementations of the case take together, checks included; a generous estimate."""
-        slot, drawn = self.kind.memory
-        return self.capacity * slot + self.batch * drawn
-
-    def makers(self) -> dict[str, Maker]:
-        """Who can do it at this size, this package first."""
-        return {OURS: self.kind.ours, **self.kind.baselines, **({} if self.left_out() else self.kind.float32)}
-
-    def left_out(self) -> list[str]:
-        """Baselines that cannot do it at this size."""
-        return list(self.kind.float32) if self.capacity > baselines.FLOAT32_SLOTS else []
-
-    def inputs(self, device: torch.device) -> Inputs:
-        """The inputs of the case."""
-        return Inputs(max(1, self.capacity), max(1, self.batch), device, self.kind.dtype or torch.uint8)
 
 
 def _frames_kernel(dtype: torch.dtype) -> Kernel:
@@ -95,10 +86,11 @@ def _frames_kernel(dtype: torch.dtype) -> Kernel:
     cast = " + cast" if dtype.itemsize > 1 else ""
     select = baselines.index_select_frames
     return Kernel(
-        f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {str(dtype).removeprefix('torch.')}",
-        ours.frame_gather,
-        (FRAME_BYTES + 64, 4 * moved),
-        {f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
+        about=f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}",
+        ours=ours.frame_gather,
+        baselines={f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
+        memory=(FRAME_BYTES + 64, 4 * moved),
+        tests=STEPS,
         drawn=KEY + moved,
         cold=True,
         dtype=dtype,
@@ -106,76 +98,88 @@ def _frames_kernel(dtype: torch.dtype) -> Kernel:
     )
 
 
-def _float32(make: Callable[..., Implementation]) -> Maker:
-    return partial(make, dtype=torch.float32)
-
-
 KERNELS: dict[str, Kernel] = {
     "empty": Kernel(
-        "nothing: an empty kernel, on a CPU one NumPy call on one number",
-        ours.empty,
-        (0, 0),
-        {"zero_ of one number": baselines.smallest},
+        about="nothing: an empty kernel, on a CPU one NumPy call on one number",
+        ours=ours.empty,
+        baselines={"zero_ of one number": baselines.smallest},
+        tests=ANSWERS,
     ),
     "prefix-sum": Kernel(
-        "inclusive prefix sums of N int64",
-        ours.prefix_sum,
-        (64, 0),
-        {"cumsum": baselines.cumsum_of_integers},
+        about="inclusive prefix sums of N int64",
+        ours=ours.prefix_sum,
+        baselines={"cumsum": baselines.cumsum_of_integers},
+        memory=(64, 0),
+        tests="prefix_sum",
         slot=2 * MASS,
         cold=True,
     ),
     "tree-build": Kernel(
-        "the sums that draws need, from N masses",
-        ours.tree_build,
-        (80, 0),
-        {"cumsum": baselines.cumsum},
+        about="the sums that draws need, from N masses",
+        ours=ours.tree_build,
+        baselines={"cumsum": baselines.cumsum},
+        memory=(80, 0),
+        tests=f"prefix_sum {DRAW}",
         # the masses once; what is written is internal to a structure
         slot=MASS,
         cold=True,
     ),
     "draw": Kernel(
-        "B slots by mass, stratified, after any change",
-        ours.draw,
-        (120, 200),
-        {"cumsum + searchsorted": baselines.cumsum_searchsorted, "searchsorted alone": baselines.searchsorted},
-        {
-            "cumsum + searchsorted, float32": _float32(baselines.cumsum_searchsorted),
+        about="B slots by mass, stratified, after any change",
+        ours=ours.draw,
+        baselines={
+            "searchsorted alone": baselines.searchsorted,
+            "cumsum + searchsorted": baselines.cumsum_searchsorted,
+            "cumsum + searchsorted, float32": partial(baselines.cumsum_searchsorted, dtype=torch.float32),
             "multinomial": baselines.multinomial,
         },
-        drawn=DRAW,
+        memory=(120, 200),
+        float32=2,
+        tests=DRAW,
+        drawn=DRAWN,
     ),
     "update": Kernel(
-        "new masses at B slots, ready to draw from",
-        ours.update,
-        (120, 600),
-        {"scatter + cumsum": baselines.scatter_cumsum, "scatter alone": baselines.scatter},
-        {"scatter + cumsum, float32": _float32(baselines.scatter_cumsum)},
+        about="new masses at B slots, ready to draw from",
+        ours=ours.update,
+        baselines={
+            "scatter alone": baselines.scatter,
+            "scatter + cumsum": baselines.scatter_cumsum,
+            "scatter + cumsum, float32": partial(baselines.scatter_cumsum, dtype=torch.float32),
+        },
+        memory=(120, 600),
+        float32=1,
+        tests=UPDATED,
         drawn=UPDATE,
     ),
     "draw-update": Kernel(
-        "B slots by mass, then new masses for them",
-        ours.draw_update,
-        (120, 600),
-        {"cumsum + searchsorted + scatter": baselines.draw_update},
-        {"cumsum + searchsorted + scatter, float32": _float32(baselines.draw_update)},
-        drawn=DRAW + UPDATE,
+        about="B slots by mass, then new masses for them",
+        ours=ours.draw_update,
+        baselines={
+            "cumsum + searchsorted + scatter": baselines.draw_update,
+            "cumsum + searchsorted + scatter, float32": partial(baselines.draw_update, dtype=torch.float32),
+        },
+        memory=(120, 600),
+        float32=1,
+        tests=f"{DRAW} {UPDATED}",
+        drawn=DRAWN + UPDATE,
     ),
     "rank-draw": Kernel(
-        "B slots by rank, stratified, after B priorities have changed",
-        ours.rank_draw,
-        (200, 1500),
-        {"sort + searchsorted": baselines.sort_searchsorted},
-        drawn=DRAW,
+        about="B slots by rank, stratified, after B priorities have changed",
+        ours=ours.rank_draw,
+        baselines={"sort + searchsorted": baselines.sort_searchsorted},
+        memory=(200, 1500),
+        tests="rank_based",
+        drawn=DRAWN,
     ),
     "row-gather": Kernel(
-        f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
-        ours.row_gather,
-        (5 * ROW_BYTES, 8 * ROW_BYTES),
-        {
+        about=f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
+        ours=ours.row_gather,
+        baselines={
             "index_select per field": baselines.index_select_fields,
             "index_select of packed rows alone": baselines.index_select_packed,
         },
+        memory=(5 * ROW_BYTES, 8 * ROW_BYTES),
+        tests=RING,
         drawn=KEY + 2 * ROW_BYTES,
         cold=True,
         fields=described(),
@@ -184,6 +188,8 @@ KERNELS: dict[str, Kernel] = {
     "frame-gather-bf16": _frames_kernel(torch.bfloat16),
     "frame-gather-f16": _frames_kernel(torch.float16),
 }
+# "update" is also a call of buffers, whose bytes and tests are the same
+OPERATIONS.update({name: kernel for name, kernel in KERNELS.items() if name not in OPERATIONS})
 
 
 def kernel_cases(
@@ -194,7 +200,7 @@ def kernel_cases(
     rows: int = ROWS,
     frames: int | None = None,
     most: int | None = None,
-) -> list[KernelCase]:
+) -> list[Case]:
     """All cases for a kind of device, those of one operation and capacity together; none with more than `most` slots.
 
     rows, frames: slots of the rings that are only gathered from; as many frames as `FRAME_SLOTS` says for None.
@@ -207,15 +213,15 @@ def kernel_cases(
         if kernel.fields:
             rings = (rows if kernel.dtype is None else frames or FRAME_SLOTS[device_type],)
         for ring in rings:
-            cases += [KernelCase(name, ring, batch) for batch in (batches if kernel.memory[1] else (0,))]
+            cases += [Case(name, ring, batch) for batch in (batches if kernel.memory[1] else (0,))]
     return [case for case in cases if case.batch <= case.capacity <= (most or case.capacity)]
 
 
-def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[Record]:
+def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
     """Measure the cases; yields each record as soon as it is known.
 
-    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong
-    answers. Raises Refused when this package's own are wrong.
+    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong answers. Raises
+    CannotMeasure when this package's own are wrong.
     """
     flush = flush_bytes(run.device)
     for case in cases:
@@ -224,35 +230,50 @@ def records(run: Run, cases: list[KernelCase], progress: Progress) -> Iterator[R
         if reason:
             progress.say(reason)
         else:
-            yield from _measured(run, case, flush if case.kind.cold else 0, progress)
+            kernel = KERNELS[case.operation]
+            for record in run.timed(case, _bound(run, case, progress), progress, flush if kernel.cold else 0):
+                yield replace(record, fields=dict(kernel.fields))
             gc.collect()
         progress.advance()
 
 
-def too_large(case: KernelCase, device: torch.device) -> str | None:
+def too_large(case: Case, device: torch.device) -> str | None:
     """Why the case does not fit into the memory that is free on the device; None when it does."""
     if device.type == "cuda":
         # what torch has cached is free
         torch.cuda.empty_cache()
-    free = free_bytes(device)
-    if free is None or case.memory <= _SHARE * free:
+    slot, drawn = KERNELS[case.operation].memory
+    needed, free = case.capacity * slot + case.batch * drawn, free_bytes(device)
+    if free is None or needed <= _SHARE * free:
         return None
-    return f"{case.name} is skipped: it takes {case.memory / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+    return f"{case.name} is skipped: it takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
 
 
-def _measured(run: Run, case: KernelCase, flush: int, progress: Progress) -> Iterator[Record]:
-    inputs = case.inputs(run.device)
-    bound = {}
-    for name, make in case.makers().items():
-        work = make(inputs)
+def makers(case: Case) -> dict[str, Maker]:
+    """Who can do it at this size, this package first."""
+    kernel = KERNELS[case.operation]
+    last = len(kernel.baselines) - (kernel.float32 if case.capacity > baselines.FLOAT32_SLOTS else 0)
+    return {OURS: kernel.ours, **dict(list(kernel.baselines.items())[:last])}
+
+
+def inputs(case: Case, device: torch.device) -> Inputs:
+    """The inputs of the case."""
+    return Inputs(max(1, case.capacity), max(1, case.batch), device, KERNELS[case.operation].dtype or torch.uint8)
+
+
+def _bound(run: Run, case: Case, progress: Progress) -> dict[str, Bound]:
+    """The calls of all whose answers are right."""
+    given, bound, able = inputs(case, run.device), {}, makers(case)
+    for name, make in able.items():
+        work = make(given)
         wrong = work.wrong()
         if not wrong:
             bound[name] = (work.call, work.prepare)
             continue
         reason = f"{name} is not measured in {case.name}: {'; '.join(wrong)}."
         if name == OURS:
-            raise Refused(reason)
+            raise CannotMeasure(reason)
         progress.say(reason)
-    if case.left_out():
-        progress.say(f"{case.name}: no {' or '.join(case.left_out())}, which end at {baselines.FLOAT32_SLOTS:,} slots.")
-    yield from run.timed(case, bound, progress, flush)
+    if out := [name for name in KERNELS[case.operation].baselines if name not in able]:
+        progress.say(f"{case.name}: no {' or '.join(out)}, which end at {baselines.FLOAT32_SLOTS:,} slots.")
+    return bound

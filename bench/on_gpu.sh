@@ -97,7 +97,7 @@ END
 run=("$python" -m)
 gpu="no GPU" torch="" triton=""
 if [[ -n $rehearsal ]]; then
-    run=("$python" -m gpu_replay.bench.rehearsal)
+    run=("$python" -m rehearsal)
     gpu="a rehearsal" workers=1
 elif [[ -z $dry ]]; then
     found=$(describe) || fail "this needs a GPU, or --dry-run"
@@ -116,7 +116,7 @@ packer="" part=""
 trap 'rm -rf "$site"; end_part' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-export PYTHONPATH=$root:$site PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$root:$site${rehearsal:+:$root/tests} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # other installed pytest plugins must not change the run; xdist is loaded by name below
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 status=0

@@ -1,45 +1,118 @@
 """The measurements of `bench peers`: what is compared, at which sizes, and which libraries take part in each.
 
-One part after the other is filled, checked and measured, so that at most one buffer of each library is held.
+One part after the other is filled, checked and measured, so that at most one buffer of each library is held. Most
+people start with one environment: a step has a float64 reward and a Python bool, whatever the fields are. Settings of
+this package are compared in the same interleaved way (`ratio-*`): draws by rank with draws by mass, uniform draws with
+and without replacement, relabelled batches with plain ones, two threads with one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import Literal
+from itertools import cycle
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from gpu_replay import Uniform
-from gpu_replay.console.progress import Progress
+from gpu_replay import Field, Hindsight, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
 
-from . import frames, variants
-from .cases import ADDED, OURS, Case, cycle_cases, index_cases
-from .record import Record
-from .runner import Maker, Run
-from .subjects import PEERS, IndexSubject, MissingPeer, ReplaySubject, Subject, Task, make_peer
+from . import frames
+from .cases import ADDED, OURS, Case, cycle_cases
+from .environment import CannotMeasure
+from .frames import FrameSubject
+from .runner import Maker, Part, compared
+from .subjects import ALPHA, BETA, CPU, PEERS, POOL, ReplaySubject, Subject, Task, make_peer
 
-BATCHES = (32, 64, 256, 4096)
+_GOAL = Field((3,), torch.float32)
+_GOAL_FIELDS = {
+    "obs.observation": Field((10,), torch.float32),
+    "obs.achieved_goal": _GOAL,
+    "obs.desired_goal": _GOAL,
+    "action": Field((4,), torch.float32),
+}
+_EPISODE = 50
+_BATCH = 256
+
+
+class GoalSubject(ReplaySubject):
+    """A buffer of one environment with goals, whose batches are relabelled or not."""
+
+    add_size = 1
+    chunk = _BATCH
+
+    def __init__(self, capacity: int, relabel: Hindsight | None) -> None:
+        self._device = CPU
+        self._relabelled = relabel is not None
+        self._buffer = TrajectoryReplayBuffer(
+            capacity, 1, _GOAL_FIELDS, sampler=Uniform(), relabel=relabel, device=CPU, seed=0
+        )
+
+    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
+        """See Subject: episodes of 50 steps in which nothing is reached."""
+        random = np.random.default_rng(1)
+        steps = []
+        for number in range(_EPISODE * 8):
+            step: dict[str, Any] = {"reward": np.zeros(1, np.float32), "terminated": np.zeros(1, bool)}
+            for name, field in _GOAL_FIELDS.items():
+                step[name] = random.standard_normal((1, *field.shape), dtype=np.float32)
+            steps.append({**step, "truncated": np.array([number % _EPISODE == _EPISODE - 1])})
+        return cycle(steps)
+
+    def wrong(self) -> list[str]:
+        """See Subject."""
+        batch = self.sample(_BATCH)
+        moved = bool((batch["obs.desired_goal"] == batch["next_obs.desired_goal"]).all(dim=1).float().mean() > 0.5)
+        return [] if moved == self._relabelled else ["goals are not those that were asked for"]
+
+
+def _on_threads(kind: type[ReplaySubject], threads: int, **options: Any) -> Maker:
+    """Subjects of a kind whose batches are sampled while torch uses so many threads."""
+
+    class OnThreads(kind):  # type: ignore[valid-type,misc]
+        def sample(self, batch: int) -> Any:
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                return super().sample(batch)
+            finally:
+                torch.set_num_threads(before)
+
+    return partial(OnThreads, **options)
+
+
+def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
+    return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
+
+
+def _vectors(sampler: Proportional | RankBased | Uniform) -> Maker:
+    return partial(ReplaySubject, device=CPU, sampler=sampler)
+
+
+def _settings(slots: int, stacks: int, batches: tuple[int, ...]) -> list[tuple[list[Case], Mapping[str, Maker]]]:
+    """What is compared; of the makers the first is what others relate to."""
+    frames: dict[str, Any] = {"device": CPU, "n_step": 1}
+    exponents: dict[str, Any] = {"alpha": ALPHA, "beta": BETA}
+    ranks: dict[str, Any] = {"Proportional": Proportional(**exponents), "RankBased": RankBased(**exponents)}
+    uniform: dict[str, Any] = {"Uniform(replacement=True)": Uniform(replacement=True), "Uniform()": Uniform()}
+    relabelled = {"plain": None, "Hindsight": Hindsight(reward_fn=_reward)}
+    threads = {"1 thread": 1, "2 threads": 2}
+    return [
+        ([Case("ratio-rank", slots, batch, ADDED) for batch in batches], {n: _vectors(s) for n, s in ranks.items()}),
+        ([Case("ratio-replacement", slots, 64)], {n: _vectors(s) for n, s in uniform.items()}),
+        ([Case("ratio-hindsight", slots, _BATCH)], {n: partial(GoalSubject, relabel=r) for n, r in relabelled.items()}),
+        (
+            [Case("ratio-threads", stacks, _BATCH)],
+            {name: _on_threads(FrameSubject, count, **frames) for name, count in threads.items()},
+        ),
+    ]
+
+
 STEP_BATCH = 64
-# a batch of 4,096 stacks with their successors is 231 MB
-FRAME_REPETITIONS = 25
-
-
-@dataclass(frozen=True)
-class Part:
-    """Cases of one kind of contents.
-
-    contents: "steps" come from a loop over one environment, "exact" in the dtypes of the fields, "uniform" without
-              priorities; "variants" are settings of this package, and no libraries.
-    added:    rows of every `add`, which some libraries must know when a buffer is made.
-    """
-
-    contents: Literal["vectors", "stacks", "index", "steps", "exact", "uniform", "variants"]
-    added: int
-    cases: Sequence[Case]
 
 
 @dataclass(frozen=True)
@@ -52,105 +125,68 @@ class Sizes:
 
     vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     stacks: int = frames.CAPACITY
-    index: tuple[int, ...] = (1_000_000, 10_000_000)
-    batches: tuple[int, ...] = BATCHES
-    index_batches: tuple[int, ...] = (32, 4096)
+    batches: tuple[int, ...] = (32, 256, 4096)
     many: tuple[int, ...] = (64,)
     stepped: int = 100_000
     variants: int = 1_000_000
 
 
 # most of what a trial takes is compiling, for every size anew
-QUICK = Sizes(
-    vectors=(4_000,),
-    stepped=4_000,
-    variants=4_000,
-    stacks=1_000,
-    index=(10_000,),
-    batches=(32,),
-    index_batches=(32,),
-    many=(),
-)
+QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, variants=4_000)
 
 
-def parts(sizes: Sizes, device: torch.device) -> list[Part]:
-    """All that is compared on a device."""
+def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part]:
+    """All that is compared on a device: this package first, then those of the libraries that take part."""
     largest, steps = sizes.vectors[-1], sizes.stacks
+    vectors: Maker = partial(ReplaySubject, device=device)
+    stepped = partial(ReplaySubject, device=device, stepped=True)
+
+    def beside(cases: list[Case], ours: Maker, peers: Sequence[str] = names, **task: Any) -> Part:
+        theirs = {name: partial(_made, name, device=device, **task) for name in peers}
+        return cases, compared({OURS: ours, **theirs})
+
+    def stacks(cases: list[Case], added: int) -> Part:
+        ours = partial(frames.FrameSubject, device=device, n_step=1, envs=added)
+        return beside(cases, ours, added=added, stacks=True)
+
     found = [
-        Part("vectors", ADDED, cycle_cases(sizes.vectors, sizes.batches)),
-        Part("stacks", ADDED, [Case("frame-cycle", steps, batch, ADDED) for batch in sizes.batches]),
+        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, added=ADDED),
+        stacks([Case("frame-cycle", steps, batch, ADDED) for batch in sizes.batches], ADDED),
     ]
     for many in sizes.many:
-        found.append(Part("vectors", many, [Case("add", largest, many, many)]))
-        found.append(Part("stacks", many, [Case("frame-add", steps, many, many)]))
-    if device.type == "cpu":
-        found += [
-            Part("steps", 1, [Case("step-add", sizes.stepped, 1, 1), Case("step-cycle", sizes.stepped, STEP_BATCH, 1)]),
-            Part("exact", 1, [Case("step-exact", sizes.stepped, 1, 1)]),
-            Part("uniform", 1, [Case("step-uniform", sizes.stepped, STEP_BATCH, 1)]),
-        ]
-        found += [Part("variants", ADDED, [case]) for case in variants.cases(sizes.variants, steps, sizes.batches)]
-        found.append(Part("index", 0, index_cases(sizes.index, sizes.index_batches)))
-    else:
+        found.append(beside([Case("add", largest, many, many)], vectors, added=many))
+        found.append(stacks([Case("frame-add", steps, many, many)], many))
+    if device.type != "cpu":
         # trees on a GPU differ most in how they take new priorities
-        found.append(Part("vectors", ADDED, [Case("update", largest, batch) for batch in sizes.batches]))
-    return found
+        return [*found, beside([Case("update", largest, batch) for batch in sizes.batches], vectors, added=ADDED)]
+    one, uniform = sizes.stepped, [name for name in names if PEERS[name].uniform]
+    return [
+        *found,
+        beside([Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)], stepped, added=1, stepped=True),
+        beside([Case("step-exact", one, 1, 1)], vectors, added=1),
+        beside(
+            [Case("step-uniform", one, STEP_BATCH, 1)],
+            partial(stepped, sampler=Uniform()),
+            uniform,
+            added=1,
+            stepped=True,
+        ),
+        *[(cases, compared(makers)) for cases, makers in _settings(sizes.variants, steps, sizes.batches)],
+    ]
 
 
-def available(names: Sequence[str], device: torch.device, progress: Progress) -> list[str]:
+def _made(name: str, capacity: int, **task: Any) -> Subject:
+    return make_peer(name, Task(capacity, **task))
+
+
+def available(names: Sequence[str], device: torch.device) -> list[str]:
     """Those of the libraries that make a buffer here; the others are reported once, with the reason."""
     found = []
     for name in names:
-        progress.show(f"loading {name}")
         try:
             make_peer(name, Task(1_000, ADDED, device=device))
-        except MissingPeer as reason:
-            progress.say(str(reason))
+        except CannotMeasure as reason:
+            print(reason, file=sys.stderr)
         else:
             found.append(name)
     return found
-
-
-def records(run: Run, chosen: Sequence[Part], names: Sequence[str], progress: Progress) -> Iterator[Record]:
-    """Measure this package and the libraries on all chosen parts; yields each record as soon as it is known."""
-    names = available(names, run.device, progress)
-    for part in chosen:
-        here = run
-        if part.contents == "stacks":
-            here = replace(run, plan=replace(run.plan, fewest=min(run.plan.fewest, FRAME_REPETITIONS)))
-        for capacity, cases in groupby(part.cases, lambda case: case.capacity):
-            group = list(cases)
-            if part.contents == "variants":
-                made = variants.makers(group[0].operation)
-            else:
-                made = makers(part, capacity, names, run.device)
-            yield from here.records(group, made, progress)
-
-
-def makers(part: Part, capacity: int, names: Sequence[str], device: torch.device) -> Mapping[str, Maker]:
-    """What makes the subjects of a part: this package's first, then those of the libraries that take part."""
-    ours: dict[str, Maker] = {
-        "index": IndexSubject,
-        "stacks": partial(frames.FrameSubject, device=device, n_step=1, envs=part.added),
-        "vectors": partial(ReplaySubject, device=device),
-        "exact": partial(ReplaySubject, device=device),
-        "steps": partial(variants.SteppedSubject, device=device),
-        "uniform": partial(variants.SteppedSubject, device=device, sampler=Uniform()),
-    }
-    found = {OURS: ours[part.contents]}
-    for name in names:
-        peer = PEERS[name]
-        if part.contents == "uniform" and not peer.uniform:
-            continue
-        too_slow = (
-            part.contents != "stacks" and part.contents != "index" and peer.most is not None and capacity > peer.most
-        )
-        if not too_slow and (peer.index or part.contents != "index"):
-            found[name] = partial(_made, name, part, device)
-    return found
-
-
-def _made(name: str, part: Part, device: torch.device, capacity: int) -> Subject:
-    task = Task(capacity, part.added, stacks=part.contents == "stacks", device=device)
-    peer = make_peer(name, task, index=part.contents == "index")
-    return variants.Stepped(peer) if part.contents in ("steps", "uniform") else peer

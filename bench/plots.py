@@ -6,26 +6,20 @@ second rises with the bytes. Both come from the same run as the points.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from gpu_replay.console.figures import PALETTE, panels, save
 
 from .cases import OURS, short
 from .kernels import KERNELS
 from .record import Record
 
 _INK, _FAINT = "0.15", "0.85"
-# the first is this package's; all can be told apart with impaired colour vision
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# the first is this package's
+_COLORS = PALETTE[1:]
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
-_DPI = 130
-
-
-def require() -> None:
-    """Raise RuntimeError where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("plots need matplotlib: pip install 'gpu-replay[training]', or leave --plot out.")
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -53,33 +47,30 @@ def _times(records: Sequence[Record], file: Path) -> Path:
     """Time over N, one panel for each B; over B where N never changes."""
     operation = records[0].operation
     over_slots = len({record.capacity for record in records}) > 1
-    panels = sorted({record.batch for record in records}) if over_slots else [0]
+    batches = sorted({record.batch for record in records}) if over_slots else [0]
     names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
-    figure = _figure(2.2 + 2.7 * len(panels) if len(panels) > 1 else 6.4, 4.6)
-    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-    for axis, batch in zip(axes, panels, strict=True):
+    width = 2.2 + 2.7 * len(batches) if len(batches) > 1 else 6.4
+    figure, ((*axes,),) = panels(1, len(batches), width, 4.6, sharex=True, sharey=True)
+    for axis, batch in zip(axes, batches, strict=True):
         for place, name in enumerate(names):
             shown = [r for r in records if r.implementation == name and (not over_slots or r.batch == batch)]
             shown.sort(key=lambda r: (r.capacity, r.batch))
             if shown:
                 _curve(axis, shown, over_slots, place)
         axis.set_xlabel("slots, N" if over_slots else "batch, B")
-        if len(panels) > 1:
+        if len(batches) > 1:
             axis.set_title(f"B = {batch:,}", fontsize=9, color=_INK)
         _log_axes(axis, (r.capacity if over_slots else r.batch for r in records))
     axes[0].set_ylabel("time of a call, µs")
-    _finish(figure, f"{operation}: {KERNELS[operation].about}", records, file)
-    return file
+    return _finish(figure, f"{operation}: {KERNELS[operation].about}", records, file)
 
 
 def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -> None:
     """Medians, and a band from p10 to p90."""
-    name = records[0].implementation
+    name, color, marker = records[0].implementation, _COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)]
     x = [record.capacity if over_slots else record.batch for record in records]
-    color = _COLORS[place % len(_COLORS)]
-    line = "-" if name == OURS else "--"
-    marker = _MARKERS[place % len(_MARKERS)]
-    axis.plot(x, [r.median for r in records], line, marker=marker, markersize=4, linewidth=1.4, color=color, label=name)
+    look = {"marker": marker, "markersize": 4, "linewidth": 1.4, "color": color, "label": name}
+    axis.plot(x, [r.median for r in records], "-" if name == OURS else "--", **look)
     low, high = ([record.quantiles[each] for record in records] for each in ("p10", "p90"))
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
@@ -87,20 +78,12 @@ def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -
 def _roofline(records: Sequence[Record], file: Path) -> Path:
     """Bytes a second over bytes of this package's operations, below the two bounds."""
     ours = [record for record in records if record.implementation == OURS and record.bytes]
-    figure = _figure(8.4, 5.2)
-    axis = figure.subplots()
+    figure, ((axis,),) = panels(1, 1, 8.4, 5.2)
     for place, operation in enumerate(dict.fromkeys(record.operation for record in ours)):
         shown = sorted((r for r in ours if r.operation == operation), key=lambda r: (r.bytes, r.capacity))
-        axis.plot(
-            [record.bytes for record in shown],
-            [record.bytes / record.median / 1e3 for record in shown],
-            linestyle="none",
-            marker=_MARKERS[place % len(_MARKERS)],
-            markersize=5,
-            alpha=0.8,
-            color=_COLORS[place % len(_COLORS)],
-            label=operation,
-        )
+        look = {"marker": _MARKERS[place % len(_MARKERS)], "color": _COLORS[place % len(_COLORS)], "markersize": 5}
+        rates = [record.bytes / record.median / 1e3 for record in shown]
+        axis.plot([record.bytes for record in shown], rates, linestyle="none", alpha=0.8, label=operation, **look)
     smallest, largest = min(r.bytes for r in ours) / 2, max(r.bytes for r in ours) * 2
     copy = sorted(record.copy_bandwidth for record in ours)[len(ours) // 2] / 1e9
     empty = [record.median for record in records if record.operation == "empty" and record.implementation == OURS]
@@ -108,28 +91,11 @@ def _roofline(records: Sequence[Record], file: Path) -> Path:
     launch = empty[0] * 1e3 if empty else 0.0
     edges = sorted({smallest, min(max(copy * launch, smallest), largest), largest})
     roof = f"plain copy, {copy:,.1f} GB/s" + (f", and an empty call, {empty[0]:.2g} µs" if empty else "")
-    axis.plot(
-        edges,
-        [min(copy, edge / launch) if launch else copy for edge in edges],
-        "-",
-        color=_INK,
-        linewidth=1.2,
-        label=roof,
-    )
-    axis.set_xlabel("bytes that must move")
-    axis.set_ylabel("GB/s")
+    bound = [min(copy, edge / launch) if launch else copy for edge in edges]
+    axis.plot(edges, bound, "-", color=_INK, linewidth=1.2, label=roof)
+    axis.set(xlabel="bytes that must move", ylabel="GB/s")
     _log_axes(axis)
-    _finish(figure, "bandwidth of each operation, all sizes", records, file)
-    return file
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return _finish(figure, "bandwidth of each operation, all sizes", records, file)
 
 
 def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
@@ -151,7 +117,7 @@ def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> None:
+def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> Path:
     """Title, machine, and one legend below the panels."""
     environment = records[0].environment
     machine = environment.cpu if environment.device == "cpu" else environment.device
@@ -164,4 +130,4 @@ def _finish(figure: Any, title: str, records: Sequence[Record], file: Path) -> N
     figure.legend(
         list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=8, frameon=False
     )
-    figure.savefig(file, dpi=_DPI)
+    return save(figure, file)

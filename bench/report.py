@@ -1,4 +1,4 @@
-"""Puts tables of records into documents: the only way in which a figure gets into the documentation.
+"""Markdown tables of records, and their places in documents: the only way in which a figure gets there.
 
 A document marks the place of a table with `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what stands between is
 replaced, so a table is renewed by one command and cannot differ from what was measured.
@@ -7,157 +7,221 @@ replaced, so a table is renewed by one command and cannot differ from what was m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from . import cost_model, runs, tables
-from .cases import OPERATIONS
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.markdown import number, table
+
+from . import runs
+from .baselines import ALONE
+from .cases import OPERATIONS, OURS, short
 from .checkpoint import checkpoint_table
 from .kernels import KERNELS
-from .record import Environment, Record
+from .record import Record
 from .storage import storage_table
-from .tables import Records
+from .subjects import PEERS
+from .targets import targets_table
+
+Records = Sequence[Record]
+
+# without priorities they do less work: shown beside the others, never a baseline
+UNIFORM = frozenset(name for name, peer in PEERS.items() if peer.uniform)
+# what is measured against libraries without priorities
+_WITHOUT_PRIORITIES = frozenset({"step-uniform"})
+
+
+def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
+    """The fastest other implementation that did all of the record's case on the same machine, timed in the same way."""
+    found = [
+        other
+        for other in others
+        if (other.case, *other.identity[3:]) == (record.case, *record.identity[3:])
+        and other.implementation != OURS
+        and (other.implementation not in UNIFORM or other.operation in _WITHOUT_PRIORITIES)
+        and not other.implementation.endswith(ALONE)
+        and other.quick <= record.quick
+    ]
+    return min(found, key=lambda other: other.median, default=None)
+
+
+def _beside(record: Record, best: Record | None) -> list[str]:
+    """The best baseline and the speedup over it; empty cells without one."""
+    if best is None:
+        return ["", ""]
+    return [f"{number(best.median)} ({best.implementation})", f"{best.median / record.median:.2f}x"]
+
+
+def _share(record: Record) -> str:
+    return "" if record.copy_share is None or not record.bytes else f"{record.copy_share:.1%}"
+
+
+def cells_table(records: Records, peers: Records = ()) -> str:
+    """Every timed case with its quantiles, its share of the copy bandwidth and the best peer."""
+    rows = []
+    for record in records:
+        case = record.case + (", replayed" if record.clock == "graph" else "")
+        spread = [number(record.quantiles[name]) for name in ("p10", "p50", "p90")]
+        rows.append([case, *spread, _share(record), *_beside(record, best_baseline(record, peers))])
+    return table(["case", "p10 µs", "p50 µs", "p90 µs", "% of copy bandwidth", "best baseline, µs", "speedup"], rows)
+
+
+def frames_table(records: Records, peers: Records = ()) -> str:
+    """Cases of Atari frames, each beside a plain copy of the same bytes where there is one."""
+    copies = {record.case: record.median for record in records if record.implementation == "take"}
+    rows = []
+    for record in records:
+        if record.implementation != "take":
+            copy = copies.get(record.case)
+            beside = ["", ""] if copy is None else [number(copy), f"{copy / record.median:.2f}x"]
+            rows.append([record.case, number(record.median), *beside, _share(record)])
+    return table(["Atari frames", "µs", "NumPy take, µs", "speedup", "% of copy bandwidth"], rows)
+
+
+def memory_table(records: Records, peers: Records = ()) -> str:
+    """Resident bytes a transition beside the bytes of its fields."""
+    rows = []
+    for record in records:
+        counted = "" if record.counted is None else f"{record.counted:.1f}"
+        above = f"{record.median / record.bytes - 1:+.1%}"
+        rows.append([record.case, f"{record.bytes:,}", counted, f"{record.median:.1f}", above])
+    return table(["bytes a transition", "of fields", "buffer.nbytes", "resident", "above fields"], rows)
+
+
+def kernels_table(records: Records, peers: Records = ()) -> str:
+    """Every measured kernel of this package beside the best torch operations, in the order of the registry."""
+    order = {name: place for place, name in enumerate(KERNELS)}
+    ours = [record for record in records if record.implementation == OURS]
+    ours.sort(key=lambda r: (order.get(r.operation, len(order)), r.operation, r.capacity, r.batch, r.clock))
+    rows = []
+    for record in ours:
+        name = record.operation + (", events" if record.clock == "events" else "")
+        sizes = [short(record.capacity) if record.capacity else "", f"{record.batch:,}" if record.batch else ""]
+        beside = _beside(record, best_baseline(record, records))
+        rows.append([name, *sizes, number(record.median), *beside, _share(record)])
+    return table(["operation", "N", "B", "µs", "best baseline, µs", "speedup", "% of copy bandwidth"], rows)
+
+
+def peers_table(records: Records, peers: Records = ()) -> str:
+    """Microseconds of all libraries; the last column is the best prioritized one's time over this package's."""
+    # a renewed case stands last in its file
+    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
+    found = {(record.case, record.implementation): record for record in records}
+    order = {operation: place for place, operation in enumerate(OPERATIONS)}
+    cases = sorted(
+        {record.case: record for record in records}.values(),
+        key=lambda r: (order[r.operation], r.capacity, r.batch),
+    )
+    rows = []
+    for each in cases:
+        size = f"{'' if 'add' in each.operation else 'B = '}{each.batch:,}"
+        label = f"{OPERATIONS[each.operation].label}, N = {short(each.capacity)}, {size}"
+        here = [found.get((each.case, name)) for name in names]
+        ours = found.get((each.case, OURS))
+        speedup = _beside(ours, best_baseline(ours, records))[1] if ours else ""
+        rows.append([label, *[number(record.median) if record else "" for record in here], speedup])
+    heads = [f"{name} (uniform)" if name in UNIFORM else name for name in names]
+    return table(["µs", *heads, "speedup"], rows)
+
+
+def ratios_table(records: Records, peers: Records = ()) -> str:
+    """Settings of this package beside each other: the time of each over that of the first of its case."""
+    first: dict[str, Record] = {}
+    rows = []
+    for record in records:
+        base = first.setdefault(record.case, record)
+        if record is not base:
+            times = [number(each.median) for each in (base, record)]
+            ratio = f"{record.median / base.median:.2f}x"
+            rows.append([record.case, base.implementation, times[0], record.implementation, times[1], ratio])
+    return table(["case", "setting", "µs", "compared with it", "µs", "ratio"], rows)
 
 
 def conditions(records: Records) -> str:
-    """One sentence that says where and with what these records were made."""
-    newest = max((record.environment for record in records), key=lambda environment: environment.date)
-    parts = [_machine(newest)]
+    """One sentence that says where and with what these records were made: of what differs, all that there is."""
+    environments = [record.environment for record in records]
+    newest = max(environments, key=lambda environment: environment.date)
+    threads = f"{newest.threads} thread{'s' if newest.threads > 1 else ''}"
+    parts = [newest.device] * (newest.device != "cpu") + [f"{newest.cpu} ({newest.cores} cores, {threads})"]
     # implementations that were compared add their own versions
-    versions = {name: version for record in records for name, version in record.environment.versions.items()}
-    parts += [f"{name} {version}" for name, version in versions.items() if version]
-    commits = list(dict.fromkeys(record.environment.commit for record in records if record.environment.commit))
-    if commits:
-        parts.append("commit " + ", ".join(commits))
-    parts.append(newest.date[:10])
-    bandwidth = max(record.copy_bandwidth for record in records)
-    parts.append(f"plain copy {bandwidth / 1e9:.1f} GB/s read and written")
-    if any(record.quick for record in records):
-        parts.append("QUICK RUN, not to be quoted")
+    versions: dict[str, dict[str, None]] = {}
+    for name, version in (item for each in environments for item in each.versions.items() if item[1]):
+        versions.setdefault(name, {})[str(version)] = None
+    parts += [f"{name} {' and '.join(found)}" for name, found in versions.items()]
+    commits = dict.fromkeys(each.commit for each in environments if each.commit)
+    parts += [f"commit {', '.join(commits)}"] if commits else []
+    parts.append(_span(sorted(each.date[:10] for each in environments)))
+    copies = sorted(record.copy_bandwidth for record in records)
+    parts.append(f"plain copy {_span([f'{each / 1e9:.1f}' for each in copies])} GB/s read and written")
+    parts += ["QUICK RUN, not to be quoted"] if any(record.quick for record in records) else []
     failed = dict.fromkeys(name for record in records for name in record.failed_tests)
-    if failed:
-        parts.append(f"TESTS FAILED: {', '.join(failed)}")
+    parts += [f"TESTS FAILED: {', '.join(failed)}"] if failed else []
     return ", ".join(parts) + "."
 
 
-def _machine(environment: Environment) -> str:
-    threads = f"{environment.threads} thread{'s' if environment.threads > 1 else ''}"
-    cpu = f"{environment.cpu} ({environment.cores} cores, {threads})"
-    return cpu if environment.device == "cpu" else f"{environment.device}, {cpu}"
+def _span(values: Sequence[str]) -> str:
+    """The first and the last of what is in order, or the only one."""
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One marked table.
 
-    suite:   of its records, and the command that makes them.
-    needs:   which of the suite's records it shows.
+    command: what makes its records, without `gpu-replay bench`; it begins with their suite.
     table:   made of these records and of the peers' on the same machine.
-    note:    one or more sentences below it.
-    options: of the command.
+    needs:   which of the suite's records it shows.
+
+    What its columns mean stands in bench/README.md.
     """
 
-    suite: str
+    command: str
     table: Callable[[Records, Records], str]
     needs: Callable[[Record], bool] = lambda record: True
-    note: str = ""
-    options: str = ""
-
-    @property
-    def command(self) -> str:
-        """The command that makes the records."""
-        return f"gpu-replay bench {self.suite}{self.options}"
 
     def holds(self, record: Record) -> bool:
         """Whether the table shows the record."""
-        return record.suite == self.suite and self.needs(record)
+        return record.suite == self.command.split()[0] and self.needs(record)
 
 
-def _on_cpu(record: Record) -> bool:
-    return record.environment.device == "cpu"
-
-
-def _of_settings(record: Record) -> bool:
-    return record.operation.startswith("ratio-")
-
-
-def _beside_peers(record: Record) -> bool:
-    return not _of_settings(record)
-
-
-_KERNELS_NOTE = (
-    "Best baseline: the fastest torch operations that do the whole work; speedup: their time over ours. % of copy "
-    "bandwidth: the bytes that must move over the time, relative to a plain copy in the same run. Caches are flushed "
-    f"before each call of {', '.join(name for name, kernel in KERNELS.items() if kernel.cold)}. Medians."
-)
-_PEERS_NOTE = (
-    "A cycle adds 8 transitions, samples B and gives these B new priorities; an Atari transition has stacks of four "
-    "84x84 frames before and after. All fields and weights are sampled as torch tensors. Speedup: the best other "
-    "prioritized buffer's time over that of gpu_replay. Columns marked uniform have no priorities, do less work and "
-    "are left out of the speedup, except where a loop without priorities is measured. With one environment, a step is "
-    "added, with a float64 reward and a Python bool. Implementations are interleaved. Medians."
-)
-_RATIOS_NOTE = (
-    "Settings of this package, interleaved: the time of the second over that of the first. A case of rank or loops "
-    "adds 8, samples B and updates B; hindsight, replacement and threads sample. Medians."
-)
-_CYCLE_NOTE = (
-    f"One cycle: {OPERATIONS['cycle'].about}. In parentheses the speedup over the best peer on this machine. Medians."
-)
-_STORAGE_NOTE = (
-    "Single calls: medians over parts of the run. Deques and lists of tuples only take a reference on insertion and "
-    "pay when a batch is put together."
-)
-_CHECKPOINT_NOTE = (
-    "Frames of random bytes in one buffer. Writes end with fsync; files are dropped from the page cache before they "
-    "are read. Medians of three rounds, in each of which all are done in turn."
-)
-_FRAMES_NOTE = (
-    "A batch has B transitions with stacks of 4 frames of 84x84 before and after; take copies as many frames from "
-    "given places. Implementations are interleaved. Medians."
-)
+_ON_CPU = "kernels --device cpu"
 
 SECTIONS: dict[str, Section] = {
-    "cpu": Section("cpu", tables.cycle_table, lambda record: record.operation == "cycle", _CYCLE_NOTE),
-    "cpu-cells": Section("cpu", tables.cells_table, lambda record: record.unit == "us"),
-    "gpu": Section("gpu", tables.cells_table),
-    "kernels": Section("kernels", lambda mine, _: tables.kernels_table(mine), lambda r: not _on_cpu(r), _KERNELS_NOTE),
-    "kernels-cpu": Section(
-        "kernels", lambda mine, _: tables.kernels_table(mine), _on_cpu, _KERNELS_NOTE, " --device cpu"
-    ),
-    "peers": Section("peers", lambda mine, _: tables.peers_table(mine), _beside_peers, _PEERS_NOTE),
-    "ratios": Section("peers", lambda mine, _: tables.ratios_table(mine), _of_settings, _RATIOS_NOTE),
-    "frames": Section("frames", lambda mine, _: tables.frames_table(mine), note=_FRAMES_NOTE),
-    "checkpoint": Section("checkpoint", lambda mine, _: checkpoint_table(mine), note=_CHECKPOINT_NOTE),
-    "storage": Section("storage", lambda mine, _: storage_table(mine), note=_STORAGE_NOTE),
-    "memory": Section("cpu", lambda mine, _: tables.memory_table(mine), lambda record: record.operation == "memory"),
+    "cpu": Section("cpu", cells_table, lambda record: record.unit == "us"),
+    "gpu": Section("gpu", cells_table),
+    "kernels": Section("kernels", kernels_table, lambda r: r.environment.device != "cpu"),
+    "kernels-cpu": Section(_ON_CPU, kernels_table, lambda r: r.environment.device == "cpu"),
+    "peers": Section("peers", peers_table, lambda r: not r.operation.startswith("ratio-")),
+    "ratios": Section("peers", ratios_table, lambda r: r.operation.startswith("ratio-")),
+    "frames": Section("frames", frames_table),
+    "checkpoint": Section("checkpoint", checkpoint_table),
+    "storage": Section("storage", storage_table),
+    "memory": Section("cpu", memory_table, lambda record: record.operation == "memory"),
 }
 
 
 def section(name: str, records: Records) -> str:
     """The text of one marked place, with the command that reproduces it; one table per machine.
 
-    Raises KeyError for a name that no table has.
+    Raises UserError for a name that no table has.
     """
-    if name == "cost-model":
-        return cost_model.section(records)
+    if name == "targets":
+        return f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.sh records`."
     if name == "pong":
         return runs.section(runs.run_folders())
     if name not in SECTIONS:
-        raise KeyError(f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'cost-model', 'pong'])}.")
+        raise UserError(f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'targets', 'pong'])}.")
     each = SECTIONS[name]
     machines: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if each.holds(record):
             machines.setdefault((record.environment.device, record.environment.cpu), []).append(record)
     if not machines:
-        return f"Not measured yet: `{each.command}`."
+        return f"Not measured yet: `gpu-replay bench {each.command}`."
     peers = [record for record in records if record.suite == "peers"]
     texts = []
     for mine in machines.values():
-        notes = [each.note] * bool(each.note)
-        texts.append(f"{each.table(mine, peers)}\n\n{' '.join([*notes, conditions(mine)])}")
-    return "\n\n".join(texts) + f" Reproduce: `{each.command}`."
+        texts.append(f"{each.table(mine, peers)}\n\n{conditions(mine)}")
+    return "\n\n".join(texts) + f" Reproduce: `gpu-replay bench {each.command}`."
 
 
 def measured(records: Records, peers: Records) -> list[str]:
@@ -169,13 +233,13 @@ def measured(records: Records, peers: Records) -> list[str]:
 def updated(document: str, records: Records) -> str:
     """The document with the text between all its markers made anew.
 
-    Raises ValueError for a marker that is not closed and KeyError for one that names no table.
+    Raises UserError for a marker that is not closed, and for one that names no table.
     """
     for name in re.findall(r"<!-- bench:([\w-]+) -->", document):
         mark, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
         before, _, rest = document.partition(mark)
         _, closed, after = rest.partition(end)
         if not closed:
-            raise ValueError(f"{mark} is not closed; put {end} where its table ends.")
+            raise UserError(f"{mark} is not closed; put {end} where its table ends.")
         document = f"{before}{mark}\n{section(name, records)}\n{end}{after}"
     return document

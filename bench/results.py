@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from gpu_replay.console.atomic_files import write_text
+from gpu_replay.console.errors import UserError
 from gpu_replay.console.versions import device_name
 
 from .environment import checkout
@@ -40,13 +41,13 @@ def device_slug(device: torch.device) -> str:
 def recorded_files() -> list[Path]:
     """The results files that runs have left, those in folders of machines too; trial runs are left out.
 
-    Raises ValueError when there is none.
+    Raises UserError when there is none.
     """
     folder = recorded_folder()
     paths = (folder.rglob(f"{name}.jsonl") if folder else Path().glob(default_file(name).name) for name in NAMES)
     found = sorted({path for some in paths for path in some if not path.stem.endswith(QUICK)})
     if not found:
-        raise ValueError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
+        raise UserError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
     return found
 
 
@@ -54,19 +55,19 @@ Line = TypeVar("Line")
 
 
 def read_lines(path: Path, parse: Callable[[str], Line]) -> list[Line]:
-    """All lines of a file; ValueError names the one that `parse` refuses with a ValueError."""
+    """All lines of a file; UserError names the one that `parse` refuses with a ValueError."""
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
                 found.append(parse(line))
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise UserError(f"{path}, line {number}: {error}") from error
     return found
 
 
 def read(path: Path) -> list[Record]:
-    """All records of a file, oldest first; ValueError names the line that is none."""
+    """All records of a file, oldest first; UserError names the line that is none."""
     return read_lines(path, Record.parse)
 
 

@@ -17,7 +17,10 @@ from gpu_replay import Field
 
 Rows = dict[str, np.ndarray]
 
-DTYPES: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+# name of a field to its shape and type
+Dtypes = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
+
+DTYPES: Dtypes = {
     "obs": ((4,), np.float32),
     "action": ((), np.int64),
     "reward": ((), np.float32),
@@ -32,9 +35,9 @@ def described() -> dict[str, list[Any]]:
     return {name: [np.dtype(dtype).name, list(shape)] for name, (shape, dtype) in DTYPES.items()}
 
 
-def buffer_fields() -> dict[str, Field]:
+def buffer_fields(dtypes: Dtypes = DTYPES) -> dict[str, Field]:
     """The fields as a ReplayBuffer takes them."""
-    return {name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in DTYPES.items()}
+    return {name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in dtypes.items()}
 
 
 def make_rows(count: int, random: np.random.Generator) -> Rows:

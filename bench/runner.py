@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -17,16 +18,13 @@ import torch
 from gpu_replay.console.progress import Progress
 
 from .cases import Bound, Case, bind
+from .environment import CannotMeasure
 from .record import Environment, Record
 from .rows import make_priorities
-from .subjects import MissingPeer, Subject
+from .subjects import Subject
 from .timing import CALLS_PER_GRAPH, Call, How, NotCaptured, Plan, Timing, captured, measure, queue_ahead
 
 Maker = Callable[[int], Subject]
-
-
-class Refused(Exception):
-    """A subject that gives wrong answers is not measured; the message says what was wrong."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class Run:
         """Measure the cases on all implementations; yields each record as soon as it is known.
 
         makers: name of an implementation to what makes an empty subject of a capacity, or gives one that is filled.
-                Those that raise MissingPeer or fail their check are reported and left out; it is an error when they are
-                the only ones.
+                Those that raise CannotMeasure or fail their check are reported and left out; it is an error when they
+                are the only ones.
         """
         for capacity, group in groupby(cases, lambda case: case.capacity):
             subjects = self._subjects(capacity, makers, progress)
@@ -76,7 +74,7 @@ class Run:
                     fill(subject, capacity, self.device, rounds=4 if self.quick else 256)
                     check(subject, name)
                     subject.filled = True
-            except (MissingPeer, Refused) as reason:
+            except CannotMeasure as reason:
                 if len(makers) == 1:
                     raise
                 progress.say(str(reason))
@@ -146,6 +144,19 @@ class Run:
         return replace(record, **more)
 
 
+# cases, and what measures them
+Part = tuple[Sequence[Case], Callable[[Run, Sequence[Case], Progress], Iterator[Record]]]
+
+
+def compared(makers: Mapping[str, Maker]) -> Callable[[Run, Sequence[Case], Progress], Iterator[Record]]:
+    """The part of a suite that measures these implementations, as `Run.records` does."""
+    return partial(_records, makers)
+
+
+def _records(makers: Mapping[str, Maker], run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
+    return run.records(cases, makers, progress)
+
+
 def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
     """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
     size = subject.add_size or min(subject.chunk, capacity)
@@ -157,7 +168,7 @@ def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) 
 
 
 def check(subject: Subject, implementation: str) -> None:
-    """Check that sampled rows belong together and weights are positive; raises Refused, naming what is wrong."""
+    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
     wrong = subject.wrong()
     if wrong:
-        raise Refused(f"{implementation} is not measured: {'; '.join(wrong)}.")
+        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")

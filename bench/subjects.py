@@ -1,4 +1,4 @@
-"""What is measured, behind one interface: this package's buffer, indexes alone, and the buffers of other libraries.
+"""What is measured, behind one interface: this package's buffer, and the buffers of other libraries.
 
 A subject adapts one implementation with as little code as possible around the timed calls. `sample` returns torch
 tensors of all fields and of the weights, whatever the implementation itself returns, because that is what a learner
@@ -8,30 +8,29 @@ needs.
 from __future__ import annotations
 
 import importlib
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle, repeat
+from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Proportional, RankBased, ReplayBuffer, Uniform
-from gpu_replay.ops.counters import HostWords, new_counters
-from gpu_replay.ops.mass import MassRule
-from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import draw_slots
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, Uniform
 
-from .environment import installed_version
-from .rows import DTYPES, Rows, buffer_fields, make_rows, mismatches
+from .environment import CannotMeasure, installed_version
+from .rows import DTYPES, Dtypes, Rows, as_stepped, buffer_fields, make_rows, mismatches
 from .stacks import FRAME_DTYPES, SEAM, StackStream, faults
 
 ALPHA = 0.6
 BETA = 0.4
 EPS = 1e-6
 CPU = torch.device("cpu")
+HERE = Path(__file__).parent
 # different inputs, made before anything is timed
 POOL = 64
 
@@ -90,25 +89,21 @@ class Subject(ABC):
         return wrong
 
 
-class FullSubject(Subject):
-    """A subject without stored fields that is full from the start: an index alone."""
-
-    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
-        """Nothing is added."""
-        return repeat(None)
-
-    def add(self, rows: Any) -> object:
-        """Nothing is added."""
-        return None
-
-
 class ReplaySubject(Subject):
-    """This package's ReplayBuffer."""
+    """This package's ReplayBuffer.
+
+    stepped: single rows come as a loop over one environment has them.
+    """
 
     def __init__(
-        self, capacity: int, device: torch.device, sampler: Proportional | RankBased | Uniform | None = None
+        self,
+        capacity: int,
+        device: torch.device,
+        sampler: Proportional | RankBased | Uniform | None = None,
+        stepped: bool = False,
     ) -> None:
         self._device = device
+        self._stepped = stepped
         sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
         self._buffer: Any = ReplayBuffer(capacity, buffer_fields(), sampler=sampler, device=device, seed=0)
 
@@ -120,7 +115,7 @@ class ReplaySubject(Subject):
     def inputs(self, rows: Rows) -> Any:
         """NumPy arrays as they are for a CPU; tensors of the device for a GPU."""
         if self._device.type == "cpu":
-            return rows
+            return as_stepped(rows) if self._stepped and len(rows["reward"]) == 1 else rows
         return {name: torch.from_numpy(values).to(self._device) for name, values in rows.items()}
 
     def add(self, rows: Any) -> object:
@@ -140,130 +135,133 @@ class ReplaySubject(Subject):
         return {name: sampled[name] for name in (*DTYPES, "weight")}
 
 
-class IndexSubject(FullSubject):
-    """The host's mass tree as the buffer uses it: draws slots by mass and changes masses."""
-
-    def __init__(self, capacity: int) -> None:
-        self._rule = MassRule.for_slots(capacity, ALPHA, EPS, None)
-        self.tree = MassTree(capacity, CPU, "host")
-        self.tree.set_masses(0, capacity, self._rule.mass(1.0))
-        self._words = HostWords(seed=0)
-        self._counters = new_counters(torch.device("cpu"), 0).numpy()
-        self._block = 0
-
-    def sample(self, batch: int) -> Any:
-        """(batch,) int64 slots, drawn by mass, and their masses."""
-        doubles = self._words.doubles(self._block, batch)
-        self._block += -(-batch // 4)
-        slots, masses, _ = draw_slots(self.tree, doubles, stratified=True)
-        return slots, masses
-
-    def update(self, sampled: Any, priorities: Tensor) -> None:
-        """Masses of these priorities at the sampled slots, a repeated slot once."""
-        slots, _ = sampled
-        numbers = priorities.numpy().astype(np.float64)
-        # slots are the keys of a ring in its first lap
-        self.tree.update(slots, numbers, self._rule, 0, self.tree.slots, self._counters)
-
-    def wrong(self) -> list[str]:
-        """What is wrong with the index: a total that is not the sum of its leaves."""
-        total, leaves = self.tree.total(), int(self.tree.masses.sum())
-        return [] if total == leaves else [f"the total mass is {total}, its leaves sum to {leaves}"]
+def byte_buffer(capacity: int, device: torch.device, sampler: Proportional | RankBased) -> ReplayBuffer:
+    """An empty buffer whose rows are one byte: all else is drawing and priorities."""
+    return ReplayBuffer(capacity, {"row": Field((), torch.uint8)}, sampler=sampler, device=device, seed=0)
 
 
 @dataclass(frozen=True)
 class Task:
     """What a peer's buffer is to hold.
 
-    added:  rows of every `add`.
-    stacks: whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
-    device: where it is stored.
+    added:   rows of every `add`.
+    stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
+    device:  where it is stored.
+    stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
     """
 
     capacity: int
     added: int
     stacks: bool = False
     device: torch.device = CPU
+    stepped: bool = False
     alpha: float = ALPHA
     beta: float = BETA
 
     @property
-    def dtypes(self) -> Mapping[str, tuple[tuple[int, ...], type[np.generic]]]:
+    def dtypes(self) -> Dtypes:
         """Shape and type of each field of a row."""
         return FRAME_DTYPES if self.stacks else DTYPES
 
 
-class PeerSubject(Subject):
-    """Another library's buffer; a task of stacks gets the steps of environments and is checked by them.
+# what `update` needs of a batch, and its fields and weights
+Sampled = tuple[Any, Mapping[str, Tensor]]
 
-    consecutive: it holds the steps of one environment, so rows added together are steps of that one.
+
+@dataclass(frozen=True)
+class Adapter:
+    """Another library's buffer.
+
+    add:          stores rows in the form that `inputs` makes of NumPy arrays.
+    sample:       draws so many transitions.
+    update:       gives what was sampled (B,) new priorities.
+    has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
+    consecutive:  it holds the steps of one environment, so rows added together are steps of that one.
+    fixed_add:    every `add` must bring as many rows as the task says.
     """
 
-    consecutive = False
+    add: Callable[[Any], object]
+    sample: Callable[[int], Sampled]
+    update: Callable[[Any, Tensor], object]
+    inputs: Callable[[Rows], Any] = lambda rows: rows
+    has_next_obs: bool = True
+    consecutive: bool = False
+    fixed_add: bool = False
 
-    def __init__(self, task: Task, *, fixed_add: bool = False) -> None:
-        self.task = task
-        if fixed_add or task.stacks:
+
+class PeerSubject(Subject):
+    """Another library's buffer; a task of stacks gets the steps of environments and is checked by them."""
+
+    def __init__(self, task: Task, adapter: Adapter) -> None:
+        self._task, self._adapter = task, adapter
+        self.has_next_obs = adapter.has_next_obs
+        if adapter.fixed_add or task.stacks:
             self.add_size = task.added
         if task.stacks:
             self.chunk = 256
-            self._steps = StackStream(1 if self.consecutive else task.added)
+            self._steps = StackStream(1 if adapter.consecutive else task.added)
+
+    def inputs(self, rows: Rows) -> Any:
+        """See Subject."""
+        if self._task.stepped:
+            rows = {**rows, "reward": rows["reward"].astype(np.float64)}
+        return self._adapter.inputs(rows)
+
+    def add(self, rows: Any) -> object:
+        """See Subject."""
+        return self._adapter.add(rows)
+
+    def sample(self, batch: int) -> Any:
+        """See Subject."""
+        return self._adapter.sample(batch)
+
+    def update(self, sampled: Any, priorities: Tensor) -> object:
+        """See Subject."""
+        return self._adapter.update(sampled[0], priorities)
 
     def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
         """See Subject; a stream of steps goes on where the one before it ended."""
-        return self._stacks(count if self.consecutive else 1) if self.task.stacks else super().stream(count, pool)
-
-    def _stacks(self, steps: int) -> Iterator[Any]:
+        if not self._task.stacks:
+            yield from super().stream(count, pool)
         while True:
-            found = [self._steps.step() for _ in range(steps)]
+            found = [self._steps.step() for _ in range(count if self._adapter.consecutive else 1)]
             yield self.inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
 
     def wrong(self) -> list[str]:
         """See Subject."""
-        return faults(self.fields(self.sample(256)), seam=SEAM) if self.task.stacks else super().wrong()
+        return faults(self.fields(self.sample(256)), seam=SEAM) if self._task.stacks else super().wrong()
 
 
 @dataclass(frozen=True)
 class Peer:
     """Another library.
 
-    module:       in `peers/`, which adapts it.
     distribution: what has to be installed, if anything.
     install:      how, where `pip install DISTRIBUTION` is not enough.
     uniform:      it has no priorities and so does less.
-    index:        its tree can be used without its buffer.
     most:         rows of vectors that it can be filled with in a reasonable time.
     devices:      types of the devices on which it can store.
+
+    The module of its name in `peers/` adapts it: `make(task)` gives an Adapter.
     """
 
-    module: str
     distribution: str | None
     install: str | None = None
     uniform: bool = False
-    index: bool = False
     most: int | None = None
     devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
 
 
+_DOPAMINE = "pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl"
 PEERS = {
-    "cpprb": Peer("cpprb_buffer", "cpprb"),
-    "tianshou": Peer("tianshou_buffer", "tianshou", index=True),
-    "flashbax": Peer("flashbax_buffer", "flashbax"),
-    "torchrl": Peer("torchrl_buffer", "torchrl", index=True, devices=("cpu", "cuda")),
-    "dopamine": Peer(
-        "dopamine_buffer",
-        "dopamine-rl",
-        install="pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl",
-        index=True,
-        most=10_000,
-    ),
-    "python_sum_tree": Peer("python_sum_tree", None),
-    "stable_baselines3": Peer("stable_baselines3_buffer", "stable-baselines3", uniform=True),
+    "cpprb": Peer("cpprb"),
+    "tianshou": Peer("tianshou"),
+    "flashbax": Peer("flashbax"),
+    "torchrl": Peer("torchrl", devices=("cpu", "cuda")),
+    "dopamine": Peer("dopamine-rl", install=_DOPAMINE, most=10_000),
+    "python_sum_tree": Peer(None),
+    "stable_baselines3": Peer("stable-baselines3", uniform=True),
 }
-
-
-class MissingPeer(Exception):
-    """A peer that cannot be measured here; the message says why."""
 
 
 def peer_version(name: str) -> str | None:
@@ -272,26 +270,35 @@ def peer_version(name: str) -> str | None:
     return installed_version(distribution) if distribution else None
 
 
-def make_peer(name: str, task: Task, *, index: bool = False) -> Subject:
-    """An empty buffer of another library, or its index alone, which is full.
+def make_peer(name: str, task: Task) -> Subject:
+    """An empty buffer of another library.
 
-    Raises MissingPeer when the library is not installed or does not work with what is.
+    Raises CannotMeasure when the library is not installed, does not work with what is, or would take too long to fill;
+    what goes wrong in the adapter itself is raised as it is.
     """
     peer = PEERS[name]
     if task.device.type not in peer.devices:
-        raise MissingPeer(f"{name} skipped: it stores nothing on a device of type {task.device.type!r}.")
+        raise CannotMeasure(f"{name} skipped: it stores nothing on a device of type {task.device.type!r}.")
+    if peer.most is not None and not task.stacks and task.capacity > peer.most:
+        raise CannotMeasure(f"{name} skipped: filling it with more than {peer.most:,} rows takes too long.")
     try:
-        module = importlib.import_module(f".peers.{peer.module}", __package__)
-        subject: Subject = module.make_index(task) if index else module.make(task)
-    except MissingPeer as reason:
-        raise MissingPeer(f"{name} skipped: {reason}") from reason
+        module = importlib.import_module(f".peers.{name}_peer", __package__)
+        return PeerSubject(task, module.make(task))
+    except CannotMeasure as reason:
+        raise CannotMeasure(f"{name} skipped: {reason}") from reason
     except ImportError as error:
         install = peer.install or f"pip install {peer.distribution}"
-        raise MissingPeer(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
+        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
     except Exception as error:
-        # an installed library can fail in any way against a newer torch: that is a result, not a crash
-        raise MissingPeer(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
-    return subject
+        # an installed library can fail in any way against a newer torch: that is a result, unlike a mistake of ours
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent in (HERE, HERE / "peers"):
+            raise
+        raise CannotMeasure(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
+
+
+def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """The arrays as tensors that share their memory."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _line(error: Exception) -> str:

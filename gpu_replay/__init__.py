@@ -1,6 +1,8 @@
 """A tensor replay buffer for PyTorch that lives on the GPU: exact prioritized sampling with no host in the loop."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # In a checkout the device code and the benchmarks stand beside the package; installed, they are inside it. The real
 # folder comes first: an editable install reaches this file through a folder of links, which new modules are not in.
@@ -8,16 +10,16 @@ _folder = Path(__file__).resolve().parent
 if (_folder.parent / "pyproject.toml").is_file():
     __path__[:] = [str(_folder), str(_folder.parent)]
 
-from gpu_replay.batch import Batch
-from gpu_replay.buffer import ReplayBuffer
-from gpu_replay.errors import CheckpointError
-from gpu_replay.fields import Field
-from gpu_replay.hindsight import Hindsight
-from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
-from gpu_replay.schedule import LinearSchedule
-from gpu_replay.sharded.buffer import ShardedReplayBuffer
-from gpu_replay.stats import Stats
-from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
+if TYPE_CHECKING:
+    from gpu_replay.batch import Batch
+    from gpu_replay.buffer import ReplayBuffer
+    from gpu_replay.errors import CheckpointError
+    from gpu_replay.fields import Field
+    from gpu_replay.hindsight import Hindsight
+    from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
+    from gpu_replay.sharded.buffer import ShardedReplayBuffer
+    from gpu_replay.stats import Stats
+    from gpu_replay.trajectory_buffer import TrajectoryReplayBuffer
 
 __version__ = "0.1.0"
 
@@ -38,3 +40,22 @@ __all__ = [
     "CheckpointError",
     "__version__",
 ]
+
+# modules whose names are not those of what they hold
+_MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer"}
+_MODULES |= dict.fromkeys(("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule"), "samplers")
+_MODULES |= {"Field": "fields", "CheckpointError": "errors"}
+_MODULES["ShardedReplayBuffer"] = "sharded.buffer"
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes two seconds to load: the command is there before, so that Ctrl-C ends it without a traceback
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

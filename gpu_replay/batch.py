@@ -60,13 +60,20 @@ class Batch:
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
 
+    def __dir__(self) -> list[str]:
+        """Attributes, and the names that are reached as attributes: of fields, or of their groups."""
+        return [*super().__dir__(), *dict.fromkeys(name.split(".")[0] for name in self._tensors)]
+
     def __iter__(self) -> Iterator[str]:
+        """Over the names."""
         return iter(self._tensors)
 
     def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of this name; groups of names do not count."""
         return name in self._tensors
 
     def __len__(self) -> int:
+        """Rows, `B`."""
         return next(iter(self._tensors.values())).shape[0]
 
     def keys(self) -> KeysView[str]:
@@ -83,7 +90,7 @@ class Batch:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """The same batch on another device. TypeError for a dtype: single tensors are cast, `batch.obs.float()`."""
-        if not isinstance(device, (torch.device, str, int)):
+        if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
             raise TypeError(
                 f"Batch.to moves a batch to a device such as 'cpu' or 'cuda'; found {device!r}. Cast single tensors."
             )

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base_buffer import Buffer, refuse_names
+from gpu_replay.base.buffer import Buffer
+from gpu_replay.base.refusals import names_from_spaces
 from gpu_replay.batch import Batch
 from gpu_replay.engines.draw_plan import plan_of
-from gpu_replay.engines.host import HostEngine, nothing_stored
+from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
-from gpu_replay.fields import Field, check_fields, flattened
+from gpu_replay.fields import Field, check_fields, classic_fields, flattened, refuse_names
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.samplers import Sampler
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gymnasium import Space
 
     from gpu_replay.engines.device import DeviceEngine
+
+Own = TypeVar("Own", bound="ReplayBuffer")
 
 
 class ReplayBuffer(Buffer):
@@ -54,8 +56,9 @@ class ReplayBuffer(Buffer):
 
     _engine: HostEngine | DeviceEngine
     _units = "transitions"
-    _sparse = False
+    _tracks_eligibility = False
 
+    @names_from_spaces("capacity, fields")
     def __init__(
         self,
         capacity: int,
@@ -71,7 +74,6 @@ class ReplayBuffer(Buffer):
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
         # what every value of an add is compared with
         self._checks = [(name, field, self._plain_dtypes[name], field.shape) for name, field in self._fields.items()]
-        self._append_given = getattr(self._engine, "append_given", nothing_stored)
         self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
@@ -92,39 +94,27 @@ class ReplayBuffer(Buffer):
 
     @classmethod
     def from_spaces(
-        cls,
+        cls: type[Own],
         capacity: int,
         observation_space: Space[Any],
         action_space: Space[Any],
         *,
         dtypes: Mapping[str, Any] | None = None,
-        sampler: Sampler = UNIFORM,
-        device: torch.device | str | None = None,
-        seed: int = 0,
-        storage_device: torch.device | str | None = None,
-        storage_path: StoragePath | None = None,
-    ) -> ReplayBuffer:
+        extra: Mapping[str, Field] | None = None,
+        **settings: Any,
+    ) -> Own:
         """A buffer of the five classic fields obs, action, reward, next_obs, terminated for two Gymnasium spaces.
 
-        dtypes: of fields by name, such as `{"obs": torch.float64}`, which counts for `next_obs` too, and with a Dict
-                space for all `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        dtypes:   of fields by name, such as `{"obs": torch.float64}`, which counts for `next_obs` too, and with a Dict
+                  space for all `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        extra:    further fields, such as `{"hidden": Field((256,), torch.float32)}`.
+        settings: sampler, device and all else that the class itself takes.
 
         A Dict (or Tuple) observation space gives fields named `obs.NAME` and `next_obs.NAME`; so does a Dict action
         space. Raises TypeError for spaces without a fixed shape, such as Text, Sequence and Graph; KeyError for a
-        name in `dtypes` that is no field.
+        name in `dtypes` that is no field, or in `extra` that is one already.
         """
-        from gpu_replay.spaces import classic_fields
-
-        fields = classic_fields(observation_space, action_space, dtypes)
-        return cls(
-            capacity,
-            fields,
-            sampler=sampler,
-            device=device,
-            seed=seed,
-            storage_device=storage_device,
-            storage_path=storage_path,
-        )
+        return cls(capacity, classic_fields(observation_space, action_space, dtypes, extra), **settings)
 
     def add(self, *, priority: Any = None, **fields: Any) -> Tensor:
         """Store `m` transitions and return their keys, (m,) int64 on the buffer's device.
@@ -136,16 +126,11 @@ class ReplayBuffer(Buffer):
                   transitions enter with the priority that the sampler's `initial` says.
 
         Raises KeyError for a missing or unknown field, ValueError for a wrong shape, device or a value out of range,
-        TypeError for a dtype that would lose values. Nothing is stored by a call that raises;
-        on CUDA an interrupt (KeyboardInterrupt) between its launches takes effect after the call.
+        TypeError for a dtype that would lose values. Nothing is stored by a call that raises; on CUDA, after an
+        interrupt (KeyboardInterrupt) between its launches, calls raise RuntimeError until `clear` or `load_state_dict`.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
-        if self._on_host and priority is None:
-            return (self._append_given(self._lock, fields) or (self._append(fields, None),))[0]
-        return self._append(fields, priority)
-
-    def _append(self, fields: dict[str, Any], priority: Any) -> Tensor:
         values, rows = self._checked(fields)
         if priority is not None:
             priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)
@@ -163,16 +148,17 @@ class ReplayBuffer(Buffer):
         on_host, device, stream = self._on_host, self._device, self._stream_order.current()
         for name, field, dtype, wanted in self._checks:
             value: Any = given[name]
-            # fast path: what can be copied as it is
+            # fast path: what can be copied as it is, and arrays of the right shape
             if on_host:
-                shape = value.shape if type(value) is np.ndarray and value.dtype == dtype else ()
+                array = validation.plain_array(value)
+                shape = () if array is None else array.shape
             else:
                 shape = value.shape if validation.is_plain(value, field.dtype, device) else ()
             if not shape or shape[1:] != wanted or (rows is not None and shape[0] != rows):
-                value = validation.as_field(name, value, field, rows, device)
-                if on_host:
-                    value = validation.numpy_view(name, value)
+                value = validation.as_field(name, value, field, rows, device, on_host=on_host)
                 shape = value.shape
+            elif on_host:
+                value = array if array.dtype == dtype else validation.as_stored(name, array, field.dtype)
             elif stream is not None:
                 value.record_stream(stream)
             values[name] = value
@@ -196,6 +182,11 @@ class ReplayBuffer(Buffer):
             return self._operators.sample(self._batch_kind, batch_size, beta)
         batch = validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)
+        if self._on_host:
+            # what the sample changes it changes last
+            with self._lock:
+                self._check_enough(batch)
+                return Batch(self._engine.sample(batch, exponent))
         mark = None
         try:
             with self._lock:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu_replay import validation
 from gpu_replay.fields import Field
-from gpu_replay.ops.hindsight import Shown, Strategy, masked_put
+from gpu_replay.ops.hindsight import RelabelInput, Strategy, masked_put
 
 _PREFIX = "obs."
 _REWARD = torch.float32
@@ -151,7 +151,7 @@ class Hindsight:
                 f"shape {achieved.shape}. Use random_shift=0, or goals of one dimension."
             )
 
-    def rewrite(self, tensors: dict[str, Tensor], shown: Shown, gamma: float) -> None:
+    def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, gamma: float) -> None:
         """Give rows of a batch that have new goals what follows from them, in place; calls the user's functions.
 
         tensors: of the batch. gamma: the discount of a step.

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_replay.schedule import LinearSchedule
 from gpu_replay.validation import choice, number, whole
 
 
 def _flag(owner: str, name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{owner} {name} must be True or False; found {value!r}.")
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """Goes from `start` to `end` in `steps` equal steps, then stays at `end`.
+
+    steps: number of `sample` calls from `start` to `end`, at least 1.
+
+    The buffer counts the steps (one for each `sample`), so that the count is checkpointed and, on CUDA, lives on
+    the device. Raises TypeError or ValueError for numbers that are not finite or `steps` below 1.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        number("LinearSchedule start", self.start, -math.inf)
+        number("LinearSchedule end", self.end, -math.inf)
+        whole("LinearSchedule steps", self.steps, 1)
+
+    def __call__(self, step: int) -> float:
+        """The value after `step` samples."""
+        return self.start + (self.end - self.start) * min(step, self.steps) / self.steps
 
 
 @dataclass(frozen=True)
@@ -68,11 +92,10 @@ class RankBased:
     beta:         exponent of the importance weights, a number at least 0 or a LinearSchedule.
     initial, normalize: as in Proportional.
     stratified:   one draw from each of `B` parts of equal probability; False draws independently.
-    resort_every: 1 ranks exactly at every `sample`; k sorts again only at every k-th one. In between, transitions keep
-                  their ranks, one that overwrote another takes over its rank, and additional ones are not drawn.
 
-    Outliers among the priorities do not matter here, only their order. Schaul et al. 2016, "Prioritized Experience
-    Replay", section 3.3.
+    Ranks are exact at every `sample`. Outliers among the priorities do not matter here, only their order.
+
+    Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
     """
 
     alpha: float = 0.7
@@ -80,11 +103,9 @@ class RankBased:
     initial: Literal["running", "stored"] | float = "running"
     normalize: Literal["batch", "buffer"] = "batch"
     stratified: bool = True
-    resort_every: int = 1
 
     def __post_init__(self) -> None:
         _check_prioritized(self)
-        whole("RankBased resort_every", self.resort_every, 1)
 
 
 def _check_prioritized(sampler: Proportional | RankBased) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.ops.mass import UNIT, MassRule, Rule
-from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.ranks import cumulative_masses
 
 # masses looked at together, so that a large buffer is not copied to float64 at once
 _CHUNK = 2**22

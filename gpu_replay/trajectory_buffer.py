@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
-from gpu_replay.base_buffer import NO_DTYPE, refuse_names
+from gpu_replay.base import state
+from gpu_replay.base.buffer import NO_DTYPE, Buffer
+from gpu_replay.base.refusals import class_only, names_from_spaces
+from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.engines.host_sampler import HostSampler
-from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
@@ -35,8 +37,15 @@ from gpu_replay.engines.trajectory_storage import (
     stream_shape,
     trajectory_estimate,
 )
-from gpu_replay.extending import Extending
-from gpu_replay.fields import Field, flattened
+from gpu_replay.fields import (
+    Field,
+    autoreset_name,
+    flattened,
+    refuse_names,
+    step_fields,
+    vector_settings,
+    warn_of_stacks,
+)
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.samplers import Sampler
@@ -44,15 +53,16 @@ from gpu_replay.validation import choice, number, whole
 
 if TYPE_CHECKING:
     from gymnasium import Space
-    from gymnasium.vector import VectorEnv
+    from gymnasium.vector import AutoresetMode, VectorEnv
 
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
+    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 
 _FLAG = Field((), torch.bool)
 OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
 
 
-class TrajectoryReplayBuffer(Extending):
+class TrajectoryReplayBuffer(Buffer):
     """A ring of the last `capacity` steps of `num_envs` environments, sampled as n-step transitions with stacks.
 
     capacity:       steps of all environments together; rounded down to a multiple of `num_envs`.
@@ -63,7 +73,7 @@ class TrajectoryReplayBuffer(Extending):
     stack:          frames `S` of an observation, oldest first; no stack axis when it is 1.
     n_step, gamma:  steps `n` until bootstrapping, and the discount of one step.
     autoreset:      what follows an ending: with "next_step" (Gymnasium's default) a step that carries the final
-                    observation, with "same_step" and "disabled" the new episode's first.
+                    observation, with "same_step" and "disabled" the new episode's first; or Gymnasium's AutoresetMode.
     padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
     random_shift:   pictures of `obs` and of `next_obs` are moved by up to so many pixels, edges repeated (DrQ); fields
                     of one or no dimension stay.
@@ -88,8 +98,9 @@ class TrajectoryReplayBuffer(Extending):
 
     _engine: TrajectoryHostEngine | TrajectoryDeviceEngine
     _units = "eligible starts"
-    _sparse = True
+    _tracks_eligibility = True
 
+    @names_from_spaces("capacity, num_envs, fields")
     def __init__(
         self,
         capacity: int,
@@ -99,7 +110,7 @@ class TrajectoryReplayBuffer(Extending):
         stack: int = 1,
         n_step: int = 1,
         gamma: float = 0.99,
-        autoreset: Autoreset = "next_step",
+        autoreset: Autoreset | AutoresetMode = "next_step",
         padding: Padding = "reset",
         random_shift: int = 0,
         sampler: Sampler = UNIFORM,
@@ -112,12 +123,13 @@ class TrajectoryReplayBuffer(Extending):
     ) -> None:
         checked = check_stream_fields(fields)
         self._relabel = relabel
+        autoreset = autoreset_name(autoreset)
         self._shape = stream_shape(
             capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
         )
         self._num_envs = self._shape.num_envs
         self._gamma = number("gamma", gamma, high=1.0)
-        self._autoreset: Autoreset = autoreset
+        self._autoreset: Autoreset = autoreset  # type: ignore[assignment]
         self._padding: Padding = choice("padding", padding, get_args(Padding))
         self._random_shift = whole("random_shift", random_shift, 0)
         if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
@@ -129,6 +141,15 @@ class TrajectoryReplayBuffer(Extending):
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
         flag = np.dtype(bool) if self._on_host else NO_DTYPE
         self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
+        self._input = StepInput(
+            {**self._step_fields, "envs": _FLAG},
+            self._streams.observations,
+            self._shape,
+            self._plain_dtypes,
+            self._device,
+            on_host=self._on_host,
+            reads_all=relabel is not None,
+        )
         self._batch_kind = batch_kind(stream_outputs(self._fields, self._shape.stack))
         self._sequence_kind = batch_kind(stream_outputs(self._fields, self._shape.stack, sequences=True))
 
@@ -149,6 +170,8 @@ class TrajectoryReplayBuffer(Extending):
 
     def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
         if self._on_host:
+            from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
+
             return TrajectoryHostEngine(self._streams, HostSampler(self._state, self._streams, self._seed))
         from gpu_replay.engines.device_sampler import DeviceSampler
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -165,20 +188,20 @@ class TrajectoryReplayBuffer(Extending):
         action_space: Space[Any],
         *,
         dtypes: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Field] | None = None,
         **settings: Any,
     ) -> OwnStream:
         """A buffer of obs and action for the Gymnasium spaces of one environment.
 
         dtypes:   of fields by name, such as `{"obs": torch.float64}`, which with a Dict space counts for every
                   `obs.NAME`. Without it Boxes of float64 are stored as float32, everything else as it is.
+        extra:    further fields, such as `{"hidden": Field((256,), torch.float32)}`.
         settings: stack, n_step, gamma, sampler, device and all else that the class itself takes.
 
         Dict and Tuple spaces give fields named `obs.NAME`. Raises TypeError for spaces without a fixed shape, such as
-        Text, Sequence and Graph; KeyError for a name in `dtypes` that is no field.
+        Text, Sequence and Graph; KeyError for a name in `dtypes` that is no field, or in `extra` that is one already.
         """
-        from gpu_replay.spaces import step_fields
-
-        return cls(capacity, num_envs, step_fields(observation_space, action_space, dtypes), **settings)
+        return cls(capacity, num_envs, step_fields(observation_space, action_space, dtypes, extra), **settings)
 
     @classmethod
     def from_env(
@@ -187,24 +210,41 @@ class TrajectoryReplayBuffer(Extending):
         capacity: int,
         *,
         dtypes: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Field] | None = None,
         **settings: Any,
     ) -> OwnStream:
         """A buffer for a Gymnasium vector environment: its number of environments, spaces and autoreset mode.
 
-        dtypes, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
-        `autoreset_mode`. Raises TypeError for what is no vector environment.
+        dtypes, extra, settings: as in `from_spaces`; `autoreset` is needed where the environment's metadata have no
+        `autoreset_mode`. Raises TypeError for what is no vector environment, and warns where its observations look like
+        stacks of frames, which the buffer would store several times.
         """
-        from gpu_replay.spaces import vector_settings
-
         found = {**vector_settings(env), **settings}
         if "autoreset" not in found:
             raise ValueError(
                 "the environment's metadata do not say its autoreset_mode; give autoreset='next_step', 'same_step' or "
                 "'disabled'."
             )
-        return cls.from_spaces(capacity, dtypes=dtypes, **found)
+        buffer = cls.from_spaces(capacity, dtypes=dtypes, extra=extra, **found)
+        warn_of_stacks(buffer.fields)
+        return buffer
 
     # attributes
+
+    @property
+    def num_envs(self) -> int:
+        """Environments stepped together, `E`."""
+        return self._num_envs
+
+    @property
+    def stack(self) -> int:
+        """Frames of an observation, `S`."""
+        return self._shape.stack
+
+    @property
+    def n_step(self) -> int:
+        """Steps until bootstrapping, `n`."""
+        return self._shape.n_step
 
     @property
     def gamma(self) -> float:
@@ -234,13 +274,13 @@ class TrajectoryReplayBuffer(Extending):
         final_obs: `[E, *shape]` last observations of the episodes that ended with this step; rows of environments that
                    did not end are not read. Of several observation fields a dictionary of them (or `final_obs.NAME`).
                    Also `info.get("final_obs")` as Gymnasium gives it: an object array of observations, None where
-                   nothing ended. Only "same_step" and "disabled" need it, to bootstrap truncated episodes; "next_step"
-                   ignores it. With `relabel` those of terminated episodes are kept as well.
+                   nothing ended. Only "same_step" and "disabled" take it, to bootstrap truncated episodes; ValueError
+                   with "next_step". With `relabel` those of terminated episodes are kept as well.
 
         With `autoreset="next_step"` only the observation of a step after an ending counts. Raises KeyError for a
         missing or unknown field, ValueError for a wrong shape, device or a value out of range, TypeError for a dtype
-        that would lose values. Nothing is stored by a call that raises; on CUDA an interrupt
-        (KeyboardInterrupt) between its launches takes effect after the call.
+        that would lose values. Nothing is stored by a call that raises; on CUDA, after an interrupt (KeyboardInterrupt)
+        between its launches, calls raise RuntimeError until `clear` or `load_state_dict`.
         """
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
@@ -253,15 +293,59 @@ class TrajectoryReplayBuffer(Extending):
         if final_obs is not None:
             finals |= validation.final_columns(final_obs, observations, self._num_envs)
         stream = self._stream_order.current()
-        values = {name: self._checked_step(name, fields[name], field, stream) for name, field in wanted.items()}
+        values = {name: self._input.step(name, fields[name], field, stream) for name, field in wanted.items()}
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
-        kept = self._checked_finals(finals, terminated, truncated)
+        kept = self._input.finals(finals, terminated, truncated)
         if priority is not None:
             priority = validation.as_priorities(
                 "priority", priority, self._num_envs, self._device, as_array=self._on_host
             )
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, kept)
+
+    def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
+        """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
+
+        fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
+                   Arrays may be larger than memory (`numpy.memmap`), and T may exceed what the buffer holds.
+        priority:  (T, E), as in `add`.
+        final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
+                   list of T entries, each None or what `add` takes.
+
+        It leaves behind what T calls of `add` would, bit for bit: the same masses, keys and draws. On a CPU it takes
+        well under a microsecond for each step of an environment, and an interrupt takes effect before or after it; on
+        CUDA it waits for the device, and keeps a copy of what it overwrites until it returns. Raises as `add` does, and
+        nothing is stored by a call that raises.
+        """
+        wanted, observations = self._step_fields, self._streams.observations
+        if fields.keys() != wanted.keys():
+            fields = flattened(fields, wanted)
+            named = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
+            if named:
+                final_obs = {name.removeprefix("obs."): value for name, value in named.items()}
+            if fields.keys() != wanted.keys():
+                refuse_names(fields, wanted)
+        values: dict[str, Any] = {}
+        for name, field in wanted.items():
+            steps = len(next(iter(values.values()))) if values else None
+            values[name] = self._input.steps(name, fields[name], field, steps)
+        terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
+        count = len(terminated)
+        if priority is not None:
+            given = validation.as_tensor("priority", priority, self._device)
+            if tuple(given.shape) != (count, self._num_envs):
+                raise ValueError(f"priority needs shape {[count, self._num_envs]}; found {list(given.shape)}.")
+            flat = given.reshape(-1)
+            priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
+            priority = priority.reshape(count, self._num_envs)
+        finals = None
+        if final_obs is not None:
+            finals = self._input.many_finals(final_obs, self._input.reads_final(terminated, truncated))
+        with self._lock:
+            first = self._draws.span()[1]
+            keys = torch.arange(first, first + count * self._num_envs, device=self._device)
+            keys = keys.view(count, self._num_envs)
+            return self._engine.extend(values, terminated, truncated, priority, finals, keys)
 
     def begin_episodes(self, envs: Any = None) -> None:
         """Mark the next step of all environments, or of those in `envs`, as the first of a new episode.
@@ -274,7 +358,7 @@ class TrajectoryReplayBuffer(Extending):
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
-            chosen = self._checked_step("envs", envs, _FLAG, self._stream_order.current())
+            chosen = self._input.step("envs", envs, _FLAG, self._stream_order.current())
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -312,7 +396,7 @@ class TrajectoryReplayBuffer(Extending):
                 relabel = self._relabel
                 if relabel is None or not (count := relabel.count(batch)):
                     return Batch(self._engine.sample(batch, exponent))
-                tensors, shown = self._engine.sample_shown(batch, exponent, relabel, count)
+                tensors, shown = self._engine.sample_relabeled(batch, exponent, relabel, count)
             # the user's functions run while other threads add
             relabel.rewrite(tensors, shown, self._gamma)
             return Batch(tensors)
@@ -379,7 +463,7 @@ class TrajectoryReplayBuffer(Extending):
                     self._check_enough(batch, (steps - 1) * self._num_envs, call)
                     return Batch(self._engine.sample_sequences(batch, steps, exponent))
                 among, found = self._engine.among(steps, bool(strict), every)
-                self._check_enough(batch, call=f"{call} with strict={bool(strict)}, stride={every}", among=found)
+                self._check_enough(batch, call=f"{call} with strict={bool(strict)}, stride={every}", available=found)
                 return Batch(self._engine.sample_sequences(batch, steps, exponent, among))  # type: ignore[arg-type]
             except BaseException:
                 self._draws.take_back(mark)
@@ -410,28 +494,31 @@ class TrajectoryReplayBuffer(Extending):
             "relabel": None if self._relabel is None else self._relabel.describe(),
         }
 
+    def _described(self) -> str:
+        shape = self._shape
+        return (
+            f"num_envs={self._num_envs}, stack={shape.stack}, n_step={shape.n_step}, gamma={self._gamma}, "
+            f"autoreset={self._autoreset!r}; {self._sampler}"
+        )
+
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "relabel": self._relabel}
 
     _layout = staticmethod(stream_layout)
 
-    @classmethod
+    @class_only
     def load(
         cls: type[OwnStream],
         path: str | PathLike[str],
         device: torch.device | str | None = None,
         relabel: Hindsight | None = None,
         *,
-        sampler: Sampler | None = None,
-        capacity: int | None = None,
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> OwnStream:
         """The buffer that `save` wrote, on any device.
 
         relabel:  given again where the saved buffer had one, since its functions are not saved.
-        sampler, capacity: others, as in `ReplayBuffer.load`. Steps whose stack does not fit the smaller ring any more
-                  cannot be drawn.
         storage_device, storage_path: where the fields of this buffer are to be, wherever those of the saved one were.
 
         Raises CheckpointError that says what is damaged, ValueError for another `relabel` than the saved buffer's.
@@ -441,4 +528,8 @@ class TrajectoryReplayBuffer(Extending):
             described = dict(saved.config.get("relabel") or {}) or None
         check_relabel_again(path, described, relabel)
         places = {"storage_device": storage_device, "storage_path": storage_path}
-        return cls._load(saved, device, sampler, capacity, relabel=relabel, **places)
+        return state.loaded(cls, saved, device, relabel=relabel, **places)
+
+
+def _on_host(flags: Tensor | np.ndarray) -> np.ndarray:
+    return flags if isinstance(flags, np.ndarray) else flags.cpu().numpy()

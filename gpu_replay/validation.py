@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,26 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened, has_items
-from gpu_replay.stream_order import record_stream
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # rows of a batch: no memory holds as many
 _MOST_ROWS = 2**48
+_NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
+_INT64 = np.dtype(np.int64)
+_REAL = (np.dtype(np.float32), np.dtype(np.float64))
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # unsigned numbers of torch that int64 can hold whatever they are
 _UNSIGNED = (torch.uint16, torch.uint32)
+
+
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
+    """Let the memory of a CUDA tensor have no new owner before this stream, or the current one, has read it.
+
+    Nothing changes for a tensor that was made on that stream, or on a CPU. Returns the tensor.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(stream or torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def same_device(found: torch.device, wanted: torch.device) -> bool:
@@ -76,11 +89,20 @@ def is_plain(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
-    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. A lazy tensor is computed."""
-    try:
-        return tensor.view(torch.int16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-    except (RuntimeError, TypeError):
-        return numpy_view(name, computed(as_tensor(name, tensor, tensor.device)))
+    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. A lazy tensor is computed.
+
+    Raises TypeError for a tensor without memory, as there are within torch.func.
+    """
+    for attempt in (lambda: tensor, lambda: computed(as_tensor(name, tensor, tensor.device))):
+        try:
+            found = attempt()
+            return found.view(torch.int16).numpy() if found.dtype is torch.bfloat16 else found.numpy()
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+    raise TypeError(
+        f"{name!r} must be a tensor with its numbers in memory; found one of which NumPy says: {reason} Within "
+        "torch.func.grad or vmap return it, and call the buffer with what they give back."
+    )
 
 
 def computed(tensor: Tensor) -> Tensor:
@@ -115,33 +137,86 @@ def _storable(name: str, array: np.ndarray) -> np.ndarray:
     raise TypeError(f"{name!r} must hold booleans, integers or floating numbers; found NumPy dtype {array.dtype}.")
 
 
-def as_field(name: str, value: Any, field: Field, rows: int | None, device: torch.device) -> Tensor:
-    """The value as `[m, *field.shape]` of the field's dtype, on the CPU or on `device`.
+def plain_array(value: Any) -> Any:
+    """An array of numbers that can be stored, or what a dense tensor on the CPU shows of its memory; None of others."""
+    if type(value) is Tensor:
+        try:
+            value = value.numpy()
+        except (RuntimeError, TypeError):
+            # elsewhere, not dense, with a gradient, or lazy
+            return None
+    return value if type(value) is np.ndarray and value.dtype in TORCH_OF else None
+
+
+def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor:
+    """The value on the CPU as an array of numbers that can be stored; a tensor of other numbers, or of bfloat16, which
+    NumPy lacks, as it is.
+    """
+    if isinstance(value, Tensor):
+        tensor = as_tensor(name, value, device)
+        return numpy_view(name, tensor) if tensor.dtype in _NUMPY_OF else tensor
+    if type(value) is np.ndarray and value.dtype in TORCH_OF:
+        return value
+    if _masked(value):
+        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
+    array = np.asarray(value) if isinstance(value, np.ndarray) else _array_from(name, value)
+    return array if array.dtype in TORCH_OF else _storable(name, array)
+
+
+def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.ndarray:
+    """What `as_array` gave in the dtype of a field, as `numpy_view` shows it; refuses what `cast` does."""
+    if isinstance(value, Tensor) or dtype is torch.bfloat16:
+        tensor = value if isinstance(value, Tensor) else as_tensor(name, value, torch.device("cpu"))
+        return numpy_view(name, tensor if tensor.dtype is dtype else cast(name, tensor, dtype))
+    target = _NUMPY_OF[dtype]
+    if value.dtype == target:
+        return value
+    rule = _cast_rule(TORCH_OF[value.dtype], dtype)
+    # the square of the largest float32 is no larger; a sum that is not a number is looked at again
+    if rule == "lossless" or (rule == "same kind" and target == np.float32 and np.vdot(value, value) < 1e76):
+        return value.astype(target)
+    return cast(name, torch.from_numpy(np.require(value, requirements="W")), dtype).numpy()
+
+
+def as_field(name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool) -> Any:
+    """The value as `[m, *field.shape]` of the field's dtype: a tensor on the CPU or on `device`, or, for the host's
+    engine, an array as `numpy_view` shows it.
 
     rows: the `m` that the other fields of this call have, or None.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
-    tensor = as_tensor(name, value, device)
-    wanted, shape = field.shape, tensor.shape
+    found: Any = as_array(name, value, device) if on_host else as_tensor(name, value, device)
+    wanted, shape = field.shape, tuple(found.shape)
     if not shape or shape[1:] != wanted:
         expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
-        hint = " Add the leading batch dimension: value[None]." if tuple(shape) == wanted else ""
+        hint = " Add the leading batch dimension: value[None]." if shape == wanted else ""
         raise ValueError(f"field {name!r} needs shape {expected}; found {list(shape)}.{hint}")
     if rows is not None and shape[0] != rows:
         raise ValueError(f"field {name!r} has {shape[0]} rows where the others of this add have {rows}.")
-    return tensor if tensor.dtype == field.dtype else cast(name, tensor, field.dtype)
+    if on_host:
+        return as_stored(name, found, field.dtype)
+    return found if found.dtype == field.dtype else cast(name, found, field.dtype)
+
+
+@cache
+def _cast_rule(source: torch.dtype, dtype: torch.dtype) -> str:
+    """Whether numbers of one dtype can become those of another: "never", "lossless", or, looked at, "same kind"."""
+    if source not in STORABLE or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
+        return "never"
+    # integers up to 2**63 fit every floating dtype but the half floats
+    roomy = source == torch.bool or dtype != torch.float16
+    return "lossless" if roomy and torch.promote_types(source, dtype) == dtype else "same kind"
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in another dtype, refusing what would lose a value by kind or by range."""
     source = tensor.dtype
-    refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
-    if source not in STORABLE or (source.is_floating_point and not dtype.is_floating_point) or dtype == torch.bool:
-        raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
-    # integers up to 2**63 fit every floating dtype but the half floats
-    roomy = source == torch.bool or dtype != torch.float16
-    if roomy and torch.promote_types(source, dtype) == dtype:
+    rule = _cast_rule(source, dtype)
+    if rule == "lossless":
         return tensor.to(dtype)
+    refusal = f"field {name!r} is stored as {dtype}; found {source}, which cannot be cast without loss."
+    if rule == "never":
+        raise TypeError(f"{refusal} Convert it yourself first, if that is what you mean.")
     if tensor.device.type != "cpu":
         if source.is_floating_point or dtype.is_floating_point:
             return tensor.to(dtype)
@@ -214,7 +289,8 @@ def _from_objects(name: str, value: Any, field: Field, rows: int, ended: Tensor 
     result = torch.zeros((rows, *field.shape), dtype=field.dtype, device="cpu")
     for row, each in enumerate(value):
         if each is not None:
-            result[row] = as_field(name, as_tensor(name, each, device)[None], field, None, device)[0]
+            one = as_tensor(name, each, device)[None]
+            result[row] = as_field(name, one, field, None, device, on_host=False)[0]
         elif ended is not None and bool(ended[row]):
             raise ValueError(f"{name!r} has None for environment {row}, whose episode ended in this step.")
     return result
@@ -251,6 +327,19 @@ def as_keys(value: Any, device: torch.device) -> Tensor:
 
 def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: bool) -> tuple[Any, Any]:
     """The keys as `as_keys` gives them, and the priorities of them as `as_priorities` does; both as arrays if asked."""
+    if as_array:
+        # fast path: what `sample` returned and a learner has computed; a sum that overflows is looked at again
+        plain, numbers = plain_array(keys), plain_array(priorities)
+        if (
+            plain is not None
+            and numbers is not None
+            and plain.dtype == _INT64
+            and plain.ndim == 1
+            and numbers.dtype in _REAL
+            and numbers.shape == plain.shape
+            and np.vdot(numbers, numbers) < math.inf
+        ):
+            return plain, numbers
     found = as_keys(keys, device)
     return numpy_view("keys", found) if as_array else found, as_priorities(
         "priorities", priorities, found.shape[0], device, as_array=as_array
@@ -258,7 +347,7 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
 
 
 def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
-    """Priorities as a (rows,) tensor of real numbers, or `as_array` of float64; those of a CPU buffer are all finite.
+    """Priorities as a (rows,) tensor of real numbers, or `as_array` of float32 or float64; on a CPU all are finite.
 
     Raises TypeError for booleans and non-numbers, ValueError for another shape, a third device or, on the CPU, for
     priorities that are not finite.
@@ -284,10 +373,11 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
             raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
     if device.type != "cpu":
         return tensor
-    wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    numbers = numpy_view(name, wide).astype(np.float64, copy=False)
-    # counting costs a third of a reduction at these sizes
-    if np.count_nonzero(np.isfinite(numbers)) != numbers.size:
+    numbers = numpy_view(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+    if numbers.dtype not in _REAL:
+        numbers = numbers.astype(np.float64)
+    # one operation, which overflows to what is looked at again
+    if not np.vdot(numbers, numbers) < math.inf and not np.isfinite(numbers).all():
         place = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ValueError(
             f"{name}[{place}] is {numbers[place]}; priorities must be finite. Nothing was changed: look for a diverged "

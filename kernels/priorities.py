@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .counters import (
+from .constants import (
     ADDED,
     DIRTY,
     FIRST,
@@ -108,6 +108,7 @@ def insert_kernel(
     segment,
     FANOUT: tl.constexpr,
     SHIFT: tl.constexpr,
+    EDGE: tl.constexpr,
     BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -116,8 +117,8 @@ def insert_kernel(
     """Give the transitions just written their keys and masses, and count them.
 
     The slots form one segment, or two where the ring wraps; each has `segment` programs, a program covers BLOCKS blocks
-    of FANOUT slots. levels, extremes, rule: of the tree and for `mass_of`, empty without priorities. The last program
-    to finish moves the ring on.
+    of FANOUT slots. levels, extremes, rule: of the tree, those of blocks of EDGE leaves, and for `mass_of`; empty
+    without priorities. The last program to finish moves the ring on.
     """
     program = tl.program_id(0).to(tl.int64)
     added = tl.load(counters_ptr + ADDED)
@@ -151,7 +152,8 @@ def insert_kernel(
             tl.store(levels[0] + slot, new, mask=live)
             touched = (block * FANOUT < high) & (block * FANOUT + FANOUT > low)
             for each in tl.static_range(len(extremes)):
-                tl.store(extremes[each] + block, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
+                edge = block * FANOUT // EDGE
+                tl.store(extremes[each] + edge, tl.full([BLOCKS], DIRTY, tl.int64), mask=touched)
             for level in tl.static_range(1, len(levels)):
                 tl.atomic_add(levels[level] + (block >> (SHIFT * (level - 1))), change, mask=touched, sem="relaxed")
     # keys of transitions that did not stay, because more came than fit; their priorities were given all the same
@@ -195,6 +197,7 @@ def update_kernel(
     capacity,
     per_capacity,
     SHIFT: tl.constexpr,
+    EDGE: tl.constexpr,
     SPARSE: tl.constexpr,
     ORDERED: tl.constexpr,
     SETTLES: tl.constexpr,
@@ -241,7 +244,7 @@ def update_kernel(
         tl.atomic_min(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner, sem="relaxed")
         tl.store(levels[0] + slot, new, mask=accepted)
         for each in tl.static_range(len(extremes)):
-            tl.store(extremes[each] + (slot >> SHIFT), tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
+            tl.store(extremes[each] + slot // EDGE, tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
         for level in tl.static_range(1, len(levels)):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
         count_masses(new, saturated, meant, counters_ptr, MAX_MASS, named & (live == 0))

@@ -7,7 +7,7 @@ compile time, so that a field whose rows are multiples of 16 bytes is moved in 1
 import triton
 import triton.language as tl
 
-from .counters import ADDED, HIGHEST
+from .constants import ADDED, HIGHEST
 from .weights import weigh
 
 
@@ -69,8 +69,7 @@ def gather_kernel(
     counters_ptr,
     batch,
     blocks_drawn,
-    beta,
-    beta_rest,
+    beta: tl.float64,
     LAYOUT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
@@ -81,7 +80,7 @@ def gather_kernel(
     batch = batch.to(tl.int64)
     local = tl.program_id(0).to(tl.int64)
     if DRAWS > 0:
-        local = weigh(pending, counters_ptr, local, batch, blocks_drawn, beta, beta_rest, DRAWS)
+        local = weigh(pending, counters_ptr, local, batch, blocks_drawn, beta, DRAWS)
     gather_rows(sources, outputs, slots_ptr, batch, local, 0, LAYOUT)
 
 
@@ -96,13 +95,13 @@ def write_kernel(
     capacity,
     blocks,
     LAYOUT: tl.constexpr,
-    FANOUT: tl.constexpr,
+    EDGE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """stores[f][(added + i) % capacity] = inputs[f][i] for skipped <= i < rows.
 
-    highest: pointers to the largest mass of each block of leaves and to the leaves; if given, further programs find the
-    largest stored mass for the launch that follows.
+    highest: pointers to the largest mass of each block of EDGE leaves and to the leaves; if given, further programs
+    find the largest stored mass for the launch that follows.
     """
     skipped = skipped.to(tl.int64)
     kept = rows - skipped
@@ -129,9 +128,9 @@ def write_kernel(
             # blocks past the end hold no mass
             high = tl.load(high_ptr + block, mask=block < blocks, other=0)
             dirty = high < 0
-            place = block[:, None] * FANOUT + tl.arange(0, FANOUT)[None, :]
+            place = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
             # only blocks that changed are read again
-            masses = tl.load(masses_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, FANOUT]
+            masses = tl.load(masses_ptr + place, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
             high = tl.where(dirty, tl.max(masses, axis=1), high)
             # copies of a thread's block in other threads have been read before it changes
             tl.debug_barrier()

@@ -18,18 +18,23 @@ from sparse_memory import SparseMemory
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.ops import priorities, rank_draw, rank_merge
+from gpu_replay.ops import priorities, rank_draw
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
+from gpu_replay.ops.draw import (
+    PERMUTATION_WORDS,
+    digits_for,
+    independent_ranks,
+    permuted_ranks,
+    plan_draw,
+    stratified_targets,
+)
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.priorities import DeviceMasses, plan_insert, plan_update
-from gpu_replay.ops.rank_draw import RankList, plan_rank_draw
-from gpu_replay.ops.rank_merge import MergedList, plan_merge
+from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import plan_gather, plan_write
-from gpu_replay.ops.stratified_draw import plan_stratified_draw, stratified_targets
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
-from gpu_replay.ops.weights import weighing_of
+from gpu_replay.ops.weights import pending_weights
 
 CPU = torch.device("cpu")
 SLOTS = 2**31 - 1
@@ -144,7 +149,7 @@ def gather_kernel(memory: SparseMemory) -> None:
     masses = torch.zeros(batch, dtype=torch.int64)
     masses[-3:] = torch.tensor([4, 0, 16])
     memory.programs = lambda count: [count - 1]
-    weighing = weighing_of(masses, counters_at(0, LOWEST=4), None, 0.5, batch)
+    weighing = pending_weights(masses, counters_at(0, LOWEST=4), None, 0.5, batch)
     plan_gather({}, {}, batch, CPU, weighed=True)(masses, weighing)
     assert weighing.weight[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
     memory.check("gather_kernel", past=FAR, masses=masses, weights=weighing.weight)
@@ -175,7 +180,7 @@ def insert_kernel(memory: SparseMemory) -> None:
         assert int(counters[Counter.ADDED]) == added + 6
         assert not times_sampled[slots].any()
         expected |= {slot: (row + 1) * 2**20 for row, slot in enumerate(slots)}
-        edges = (getattr(tree, name)[slot // tree.fanout] for name in ("low", "high") for slot in slots)
+        edges = (getattr(tree, name)[slot // tree.edge] for name in ("low", "high") for slot in slots)
         assert all(int(edge) == DIRTY for edge in edges)
     check_tree(tree, expected)
     memory.check("insert_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
@@ -210,7 +215,7 @@ def update_kernel(memory: SparseMemory) -> None:
     _updated(memory, "update_kernel")
 
 
-def stratified_draw_kernel(memory: SparseMemory) -> None:
+def draw_kernel_by_mass(memory: SparseMemory) -> None:
     tree = MassTree(SLOTS, CPU, "triton", low=True)
     masses = {slot: 1000 + 7 * row for row, slot in enumerate(PLACES)}
     put(tree, masses)
@@ -222,7 +227,7 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     counters = counters_at(added)
     # the draws, and the last of the blocks whose smallest mass is looked up
     memory.programs = lambda count: [0, count - 1]
-    found = plan_stratified_draw(tree, counters, times_sampled, 30, 32, stratified=True, lowest_of_all=True)()
+    found = plan_draw("mass", counters, times_sampled, 30, 32, SLOTS, tree=tree, lowest_of_all=True).launch()
     total = sum(masses.values())
     newest = [2**30 - 2, 2**30 - 1]
     expected = [*drawn_slots(masses, stratified_targets(total, HostWords(SEED).doubles(0, 30))), *newest]
@@ -230,44 +235,20 @@ def stratified_draw_kernel(memory: SparseMemory) -> None:
     check_draws(found, expected, added, times_sampled, [*(masses[slot] for slot in expected[:30]), 0, 0])
     assert found[2].tolist() == pytest.approx([*(masses[slot] / total for slot in expected[:30]), 1, 1])
     assert int(tree.low[-1]) == int(counters[Counter.LOWEST]) == masses[SLOTS - 2]
-    memory.check("stratified_draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
+    memory.check("draw_kernel", past=FAR, leaves=tree.levels[0], times_sampled=times_sampled)
 
 
-def uniform_draw_kernel(memory: SparseMemory) -> None:
+def draw_kernel_uniformly(memory: SparseMemory) -> None:
     added = 6 * SLOTS + 2**29
     for replacement in (False, True):
         times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-        found = plan_uniform_draw(counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement)()
+        found = plan_draw("uniform", counters_at(added), times_sampled, 40, 42, SLOTS, replacement=replacement).launch()
         ranks = permuted_ranks(SLOTS, 40, HostWords(SEED).words(0, PERMUTATION_WORDS))
         if replacement:
             ranks = independent_ranks(SLOTS, HostWords(SEED).doubles(0, 40))
         slots = [(added + rank) % SLOTS for rank in [*ranks.tolist(), -2, -1]]
         check_draws(found, slots, added, times_sampled)
-        memory.check("uniform_draw_kernel", past=FAR, times_sampled=times_sampled)
-
-
-def _list_ranks(
-    memory: SparseMemory,
-    arrange: list[int],
-    fill: list[int],
-    found: Any,
-    tree: MassTree,
-    made: RankList,
-    skipped: int = 0,
-) -> Tensor:
-    """List ranks by these programs of both kernels, with `found` in place of what a sort gives; returns its input."""
-    given: list[Tensor] = []
-
-    def sort(codes: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-        given.append(codes)
-        memory.programs = lambda count: fill
-        return found or (codes, codes)
-
-    memory.programs = lambda count: arrange
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_draw.torch, "sort", sort)
-        rank_draw._make_list(tree, counters_at(4 * SLOTS + 2**30), made, skipped=skipped)
-    return given[0]
+        memory.check("draw_kernel", past=FAR, times_sampled=times_sampled)
 
 
 def arrange_kernel(memory: SparseMemory) -> None:
@@ -276,102 +257,43 @@ def arrange_kernel(memory: SparseMemory) -> None:
     tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
     ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
     programs = sorted({age // 2**16 for age in ages})
-    made = RankList(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-    codes = _list_ranks(memory, programs, [], None, tree, made, skipped)
+    counters, sums = counters_at(4 * SLOTS + head), torch.zeros(SLOTS, dtype=torch.int64)
+    given: list[Tensor] = []
+    memory.programs = lambda count: programs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_draw.torch, "sort", lambda codes, **_: given.append(codes))
+        # the last program to come is none of all
+        counters[Counter.TICKET] = -(-SLOTS // 2**16) - len(programs)
+        made = DeviceRanks(SLOTS, 0.7, counters, sums).of(tree, skipped)
+    (codes,) = given
     left_out = {age for age in ages if age >= SLOTS - skipped}
     assert left_out
     assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
+    assert (made.listed.tolist(), int(counters[Counter.TICKET])) == ([len(ages) - len(left_out)], 0)
     memory.check("arrange_kernel", past=FAR, codes=tree.levels[0], arranged=codes)
 
 
-def list_kernel(memory: SparseMemory) -> None:
-    tree = MassTree(SLOTS, CPU, "triton", summed=False)
-    codes, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
-    made = RankList(torch.zeros(SLOTS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-    head, slots = 2**30, [2**29, SLOTS - 1]
-    # everything is ranked; the last program lists the last ranks and says how many there are
-    codes[-(2**16) :] = 3
-    ages[-2:] = torch.tensor([(slot - head) % SLOTS for slot in slots])
-    _list_ranks(memory, [], [(SLOTS - 1) // 2**16], (codes, ages), tree, made)
-    assert made.slots[-3:].tolist() == [head, *slots]
-    assert made.listed.tolist() == [SLOTS]
-    memory.check("list_kernel", past=FAR, codes=codes, ages=ages, list=made.slots)
-
-
-def rank_draw_kernel(memory: SparseMemory) -> None:
+def draw_kernel_by_rank(memory: SparseMemory) -> None:
     """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
-    tree = MassTree(SLOTS, CPU, "triton", summed=False)
     sums = torch.zeros(SLOTS, dtype=torch.int64)
-    ranked = RankList(torch.zeros(SLOTS, dtype=torch.int32), torch.tensor([SLOTS]))
+    ages = torch.zeros(SLOTS, dtype=torch.int64)
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
     targets = stratified_targets(SLOTS, HostWords(SEED).doubles(0, 12)).tolist()
     sums[[SLOTS - 1, SLOTS - 2]] = torch.tensor([SLOTS, SLOTS - 1])
     for target in targets:
-        for digit in range(rank_draw.digits_for(SLOTS)):
+        for digit in range(digits_for(SLOTS)):
             span = 32**digit
             looked_at = target // (32 * span) * 32 * span + np.arange(1, 33) * span - 1
             looked_at = looked_at[looked_at < SLOTS]
             sums[looked_at] = torch.from_numpy(looked_at + 1)
         sums[[target, max(0, target - 1)]] = torch.tensor([target + 1, max(1, target)])
     slots = [PLACES[row % len(PLACES)] for row in range(12)]
-    ranked.slots[targets] = torch.tensor(slots, dtype=torch.int32)
-    # the slot of one draw can no longer be drawn: the next place is taken
-    slots[4] = 2**30 + 77
-    ranked.slots[targets[4] + 1] = slots[4]
-    tree.masses[slots] = 1
-    tree.masses[PLACES[4]] = 0
     added = 8 * SLOTS + 2**29
-    how = {"outdated": True, "stratified": True, "lowest_of_all": True}
-    found = plan_rank_draw(sums, tree, None, counters_at(added), times_sampled, 12, 12, **how)(ranked)
+    ages[targets] = torch.tensor([(slot - added) % SLOTS for slot in slots])
+    planned = plan_draw("rank", counters_at(added), times_sampled, 12, 12, SLOTS, sums=sums, lowest_of_all=True)
+    found = planned.launch((ages, torch.tensor([SLOTS])))
     check_draws(found, slots, added, times_sampled, [1] * 12)
-    far = {"sums": sums, "list": ranked.slots, "codes": tree.levels[0], "times_sampled": times_sampled}
-    memory.check("rank_draw_kernel", past=FAR, **far)
-
-
-def _merged(memory: SparseMemory) -> dict[str, Tensor]:
-    """Bring up to date a list of all slots, of which the last five stand at its end and all others are said to be 0.
-
-    One moves to the end of the list, one is taken out, and one gets a code between those of two others.
-    """
-    tree, merged = MassTree(SLOTS, CPU, "triton", summed=False), MergedList(SLOTS, CPU)
-    ranked = [2**30, 2**29, 2**30 + 1, SLOTS - 2, SLOTS - 1]
-    added = 3 * SLOTS + 5
-    for codes in (tree.masses, merged.known):
-        codes[0] = 9
-        codes[ranked] = torch.arange(8, 3, -1)
-    tree.masses[[2**30, 2**29, SLOTS - 2]] = torch.tensor([1, 0, 2])
-    merged.slots[2 * SLOTS - 5 :] = torch.tensor(ranked, dtype=torch.int32)
-    # it lies in the second half, and is as old as the keys
-    merged.state[:3] = torch.tensor([SLOTS, SLOTS, added])
-    last = (SLOTS - 1) // 2**16
-    programs = sorted({slot // 2**16 for slot in ranked})
-    memory.programs = lambda count: [0, *programs] if count == last + 1 else list(range(8))
-    with pytest.MonkeyPatch.context() as patch:
-        # so that runs must be joined
-        patch.setattr(rank_merge, "_RUN", 1)
-        plan_merge(merged, tree, counters_at(added))()
-    assert merged.state[:3].tolist() == [SLOTS - 1, 0, added]
-    assert merged.slots[SLOTS - 7 : SLOTS - 1].tolist() == [0, 0, 2**30 + 1, SLOTS - 1, SLOTS - 2, 2**30]
-    assert merged.known[ranked].tolist() == tree.masses[ranked].tolist() == [1, 0, 6, 2, 4]
-    return {"codes": tree.levels[0], "known": merged.known, "list": merged.slots}
-
-
-def changes_kernel(memory: SparseMemory) -> None:
-    far = _merged(memory)
-    memory.check("changes_kernel", past=FAR, codes=far["codes"], known=far["known"])
-
-
-def order_kernel(memory: SparseMemory) -> None:
-    memory.check("order_kernel", past=FAR, **_merged(memory))
-
-
-def join_kernel(memory: SparseMemory) -> None:
-    far = _merged(memory)
-    memory.check("join_kernel", past=FAR, codes=far["codes"], known=far["known"])
-
-
-def merge_kernel(memory: SparseMemory) -> None:
-    memory.check("merge_kernel", past=FAR, **_merged(memory))
+    memory.check("draw_kernel", past=FAR, sums=sums, ages=ages, times_sampled=times_sampled)
 
 
 def block_sums_kernel(memory: SparseMemory) -> None:

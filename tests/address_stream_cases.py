@@ -17,16 +17,13 @@ from torch import Tensor
 
 from gpu_replay import Field
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, plan_add_step, plan_keep_finals
-from gpu_replay.ops.eligible_draw import plan_eligible_draw
+from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks, plan_draw, stratified_targets
+from gpu_replay.ops.eligibility import Flag, Streams, StreamShape, plan_add_step, plan_keep_finals, powers_of
 from gpu_replay.ops.frames import plan_gather_windows
 from gpu_replay.ops.hindsight import Strategy, plan_choose_goals
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
-from gpu_replay.ops.stratified_draw import stratified_targets
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
-from gpu_replay.ops.windows import powers_of
 
 ENVS = 2
 # steps before the next one, and from it on, that are filled
@@ -226,31 +223,33 @@ def _eligible() -> tuple[dict[int, int], int, int, list[int]]:
     return masses, 4 * SLOTS + head, skipped, within
 
 
-def draw_by_mass_kernel(memory: SparseMemory) -> None:
+def draw_kernel_of_starts_by_mass(memory: SparseMemory) -> None:
     masses, added, skipped, within = _eligible()
     tree, marks = (MassTree(SLOTS, CPU, "triton") for _ in range(2))
     put(tree, masses)
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-    found = plan_eligible_draw(tree, marks, counters_at(added), times_sampled, 30, 32, skipped=skipped)()
+    how: Any = {"starts": marks, "sparse": True, "skipped": skipped}
+    found = plan_draw("mass", counters_at(added), times_sampled, 30, 32, SLOTS, tree=tree, **how).launch()
     sums = np.cumsum([masses[slot] for slot in within])
     targets = stratified_targets(int(sums[-1]), HostWords(SEED).doubles(0, 30))
     slots = [*(within[rank] for rank in sums.searchsorted(targets, "right")), *within[-2:]]
     assert set(slots) == set(within)
     check_draws(found, slots, added, times_sampled, [*(masses[slot] for slot in slots[:30]), 0, 0])
     far = {"leaves": tree.levels[0], "marks": marks.levels[0], "times_sampled": times_sampled}
-    memory.check("draw_by_mass_kernel", past=FAR, **far)
+    memory.check("draw_kernel", past=FAR, **far)
 
 
-def draw_eligible_kernel(memory: SparseMemory) -> None:
+def draw_kernel_of_starts_uniformly(memory: SparseMemory) -> None:
     masses, added, skipped, within = _eligible()
     marks = MassTree(SLOTS, CPU, "triton")
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
     counters = counters_at(added)
-    found = plan_eligible_draw(None, marks, counters, times_sampled, len(within), len(within) + 2, skipped=skipped)()
+    count, how = len(within), {"starts": marks, "sparse": True, "skipped": skipped}
+    found = plan_draw("uniform", counters, times_sampled, count, count + 2, SLOTS, **how).launch()
     ranks = permuted_ranks(len(within), len(within), HostWords(SEED).words(0, PERMUTATION_WORDS))
     slots = [*(within[rank] for rank in ranks), *within[-2:]]
     check_draws(found, slots, added, times_sampled)
     assert int(counters[Counter.RANDOM]) == blocks_for(PERMUTATION_WORDS)
-    memory.check("draw_eligible_kernel", past=FAR, marks=marks.levels[0], times_sampled=times_sampled)
+    memory.check("draw_kernel", past=FAR, marks=marks.levels[0], times_sampled=times_sampled)

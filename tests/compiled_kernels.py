@@ -13,17 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernel_cases import FRAMES, TRAJECTORIES, WHOLE_WORDS, cases, compiled, compiler, measured, read_table
+from kernel_cases import (
+    FRAMES,
+    MAIN_TARGET,
+    TRAJECTORIES,
+    WHOLE_WORDS,
+    cases,
+    chosen,
+    compiled,
+    compiler,
+    measured,
+    read_table,
+)
 from launches import TARGETS, Launch, compile_for
 
 from gpu_replay.ops.frame_tiles import frame_tile
 
 KERNELS = Path(__file__).parents[1] / "kernels"
-MAIN_TARGET = "sm_90"
-# what the other targets compile, and tests of one target that need no more
-PART = ("classic, 2 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
-# what the main target compiles by default: the same, and the kernels that are not among them
-QUICK = (*PART, "by rank", "goals", "prefix sum", "index")
 # what may change without a look at why
 REGISTERS_MORE = 1.25
 SHARED_MORE = 2048
@@ -37,13 +43,6 @@ SPILLED_ELSEWHERE = 16
 targets = pytest.mark.parametrize(
     "target", [pytest.param(each, marks=[] if each == MAIN_TARGET else pytest.mark.slow) for each in TARGETS]
 )
-
-
-def chosen(target: str, full: bool) -> list[str]:
-    """The cases to compile for a target."""
-    if full and target == MAIN_TARGET:
-        return list(cases(full))
-    return [case for case in cases(full) if case.split(": ")[1] in (QUICK if target == MAIN_TARGET else PART)]
 
 
 def text_of(case: str, target: str) -> str:
@@ -71,7 +70,7 @@ def test_nothing_spills_and_no_kernel_takes_much_more_than_it_did(target: str, f
 
 def test_the_table_has_every_case_and_no_other() -> None:
     found = {target: sorted(entries) for target, entries in read_table()[1].items()}
-    assert found == dict.fromkeys(TARGETS, sorted(cases(True)))
+    assert found == {target: sorted(chosen(target, True)) for target in TARGETS}
 
 
 # a count of samples and a position in a batch have 32 bits; a sum or an extreme of masses must have 64
@@ -87,14 +86,15 @@ def atomics_of(ptx: str) -> list[tuple[str, str, str]]:
     return [(each[1], each[2], each[3]) for each in parts if each]
 
 
-# kernels whose last program changes the counters; a gather does where it makes weights
-TICKETED = ("insert_kernel", "add_step_kernel", "uniform_draw_kernel", "draw_eligible_kernel", "choose_goals_kernel")
+# kernels whose last program changes the counters; a gather does where it makes weights, a draw where it is uniform
+TICKETED = ("insert_kernel", "add_step_kernel", "arrange_kernel", "choose_goals_kernel")
 
 
 def takes_tickets(launch: Launch) -> bool:
     """Whether the programs of a launch count themselves."""
-    weighs = {"gather_kernel": "DRAWS", "gather_windows_kernel": "DRAWS", "stratified_draw_kernel": "WEIGHED"}
-    return launch.name in TICKETED or (launch.name in weighs and launch.constants[weighs[launch.name]] > 0)
+    if launch.name in ("gather_kernel", "gather_windows_kernel"):
+        return bool(launch.constants["DRAWS"] > 0)
+    return launch.name in TICKETED or launch.constants.get("BY") == "uniform"
 
 
 def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) -> None:
@@ -139,14 +139,14 @@ def test_sums_and_extremes_are_64_bit_atomics(target: str) -> None:
     add = r"global_atomic_add_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.add\.u64"
     most = r"global_atomic_smax_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.max\.s64"
     least = r"global_atomic_smin_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.min\.s64"
-    case = "classic, 2 levels, all options"
+    case = "classic, 3 levels, all options"
     wanted = {
         f"insert_kernel: {case}: add": [add],
         f"insert_kernel: {case}: add with priority": [add, most],
         f"update_kernel: {case}: update": [add, most],
         f"write_kernel: {case}: add": [most],
-        f"stratified_draw_kernel: {case}: sample": [least],
-        "draw_by_mass_kernel: atari: starts": [least],
+        f"draw_kernel: {case}: sample": [least],
+        "draw_kernel: atari: starts": [least],
     }
     texts = {name: text_of(name, target) for name in wanted}
     missing = [(name, one) for name, atomics in wanted.items() for one in atomics if not re.search(one, texts[name])]
@@ -227,22 +227,10 @@ def test_a_sum_of_rewards_is_rounded_as_on_the_host() -> None:
         assert "fma" not in ptx, name
 
 
-DRAWS = (
-    "stratified_draw_kernel",
-    "uniform_draw_kernel",
-    "draw_by_mass_kernel",
-    "draw_eligible_kernel",
-    "choose_goals_kernel",
-)
-
-
-@pytest.mark.parametrize("kernel", DRAWS)
+@pytest.mark.parametrize("kernel", ["draw_kernel", "choose_goals_kernel"])
 def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
-    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU.
-
-    Not of an index alone: there the same draw is followed by the powers of weights, which may be fused.
-    """
-    chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel) and ": index:" not in case]
+    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
+    chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]
     assert chosen_cases
     for case in chosen_cases:
         ptx = text_of(case, MAIN_TARGET)

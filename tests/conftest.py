@@ -28,7 +28,7 @@ def no_pictures() -> Iterator[None]:
     """Runs in this process draw nothing, for tests of a module that looks at everything else: half a second each."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw", "draw_buffer"):
-            patch.setattr(f"gpu_replay.training.recorder.Recorder.{name}", lambda *_: None)
+            patch.setattr(f"gpu_replay.training.records.Recorder.{name}", lambda *_: None)
         yield
 
 

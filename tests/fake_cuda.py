@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_replay.graphs import stream_order
+
 NAMES = (
     *("Event", "CUDAGraph", "Stream", "current_stream", "current_device", "stream", "device"),
     *("graph", "graph_pool_handle", "is_current_stream_capturing", "_sleep", "cudart", "check_error"),
@@ -100,11 +102,14 @@ class FakeCuda:
         # driver answers
         self.pinned: dict[int, int] = {}
         self.unpinned: list[set[str]] = []
-        self.answer = 0
+        self.answer = self.error = 0
+        self.streams: list[FakeStream] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeCuda:
         for name in NAMES:
             patch.setattr(torch.cuda, name, getattr(self, name))
+        # what was made before is of another machine
+        patch.setattr(stream_order, "_of_thread", stream_order._OfThread())
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             patch.setattr(torch._C, name, getattr(self, name), raising=False)
         return self
@@ -136,7 +141,8 @@ class FakeCuda:
         return FakeGraph(self)
 
     def Stream(self, device: Any = None) -> FakeStream:
-        return FakeStream(self)
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
 
     def current_stream(self, device: Any = None) -> FakeStream:
         return self.current
@@ -168,6 +174,8 @@ class FakeCuda:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         # portable and mapped
         assert flags == 3
+        # kept by the runtime until a launch looks for what failed before it
+        self.error = self.answer
         if not self.answer:
             self.pinned[address] = nbytes
         return self.answer
@@ -183,6 +191,8 @@ class FakeCuda:
             raise RuntimeError(f"CUDA driver error: {answer}")
 
     def _sleep(self, cycles: int) -> None:
+        error, self.error = self.error, 0
+        self.check_error(error)
         self.work("sleep")
 
     @contextmanager

@@ -67,7 +67,7 @@ MADE: dict[str, Callable[[], Buffer]] = {
     "proportional": lambda: transitions(
         Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
     ),
-    "rank": lambda: transitions(RankBased(resort_every=4)),
+    "rank": lambda: transitions(RankBased()),
     "steps": lambda: steps(Proportional(alpha=1.0, eps=0.0), stack=3, n_step=2, autoreset="same_step", padding="zero"),
     "steps-uniform": lambda: steps(Uniform(), n_step=3, gamma=0.5),
 }

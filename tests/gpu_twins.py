@@ -23,6 +23,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
+from gpu_replay.graphs.cuda_graph import captured_into
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
 NUMBER = {"n": FIELDS["n"]}
@@ -44,9 +45,9 @@ SAMPLERS: dict[str, Any] = {
     "combined-uniform": Combined(Uniform()),
     "combined-everything": Combined(EVERYTHING, newest=3),
     "rank": RankBased(beta=LinearSchedule(0.0, 1.0, 40)),
-    "rank-outdated": RankBased(initial="stored", normalize="buffer", resort_every=3),
+    "rank-everything": RankBased(initial="stored", normalize="buffer"),
     "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
-    "combined-rank": Combined(RankBased(resort_every=2), newest=3),
+    "combined-rank": Combined(RankBased(), newest=3),
 }
 # of buffers of steps
 MODES: dict[str, dict[str, Any]] = {
@@ -146,7 +147,7 @@ def graph_of(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_into(graph, stream, torch.device("cuda", torch.cuda.current_device())):
         result = call()
     return graph, result
 

@@ -32,19 +32,15 @@ TARGETS = {
 }
 # the modules whose functions choose how much one program does
 LAUNCHERS = (
-    "draws",
+    "draw",
     "priorities",
     "eligibility",
-    "eligible_draw",
     "frame_tiles",
     "frames",
     "hindsight",
     "prefix_sum",
     "rank_draw",
-    "rank_merge",
     "ring",
-    "stratified_draw",
-    "uniform_draw",
     "weights",
 )
 
@@ -136,7 +132,8 @@ def rows_of(buffer: ReplayBuffer | TrajectoryReplayBuffer, rows: int, *, final: 
     """Zeros for an `add`; final: with final observations, where the buffer has any."""
     given = {name: torch.zeros((rows, *field.shape), dtype=field.dtype) for name, field in buffer.fields.items()}
     if isinstance(buffer, TrajectoryReplayBuffer):
-        given |= {f"final_{name}": given[name] for name in buffer._streams.observations if final}
+        taken = final and buffer.autoreset != "next_step"
+        given |= {f"final_{name}": given[name] for name in buffer._streams.observations if taken}
         given["reward"] = torch.zeros(rows)
         given["terminated"] = given["truncated"] = torch.zeros(rows, dtype=torch.bool)
     return given

@@ -20,7 +20,6 @@ from gpu_replay import (
     ReplayBuffer,
     TrajectoryReplayBuffer,
     Uniform,
-    base_buffer,
 )
 from gpu_replay.engines.placement import Placement
 
@@ -128,5 +127,5 @@ def same_life(one: Any, other: Any, rounds: int) -> None:
 def pinned_on_the_cpu() -> Iterator[None]:
     """Within it new buffers keep their fields in "pinned" memory although their device is the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_buffer, "check_placement", lambda device, *_: Placement(device, pinned=True))
+        patch.setattr("gpu_replay.base.buffer.check_placement", lambda device, *_: Placement(device, pinned=True))
         yield

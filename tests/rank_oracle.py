@@ -6,13 +6,13 @@ follows from them is compared with `==`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from oracle import Drawn, OracleBuffer, draw, place, stratum
 
 from gpu_replay import LinearSchedule, RankBased
-from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.ops.ranks import cumulative_masses
 
 
 def rank_masses(slots: int, alpha: float) -> list[int]:
@@ -45,29 +45,6 @@ def drawn_ranks(
     return ranks, Drawn([], [mass / total for mass in mine], weight)
 
 
-class RankLists:
-    """The lists that samples draw from: of this moment, or with `resort_every` of an earlier one."""
-
-    def __init__(self, settings: RankBased) -> None:
-        self.every = settings.resort_every
-        self.forget()
-
-    def forget(self) -> None:
-        self.slots: list[int] = []
-        self.made = 0
-
-    def current(self, order: Callable[[], list[int]], samples: int) -> list[int]:
-        """The slots by rank, made anew where it is time; `samples` were drawn before."""
-        if not self.slots or samples - self.made >= self.every:
-            self.slots, self.made = order(), samples
-        return self.slots
-
-
-def passed_on(slots: Sequence[int], rank: int, held: Callable[[int], bool], oldest: int) -> int:
-    """The first slot from this rank on that can be drawn, beginning again after the last; else the oldest."""
-    return next((slot for slot in [*slots[rank:], *slots[:rank]] if held(slot)), oldest)
-
-
 class RankOracle(OracleBuffer):
     """`ReplayBuffer` with a `RankBased` sampler."""
 
@@ -76,7 +53,6 @@ class RankOracle(OracleBuffer):
     def __init__(self, capacity: int, settings: RankBased, seed: int = 0) -> None:
         super().__init__(capacity, settings, seed)  # type: ignore[arg-type]
         self.rank_masses = rank_masses(capacity, settings.alpha)
-        self.lists = RankLists(settings)
 
     def order(self) -> list[int]:
         """Live keys by rank."""
@@ -84,16 +60,11 @@ class RankOracle(OracleBuffer):
 
     def sample(self, count: int, beta: float | None = None) -> Drawn:
         words = [int(word) for word in self.random.random_raw(-(-count // 4) * 4)[:count]]
-        slots = self.lists.current(lambda: [key % self.capacity for key in self.order()], self.samples)
-        ranks, drawn = drawn_ranks(self.settings, self.rank_masses[: len(slots)], words, count, self.samples, beta)
+        order = self.order()
+        ranks, drawn = drawn_ranks(self.settings, self.rank_masses[: len(order)], words, count, self.samples, beta)
         self.samples += 1
-        keys = self.slot_keys()
-        drawn.keys = [keys[slots[rank]] for rank in ranks]
+        drawn.keys = [order[rank] for rank in ranks]
         return drawn
-
-    def clear(self) -> None:
-        super().clear()
-        self.lists.forget()
 
     def _store(self, slot: int, priority: float) -> None:
         self.priorities[slot] = abs(priority)

@@ -1,10 +1,9 @@
-"""Processes that are the ranks of a process group on gloo, kept for the tests of a module."""
+"""Processes that are the ranks of a process group, on gloo where nothing else is asked for, kept for a module."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch.distributed as dist
 # a rank that has not answered after so many seconds hangs
 MOST_SECONDS = 60.0
 # imported once, by the process that all ranks are forked from
-PRELOADED = ["torch", "torch.distributed", "gpu_replay"]
+PRELOADED = ["torch", "torch.distributed", "gpu_replay", "loaded_loops"]
 
 
 class Raised(NamedTuple):
@@ -37,12 +36,10 @@ class Gone(NamedTuple):
     code: int | None
 
 
-def serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def serve(rank: int, size: int, store: str, backend: str, connection: Connection) -> None:
     """One rank: answer calls until there are none."""
-    # loading compiled loops takes longer than these tests; both kinds leave the same bytes behind
-    sys.modules.setdefault("numba", None)  # type: ignore[arg-type]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:
             work, ranks, arguments = connection.recv()
@@ -63,14 +60,14 @@ def serve(rank: int, size: int, store: str, connection: Connection) -> None:
 class Ranks:
     """The processes."""
 
-    def __init__(self, size: int, store: Path) -> None:
+    def __init__(self, size: int, store: Path, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, str(store), theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, size, str(store), backend, theirs), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -109,10 +106,10 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(size: int) -> Iterator[Ranks]:
+def ranks_of(size: int, backend: str = "gloo") -> Iterator[Ranks]:
     """So many ranks; the processes end with the block."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Ranks(size, Path(folder) / "store")
+        found = Ranks(size, Path(folder) / "store", backend)
         try:
             yield found
         finally:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from gpu_replay import Combined, Field, Latest, Proportional, ShardedReplayBuffer, Uniform
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.ops.counters import HostWords, blocks_for
+from gpu_replay.ops.draw import PERMUTATION_WORDS, draw_by_mass, independent_ranks, permuted_ranks, weights_of
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.stratified_draw import weights_of
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.samplers import LinearSchedule
 
 # what a row holds follows from its global key, so that rows can be told from each other wherever they are
 FIELDS = {
@@ -104,12 +103,12 @@ class Whole:
         by_chance = rows - self.plan.newest_of(rows)
         if self.plan.kind == "mass":
             tree = MassTree(masses.size, torch.device("cpu"), "host", low=True)
-            tree.set_masses(0, masses.size, masses)
+            tree.masses.copy_(torch.from_numpy(masses))
+            tree.build()
             beta = self.plan.beta
             exponent = beta(self.step) if isinstance(beta, LinearSchedule) else beta
-            lowest = tree.lowest() if self.plan.lowest_of_all else 0
-            drawn = tree.loops.draw(tree, self._doubles(by_chance), self.plan.stratified, lowest)
-            found, _, probability, ratio, _ = drawn
+            how = {"stratified": self.plan.stratified, "of_all": self.plan.lowest_of_all}
+            found, probability, ratio, _ = draw_by_mass(tree, self._doubles(by_chance), **how)
             weight = weights_of(ratio, exponent)
         else:
             live = np.flatnonzero(masses)

@@ -1,7 +1,7 @@
-"""`gpu-replay soak`: random use, hostile input, damaged files, kills and a long day, all compared with the oracles.
+"""`gpu-replay soak`: random use, hostile input, damaged files, interrupts, kills and a long day, compared with oracles.
 
-The cases of `soak_cases.py` and `soak_steps.py` run in child processes, so that a crash is a finding too; whatever is
-found is printed with the lines that repeat it.
+The cases of `soak_cases.py`, `soak_steps.py` and `soak_hazards.py` run in child processes, so that a crash is a finding
+too; whatever is found is printed with the lines that repeat it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
-from soak_cases import Tally, damage, disk, fields, hostile, priorities, sequences, steps, threads
-from soak_steps import counters, extends, hostile_steps
+from soak_cases import Tally, damage, disk, fields, priorities, sequences, steps
+from soak_hazards import gathers, interrupts, racing, sharded, threads
+from soak_steps import counters, extends, hostile
 from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
 
-from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.bench.environment import current_environment
 from gpu_replay.cli import main as command
 from gpu_replay.console.arguments import Parser, natural, positive_float
@@ -39,8 +41,9 @@ from gpu_replay.console.markdown import table
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
 # how often each of them comes in turn
-CYCLE = [sequences] * 6 + [steps, fields, priorities, damage, counters, extends] + [hostile, hostile_steps] * 2
-CYCLE = CYCLE * 8 + [disk, threads]
+CYCLE = [sequences] * 6 + [steps, fields, priorities, damage, counters, extends] + [hostile] * 4
+CYCLE = (CYCLE * 4 + [interrupts, interrupts, racing]) * 2 + [disk, threads, gathers]
+CYCLE = CYCLE * 4 + [sharded]
 
 
 def kills(count: int) -> Tally:
@@ -85,85 +88,81 @@ def trainer(count: int) -> Tally:
     return Tally(kills=killed, cases=1)
 
 
-def day(thousandths: int) -> Tally:
-    """So much of 10^8 adds and 10^6 pairs of sample and update, across 2^31 and 2^40, in steady memory and time."""
-    buffer = ReplayBuffer(100_000, {"n": Field((), torch.int64)}, sampler=Proportional(), device="cpu")
-    block, tenth = 1000, thousandths * ADDS // 1000 // 10
-    pairs = thousandths * PAIRS // 1000 // 10
-    tally, seconds, resident = Tally(), [], []
-    buffer.add(n=torch.arange(buffer.capacity))
+def in_tenths(
+    buffer: Any, adds: int, pairs: int, block: int, add: Callable[[int], object], check: Callable[[Batch], object]
+) -> Tally:
+    """So many adds and pairs of sample and update, across 2^31 and 2^40, in steady memory and time.
+
+    block: rows of an add. check: of a batch. The first field of a row is its key.
+    """
+    tally, seconds, resident, calls = Tally(), [], [], adds // 10 // block
+    own = next(iter(buffer.fields))
+    add(buffer.capacity)
     for part in range(10):
         if part in (3, 6):
-            # the counters as after years
+            # the counters as after years, in the same slot
             buffer.clear()
             state = buffer.state_dict()
-            state["counters"] |= dict.fromkeys(("ADDED", "FIRST"), (2**31 if part == 3 else 2**40) - tenth // 2)
-            buffer.load_state_dict(state)
-        began = time.process_time()
-        for call in range(tenth // block):
-            buffer.add(n=torch.arange(buffer.added, buffer.added + block))
-            for _ in range(pairs * (call + 1) // (tenth // block) - pairs * call // (tenth // block)):
-                batch = buffer.sample(32)
-                assert torch.equal(batch.n, batch.key)
-                buffer.update_priorities(batch.key, batch.probability)
-        seconds.append(time.process_time() - began)
-        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20)
-        live = buffer[buffer.keys()]
-        assert torch.equal(live.n, live.key)
-        assert buffer.total_mass() == int(buffer.masses().sum())
-        tally += Tally(cases=pairs, bytes=8 * (len(live) + 32 * pairs), adds=tenth, pairs=pairs)
-    assert resident[-1] <= resident[1] + 16, f"MiB in memory: {resident}"
-    assert seconds[-1] <= 2 * seconds[1], f"seconds of each tenth: {seconds}"
-    tally["MiB more in the last tenth than in the first"] = resident[-1] - resident[0]
-    tally["percent of the time of the first tenth that the last one took"] = round(100 * seconds[-1] / seconds[0])
-    return tally
-
-
-def day_of_steps(thousandths: int) -> Tally:
-    """So much of a day of a trajectory buffer: a tenth of the steps, each episode of 97, across 2^31 and 2^40."""
-    envs, block, tenth = 8, 1250, thousandths * ADDS // 10 // 1000 // 10
-    fields = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(
-        100_000, envs, fields, stack=2, n_step=3, autoreset="same_step", sampler=Proportional(), device="cpu"
-    )
-    pairs, tally, seconds, resident = thousandths * PAIRS // 1000 // 100, Tally(), [], []
-
-    def add(steps: int) -> None:
-        key = torch.arange(buffer.added, buffer.added + steps * envs).view(steps, envs)
-        ended = (key // envs) % 97 == 96
-        more = {"terminated": ended, "truncated": torch.zeros_like(ended)}
-        buffer.extend(obs=key, action=key + 1, reward=torch.ones(steps, envs), **more)
-
-    add(buffer.capacity // envs)
-    for part in range(10):
-        if part in (3, 6):
-            buffer.begin_episodes()
-            buffer.clear()
-            state = buffer.state_dict()
-            started = (2**31 if part == 3 else 2**40) - tenth // 2
-            # in the same slot, after the step where the streams were broken off
+            started = (2**31 if part == 3 else 2**40) - adds // 20
             started += buffer.added % buffer.capacity - started % buffer.capacity
             state["counters"] |= dict.fromkeys(("ADDED", "FIRST"), started)
             buffer.load_state_dict(state)
         began = time.process_time()
-        for call in range(tenth // block // envs):
+        for call in range(calls):
             add(block)
-            for _ in range(pairs * (call + 1) // (tenth // block // envs) - pairs * call // (tenth // block // envs)):
+            for _ in range(pairs // 10 * (call + 1) // calls - pairs // 10 * call // calls):
                 batch = buffer.sample(32)
-                assert torch.equal(batch.obs[:, 1], batch.key)
-                assert torch.equal(batch.action, batch.key + 1)
-                # what is left of the episode, at most the window
-                assert torch.equal(batch.terminated, (batch.key // envs) % 97 >= 94)
+                check(batch)
                 buffer.update_priorities(batch.key, batch.probability)
+                tally += Tally(cases=1, pairs=1, bytes=sum(values.nbytes for values in batch.to_dict().values()))
+        tally["adds"] += calls * block
         seconds.append(time.process_time() - began)
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20)
+        for stored in buffer.batches(10_000):
+            assert torch.equal(stored[own], stored.key)
         assert buffer.total_mass() == int(buffer.masses().sum())
-        tally += Tally(cases=pairs, bytes=8 * 4 * 32 * pairs, adds=tenth, pairs=pairs)
     assert resident[-1] <= resident[1] + 16, f"MiB in memory: {resident}"
     assert seconds[-1] <= 2 * seconds[1], f"seconds of each tenth: {seconds}"
     tally["MiB more in the last tenth than in the first"] = resident[-1] - resident[0]
     tally["percent of the time of the first tenth that the last one took"] = round(100 * seconds[-1] / seconds[0])
     return tally
+
+
+def day(thousandths: int) -> Tally:
+    """So much of a long day: 10^8 adds and 10^6 pairs of sample and update."""
+    buffer = ReplayBuffer(100_000, {"n": Field((), torch.int64)}, sampler=Proportional(), device="cpu")
+
+    def add(rows: int) -> None:
+        buffer.add(n=torch.arange(buffer.added, buffer.added + rows))
+
+    def check(batch: Batch) -> None:
+        assert torch.equal(batch.n, batch.key)
+
+    return in_tenths(buffer, thousandths * ADDS // 1000, thousandths * PAIRS // 1000, 1000, add, check)
+
+
+def day_of_steps(thousandths: int) -> Tally:
+    """A tenth of that with a trajectory buffer, each episode of 97 steps."""
+    envs, fields = 8, {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+    buffer = TrajectoryReplayBuffer(
+        100_000, envs, fields, stack=2, n_step=3, autoreset="same_step", sampler=Proportional(), device="cpu"
+    )
+
+    def add(rows: int) -> None:
+        if not len(buffer):
+            buffer.begin_episodes()
+        key = torch.arange(buffer.added, buffer.added + rows).view(-1, envs)
+        ended = (key // envs) % 97 == 96
+        more = {"terminated": ended, "truncated": torch.zeros_like(ended)}
+        buffer.extend(obs=key, action=key + 1, reward=torch.ones(key.shape), **more)
+
+    def check(batch: Batch) -> None:
+        assert torch.equal(batch.obs[:, 1], batch.key)
+        assert torch.equal(batch.action, batch.key + 1)
+        # what is left of the episode, at most the window
+        assert torch.equal(batch.terminated, (batch.key // envs) % 97 >= 94)
+
+    return in_tenths(buffer, thousandths * ADDS // 10_000, thousandths * PAIRS // 10_000, 10_000, add, check)
 
 
 ONCE = (kills, trainer, day, day_of_steps)
@@ -200,6 +199,11 @@ def in_child(jobs: Iterator[Job], seconds: float, done: Callable[[str, Tally], o
     return begun if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) else None
 
 
+def shuffled(seed: int) -> list[Callable[[int], Tally]]:
+    """All parts of the cycle in another order, so that a short round leaves none out for ever."""
+    return random.Random(seed).sample(CYCLE, len(CYCLE))
+
+
 def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
     """Run for so long, but each of `ONCE` and a case of the cycle; returns what each part did, and what failed."""
     tallies: dict[str, Tally] = defaultdict(Tally)
@@ -210,7 +214,7 @@ def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
     once += [(name, max(1, round(1000 * share))) for name in ("day", "day_of_steps")]
     deadline = time.monotonic() + 60 * minutes
     rounds = (
-        ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(CYCLE), start * 10**5))
+        ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(shuffled(start)), start * 10**5))
         for start in itertools.count()
     )
     jobs: Iterator[Iterator[Job]] = itertools.chain((iter([job]) for job in once), rounds)
@@ -245,8 +249,8 @@ def page(tallies: dict[str, Tally], failures: Sequence[Job], command: str) -> st
             "# Reliability",
             "",
             f"Written by `{command}` on {where.date}, commit {where.commit}, {where.cpu}, "
-            f"{versions}. What each part does is said in `tests/soak_cases.py`, `tests/soak_steps.py` and "
-            "`tests/soak.py`.",
+            f"{versions}. What each part does is said in `tests/soak_cases.py`, `tests/soak_steps.py`, "
+            "`tests/soak_hazards.py` and `tests/soak.py`.",
             "",
             table(["part", "cases compared", "faults injected", "kills survived", "bytes verified"], rows),
             "",

@@ -1,4 +1,4 @@
-"""What the soak does with trajectory buffers, and with counters as after years; as in `soak_cases.py`, from a seed."""
+"""What the soak does with steps, counters as after years, and hostile input; as in `soak_cases.py`, from a seed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from test_long_counters import SETTINGS as LONG
 from transitions import SAMPLERS
 from twins import check_batches
 
-from gpu_replay import Field, Proportional, TrajectoryReplayBuffer
-from gpu_replay.ops import _backend, numpy_loops
+from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 
 STEP_SAMPLERS = [*SAMPLERS.values(), Proportional(initial="stored", normalize="buffer")]
 
 
 def counters(seed: int) -> Tally:
-    """Both buffers near 2^31, 2^32 and 2^40, in both loops: the draws of ones that begin at 0."""
+    """Both buffers near 2^31, 2^32 and 2^40: the draws of ones that begin at 0."""
     draw = random.Random(seed)
-    codes = ["numpy"] if _backend.inner_loops() is numpy_loops else ["numpy", "numba"]
-    code, name, power, mode = map(draw.choice, (codes, list(SAMPLERS), POWERS, list(LONG)))
+    name, power, mode = map(draw.choice, (list(SAMPLERS), POWERS, list(LONG)))
     with pytest.MonkeyPatch.context() as patch:
-        test_transitions_near_the_ends_of_numbers(code, name, power, patch)
-        test_steps_near_the_ends_of_numbers(code, name, power, mode, patch)
+        test_transitions_near_the_ends_of_numbers("host", name, power, patch)
+        test_steps_near_the_ends_of_numbers("host", name, power, mode, patch)
     return Tally(cases=5 + 17)
 
 
@@ -58,14 +56,16 @@ def settings(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def many_steps(draw: random.Random, fields: dict[str, Field], steps: int, envs: int) -> dict[str, Any]:
-    """So many random steps for `extend`, of fields by their dotted names."""
+def many_steps(
+    draw: random.Random, fields: dict[str, Field], steps: int, envs: int, *, finals: bool = True
+) -> dict[str, Any]:
+    """So many random steps for `extend`, of fields by their dotted names, and final observations if they are taken."""
     found = stream(np.random.default_rng(draw.getrandbits(40)), steps, envs, draw.choice((0.02, 0.3, 0.9)))
     values = {name: values_of(draw, field, steps * envs).unflatten(0, (steps, envs)) for name, field in fields.items()}
     found = {name: found[name] for name in ("reward", "terminated", "truncated")} | values
     if draw.random() < 0.5:
         found["priority"] = np.array([abs(draw.gauss(0, 9)) for _ in range(steps * envs)]).reshape(steps, envs)
-    if draw.random() < 0.6:
+    if finals and draw.random() < 0.6:
         found |= {f"final_{name}": values[name].flip(0) for name in values if name.startswith("obs")}
     return found
 
@@ -79,7 +79,7 @@ def extends(seed: int) -> Tally:
     tally = Tally()
     for _ in range(4):
         steps = draw.randint(1, 40)
-        given = many_steps(draw, one.fields, steps, envs)
+        given = many_steps(draw, one.fields, steps, envs, finals=one.autoreset != "next_step")
         laid = {
             name: laid_out(draw, value.clone()) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
@@ -115,71 +115,72 @@ def extends(seed: int) -> Tally:
     return tally
 
 
-def hostile_steps(seed: int) -> Tally:
-    """Calls of a trajectory buffer that must be refused, after which the whole state is what it was."""
+# no field, flag or reward takes these, whatever its shape
+WRONG: list[Any] = [None, "x", 3, [], [[]], {}, object(), [1, "2"], [[1], [2, 3]], 10**400, 1j, torch.ones(3, 3, 3)]
+WRONG += [torch.ones(0), torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta"), np.array(["a"] * 3)]
+WRONG += [torch.full((12, 3), 2**70.0), torch.ones(2, dtype=torch.complex64), np.array([object()] * 3)]
+WRONG += [np.datetime64("2020"), np.ma.masked_equal([1, 2], 2), [np.ma.masked, 1.0]]
+KEYS: list[Any] = [None, "x", [1.5], [True], torch.ones(2), [[1], [2, 3]], 2**70, slice(3), object(), [2**64]]
+SIZES: list[Any] = [0, -1, None, "x", 1.5, True, 2**48, [1]]
+NUMBERS: list[Any] = [None, "x", [1, 2], [[1]], [math.nan], [math.inf], [1j], [np.ma.masked]]
+
+
+def hostile(seed: int) -> Tally:
+    """Calls of both buffers that must be refused, after which the whole state is what it was."""
     draw = random.Random(seed)
-    envs = 2
-    nested = {
-        "obs": {"a": Field((2,), torch.int16), "b": {"c": Field((), torch.float32)}},
-        "action": Field((), torch.int64),
-    }
-    more = settings(draw) | {"sampler": Proportional(alpha=1.0, eps=0.0), "autoreset": "same_step"}
-    buffer = TrajectoryReplayBuffer(envs * draw.randint(9, 30), envs, nested, **more)
-    right = many_steps(draw, buffer.fields, 12, envs)
-    buffer.extend(**right)
-    right = {name: value for name, value in right.items() if not name.startswith("final_")}
-    one = {name: value[0] for name, value in right.items()}
-    wrong: list[Any] = [None, "x", 3, [], [[]], {}, object(), [1, "2"], [[1], [2, 3]], 10**400, 1j, torch.ones(3, 3)]
-    wrong += [torch.full((12, 3), 2**70.0), torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")]
-    wrong += [
-        np.array(["a"] * 2),
-        np.ma.masked_equal([1, 2], 2),
-        [np.ma.masked, 1.0],
-        torch.ones(2, dtype=torch.complex64),
-    ]
-    keys: list[Any] = [None, "x", [1.5], [True], torch.ones(2), [[1], [2, 3]], 2**70, slice(3), object(), [2**64]]
-    sizes: list[Any] = [0, -1, None, "x", 1.5, True, 2**48, [1]]
-    numbers: list[Any] = [None, "x", [1, 2], [[1]], [math.nan], [math.inf], [1j], [np.ma.masked]]
+    exact = Proportional(alpha=1.0, eps=0.0)
+    nested = {"a": Field((2,), torch.int16), "b": {"c": Field((), torch.float32)}}
+    if seed % 2:
+        buffer: Any = ReplayBuffer(9, nested, sampler=exact, device="cpu")
+        right = {name: values_of(draw, field, 3) for name, field in buffer.fields.items()}
+        many, names, more = None, list(buffer.fields), [[1, 2], [1, math.nan, 2]]
+        for _ in range(draw.randint(1, 5)):
+            buffer.add(**right)
+    else:
+        fields = {"obs": nested, "action": Field((), torch.int64)}
+        settled = settings(draw) | {"sampler": exact, "autoreset": "same_step"}
+        buffer = TrajectoryReplayBuffer(2 * draw.randint(9, 30), 2, fields, **settled)
+        many = many_steps(draw, buffer.fields, 12, 2)
+        buffer.extend(**many)
+        many = {name: value for name, value in many.items() if not name.startswith("final_")}
+        right, more = {name: value[0] for name, value in many.items()}, [[1, 2, 3], [1, math.nan], [math.inf, 1]]
+        names = [*buffer.fields, "reward", "terminated", "truncated"]
 
     def spoilt(given: dict[str, Any]) -> dict[str, Any]:
-        """With one wrong value, a name too much, or a name too few."""
-        name = draw.choice([*buffer.fields, "reward", "terminated", "truncated"])
-        way = draw.randrange(4)
+        """With one wrong value, a name too much, a name too few, or wrong priorities."""
+        name, way = draw.choice(names), draw.randrange(4)
         if way == 0:
             return {other: value for other, value in given.items() if other != name}
-        return given | (
-            {draw.choice(("obs.d", "Action", "final_x")): given[name]} if way == 1 else {name: draw.choice(wrong)}
-        )
+        unknown = draw.choice(("obs.d", "Action", "final_x"))
+        wrong = draw.choice([*WRONG[1:], *more] if given is right else WRONG[1:])
+        return given | [{unknown: given[name]}, {name: draw.choice(WRONG)}, {"priority": wrong}][way - 1]
 
-    def unequal() -> dict[str, Any]:
-        """Steps of which one field has fewer."""
-        name = draw.choice(list(buffer.fields))
-        return right | {name: right[name][:-1]}
-
-    before = whole_state(buffer)
     calls: list[Callable[[], object]] = [
-        lambda: buffer.add(**spoilt(one)),
-        lambda: buffer.add(**right),
-        lambda: buffer.add(**(one | {"priority": draw.choice([*wrong[1:], [1, 2, 3], [1, math.nan], [math.inf, 1]])})),
-        lambda: buffer.add(**(one | {"final_obs": draw.choice([3, "x", {"a": 1}, object(), torch.ones(3)])})),
-        lambda: buffer.extend(**spoilt(right)),
-        lambda: buffer.extend(**unequal()),
-        lambda: buffer.extend(**(right | {"priority": draw.choice([*wrong[1:], torch.full((12, envs), math.nan)])})),
-        lambda: buffer.extend(**(right | {"final_obs": draw.choice([3, "x", {"a": 1}, [None], torch.ones(3)])})),
-        lambda: buffer.begin_episodes(draw.choice(["x", [1, 2, 3], [0.5, 1.0], torch.ones(3, dtype=torch.bool)])),
-        lambda: buffer.sample(draw.choice(sizes)),
+        *[lambda: buffer.add(**spoilt(right))] * 4,
+        lambda: buffer.sample(draw.choice(SIZES)),
         lambda: buffer.sample(3, beta=draw.choice([-1, math.nan, math.inf, "x", [1]])),
-        lambda: buffer.sample_sequences(draw.choice(sizes), 2),
-        lambda: buffer.sample_sequences(2, draw.choice([*sizes, 10**6])),
-        lambda: buffer.sample_sequences(2, 2, draw.choice([-1, 1.5, "x", 10**6])),
-        lambda: buffer.sample_sequences(2, 2, stride=draw.choice([0, -1, 1.5, "x"])),
-        lambda: buffer.sample_sequences(2, 2, strict=draw.choice([1, "x", None])),
-        lambda: buffer.update_priorities(draw.choice(keys), [1.0]),
-        lambda: buffer.update_priorities([0], draw.choice(numbers)),
-        lambda: buffer[draw.choice([*keys, 99, -1, [0, 99]])],
-        lambda: buffer.load_state_dict(draw.choice([*wrong, buffer.state_dict() | {"counters": {}}])),
+        lambda: buffer.update_priorities(draw.choice(KEYS), [1.0]),
+        lambda: buffer.update_priorities([0], draw.choice(NUMBERS)),
+        lambda: buffer[draw.choice([*KEYS, 999, -1, [0, 999]])],
+        lambda: buffer.load_state_dict(draw.choice([*WRONG, buffer.state_dict() | {"counters": {}}])),
         lambda: buffer.save(draw.choice(["/proc/none", "/dev/null", "\0"])),
     ]
+    if many is not None:
+        final = [3, "x", {"a": 1}, object(), [None], torch.ones(3)]
+        calls += [
+            lambda: buffer.add(**many),
+            lambda: buffer.add(**right, final_obs=draw.choice(final)),
+            lambda: buffer.extend(**spoilt(many)),
+            lambda: buffer.extend(**(many | {name: many[name][:-1] for name in [draw.choice(list(buffer.fields))]})),
+            lambda: buffer.extend(**many, final_obs=draw.choice(final)),
+            lambda: buffer.begin_episodes(draw.choice(["x", [1, 2, 3], [0.5, 1.0], torch.ones(3, dtype=torch.bool)])),
+            lambda: buffer.sample_sequences(draw.choice(SIZES), 2),
+            lambda: buffer.sample_sequences(2, draw.choice([*SIZES, 10**6])),
+            lambda: buffer.sample_sequences(2, 2, draw.choice([-1, 1.5, "x", 10**6])),
+            lambda: buffer.sample_sequences(2, 2, stride=draw.choice([0, -1, 1.5, "x"])),
+            lambda: buffer.sample_sequences(2, 2, strict=draw.choice([1, "x", None])),
+        ]
+    before = whole_state(buffer)
     for _ in range(10):
         with refusing():
             draw.choice(calls)()

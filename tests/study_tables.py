@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_replay.study.results import COLUMNS
+from gpu_replay.study.run import COLUMNS
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, described
 
 # final return, correlated pairs and TD error of one run

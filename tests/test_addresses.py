@@ -24,7 +24,7 @@ CASES = {
     name: case
     for module in (address_cases, address_stream_cases)
     for name, case in vars(module).items()
-    if name.endswith("_kernel")
+    if "_kernel" in name
 }
 here = pytest.mark.skipif(not INTERPRETED or sys.platform != "linux", reason="interpreted, on Linux's memory maps")
 
@@ -41,8 +41,9 @@ def test_every_kernel_has_its_case() -> None:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }
-    assert len(written) >= 18
-    assert set(CASES) == written
+    assert len(written) >= 12
+    # one that works in several ways has several cases
+    assert {name.partition("_kernel")[0] + "_kernel" for name in CASES} == written
 
 
 @here
@@ -66,16 +67,16 @@ def test_offsets_of_32_bits_would_be_seen(kernel: str) -> None:
 NARROWED = {
     "gather_kernel": ("ring", "slot[:, None] * LAYOUT", "slot[:, None].to(tl.int32) * LAYOUT"),
     "write_kernel": ("ring", "place = slot[:, None]", "place = slot[:, None].to(tl.int32)"),
-    "arrange_kernel": ("rank_draw", "% capacity + age\n", "% capacity + age\n    slot = slot.to(tl.int32)\n"),
+    "arrange_kernel": ("ranks", "% capacity + age\n", "% capacity + age\n    slot = slot.to(tl.int32)\n"),
     "insert_kernel": ("priorities", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
-    "add_step_kernel": ("eligibility", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
-    "keep_finals_kernel": ("eligibility", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
+    "add_step_kernel": ("steps", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
+    "keep_finals_kernel": ("steps", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
     "gather_windows_kernel": (
-        "frames",
+        "windows",
         "tl.minimum(age, depth), num_envs, steps)",
         "tl.minimum(age, depth), num_envs, steps).to(tl.int32)",
     ),
-    "choose_goals_kernel": ("hindsight", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
+    "choose_goals_kernel": ("goals", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
 }
 
 

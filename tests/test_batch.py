@@ -99,11 +99,17 @@ def test_a_dictionary_is_a_copy_with_dotted_names() -> None:
     assert "key" in batch
 
 
-@pytest.mark.parametrize("wrong", [torch.float32, None, torch.zeros(1), 1.5], ids=str)
+@pytest.mark.parametrize("wrong", [torch.float32, None, torch.zeros(1), 1.5, True], ids=str)
 def test_a_batch_moves_to_devices_only(wrong: Any) -> None:
     assert made().to("meta").key.device.type == made().to(torch.device("meta")).obs.state.device.type == "meta"
     with pytest.raises(TypeError, match="device"):
         made().to(wrong)
+
+
+def test_names_are_completed() -> None:
+    assert {"obs", "key", "to_dict"} <= set(dir(made()))
+    assert {"image", "state"} <= set(dir(made().obs))
+    assert "obs.image" not in dir(made())
 
 
 def test_torch_maps_over_a_batch() -> None:

@@ -18,15 +18,16 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 from torch import Tensor
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import peers_suite, report, runner, subjects, tables
-from gpu_replay.bench.cases import Case, chosen, cycle_cases, index_cases, short, step_cases
-from gpu_replay.bench.environment import current_environment
+from gpu_replay.bench import peers_suite, report, runner, subjects
+from gpu_replay.bench.cases import Case, chosen, cycle_cases, short, step_cases
+from gpu_replay.bench.environment import CannotMeasure, current_environment
 from gpu_replay.bench.record import SCHEMA, Record
 from gpu_replay.bench.results import read, write
 from gpu_replay.bench.rows import ROW_BYTES, make_rows, mismatches
-from gpu_replay.bench.runner import Refused, Run, check, fill
-from gpu_replay.bench.subjects import IndexSubject, MissingPeer, Peer, ReplaySubject, Task, make_peer
+from gpu_replay.bench.runner import Run, check, fill
+from gpu_replay.bench.subjects import Peer, ReplaySubject, Task, make_peer
 from gpu_replay.bench.timing import Plan, Timing, copy_bandwidth, measure, quantiles
+from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import Progress
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def test_a_line_that_is_no_record_is_refused(line: str, tmp_path: Path) -> None:
         Record.parse(line)
     file = tmp_path / "cpu.jsonl"
     file.write_text(f"{record().line()}\n{line}\n")
-    with pytest.raises(ValueError, match=r"cpu\.jsonl, line 2"):
+    with pytest.raises(UserError, match=r"cpu\.jsonl, line 2"):
         read(file)
 
 
@@ -131,7 +132,6 @@ def test_bytes_that_must_move_by_hand() -> None:
         Case("sample", 1000, 32): sample,
         Case("update", 1000, 32): update,
         Case("cycle", 1000, 32, 8): add + sample + update,
-        Case("index", 1000, 32): 32 * (8 + 8) + update,
         Case("frames", 1000, 32): 2 * 32 * 2 * 4 * frame,
         Case("frame-add", 1000, 8, 8): 2 * 8 * frame,
         Case("frame-cycle", 1000, 32, 8): 2 * 32 * 2 * 4 * frame + 2 * 8 * frame,
@@ -142,9 +142,9 @@ def test_bytes_that_must_move_by_hand() -> None:
 
 
 def test_the_registry_covers_the_sizes_of_the_tables() -> None:
-    names = [case.name for case in step_cases() + index_cases()]
+    names = [case.name for case in step_cases()]
     assert len(names) == len(set(names))
-    compared = {case.name for part in peers_suite.parts(peers_suite.Sizes(), CPU) for case in part.cases}
+    compared = {case.name for cases, _ in peers_suite.parts(peers_suite.Sizes(), [], CPU) for case in cases}
     # every cycle that is measured alone can have its baseline among the peers
     assert {name for name in names if name.startswith("cycle/")} <= compared
     assert [short(count) for count in (97, 10_000, 1_500, 10_000_000)] == ["97", "10k", "1500", "10M"]
@@ -158,7 +158,7 @@ def test_the_registry_covers_the_sizes_of_the_tables() -> None:
 )
 def test_a_pattern_chooses_cases(pattern: str | None, count: int) -> None:
     assert len(chosen(cycle_cases(), pattern)) == count
-    with pytest.raises(ValueError, match="'B=7' matches no case.*cycle/N=10k/B=32"):
+    with pytest.raises(UserError, match="'B=7' matches no case.*cycle/N=10k/B=32"):
         chosen(cycle_cases(), "B=7")
 
 
@@ -183,24 +183,13 @@ def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
     for subject in (right, wrong):
         fill(subject, 300, CPU, rounds=2)
     check(right, "right")
-    with pytest.raises(Refused, match=r"wrong is not measured: sampled 'action' .*; the weights"):
+    with pytest.raises(CannotMeasure, match=r"wrong is not measured: sampled 'action' .*; the weights"):
         check(wrong, "wrong")
 
 
-def test_the_index_alone_keeps_its_total_exact(monkeypatch: Patch) -> None:
-    subject = IndexSubject(1000)
-    fill(subject, 1000, CPU, rounds=8)
-    assert subject.wrong() == []
-    slots, masses = subject.sample(64)
-    assert 0 <= slots.min() <= slots.max() < 1000
-    assert masses.min() >= 1
-    monkeypatch.setattr(subject.tree, "total", lambda: 1)
-    assert "the total mass is 1, its leaves sum to" in subject.wrong()[0]
-
-
 def test_a_missing_peer_is_skipped_with_the_way_to_install_it(monkeypatch: Patch) -> None:
-    monkeypatch.setitem(subjects.PEERS, "absent", Peer("absent_buffer", "absent-library"))
-    with pytest.raises(MissingPeer, match=r"absent skipped: .*pip install absent-library"):
+    monkeypatch.setitem(subjects.PEERS, "absent", Peer("absent-library"))
+    with pytest.raises(CannotMeasure, match=r"absent skipped: .*pip install absent-library"):
         make_peer("absent", Task(100, 8))
 
 
@@ -220,46 +209,45 @@ def test_the_best_baseline_is_the_fastest_on_the_same_machine() -> None:
         record(median=1.0, implementation="a", suite="peers", environment=replace(ENVIRONMENT, cpu="Other CPU")),
         record("cycle/N=1M/B=32", 1.0, "a", suite="peers"),
     ]
-    assert tables.best_baseline(ours, others) == fast
-    assert tables.best_baseline(record("sample/N=1M/B=256"), others) is None
+    assert report.best_baseline(ours, others) == fast
+    assert report.best_baseline(record("sample/N=1M/B=256"), others) is None
 
 
 def test_a_table_is_aligned_markdown() -> None:
     aligned = "| case   |    µs |\n| ------ | ----: |\n| a      | 1,234 |\n| longer |     5 |"
-    assert tables.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == aligned
-    numbers = [tables.number(value) for value in (0.1234, 9.876, 12.34, 1234.5)]
-    assert numbers == ["0.12", "9.88", "12.3", "1,234"]
+    assert report.table(["case", "µs"], [["a", "1,234"], ["longer", "5"]]) == aligned
+    assert report.table(["a", "p"], [["b", "–"]]).splitlines()[1] == "| -- | -: |"
+    numbers = [report.number(value) for value in (0.1234, 9.876, 12.34, 1234.5)]
+    assert numbers == ["0.123", "9.88", "12.3", "1,234"]
 
 
 def test_tables_give_the_speedup_over_the_best_baseline() -> None:
     ours = [record("cycle/N=1M/B=32", 126.0), record("cycle/N=1M/B=256", 104.5)]
     peers = [record(case.case, 63.0, "a", suite="peers") for case in ours]
-    assert cells(tables.cycle_table(ours, peers).splitlines()[2]) == ["N = 1M", "126 (0.50x)", "104 (0.60x)"]
-    assert cells(tables.cycle_table(ours).splitlines()[2]) == ["N = 1M", "126", "104"]
-    line = tables.cells_table(ours, peers).splitlines()[2]
+    line = report.cells_table(ours, peers).splitlines()[2]
     assert cells(line) == ["cycle/N=1M/B=32", "63.0", "126", "252", "25.0%", "63.0 (a)", "0.50x"]
     taken = [record("frames/N=20k/B=32", 50.0), record("frames/N=20k/B=32", 75.0, "take")]
-    assert cells(tables.frames_table(taken).splitlines()[2]) == ["frames/N=20k/B=32", "50.0", "75.0", "1.50x", "25.0%"]
+    assert cells(report.frames_table(taken).splitlines()[2]) == ["frames/N=20k/B=32", "50.0", "75.0", "1.50x", "25.0%"]
 
 
 def test_uniform_replay_is_shown_and_not_compared_with() -> None:
-    assert {"stable_baselines3"} == tables.UNIFORM
+    assert {"stable_baselines3"} == report.UNIFORM
     medians = {
         ("add/N=1M/B=64", "gpu_replay"): 40.0,
         ("frame-cycle/N=20k/B=256", "gpu_replay"): 100.0,
         ("frame-cycle/N=20k/B=256", "cpprb"): 250.0,
         ("frame-cycle/N=20k/B=256", "stable_baselines3"): 50.0,
         ("add/N=1M/B=64", "stable_baselines3"): 20.0,
-        ("index/N=1M/B=32", "gpu_replay"): 10.0,
-        ("index/N=1M/B=32", "cpprb"): 5.0,
+        ("update/N=1M/B=32", "gpu_replay"): 10.0,
+        ("update/N=1M/B=32", "cpprb"): 5.0,
     }
     found = [record(case, median, name, suite="peers") for (case, name), median in medians.items()]
-    lines = [cells(line) for line in tables.peers_table(found).splitlines()]
+    lines = [cells(line) for line in report.peers_table(found).splitlines()]
     assert lines[0] == ["µs", "gpu_replay", "cpprb", "stable_baselines3 (uniform)", "speedup"]
     assert lines[2:] == [
         ["cycle, Atari, N = 20k, B = 256", "100", "250", "50.0", "2.50x"],
         ["add, N = 1M, 64", "40.0", "", "20.0", ""],
-        ["index alone, N = 1M, B = 32", "10.0", "5.00", "", "0.50x"],
+        ["update, N = 1M, B = 32", "10.0", "5.00", "", "0.50x"],
     ]
 
 
@@ -272,7 +260,7 @@ def test_a_table_states_its_conditions_and_its_command() -> None:
     other = record(median=50.0, environment=replace(ENVIRONMENT, cpu="Other CPU"))
     text = report.section("cpu", [record(), other])
     # machines do not share a table
-    assert text.count("| N = 1M") == 2
+    assert text.count("| cycle/N=1M") == 2
     assert text.index("Test CPU") < text.index("Other CPU")
 
 
@@ -284,15 +272,15 @@ DOCUMENT = (
 def test_marked_places_are_renewed_and_nothing_else() -> None:
     once = report.updated(DOCUMENT, [record()])
     assert "old" not in once
-    assert "| N = 1M" in once
+    assert "| cycle/N=1M" in once
     assert "Not measured yet: `gpu-replay bench gpu`." in once
     assert once.startswith("# Title\n\n<!-- bench:cpu -->\n")
     assert once.endswith("<!-- /bench:gpu -->\nend\n")
     assert "\n\ntext\n\n" in once
     assert report.updated(once, [record()]) == once
-    with pytest.raises(ValueError, match="not closed"):
+    with pytest.raises(UserError, match="not closed"):
         report.updated("<!-- bench:cpu -->\n", [record()])
-    with pytest.raises(KeyError, match="no table is called 'cpus'"):
+    with pytest.raises(UserError, match="no table is called 'cpus'"):
         report.updated("<!-- bench:cpus --><!-- /bench:cpus -->", [record()])
 
 
@@ -305,7 +293,7 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
     threads = torch.get_num_threads()
     assert (commands.main(["cpu", "--quick", "--output", str(file)]), torch.get_num_threads()) == (0, threads)
     records = read(file)
-    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "index", "memory"}
+    assert {r.operation for r in records} == {"add", "sample", "update", "cycle", "memory"}
     for each in records:
         assert each.quick
         assert each.environment.threads == 1
@@ -326,23 +314,33 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
     for outcome in ("renewed", "already as recorded"):
         assert commands.main(["report", str(file), "--update", str(document)]) == 0
         assert f"{document}: {outcome}" in capsys.readouterr().out
-        assert "| N = 10k" in document.read_text()
+        assert "| cycle/N=10k" in document.read_text()
     assert commands.main(["report", str(file)]) == 0
     assert "## memory" in capsys.readouterr().out
 
 
 def test_each_record_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
     file = tmp_path / "cpu.jsonl"
-    options = SimpleNamespace(suite="cpu", output=file, quick=True)
+    options = SimpleNamespace(suite="cpu", output=file, quick=True, only=None)
+    cases = [Case("cycle", 10**6, batch, 8) for batch in (32, 256, 4096)]
 
-    def measured(progress: object) -> Iterator[Record]:
-        for count, batch in enumerate((32, 256), 1):
-            yield record(f"cycle/N=1M/B={batch}")
+    def measured(run: Run, given: list[Case], progress: Progress) -> Iterator[Record]:
+        for count, case in enumerate(given[:2], 1):
+            yield record(case.name)
             assert len(read(file)) == count
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        commands._session(options, 3, measured)
+        commands._measure(options, CPU, [(cases, measured)])
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: Patch) -> None:
+    def mistaken(options: object) -> None:
+        raise KeyError("a table of ours")
+
+    monkeypatch.setitem(commands.SUITES, "cpu", (mistaken, "nothing"))
+    with pytest.raises(KeyError, match="a table of ours"):
+        commands.main(["cpu"])
 
 
 def test_a_subject_that_is_kept_is_filled_once(monkeypatch: Patch) -> None:
@@ -359,18 +357,16 @@ def test_a_subject_that_is_kept_is_filled_once(monkeypatch: Patch) -> None:
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     quicker(monkeypatch)
-    sizes = peers_suite.Sizes(
-        (1_000,), 300, (1_000,), batches=(32,), index_batches=(32,), many=(), stepped=100, variants=300
-    )
+    sizes = peers_suite.Sizes((1_000,), 300, batches=(32,), many=(), stepped=100, variants=300)
     monkeypatch.setattr(peers_suite, "QUICK", sizes)
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]
     assert commands.main(arguments) == 0
-    both, ours = ["gpu_replay", "python_sum_tree"], ["gpu_replay"]
+    both = ["gpu_replay", "python_sum_tree"]
     found = read(file)
-    settings = ["ratio-rank", "ratio-rank", "ratio-loops", "ratio-loops"]
-    assert [r.operation for r in found] == ["cycle", "cycle", "frame-cycle", "frame-cycle", *settings, "index"]
-    assert [r.implementation for r in found] == [*both, *both, "Proportional", "RankBased", "Numba", "NumPy", *ours]
+    settings = ["ratio-rank", "ratio-rank"]
+    assert [r.operation for r in found] == ["cycle", "cycle", "frame-cycle", "frame-cycle", *settings]
+    assert [r.implementation for r in found] == [*both, *both, "Proportional", "RankBased"]
     assert "python_sum_tree" in capsys.readouterr().out
 
 
@@ -381,7 +377,7 @@ def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, m
         (["kernels", "--device", "cpu", "--only", "juggle"], 2, "'juggle' matches no case"),
         (["kernels", "--device", "cpu", "--timing", "graph"], 2, "--timing graph needs a GPU"),
         (["kernels", "--device", "cpu", "--only", "N=1M", "--n-max", "1e5"], 2, "matches no case"),
-        (["storage", "--quick", "--only", "treap"], 2, "no layout is called 'treap'"),
+        (["storage", "--quick", "--only", "treap"], 2, "'treap' matches no case"),
         (["page", "--results", "nowhere"], 2, "is not a folder"),
         (["report", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),
         (["plot", "nothing-here.jsonl"], 1, "nothing-here.jsonl"),

@@ -25,7 +25,7 @@ def test_a_round_is_recorded(
     # all frames are in one piece
     assert 300 * FRAME_BYTES < moved["checkpoint-again", "gpu_replay"] < 301 * FRAME_BYTES + 10_000
     page = capsys.readouterr().out
-    assert "| the same into new memory " in page
+    assert "| plain sequential read " in page
     assert "| `load` " in page
     assert "Peak of resident memory beyond the buffer's own: `save`" in page
     assert [path.name for path in tmp_path.iterdir()] == ["found.jsonl"]

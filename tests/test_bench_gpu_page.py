@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from bench_records import GPU, cells, record
 
-from gpu_replay.bench import cost_model, gpu_page, main, runs
+from gpu_replay.bench import gpu_page, main, runs, targets
 from gpu_replay.bench.results import write
+from gpu_replay.console.errors import UserError
 
 STEP = {"gpu": "NVIDIA Test 9000", "torch": "2.11.0", "triton": "3.6.0", "commit": "0123456789ab", "date": "2026-01-02"}
 OUTCOMES = [("good", "passed", 12.25), ("skipped", "skipped", 0.25), ("bad", "passed", 1.0), ("bad", "failed", 0.0)]
@@ -88,19 +89,17 @@ def test_a_page_of_everything(folder: Path) -> None:
     text = gpu_page.page(folder, output)
     assert text.startswith("# NVIDIA Test 9000\n")
     assert "| tests " in text
-    assert re.search(r"\| tests +\| +tests \| +done \|", text)
-    assert re.search(r"pong \| +\*\*out of time\*\* \|", text)
-    assert re.search(r"bench-gpu \| +not run: `bench/on_gpu.sh records`", text)
-    assert re.search(r"\| tests +\| +1 \| +2 \| +1 \| +14 \|", text)
+    assert re.search(r"\| tests +\| +tests \|.* done \|", text)
+    assert re.search(r"pong \|.* \*\*out of time\*\* \|", text)
+    assert re.search(r"bench-gpu \|.* not run: `bench/on_gpu.sh records`", text)
+    assert re.search(r"\| tests +\| +1 \| +2 \| +1 \|", text)
     assert "- `tests/test_gpu.py::test_bad`\n- `tests/test_other.py`" in text
     assert "test_good" not in text
-    for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.11.0, triton 3.6.0"):
+    for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.13.0"):
         assert part in text
-    # Pong's row has its minute and step; catch has a sentence, and no marks of Pong
+    # Pong's row has its minute and step; catch has no marks of Pong
     assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +ended before \| 25.5 min, 0.95M, solved \|", text)
-    assert not re.search(r"\| test-9000/catch", text)
-    assert "`catch`: 250,000 environment steps in 2.0 minutes, mean return of training 14.50; 1,234 updates" in text
-    assert "Learning: 1,250 environment steps/s; env 10.0%, act 5.0%, replay 25.0%, learn 60.0%." in text
+    assert re.search(r"test-9000/catch +\| +\| +\| 25.5 min, 0.95M, solved \|", text)
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) == 4
     assert all((output.parent / link).exists() for link in links)
@@ -111,11 +110,11 @@ def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> N
     text = gpu_page.page(folder, folder / "page.md")
     for part, names in gpu_page.PARTS.items():
         for name in names:
-            assert re.search(rf"\| {part} +\| +{name} \| +not run: `bench/on_gpu.sh {part}` \|", text)
+            assert re.search(rf"\| {part} +\| +{name} \|.* not run: `bench/on_gpu.sh {part}` \|", text)
     assert "No tests were recorded." in text
     assert "Not measured yet: `gpu-replay bench kernels`" in text
     assert "Not measured yet: `bench/on_gpu.sh pong`" in text
-    assert text.count(cost_model.NOT_MEASURED) == len(cost_model.targets())
+    assert text.count(targets.NOT_MEASURED) == len(targets.TARGETS)
     # tables of a CPU are not missed on a page of a GPU
     assert "bench cpu" not in text
 
@@ -153,5 +152,5 @@ def test_the_command_writes_the_page_beside_the_folder(folder: Path, tmp_path: P
 )
 def test_a_folder_that_says_nothing_is_refused(folder: Path, name: str, text: str, message: str) -> None:
     (folder / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         gpu_page.page(folder, folder / "page.md")

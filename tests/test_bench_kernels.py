@@ -12,14 +12,15 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 
 from gpu_replay.bench import kernel_checks, kernels, plots, report, results
 from gpu_replay.bench import main as commands
-from gpu_replay.bench.cases import OURS, chosen
+from gpu_replay.bench.cases import OURS, Case, chosen
+from gpu_replay.bench.environment import CannotMeasure
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
-from gpu_replay.bench.kernels import KERNELS, KernelCase, kernel_cases
+from gpu_replay.bench.kernels import KERNELS, inputs, kernel_cases, makers
 from gpu_replay.bench.record import Record
-from gpu_replay.bench.runner import Refused, Run
+from gpu_replay.bench.report import best_baseline, kernels_table
+from gpu_replay.bench.runner import Run
 from gpu_replay.bench.subjects import EPS
-from gpu_replay.bench.tables import best_baseline, kernels_table
 from gpu_replay.bench.timing import Plan
 from gpu_replay.console.progress import Progress
 
@@ -48,7 +49,7 @@ def test_bytes_that_must_move_by_hand() -> None:
         ("frame-gather-bf16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
         ("frame-gather-f16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
     }
-    assert {key: KernelCase(*key).bytes for key in expected} == expected
+    assert {key: Case(*key).bytes for key in expected} == expected
     assert {operation for operation, _, _ in expected} == set(KERNELS)
 
 
@@ -68,19 +69,21 @@ def test_the_registry_covers_the_sizes_that_were_asked_for(device: str) -> None:
 
 
 def test_baselines_end_where_they_stop_being_right() -> None:
-    assert KernelCase("draw", 2**24, 32).left_out() == []
-    large = KernelCase("draw", 10**8, 32)
-    assert large.left_out() == ["cumsum + searchsorted, float32", "multinomial"]
-    assert list(large.makers()) == [OURS, "cumsum + searchsorted", "searchsorted alone"]
+    assert list(makers(Case("draw", 2**24, 32))) == [OURS, *KERNELS["draw"].baselines]
+    assert list(makers(Case("draw", 10**8, 32))) == [OURS, "searchsorted alone", "cumsum + searchsorted"]
+    for kernel in KERNELS.values():
+        names = list(kernel.baselines)
+        single = [name for name in names if "float32" in name or name == "multinomial"]
+        assert single == names[len(names) - kernel.float32 :]
 
 
 def right_answers(operation: str, device: torch.device, slots: int, batch: int) -> None:
     kind = KERNELS[operation]
     slots = 2000 if kind.dtype is not None else slots
-    case = KernelCase(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
-    inputs, wrong = case.inputs(device), {}
-    for name, make in case.makers().items():
-        work = make(inputs)
+    case = Case(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
+    given, wrong = inputs(case, device), {}
+    for name, make in makers(case).items():
+        work = make(given)
         wrong[name] = work.wrong()
         # as often as there are inputs, and once more
         for _ in range(9):
@@ -173,7 +176,7 @@ def wrong_work(inputs: Inputs) -> Implementation:
     return Implementation(lambda: None, lambda: ["it is all wrong"])
 
 
-def measured(case: KernelCase) -> list[Record]:
+def measured(case: Case) -> list[Record]:
     with Progress(1, "test") as progress:
         return list(kernels.records(run(), [case], progress))
 
@@ -185,28 +188,28 @@ def small_caches(monkeypatch: Patch) -> None:
 
 
 def test_a_record_says_how_it_was_made() -> None:
-    case = KernelCase("prefix-sum", 1000, 0)
+    case = Case("prefix-sum", 1000, 0)
     ours, theirs = measured(case)
     assert ((ours.implementation, theirs.implementation), ours.flush) == ((OURS, "cumsum"), 4096)
     assert (ours.timing, ours.tests, ours.suite, ours.bytes) == ("host", "passed", "kernels", 16_000)
-    assert (measured(KernelCase("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
+    assert (measured(Case("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
 
 
 def test_wrong_answers_are_not_measured(monkeypatch: Patch, capsys: Capture) -> None:
-    case = KernelCase("prefix-sum", 1000, 0)
+    case = Case("prefix-sum", 1000, 0)
     replaced(monkeypatch, baselines={"cumsum": wrong_work})
     assert [each.implementation for each in measured(case)] == [OURS]
     assert "cumsum is not measured in prefix-sum/N=1k: it is all wrong." in capsys.readouterr().err
     replaced(monkeypatch, ours=wrong_work)
-    with pytest.raises(Refused, match="gpu_replay is not measured"):
+    with pytest.raises(CannotMeasure, match="gpu_replay is not measured"):
         measured(case)
 
 
 def test_what_does_not_fit_is_skipped_with_a_word(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
-    assert measured(KernelCase("rank-draw", 10**8, 32)) == []
+    assert measured(Case("rank-draw", 10**8, 32)) == []
     assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
-    assert kernels.too_large(KernelCase("draw", 10**6, 32), CPU) is None
+    assert kernels.too_large(Case("draw", 10**6, 32), CPU) is None
 
 
 # the command
@@ -217,17 +220,16 @@ def test_bench_kernels_measures_records_and_draws(tmp_path: Path, monkeypatch: P
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
     file = tmp_path / "kernels.jsonl"
-    arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--plot", "--output", str(file)]
+    arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--output", str(file)]
     assert commands.main(arguments) == 0
     found = results.read(file)
     assert {each.case for each in found} == {"draw/N=10k/B=32", "draw/N=10k/B=256"}
-    assert {each.implementation for each in found} == set(KernelCase("draw", 10_000, 32).makers())
+    assert {each.implementation for each in found} == set(makers(Case("draw", 10_000, 32)))
     assert all(each.quick and each.tests is None and each.timing == "host" for each in found)
     assert "| draw" in capsys.readouterr().out
+    assert commands.main(["plot", str(file)]) == 0
     drawn = sorted(path.name for path in (tmp_path / "kernels").iterdir())
     assert drawn == ["draw.png", "roofline.png"]
-    (tmp_path / "kernels" / "draw.png").unlink()
-    assert commands.main(["plot", str(file)]) == 0
     assert (tmp_path / "kernels" / "draw.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -286,9 +288,9 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    assert commands.main(["plot"]) == 1
-    assert "pip install 'gpu-replay[training]'" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert commands.main(["plot"]) == 2
+    assert "matplotlib is needed for gpu-replay bench plot but not installed" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 from bench_records import Capture, Patch
 from torch import Tensor
 
-from gpu_replay.bench import peers_suite, variants
+from gpu_replay.bench import peers_suite, report
+from gpu_replay.bench.environment import CannotMeasure
 from gpu_replay.bench.frames import FrameSubject
-from gpu_replay.bench.peers.python_sum_tree import PythonSumTree
-from gpu_replay.bench.runner import Refused, check, fill
+from gpu_replay.bench.peers import python_sum_tree_peer
+from gpu_replay.bench.results import read
+from gpu_replay.bench.runner import check, fill
 from gpu_replay.bench.stacks import EPISODE, FRAMES, StackStream, faults
-from gpu_replay.bench.subjects import PEERS, MissingPeer, Subject, Task, make_peer
-from gpu_replay.console.progress import Progress
+from gpu_replay.bench.subjects import PEERS, PeerSubject, Sampled, Subject, Task, make_peer
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all
@@ -106,19 +108,18 @@ def test_our_own_buffer_gives_whole_rows(n_step: int, envs: int) -> None:
 # libraries
 
 
-class _OtherRewards(PythonSumTree):
-    """Gives rewards of other rows."""
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        found = dict(super().fields(sampled))
-        return {**found, "reward": found["reward"].roll(1)}
-
-
 @pytest.mark.parametrize("stacks", [False, True], ids=["vectors", "stacks"])
 def test_a_library_that_mixes_rows_up_is_refused(stacks: bool) -> None:
-    subject = _OtherRewards(Task(256, 8, stacks=stacks))
+    task = Task(256, 8, stacks=stacks)
+    adapter = python_sum_tree_peer.make(task)
+
+    def sample(batch: int) -> Sampled:
+        slots, found = adapter.sample(batch)
+        return slots, {**found, "reward": found["reward"].roll(1)}
+
+    subject = PeerSubject(task, replace(adapter, sample=sample))
     fill(subject, 256, CPU, rounds=1)
-    with pytest.raises(Refused, match="mixing is not measured: .*reward"):
+    with pytest.raises(CannotMeasure, match="mixing is not measured: .*reward"):
         check(subject, "mixing")
 
 
@@ -129,22 +130,24 @@ def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(name: 
     for module in LIBRARIES[name]:
         # Python's own way of saying that there is no such module
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingPeer, match=rf"^{name} skipped: .*; it needs `pip install .*{PEERS[name].distribution}`"):
+    with pytest.raises(
+        CannotMeasure, match=rf"^{name} skipped: .*; it needs `pip install .*{PEERS[name].distribution}`"
+    ):
         make_peer(name, Task(256, 8))
 
 
 def test_a_device_that_a_library_does_not_know_is_refused() -> None:
-    with pytest.raises(MissingPeer, match=r"cpprb skipped: it stores nothing on a device of type 'cuda'\."):
+    with pytest.raises(CannotMeasure, match=r"cpprb skipped: it stores nothing on a device of type 'cuda'\."):
         make_peer("cpprb", Task(256, 8, device=torch.device("cuda")))
 
 
-def made(name: str, task: Task, *, index: bool = False) -> Subject:
+def made(name: str, task: Task) -> Subject:
     """A library's buffer, or a skipped test where it is not installed or its extension does not load."""
     for module in LIBRARIES[name]:
         pytest.importorskip(module)
     try:
-        return make_peer(name, task, index=index)
-    except MissingPeer as reason:
+        return make_peer(name, task)
+    except CannotMeasure as reason:
         if "cannot be loaded by torch" in str(reason):
             pytest.skip(str(reason))
         raise
@@ -182,20 +185,12 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.index])
-def test_an_installed_index_works_alone(name: str) -> None:
-    subject = made(name, Task(1_000, 0), index=True)
-    fill(subject, 1_000, CPU, rounds=4)
-    check(subject, name)
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_trees_on_a_gpu_are_refused_without_a_build_that_has_them() -> None:
     made("torchrl", Task(256, 8))
     extension = importlib.import_module("torchrl._torchrl")
     if hasattr(extension, "CudaSumSegmentTreeFp32"):
         pytest.skip("this build of TorchRL has CUDA trees")
-    with pytest.raises(MissingPeer, match="torchrl skipped: installed, but it fails here"):
+    with pytest.raises(CannotMeasure, match="torchrl skipped: installed, but it fails here"):
         make_peer("torchrl", Task(256, 8, device=torch.device("cuda")))
 
 
@@ -203,27 +198,53 @@ def test_trees_on_a_gpu_are_refused_without_a_build_that_has_them() -> None:
 
 
 def test_every_part_has_those_that_can_do_it() -> None:
-    everything = list(PEERS)
-    vectors, stacks, more, more_stacks, *others, index = peers_suite.parts(peers_suite.Sizes(), CPU)
-    assert [case.name for case in stacks.cases] == [f"frame-cycle/N=20k/B={batch}" for batch in (32, 64, 256, 4096)]
-    assert [case.name for case in (*more.cases, *more_stacks.cases)] == ["add/N=1M/B=64", "frame-add/N=20k/B=64"]
-    assert (vectors.added, more.added) == (8, 64)
-    assert "dopamine" in peers_suite.makers(vectors, 10_000, everything, CPU)
-    assert "dopamine" not in peers_suite.makers(vectors, 100_000, everything, CPU)
-    assert list(peers_suite.makers(stacks, 20_000, everything, CPU)) == ["gpu_replay", *everything]
-    assert list(peers_suite.makers(others[2], 100_000, everything, CPU)) == ["gpu_replay", "stable_baselines3"]
-    settings = [case.operation for part in others[3:] for case in part.cases]
-    assert len(set(settings)) == 6
-    assert all(len(variants.makers(operation)) == 2 for operation in settings)
-    with_index = ["gpu_replay", "tianshou", "torchrl", "dopamine"]
-    assert list(peers_suite.makers(index, 10_000_000, everything, CPU)) == with_index
-    on_gpu = peers_suite.parts(peers_suite.Sizes(), torch.device("cuda"))
-    assert "index" not in {part.contents for part in on_gpu}
-    assert "update/N=1M/B=4096" in {case.name for part in on_gpu for case in part.cases}
+    sizes = peers_suite.Sizes()
+    found = {case.name: part.args[0] for cases, part in peers_suite.parts(sizes, list(PEERS), CPU) for case in cases}
+    for batch in (32, 256, 4096):
+        assert list(found[f"cycle/N=10k/B={batch}"]) == ["gpu_replay", *PEERS]
+        assert list(found[f"frame-cycle/N=20k/B={batch}"]) == ["gpu_replay", *PEERS]
+        assert list(found[f"ratio-rank/N=1M/B={batch}"]) == ["Proportional", "RankBased"]
+    assert {"add/N=1M/B=64", "frame-add/N=20k/B=64", "step-add/N=100k/B=1"} <= found.keys()
+    assert list(found["step-uniform/N=100k/B=64"]) == ["gpu_replay", "stable_baselines3"]
+    on_gpu = peers_suite.parts(sizes, [], torch.device("cuda"))
+    names = {case.name for cases, _ in on_gpu for case in cases}
+    assert "update/N=1M/B=4096" in names
+    assert not any(name.startswith(("ratio", "step")) for name in names)
+
+
+def test_what_is_recorded_is_what_the_command_measures() -> None:
+    # a row of a table without a record, or a record that no command renews, would be a figure from nowhere
+    parts = peers_suite.parts(peers_suite.Sizes(), [], CPU)
+    measured = {case.name for cases, _ in parts for case in cases}
+    root = Path(__file__).parents[1]
+    recorded = {each.case for each in read(root / "bench" / "results" / "peers.jsonl")}
+    assert recorded == measured
+    rows = report.section("peers", read(root / "bench" / "results" / "peers.jsonl"))
+    assert rows in (root / "README.md").read_text()
+
+
+def test_a_library_that_would_take_too_long_is_said_to_be_skipped() -> None:
+    with pytest.raises(CannotMeasure, match=r"dopamine skipped: filling it with more than 10,000 rows takes too long"):
+        make_peer("dopamine", Task(100_000, 8))
+
+
+def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> None:
+    def mistaken(task: Task) -> None:
+        raise AttributeError("a typing mistake")
+
+    monkeypatch.setattr(python_sum_tree_peer, "PythonSumTree", mistaken)
+    with pytest.raises(CannotMeasure, match="installed, but it fails here"):
+        make_peer("python_sum_tree", Task(100, 8))
+    # the same in a file of the adapters
+    code = "def mistaken(task):\n    return task.no_such_field"
+    space: dict[str, Any] = {}
+    exec(compile(code, python_sum_tree_peer.__file__, "exec"), space)
+    monkeypatch.setattr(python_sum_tree_peer, "PythonSumTree", space["mistaken"])
+    with pytest.raises(AttributeError, match="no_such_field"):
+        make_peer("python_sum_tree", Task(100, 8))
 
 
 def test_what_is_missing_is_said_once(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "cpprb", None)
-    with Progress(1, "test") as progress:
-        found = peers_suite.available(["cpprb", "python_sum_tree"], CPU, progress)
+    found = peers_suite.available(["cpprb", "python_sum_tree"], CPU)
     assert (found, capsys.readouterr().err.count("cpprb skipped")) == (["python_sum_tree"], 1)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
-from gpu_replay.bench import mapped, storage
-from gpu_replay.bench.layouts import LAYOUTS, Fields, Layout, ListRing
+from gpu_replay.bench import storage
+from gpu_replay.bench.environment import CannotMeasure
 from gpu_replay.bench.results import read
 from gpu_replay.bench.rows import make_rows
-from gpu_replay.bench.runner import Refused
+from gpu_replay.bench.storage import LAYOUTS, Layout, list_ring
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -30,24 +30,26 @@ def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
     assert np.array_equal(stored, np.sort(rows["obs"][5:, 0]))
 
 
-class _Mixed(ListRing):
+def mixed(capacity: int) -> Layout:
     """Gives rewards of other rows."""
+    layout = list_ring(capacity)
 
-    def batch(self, size: int) -> Fields:
-        found = super().batch(size)
+    def batch(size: int) -> Any:
+        found = layout.batch(size)
         return {**found, "reward": found["reward"].flip(0)}
 
+    return layout._replace(batch=batch)
 
-class _Forgetful(ListRing):
+
+def forgetful(capacity: int) -> Layout:
     """Stores only every second row of a block."""
+    layout = list_ring(capacity)
+    return layout._replace(extend=lambda block: layout.extend(block[::2]))
 
-    def extend(self, block: list[tuple[np.ndarray, int, float, np.ndarray, bool]]) -> None:
-        super().extend(block[::2])
 
-
-@pytest.mark.parametrize(("broken", "wrong"), [(_Mixed, "reward"), (_Forgetful, "which rows are kept")])
+@pytest.mark.parametrize(("broken", "wrong"), [(mixed, "reward"), (forgetful, "which rows are kept")])
 def test_a_broken_layout_is_not_measured(broken: Callable[[int], Layout], wrong: str) -> None:
-    with pytest.raises(Refused, match=wrong):
+    with pytest.raises(CannotMeasure, match=wrong):
         storage.check("broken", broken)
 
 
@@ -57,33 +59,10 @@ def test_the_command_records_every_part_of_every_layout(tmp_path: Path, capsys: 
     output = tmp_path / "storage.jsonl"
     assert commands.main(["storage", "--quick", "--output", str(output)]) == 0
     records = read(output)
-    assert [record.implementation for record in records] == [name for name in LAYOUTS for _ in range(3)]
+    assert [record.implementation for record in records] == 3 * list(LAYOUTS)
     calls = {record.operation: (record.batch, record.repetitions) for record in records}
     assert calls == {"storage-one": (1, 256), "storage-blocks": (64, 4), "storage-batches": (5, 4)}
     assert all(record.seconds is not None and record.seconds > 0 for record in records)
     printed = capsys.readouterr().out
     for heading in ("256 one at a time, s", "256 in blocks of 64, s", "4 batches of 5, s"):
         assert heading in printed
-
-
-def test_only_chooses_layouts_by_name() -> None:
-    assert storage.chosen("NumPy") == ["NumPy array per field", "NumPy array of records"]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its memory as Linux does")
-def test_a_ring_in_a_file_is_timed_beside_one_in_memory(tmp_path: Path, capsys: Capture) -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    mapped.main(["--folder", str(tmp_path), "--gb", "0.01", "--batches", "2"])
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert list(tmp_path.iterdir()) == []
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("ring of 354 rows, 0.01 GB; own memory limited to ")
-    assert [line.split(":")[0] for line in printed[1:]] == [
-        "add of 64, first lap",
-        "add of 64, later",
-        "sample of 256 and update, cached",
-        "sample of 256 and update, not cached",
-        "plain reads of 256 rows one after the other, not cached",
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench_records import Capture, Patch, quicker
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import test_gate
 from gpu_replay.bench.cases import OPERATIONS
+from gpu_replay.bench.environment import CannotMeasure
 from gpu_replay.bench.kernels import KERNELS
 from gpu_replay.bench.results import read
 
@@ -21,35 +23,30 @@ CPU = torch.device("cpu")
 
 
 def test_every_operation_names_tests_that_are_there() -> None:
-    measured = {*OPERATIONS, *KERNELS}
-    assert measured == set(test_gate.TESTS)
-    for tests in (*test_gate.TESTS.values(), test_gate.GPU_TESTS):
-        assert tests
-        for test in tests:
-            file, _, name = test.partition("::")
-            functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
-            assert any(each.startswith("test_") for each in functions)
-            assert not name or name in functions
-    both = [*test_gate.TESTS["draw"], *test_gate.TESTS["update"]]
+    assert set(KERNELS) < set(OPERATIONS)
+    for operation in OPERATIONS:
+        for device in (CPU, torch.device("cuda")):
+            for test in test_gate.selection([operation], device):
+                file, _, name = test.partition("::")
+                tree = ast.walk(ast.parse((ROOT / file).read_text()))
+                functions = {node.name for node in tree if hasattr(node, "name")}
+                assert any(each.startswith("test_") for each in functions)
+                assert not name or name in functions
+                assert device.type == "cpu" or "mark.gpu" in (ROOT / file).read_text()
+    both = ["tests/test_proportional.py", "tests/test_priorities.py"]
     assert test_gate.selection(["draw", "update", "draw"], CPU) == both
-    # on a GPU the same few for all, which are marked gpu
-    for operation in measured:
-        assert test_gate.selection([operation], torch.device("cuda")) == list(test_gate.GPU_TESTS)
-    for test in test_gate.GPU_TESTS:
-        assert "mark.gpu" in (ROOT / test.partition("::")[0]).read_text()
-    with pytest.raises(KeyError, match="no tests are named for 'juggle'"):
-        test_gate.selection(["juggle"], CPU)
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A checkout of one operation, "draw", held by one file of tests; a cache of its own."""
+    """A checkout whose operations are held by one file of tests each; a cache of its own."""
     for folder in ("gpu_replay", "kernels", "bench", "tests"):
         (tmp_path / folder).mkdir()
     (tmp_path / "gpu_replay" / "buffer.py").write_text("x = 1\n")
     (tmp_path / "tests" / "test_it.py").write_text("def test_it():\n    assert True\n")
     monkeypatch.setattr(test_gate, "checkout", lambda: tmp_path)
-    monkeypatch.setattr(test_gate, "TESTS", {"draw": ("tests/test_it.py",)})
+    for name, tests in (("draw", "it"), ("update", "it more")):
+        monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS[name], tests=tests))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return tmp_path
@@ -58,18 +55,17 @@ def checkout(tmp_path: Path, monkeypatch: Patch) -> Path:
 def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: Patch) -> None:
     (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\ndef test_good():\n    pass\n")
     # a file that cannot be collected does not stop the others
-    (checkout / "tests" / "test_broken.py").write_text("import no_such_module\n")
-    monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_broken.py",))
-    expected = ["tests/test_it.py::test_it", "tests/test_broken.py"]
+    (checkout / "tests" / "test_more.py").write_text("import no_such_module\n")
+    expected = ["tests/test_it.py::test_it", "tests/test_more.py"]
     assert test_gate.failed_tests(["draw", "update"], CPU) == expected
     monkeypatch.setattr(test_gate, "run", lambda *_: pytest.fail("these tests have been run"))
-    assert test_gate.failed_tests(["draw", "update"], CPU) == expected
-    assert test_gate.failed_tests(["update"], CPU) == expected[1:]
+    assert test_gate.failed_tests(["update"], CPU) == expected
+    assert test_gate.failed_tests(["draw"], CPU) == expected[:1]
 
 
 def test_tests_that_cannot_be_run_refuse(checkout: Path) -> None:
     (checkout / "tests" / "test_it.py").write_text("def helper():\n    pass\n")
-    with pytest.raises(test_gate.CannotTest, match="could not be run, so nothing is recorded; pytest ended with 5"):
+    with pytest.raises(CannotMeasure, match="could not be run, so nothing is recorded; pytest ended with 5"):
         test_gate.failed_tests(["draw"], CPU)
     assert not (checkout / "cache").exists()
 
@@ -83,14 +79,11 @@ def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: Patch) -
         assert [test_gate.failed_tests(["draw"], CPU) for _ in range(2)] == [[], []]
     assert ran == [["tests/test_it.py"]] * 5
     # of several tests only those are run that are new
-    (checkout / "tests" / "test_more.py").write_text("")
-    monkeypatch.setitem(test_gate.TESTS, "update", ("tests/test_it.py", "tests/test_more.py"))
     assert (test_gate.failed_tests(["draw", "update"], CPU), ran.pop()) == ([], ["tests/test_more.py"])
-    monkeypatch.setattr(test_gate, "installed_version", lambda name: "99")
+    monkeypatch.setattr(torch, "__version__", "99")
     assert (test_gate.failed_tests(["draw"], CPU), len(ran)) == ([], 6)
     # a cache that cannot be written is done without
-    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "pyproject.toml"))
-    (checkout / "pyproject.toml").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "gpu_replay" / "buffer.py"))
     assert ([test_gate.failed_tests(["draw"], CPU) for _ in range(2)], len(ran)) == ([[], []], 8)
 
 
@@ -106,15 +99,17 @@ def test_every_suite_asks_for_its_tests(suite: str, monkeypatch: Patch, tmp_path
 
     def refuses(operations: list[str], device: torch.device) -> None:
         asked.extend(operations)
-        raise test_gate.CannotTest("pytest is missing, so nothing can be recorded.")
+        raise CannotMeasure("pytest is missing, so nothing can be recorded.")
 
     monkeypatch.setattr(commands, "failed_tests", refuses)
     file = tmp_path / "records.jsonl"
     assert commands.main([suite, "--output", str(file)]) == 1
-    assert capsys.readouterr().err == "gpu-replay bench: pytest is missing, so nothing can be recorded.\n"
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == "gpu-replay bench: pytest is missing, so nothing can be recorded."
+    )
     assert not file.exists()
     assert asked
-    assert set(asked) <= set(test_gate.TESTS)
+    assert set(asked) <= set(OPERATIONS)
 
 
 def test_records_name_the_tests_that_fail(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:

@@ -225,3 +225,26 @@ def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_buffer_is_on_the_cpu_where_there_is_no_gpu() -> None:
     assert ReplayBuffer(4, NUMBER).device.type == "cpu"
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_calls_within_a_transform_of_torch_are_refused(transform: str) -> None:
+    """There tensors have no memory that could be read."""
+    buffer = make(4, Proportional(), device="cpu", a=Field((), torch.float32))
+    keys = buffer.add(a=torch.ones(3))
+
+    def stores(value: torch.Tensor) -> torch.Tensor:
+        buffer.add(a=value.reshape(1))
+        return value.sum()
+
+    def updates(value: torch.Tensor) -> torch.Tensor:
+        buffer.update_priorities(keys[:1], value.reshape(1))
+        return value.sum()
+
+    transformed, given = (
+        (torch.func.grad, torch.tensor(2.0)) if transform == "grad" else (torch.func.vmap, torch.ones(2))
+    )
+    for call in (stores, updates):
+        with pytest.raises(TypeError, match=r"memory.*torch\.func"):
+            transformed(call)(given)
+    assert buffer.added == 3

@@ -39,7 +39,7 @@ SAMPLERS: dict[str, Any] = {
     "uniform": Uniform(),
     "latest": Latest(),
     "proportional": Proportional(alpha=1.0, beta=BETA, eps=0.0, initial="stored"),
-    "rank": RankBased(beta=BETA, resort_every=2),
+    "rank": RankBased(beta=BETA),
     "combined": Combined(Proportional(alpha=1.0, beta=BETA, eps=0.0), newest=2),
 }
 BUFFERS: dict[str, Callable[[Any, str], Any]] = {

@@ -5,22 +5,27 @@ Streams and graphs only remember what they were given (fake_cuda.py).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from gpu_twins import SAMPLERS
 from launches import recorded
 from test_capture import BUFFERS, add, filled
 from torch import Tensor
 
 from gpu_replay import Batch, Proportional, Uniform
-from gpu_replay.base_buffer import Buffer
+from gpu_replay.base.buffer import Buffer
 from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.graphs.learning_step import LearningStep
+from gpu_replay.graphs.stream_order import StreamOrder
 from gpu_replay.ops.counters import Counter
-from gpu_replay.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
 
@@ -337,3 +342,36 @@ def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(DeviceSampler, "capturing", lambda self: True)
         with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
             draws.moved(value)
+
+
+def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) -> None:
+    """torch has 32, so that with a new one each time another thread's capture would soon be on one of them."""
+
+    def run() -> None:
+        for _ in range(20):
+            step = Pretended(cuda).capture(4, lambda batch: None, warm_ups=1)
+            step()
+            step()
+            assert step.captured
+            order = StreamOrder(CUDA)
+            with order.ordered():
+                order.copied(torch.zeros(1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor)
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert len(cuda.streams) == 2 * 2
+
+
+def test_no_kernel_is_first_launched_while_a_graph_is_captured() -> None:
+    """The driver loads no code then. Every sampler, steps with and without a draw, graphs made by hand; one warm-up."""
+    tests = Path(__file__).parent
+    places = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "rehearsal", "rehearsed_captures"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(SAMPLERS) + 3

@@ -93,7 +93,7 @@ def test_killed_at_random_moments_leaves_the_old_or_the_new_one(saver: Saver, tm
         old = ended[-1] if ended else present
         new = begun[-1] if begun else first
         interrupted += new != old
-        if path.exists():
+        if (path / "manifest.json").exists():
             assert load(path) in (old, new)
         else:
             assert old is None
@@ -127,7 +127,6 @@ def test_death_at_every_file_operation_leaves_the_old_or_the_new_one(
             except CheckpointError:
                 # nothing yet, and nothing that could be taken for a checkpoint
                 assert not (path / "manifest.json").exists()
-                assert existing == "an empty folder" or not path.exists()
                 found.append(1)
         save(path, 3)
         assert load(path) == 3

@@ -71,29 +71,22 @@ def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
 def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     before = snapshot(tmp_path)
-    (tmp_path / ".new.saving").mkdir()
-    for held, path in ((tmp_path / "c", tmp_path / "c"), (tmp_path / ".new.saving", tmp_path / "new")):
-        with save_lock(held, path), pytest.raises(CheckpointError, match="another save to .* under way"):
+    (tmp_path / "new").mkdir()
+    for path in (tmp_path / "c", tmp_path / "new"):
+        with save_lock(path, path), pytest.raises(CheckpointError, match="another save to .* under way"):
             saved(path)
-    (tmp_path / ".new.saving").rmdir()
+    (tmp_path / "new").rmdir()
     assert snapshot(tmp_path) == before
 
 
-def test_what_a_crashed_first_save_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    # before the first checkpoint, and beside one
-    for _ in range(2):
-        saved(tmp_path / ".c.saving")
-        saved(tmp_path / "c")
-        assert os.listdir(tmp_path) == ["c"]
-
-
-def test_a_hidden_folder_with_other_contents_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / ".c.saving").mkdir()
-    (tmp_path / ".c.saving" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds mine.txt"):
-        saved(tmp_path / "c")
-    assert (tmp_path / ".c.saving" / "mine.txt").read_text() == "mine"
-    assert not (tmp_path / "c").exists()
+def test_what_a_crashed_first_save_left_is_no_checkpoint_and_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    left = [piece.name for piece in pieces_of(tmp_path / "c")]
+    (tmp_path / "c" / "manifest.json").rename(tmp_path / "c" / ".manifest.json.saving")
+    with pytest.raises(CheckpointError, match="manifest.json is missing"):
+        read_checkpoint(tmp_path / "c")
+    saved(tmp_path / "c", seed=9)
+    assert not {*left, ".manifest.json.saving"} & set(os.listdir(tmp_path / "c"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="makes links")
@@ -102,19 +95,11 @@ def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "mine" / "manifest.json").write_text('{"format": "gpu_replay checkpoint"}')
     (tmp_path / "mine" / "piece-00000000-00000.safetensors").write_text("the only copy")
     before = snapshot(tmp_path / "mine")
-    # a folder in the place of the first save's, one that is not there, and a file in the place of the manifest's
-    for name, target in (("one", tmp_path / "mine"), ("two", tmp_path / "gone")):
-        (tmp_path / f".{name}.saving").symlink_to(target)
-        with pytest.raises(CheckpointError, match=rf"\.{name}\.saving is a link.* Nothing was written"):
-            saved(tmp_path / name)
-        assert not (tmp_path / name).exists()
     for target in (tmp_path / "mine" / "manifest.json", tmp_path / "gone"):
-        saved(tmp_path / "three")
-        (tmp_path / "three" / ".manifest.json.saving").symlink_to(target)
-        (tmp_path / ".three.saving").symlink_to(tmp_path / "mine")
-        saved(tmp_path / "three", seed=9)
-        (tmp_path / ".three.saving").unlink()
-        assert not (tmp_path / "three" / ".manifest.json.saving").is_symlink()
+        saved(tmp_path / "c")
+        (tmp_path / "c" / ".manifest.json.saving").symlink_to(target)
+        saved(tmp_path / "c", seed=9)
+        assert not (tmp_path / "c" / ".manifest.json.saving").is_symlink()
     assert snapshot(tmp_path / "mine") == before
     assert not (tmp_path / "gone").exists()
 
@@ -158,6 +143,17 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, mon
     with pytest.raises(OSError, match=r"\d+ bytes are needed and 100 are free"):
         saved(tmp_path / "c")
     assert os.listdir(tmp_path) == []
+
+
+def test_too_little_space_is_seen_before_changed_rows_are_written(tmp_path: Path, monkeypatch: Patch) -> None:
+    write_checkpoint(tmp_path / "c", {}, {"a": torch.zeros(3000), "b": torch.zeros(3000)}, shard_bytes=12_500)
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 20_000, 20_000))
+    with pytest.raises(OSError, match=r"2\d{4} bytes are needed and 20000 are free"):
+        write_checkpoint(tmp_path / "c", {}, {"a": torch.ones(3000), "b": torch.ones(3000)}, shard_bytes=12_500)
+    assert snapshot(tmp_path) == before
+    # what has not changed needs no room
+    write_checkpoint(tmp_path / "c", {}, {"a": torch.ones(3000), "b": torch.zeros(3000)}, shard_bytes=12_500)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sets a limit that Windows does not have")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +189,20 @@ def test_a_run_is_not_written_over_another_unless_asked(capsys: Capture, tmp_pat
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
+def test_ctrl_c_while_torch_loads_is_one_line() -> None:
+    command = [sys.executable, "-m", "gpu_replay", "train", "catch"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert (out, err.splitlines()) == ("", ["gpu-replay train: interrupted"])
+    # a shell shows 130 for both
+    assert process.returncode in (130, -signal.SIGINT)
+
+
 def test_estimate_agrees_with_the_buffer_it_describes(capsys: Capture) -> None:
     arguments = ["estimate", "--device", "cpu", "--capacity", "1000", "--field", "obs=4x3:uint8"]
     arguments += ["--field", "action=int64", "--field", "reward=:float32"]
@@ -237,6 +253,14 @@ def test_estimate_asks_nothing_of_an_agent(capsys: Capture) -> None:
     assert sizes["total"] == pytest.approx(stream.nbytes, rel=0.1)
 
 
+@pytest.mark.parametrize(("name", "frame"), [("catch", 144), ("device-pong", 84 * 84), ("pong", 84 * 84)])
+def test_estimate_counts_the_frames_of_that_game(name: str, frame: int, capsys: Capture) -> None:
+    if name == "pong":
+        pytest.importorskip("ale_py")
+    sizes, _ = table_of(capsys, "--capacity", "20_000", "--env", name)
+    assert sizes["obs"] == sizes["next_obs"] == 20_000 * frame
+
+
 def test_estimate_says_what_stacks_frames_and_the_trainer_take(capsys: Capture) -> None:
     for name in ("gymnasium", "ale_py"):
         pytest.importorskip(name)
@@ -272,12 +296,36 @@ def test_the_command_alone_prints_its_help(capsys: Capture) -> None:
     assert "estimate" in found.out
 
 
+def test_the_soak_is_offered_in_a_checkout_alone(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
+    assert main([]) == 0
+    assert "    soak " in capsys.readouterr().out
+    monkeypatch.setattr("gpu_replay.cli.TESTS", tmp_path)
+    assert main([]) == 0
+    assert "    soak " not in capsys.readouterr().out
+    code, line = one_line_of(capsys, ["soak", "--minutes", "1"])
+    assert (code, "needs the tests/ of a checkout" in line) == (2, True)
+
+
+def test_inspect_shows_its_own_failures_as_such(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
+    ReplayBuffer(9, {"a": Field((), torch.int64)}, device="cpu").save(tmp_path / "saved")
+    code, line = one_line_of(capsys, ["inspect", str(tmp_path / "saved"), "--output", str(tmp_path / "a.jpeg2")])
+    assert (code, ".png, .pdf, .svg" in line) == (2, True)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("gpu_replay.console.inspect.draw", fail)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        main(["inspect", str(tmp_path / "saved")])
+
+
 def test_info_names_versions_devices_and_code(capsys: Capture) -> None:
-    assert main(["info"]) == 0
+    assert main(["info", "--compile"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["gpu_replay"], lines["torch"]) == (__version__, torch.__version__)
     assert "triton" in lines
-    assert re.search(r"code: (host, compiled by Numba|host, NumPy alone .*|triton)$", lines["cpu"])
+    assert re.search(r"code: (host, loops compiled by Numba|host, loops as Python, .*|triton)$", lines["cpu"])
+    assert re.search(r"\d+ loops in [\d.]+ s|nothing: Numba", lines["compiled"])
     assert lines["default"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 

@@ -43,7 +43,7 @@ SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))
 SAMPLERS = {
     "proportional": SCHEDULED,
     "uniform": Uniform(),
-    "rank": RankBased(resort_every=2, normalize="buffer"),
+    "rank": RankBased(normalize="buffer"),
     "combined": Combined(Proportional(stratified=False), newest=2),
     "latest": Latest(),
 }

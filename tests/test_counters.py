@@ -8,9 +8,9 @@ import torch
 import triton.language as tl
 
 from gpu_replay import Field, ReplayBuffer
-from gpu_replay.kernels import counters as of_kernels
-from gpu_replay.kernels import uniform_draw as permutation_of_kernels
-from gpu_replay.ops import uniform_draw
+from gpu_replay.kernels import constants as of_kernels
+from gpu_replay.kernels import random as permutation_of_kernels
+from gpu_replay.ops import draw as uniform_draw
 from gpu_replay.ops.counters import LASTING, NO_MASS, Counter
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.mass_tree import DIRTY
@@ -26,8 +26,6 @@ SAVED = {
     "REJECTED": 7,
     "SATURATED": 8,
     "FINALS": 14,
-    "RANKED": 15,
-    "SORTED": 16,
 }
 
 

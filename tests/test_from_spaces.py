@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -189,6 +190,47 @@ def test_what_a_vector_environment_returns_is_stored_as_it_comes(mode: str, nest
     assert batch.discount.tolist() == [0.5] * len(batch)
     if nested:
         assert torch.equal(batch["next_obs.both.item_1"], batch["obs.both.item_1"] + 1)
+
+
+def test_further_fields_come_beside_those_of_the_spaces() -> None:
+    obs, action = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)
+    extra = {"hidden": Field((4,), torch.float32)}
+    assert "hidden" in ReplayBuffer.from_spaces(9, obs, action, extra=extra, device="cpu").fields
+    buffer = TrajectoryReplayBuffer.from_spaces(9, 2, obs, action, extra=extra, device="cpu")
+    assert buffer.fields == {"obs": Field((2,), torch.float32), "action": Field((), torch.int64), **extra}
+    made = TrajectoryReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", 2), 9, extra=extra, device="cpu")
+    assert made.fields["hidden"] == extra["hidden"]
+    with pytest.raises(KeyError, match="extra has 'obs'"):
+        ReplayBuffer.from_spaces(9, obs, action, extra={"obs": Field((2,), torch.float32)}, device="cpu")
+    with pytest.raises(TypeError, match="Field"):
+        ReplayBuffer.from_spaces(9, obs, action, extra={"hidden": (4,)}, device="cpu")
+
+
+@pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode), ids=str)
+def test_an_autoreset_mode_of_gymnasium_is_one(mode: Any) -> None:
+    step = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
+    ours = {"NextStep": "next_step", "SameStep": "same_step", "Disabled": "disabled"}[mode.value]
+    for given in (mode, mode.value, ours):
+        buffer = TrajectoryReplayBuffer(8, 2, step, autoreset=given, device="cpu")
+        assert buffer.autoreset == ours
+        assert f"autoreset='{ours}'" in repr(buffer)
+
+
+def test_stacked_frames_are_warned_of_and_other_pictures_are_not() -> None:
+    class Stacks(gymnasium.vector.VectorEnv):  # type: ignore[misc]
+        num_envs = 2
+        metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+        def __init__(self, *shape: int) -> None:
+            self.single_observation_space = spaces.Box(0, 255, shape, np.uint8)
+            self.single_action_space = spaces.Discrete(3)
+
+    for shape, frame in (((4, 84, 84), (84, 84)), ((4, 96, 96, 3), (96, 96, 3)), ((3, 3, 64, 64), (3, 64, 64))):
+        with pytest.warns(UserWarning, match=rf"{shape[0]} stacked frames.*{re.escape(str(frame))}.*\[:, -1\]"):
+            TrajectoryReplayBuffer.from_env(Stacks(*shape), 10, device="cpu")
+    for other in ((84, 84), (3, 64, 64), (210, 160, 3), (1, 84, 84), (4, 10, 10)):
+        # warnings are errors
+        TrajectoryReplayBuffer.from_env(Stacks(*other), 10, device="cpu")
 
 
 def test_settings_that_the_environment_does_not_say_are_asked_for() -> None:

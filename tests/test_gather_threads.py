@@ -15,7 +15,7 @@ import torch
 from devices import host_only
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops import _backend, numpy_loops, ring, threads
+from gpu_replay.ops import ring, threads
 
 pytestmark = host_only
 FIELDS = {"obs": Field((9, 7), torch.uint8), "half": Field((3,), torch.float16, torch.float32, 0.5)}
@@ -73,25 +73,14 @@ def values(count: int, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("loops", ["numba", "numpy"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_bytes_are_those_of_one_thread(
-    make: Callable[[], Any], loops: str, on_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if loops == "numpy":
-        monkeypatch.setattr(_backend, "inner_loops", lambda: numpy_loops)
-    parts: list[int] = []
-    start = threads._Threads.start
-    monkeypatch.setattr(threads._Threads, "start", lambda self, job, more: (parts.append(more), start(self, job, more)))
+def test_bytes_are_those_of_one_thread(make: Callable[[], Any], on_threads: Callable[[int], None]) -> None:
     found = []
     for count in (1, 2, 5):
         on_threads(count)
-        parts.clear()
         buffer = make()
         found.append([buffer.sample(67), buffer.sample(3), buffer[buffer.sample(40).key]])
         assert torch.get_num_threads() == count
-        # no more threads than rows
-        assert max(parts, default=0) == count - 1
     for others in found[1:]:
         for one, two in zip(found[0], others, strict=True):
             assert list(one) == list(two)
@@ -123,27 +112,36 @@ def test_what_one_thread_raises_is_raised_when_all_are_done() -> None:
     assert len(done) == count
 
 
-def test_a_thread_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[threads._Job] = []
-    monkeypatch.setattr(threads._Threads, "start", lambda self, job, more: jobs.append(job))
-    found: list[int] = []
-    threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 1000, 4)
-    assert found == list(range(1000))
-    # and does nothing when it comes
-    jobs[0].run()
-    assert len(found) == 1000
+def test_a_piece_in_another_thread_is_waited_for() -> None:
+    """Also when a helper that came late and found no piece has ended: batches held rows of earlier ones."""
+    begun = threading.Event()
+    done: list[int] = []
+    occupied = threading.Thread(target=threads.in_parts, args=(lambda *_: time.sleep(0.4), 2, 2))
+    occupied.start()
+    time.sleep(0.1)
+
+    def work(begin: int, end: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(5)
+        elif not begun.is_set():
+            begun.set()
+            time.sleep(1)
+        done.extend(range(begin, end))
+
+    threads.in_parts(work, 3, 3)
+    assert sorted(done) == [0, 1, 2]
+    occupied.join()
 
 
-@pytest.mark.parametrize("threads_wanted", [2, 3, 16])
+@pytest.mark.parametrize("wanted", [2, 3, 16])
 @pytest.mark.parametrize("count", [2, 3, 67, 256, 65_536])
-def test_pieces_are_all_rows_once(count: int, threads_wanted: int) -> None:
-    pieces = threads._pieces(count, min(count, threads_wanted))
+def test_pieces_are_all_rows_once(count: int, wanted: int) -> None:
+    pieces: list[tuple[int, int]] = []
+    threads.in_parts(lambda begin, end: pieces.append((begin, end)), count, wanted)
+    pieces.sort()
     assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
     assert pieces[-1][1] == count
-    assert all(begin < end for begin, end in pieces)
-    # no thread can have more than its share, and little is left to wait for
-    assert all(end - begin <= -(-count // min(count, threads_wanted)) for begin, end in pieces)
-    assert min(count, threads_wanted) <= len(pieces) <= 24 * threads_wanted
+    assert min(count, wanted) <= len(pieces) <= 4 * wanted
 
 
 def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]) -> None:
@@ -156,8 +154,8 @@ def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(draw, range(6)))
-    names = [thread.name for thread in threading.enumerate()]
-    assert 0 < names.count("gpu_replay gather") <= 4
+    names = [thread.name.startswith("gpu_replay gather") for thread in threading.enumerate()]
+    assert 0 < sum(names) <= (os.cpu_count() or 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions, and of this one, load and give what their buffers would have given."""
+"""Checkpoints of earlier versions load and give what their buffers would have given, or are refused in a sentence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from golden import EXPECTED, FOLDER, MADE, Buffer, drawn, main
 
-from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import CheckpointError, Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 
 KEPT = sorted(FOLDER.glob("*/*"))
+# of buffers that sorted at every fourth sample only
+REFUSED = [FOLDER / day / "rank" for day in ("2026-11-21", "2026-11-22")]
+
+
+def named(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(FOLDER)) for path in paths])
 
 
 def opened(path: Path) -> Buffer:
@@ -19,9 +26,28 @@ def opened(path: Path) -> Buffer:
     return {each.__name__: each for each in (ReplayBuffer, TrajectoryReplayBuffer)}[kind].load(path, device="cpu")
 
 
-@pytest.mark.parametrize("path", KEPT, ids=[str(path.relative_to(FOLDER)) for path in KEPT])
+@named([path for path in KEPT if path not in REFUSED])
 def test_a_checkpoint_of_any_version_goes_on_as_its_buffer_did(path: Path) -> None:
     assert drawn(opened(path)) == json.loads((path / EXPECTED).read_text())
+
+
+@named(REFUSED)
+def test_a_buffer_that_did_not_rank_at_every_sample_is_refused(path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"RankBased\(resort_every=4\), and this version ranks .* every sample"):
+        opened(path)
+
+
+def test_a_state_of_an_earlier_version_that_ranked_at_every_sample_is_taken() -> None:
+    buffer, other = (ReplayBuffer(3, {"x": Field((), torch.int64)}, sampler=RankBased(), device="cpu") for _ in "ab")
+    buffer.add(x=torch.arange(5))
+    state = buffer.state_dict()
+    state["counters"] |= {"RANKED": 0, "SORTED": 0}
+    state["settings"]["sampler"]["resort_every"] = 1
+    other.load_state_dict(state)
+    assert other.sample(9).key.tolist() == buffer.sample(9).key.tolist()
+    state["settings"]["sampler"]["resort_every"] = 2
+    with pytest.raises(ValueError, match=r"RankBased\(resort_every=2\)"):
+        other.load_state_dict(state)
 
 
 def test_all_kinds_are_kept_and_made_as_ever(tmp_path: Path) -> None:

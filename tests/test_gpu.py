@@ -302,7 +302,7 @@ def test_long_sequences_draw_what_the_host_draws(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["uniform", "exact", "combined-everything", "rank", "rank-outdated"])
+@pytest.mark.parametrize("name", ["uniform", "exact", "combined-everything", "rank", "rank-everything"])
 def test_thousands_of_environments_at_once(name: str, mode: str) -> None:
     """Every sum is right though thousands of threads change it, and rows of final observations go by environment."""
     both = OnGpu(5003 * 20, 5003, SAMPLERS[name], mode, every=5)

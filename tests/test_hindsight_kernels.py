@@ -60,7 +60,11 @@ class Steps(Twins):
                 self.call("clear")
             elif chance < 0.12:
                 self.call("begin_episodes", mask)
-            self.insert(**{name: torch.from_numpy(value) for name, value in columns(steps, self.fields).items()})
+            given = {name: torch.from_numpy(value) for name, value in columns(steps, self.fields).items()}
+            if self.host._shape.next_step:
+                # such buffers take none
+                given = {name: value for name, value in given.items() if not name.startswith("final_")}
+            self.insert(**given)
 
 
 def sizes(full: bool) -> list[tuple[int, int, float, int]]:

@@ -13,7 +13,7 @@ import torch
 from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsight, live_with_goals, reward_of
-from trajectory_pair import Pair, columns
+from trajectory_pair import Pair, columns, taken_by
 from transitions import same
 
 import gpu_replay
@@ -32,7 +32,7 @@ def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: A
 def add(buffer: TrajectoryReplayBuffer, number: int, *ends: str) -> None:
     """A step of both environments, with what ends it, in both or in each."""
     steps = [goal_step(number, env, end=ends[env % len(ends)], final=True) for env in range(2)]
-    buffer.add(**columns(steps, GOALS))
+    buffer.add(**taken_by(buffer, steps, GOALS))
 
 
 # what is refused

@@ -224,7 +224,7 @@ def default_device(name: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-SAMPLERS = [Proportional(normalize="buffer"), RankBased(), RankBased(resort_every=3), Combined(Proportional())]
+SAMPLERS = [Proportional(normalize="buffer"), RankBased(), Combined(Proportional())]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)

@@ -13,9 +13,10 @@ from devices import host_only
 from transitions import SAMPLERS
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.base import inspection
+from gpu_replay.base.inspection import of_buffer, of_checkpoint
 from gpu_replay.checkpoint import format as checkpoint_format
 from gpu_replay.cli import main
-from gpu_replay.inspection import of_buffer, of_checkpoint
 
 pytestmark = host_only
 PICTURES = {"obs": Field((8, 9), torch.uint8), "action": Field((), torch.int64)}
@@ -52,6 +53,35 @@ def test_the_numbers_are_those_of_the_buffer(sampler: Any, tmp_path: Path) -> No
         rows = found.rows("obs", found.keys[[0, 3]])
         assert rows[:, 0, 0].tolist() == [44, 43]
         assert any("late updates 1," in line for line in found.lines())
+        assert "num_envs=2, stack=2, n_step=1, gamma=0.99, autoreset=next_step" in found.lines()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_a_checkpoint_of_two_ranks_is_shown_as_the_buffer_that_it_loads_as(
+    sampler: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    tensors, counters = {}, []
+    for rank, rows in enumerate((33, 21)):
+        shard = ReplayBuffer(20, PICTURES, sampler=sampler, device="cpu", seed=rank)
+        for step in range(rows):
+            shard.add(obs=np.full((1, 8, 9), 2 * step + rank, np.uint8), action=[step])
+        keys = shard.sample(8).key
+        shard.update_priorities(keys, keys % 7 + 0.5)
+        state = shard.state_dict()
+        counters.append(state["counters"])
+        tensors |= {f"rank{rank}/{name}": each for name, each in state["tensors"].items()}
+    settings = {**state["settings"], "kind": "ShardedReplayBuffer", "capacity": 40, "ranks": 2, "mode": "local"}
+    given = {"version": 1, "settings": settings, "seed": 0, "counters": counters}
+    checkpoint_format.write_checkpoint(tmp_path / "saved", given, tensors, shard_bytes=1000)
+    buffer = ReplayBuffer.load(tmp_path / "saved", "cpu")
+    found, expected = of_checkpoint(tmp_path / "saved"), of_buffer(buffer._buffer_state())
+    for name in ("keys", "probability", "sampled", "priority"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert torch.equal(found.rows("obs", found.keys[::3]), expected.rows("obs", found.keys[::3]))
+    assert found.lines()[1:] == expected.lines()[1:]
+    assert main(["inspect", str(tmp_path / "saved")]) == 0
+    assert "ShardedReplayBuffer: 40 of 40 rows, 54 added" in capsys.readouterr().out
 
 
 def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +96,20 @@ def test_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     ReplayBuffer(5, {"x": Field((), torch.float32)}, device="cpu").plot(tmp_path / "empty.svg")
     assert b"<svg" in (tmp_path / "empty.svg").read_bytes()
+
+
+def test_rows_of_the_largest_priorities_are_such_as_were_drawn() -> None:
+    buffer = ReplayBuffer(100, PICTURES, sampler=Proportional(), device="cpu")
+    # bright frames, which are shown as they are
+    obs = torch.arange(128, 228, dtype=torch.uint8)[:, None, None].expand(100, 8, 9)
+    buffer.add(obs=obs, action=torch.arange(100))
+    # drawn ones have smaller priorities than the newcomers
+    drawn = buffer.sample(16).key
+    buffer.update_priorities(drawn, torch.arange(1.0, 17) / 100)
+    (title, strip), (other, _) = inspection._pictures(of_buffer(buffer._buffer_state())).items()
+    assert title == "obs of rows drawn before with the largest priorities, 0.16 to 0.05"
+    assert other == "obs of random rows"
+    assert sorted(set(strip.flatten().tolist()) - {255}) == sorted((drawn[4:] + 128).tolist())
 
 
 def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,3 +133,16 @@ def test_observations_in_parts_are_stored_by_name(kind: type, mode: AutoresetMod
         joined = {name: torch.cat([batch[f"{name}.{cart}"], batch[f"{name}.{pole}"]], 1)[live] for name in names}
         rest = {name: batch[name][live] for name in ("action", "reward", "terminated")}
         check_physics(type(batch)({**joined, **rest}))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_a_buffer_made_with_gymnasiums_own_mode_gets_the_true_last_observations(mode: AutoresetMode) -> None:
+    env = made(mode)
+    both = env.single_observation_space, env.single_action_space
+    buffer = TrajectoryReplayBuffer.from_spaces(600, ENVS, *both, autoreset=mode, device="cpu")
+    collect(env, Policy(), buffer, 60, seed=1)
+    batch = buffer.sample(buffer.stats().eligible)
+    cut = batch.truncated & ~batch.terminated
+    assert cut.sum() > 2
+    assert bool((batch.discount[cut] > 0).all())
+    check_physics(batch[cut])

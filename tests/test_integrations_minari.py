@@ -111,6 +111,48 @@ def test_episodes_are_written_as_far_as_they_are_stored() -> None:
     assert [len(each.rewards) for each in found] == [4, 4, 3, 5]
 
 
+def test_a_dataset_is_opened_by_its_name() -> None:
+    small_dataset()
+    buffer = from_minari("test/first-v0", device="cpu")
+    assert (len(buffer), buffer.stats().eligible) == (12 + 3, 12)
+    with pytest.raises(FileNotFoundError, match="test/other-v0"):
+        from_minari("test/other-v0")
+
+
+def test_tuples_come_back_as_tuples() -> None:
+    both = {
+        "observation_space": spaces.Tuple((BOX, spaces.Dict({"speed": BOX}))),
+        "action_space": spaces.Tuple((spaces.Discrete(5), BOX)),
+    }
+    place = np.arange(10, dtype=np.float32).reshape(5, 2)
+    recorded = EpisodeBuffer(
+        observations=(place, {"speed": 10 * place}),
+        actions=(np.arange(4), -place[:4]),
+        rewards=[0.0, 1.0, 2.0, 3.0],
+        terminations=[False, False, False, True],
+        truncations=[False] * 4,
+        infos={},
+    )
+    buffer = from_minari(minari.create_dataset_from_buffers("test/tuple-v0", [recorded], **both), device="cpu")
+    (found,) = to_minari(buffer, "test/tuple-v1", **both).iterate_episodes()
+    assert np.array_equal(found.observations[0], place)
+    assert np.array_equal(found.observations[1]["speed"], 10 * place)
+    assert found.actions[0].tolist() == [0, 1, 2, 3]
+    assert np.array_equal(found.actions[1], -place[:4])
+    assert found.rewards.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_spaces_of_something_else_are_refused_before_anything_is_written() -> None:
+    buffer = from_minari(small_dataset(), device="cpu")
+    for wrong in ({"observation_space": BOX}, {"action_space": BOX}):
+        with pytest.raises(ValueError, match=r"the buffer holds obs\.place \[2\], obs\.speed \[2\], action \[\]"):
+            to_minari(buffer, "test/second-v0", **SPACES | wrong)
+    with pytest.raises(ValueError, match="the spaces have obs"):
+        to_minari(buffer, "test/second-v0", env="CartPole-v1")
+    # the name is still free
+    assert to_minari(buffer, "test/second-v0", **SPACES).total_episodes == 3
+
+
 def test_what_cannot_be_written_says_why() -> None:
     fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
     with pytest.raises(ValueError, match="next_step"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 sb3 = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3, in the extra `integrations`")
 
 from gymnasium import spaces  # noqa: E402
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer  # noqa: E402
+from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer  # noqa: E402
 from stable_baselines3.common.env_util import make_vec_env  # noqa: E402
 from stable_baselines3.common.envs import SimpleMultiObsEnv  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
@@ -32,7 +35,7 @@ BOX, ENVS = spaces.Box(-9, 9, (2,), np.float64), 3
 
 def small(kind: Any, env: str, replay: dict[str, Any], **more: Any) -> Any:
     """A model with a tiny network and these `replay_buffer_kwargs`."""
-    return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL, **more)
+    return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL | more)
 
 
 def play(buffers: list[Any], steps: int, space: spaces.Space[Any] = BOX) -> None:
@@ -93,7 +96,7 @@ def test_single_steps_and_dictionaries_are_those_of_its_own_buffer() -> None:
 
 
 def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
-    buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3)
+    buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
     for begin in (0, 6):
         for step in range(begin, begin + 5):
@@ -105,8 +108,8 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"n_steps": 3, "gamma": 0.9}], ids=["1 step", "3 steps"])
 def test_dqn_weighs_its_loss_and_feeds_its_errors_back(settings: dict[str, Any]) -> None:
-    kwargs = {"sampler": Proportional(1.0, beta=0.7, eps=0.0), **settings}
-    model = small(PrioritizedDQN, "CartPole-v1", kwargs, max_grad_norm=1e9)
+    kwargs = {"sampler": Proportional(1.0, beta=0.7, eps=0.0)}
+    model = small(PrioritizedDQN, "CartPole-v1", kwargs, max_grad_norm=1e9, **settings)
     model.learn(60)
     gradients: list[list[torch.Tensor]] = []
     step = model.policy.optimizer.step
@@ -163,6 +166,124 @@ def test_critics_weigh_their_losses_and_feed_their_errors_back(kind: Any, factor
     assert buffer.storage.priorities(torch.tensor(list(last))).tolist() == pytest.approx(list(last.values()), abs=1e-4)
 
 
+@pytest.mark.parametrize("place", ["algorithm", "replay_buffer_kwargs"])
+@pytest.mark.parametrize("kind", [PrioritizedDQN, PrioritizedSAC, PrioritizedTD3])
+def test_the_buffer_has_the_steps_the_gamma_and_the_seed_of_its_algorithm(kind: Any, place: str) -> None:
+    env = "CartPole-v1" if kind is PrioritizedDQN else "Pendulum-v1"
+    steps = {"n_steps": 3}
+    replay, more = (steps, {}) if place == "replay_buffer_kwargs" else ({}, steps)
+    model = small(kind, env, replay, gamma=0.5, seed=7, **more)
+    model.learn(40)
+    storage = model.replay_buffer.storage
+    assert (model.n_steps, model.replay_buffer.n_steps, storage.gamma, storage.seed) == (3, 3, 0.5, 7)
+    single = torch.cat([batch.reward for batch in storage.batches(100)])
+    found = model.replay_buffer.sample(100)
+    whole = found.discounts[:, 0] == 0.125
+    key = model.replay_buffer._keys[whole]
+    assert whole.sum() > 50
+    torch.testing.assert_close(found.rewards[whole, 0], single[key] + 0.5 * single[key + 1] + 0.25 * single[key + 2])
+
+
+@pytest.mark.parametrize("name, own, other", [("n_steps", 3, 2), ("gamma", 0.9, 0.99), ("seed", 1, 2)])
+def test_replay_buffer_kwargs_cannot_contradict_the_algorithm(name: str, own: Any, other: Any) -> None:
+    with pytest.raises(ValueError, match=rf"PrioritizedTD3 has {name}={own}.*{name}={other}.*to the algorithm alone"):
+        small(PrioritizedTD3, "Pendulum-v1", {name: other}, **{name: own})
+    # said twice is no contradiction
+    assert small(PrioritizedTD3, "Pendulum-v1", {name: own}, **{name: own}).replay_buffer is not None
+
+
+def test_a_loaded_model_has_a_buffer_of_the_gamma_that_it_is_given(tmp_path: Path) -> None:
+    small(PrioritizedDQN, "CartPole-v1", {}, n_steps=2, gamma=0.9).save(tmp_path / "model.zip")
+    loaded = PrioritizedDQN.load(tmp_path / "model.zip", gamma=0.8)
+    assert isinstance(loaded.replay_buffer.storage, TrajectoryReplayBuffer)
+    assert loaded.replay_buffer.storage.gamma == 0.8
+
+
+def test_several_steps_are_not_summed_with_a_gamma_that_nobody_gave() -> None:
+    plain = {"replay_buffer_class": SB3ReplayBuffer, "replay_buffer_kwargs": {"n_steps": 3}, **SMALL}
+    with pytest.raises(ValueError, match=r"n_steps=3.*gamma of the algorithm"):
+        sb3.SAC("MlpPolicy", "Pendulum-v1", **plain)
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_a_loop_of_cleanrl_swaps_one_line(env_id: str, n_steps: int) -> None:
+    """The calls of its dqn.py, c51.py, sac_continuous_action.py and td3_continuous_action.py, with two environments."""
+
+    def one() -> Any:
+        return gymnasium.make(env_id, max_episode_steps=9)
+
+    envs = gymnasium.vector.SyncVectorEnv([one] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+
+    def made(kind: Any, **more: Any) -> Any:
+        both = envs.single_observation_space, envs.single_action_space
+        return kind(200, *both, torch.device("cpu"), n_envs=2, handle_timeout_termination=False, **more)
+
+    ours, theirs = made(SB3ReplayBuffer, n_steps=n_steps, gamma=0.9), made(PlainReplayBuffer)
+    obs, _ = envs.reset(seed=1)
+    envs.action_space.seed(1)
+    for _ in range(40):
+        actions = np.array([envs.single_action_space.sample() for _ in range(2)])
+        next_obs, rewards, terminations, truncations, infos = envs.step(actions)
+        real_next_obs = next_obs.copy()
+        for idx, ended in enumerate(terminations | truncations):
+            if ended:
+                real_next_obs[idx] = infos["final_obs"][idx]
+        for rb in (ours, theirs):
+            rb.add(obs, real_next_obs, actions, rewards, terminations, infos)
+        obs = next_obs
+    data = ours.sample(64)
+    steps, places = np.divmod(ours._keys.numpy(), 2)
+    following = steps + n_steps - 1
+    live = data.dones.flatten() == 0
+    wanted = torch.from_numpy(theirs.next_observations[following.clip(0, 39), places])
+    torch.testing.assert_close(data.next_observations[live], wanted[live])
+    torch.testing.assert_close(data.observations, torch.from_numpy(theirs.observations[steps, places]))
+    torch.testing.assert_close(data.actions, torch.from_numpy(theirs.actions[steps, places]))
+    assert data.rewards.flatten().shape == data.dones.flatten().shape == (64,)
+    # as q_network(data.observations).gather(1, data.actions) asks for
+    assert data.actions.dtype == (torch.int64 if env_id == "CartPole-v1" else torch.float32)
+    if n_steps == 1:
+        assert np.array_equal(data.rewards[:, 0].numpy(), theirs.rewards[steps, places])
+        assert np.array_equal(data.dones[:, 0].numpy(), theirs.dones[steps, places])
+
+
+def test_the_lines_of_cleanrl_on_the_page_run_before_and_after() -> None:
+    """Its own lines with the buffer of Stable-Baselines3, those with ours, and with the one line that is swapped."""
+    page = (Path(__file__).resolve().parent.parent / "gpu_replay" / "integrations" / "README.md").read_text()
+    swap, lines = (match.splitlines() for match in re.findall(r"```diff\n(.*?)```", page, re.DOTALL))
+    assert sum(line.startswith("+") for line in lines) == 11
+    assert swap[0] == lines[0]
+    before = [line[1:] for line in lines[1:] if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    its_own = "from stable_baselines3.common.buffers import ReplayBuffer"
+    envs = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="sync")
+    obs, _ = envs.reset(seed=0)
+    actions = np.array([1])
+    real_next_obs, rewards, terminations, _, infos = envs.step(actions)
+    losses = []
+    for source in ([its_own, *before], [swap[1][1:], *before], after):
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"q_network": torch.nn.Linear(4, 2), "target_network": torch.nn.Linear(4, 2)}
+        names |= {"args": argparse.Namespace(buffer_size=50, batch_size=8, gamma=0.99, seed=0), "envs": envs}
+        names |= {"device": torch.device("cpu"), "torch": torch, "F": torch.nn.functional, "obs": obs}
+        names |= {"actions": actions, "real_next_obs": real_next_obs, "rewards": rewards}
+        names |= {"terminations": terminations, "infos": infos}
+        exec("\n".join(source), names)
+        losses.append(names["loss"].item())
+    # all draw the one row that there is
+    assert losses == pytest.approx([losses[0]] * 3)
+    assert names["rb"].stats().max_priority != 1.0
+
+
+def test_infos_of_gymnasium_are_refused_where_they_must_be_read() -> None:
+    buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 2)
+    row = np.zeros((2, 2))
+    with pytest.raises(TypeError, match=r"list of infos.*handle_timeout_termination=False"):
+        buffer.add(row, row, np.zeros(2, int), np.zeros(2), np.zeros(2, bool), {"episode": {}})  # type: ignore[arg-type]
+    assert buffer.size() == 0
+
+
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_saved_buffer_goes_on(tmp_path: Path, n_steps: int) -> None:
     model = small(PrioritizedDQN, "CartPole-v1", {"n_steps": n_steps})
@@ -191,6 +312,21 @@ def test_dictionaries_and_normalized_environments_are_learned_from() -> None:
     wanted = env.normalize_obs({name: plain["obs"][name].numpy() for name in ("img", "vec")})
     assert np.allclose(batch.observations["vec"].numpy(), wanted["vec"])
     assert np.allclose(batch.rewards[:, 0].numpy(), env.normalize_reward(plain.reward.numpy()))
+
+
+def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
+    env = VecNormalize(make_vec_env("CartPole-v1", 1), norm_obs=False, clip_reward=1.5)
+    env.ret_rms.var = np.float64(0.5)
+    arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", 1)
+    ours, theirs = (kind(*arguments, n_steps=3, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
+    row = np.ones((1, 2))
+    for step in range(6):
+        for buffer in (ours, theirs):
+            buffer.add(step * row, (step + 1) * row, np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+    wanted = theirs._get_samples(np.zeros(1, int), env).rewards
+    # a single step is within the bound, the sum of three is not
+    assert wanted.item() > 3
+    torch.testing.assert_close(ours.sample(1, env).rewards, wanted)
 
 
 def test_the_option_that_it_does_not_have_is_named() -> None:

@@ -6,7 +6,6 @@ On CPU tensors the kernels are interpreted; on a GPU the same tests run as they 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +14,26 @@ import triton
 import triton.language as tl
 from guards import Guards
 from interpreted import kernel_device as kernel_device
-from launches import use_sizes_of_a_gpu
 from tolerances import close
 from trees import check_sums, random_masses
 
 from gpu_replay import LinearSchedule
 from gpu_replay.kernels.division import divided
-from gpu_replay.kernels.philox import floor_of_product
+from gpu_replay.kernels.random import floor_of_product
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
-from gpu_replay.ops.draws import reciprocal
+from gpu_replay.ops.draw import (
+    PERMUTATION_WORDS,
+    DeviceDraws,
+    draw_by_mass,
+    importance_weights,
+    independent_ranks,
+    permuted_ranks,
+    plan_draw,
+    reciprocal,
+)
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.stratified_draw import draw_slots, importance_weights, plan_stratified_draw
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, plan_uniform_draw
-from gpu_replay.ops.weights import weighing_of
+from gpu_replay.ops.weights import pending_weights
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 127, 128, 129, 4095)
@@ -64,6 +69,12 @@ def test_building_a_tree(slots: int, device: str, guards: Guards) -> None:
     check_sums(tree)
 
 
+def by_mass(
+    tree: MassTree, counters: torch.Tensor, times_sampled: torch.Tensor, drawn: int, batch: int, **how: bool
+) -> DeviceDraws:
+    return plan_draw("mass", counters, times_sampled, drawn, batch, tree.slots, tree=tree, **how).launch()
+
+
 @pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
 @pytest.mark.parametrize(
     "slots, batch, drawn",
@@ -75,16 +86,17 @@ def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, dev
     added, block = 3 * slots + max(slots // 3, batch), 7
     counters, times_sampled = memory_of(slots, device, seed=-9, ADDED=added, RANDOM=block)
     doubles = HostWords(-9).doubles(block, drawn)
-    expected, drawn_masses, total = draw_slots(tree_of(masses), doubles, stratified)
+    expected, *_, total = draw_by_mass(tree_of(masses), doubles, stratified=stratified)
+    drawn_masses = masses[expected]
     newest = np.arange(added - (batch - drawn), added)
     slots_expected = np.concatenate((expected, newest % slots))
 
     for lowest_of_all in (False, True):
         counters[Counter.LOWEST] = NO_MASS
         times_sampled.zero_()
-        found_slots, keys, probability, found_masses, *_ = plan_stratified_draw(
+        found_slots, keys, probability, found_masses, *_ = by_mass(
             tree, counters, times_sampled, drawn, batch, stratified=stratified, lowest_of_all=lowest_of_all
-        )()
+        )
         assert found_slots.tolist() == slots_expected.tolist()
         live = np.arange(added - slots, added)
         assert keys.tolist() == [*(int(live[live % slots == slot][0]) for slot in expected), *newest.tolist()]
@@ -105,10 +117,8 @@ def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: s
     masses = np.tile([0, 1, 0, 0, 2], 150)
     tree = tree_of(masses, device)
     counters, times_sampled = memory_of(masses.size, device, ADDED=masses.size)
-    found, *_ = plan_stratified_draw(
-        tree, counters, times_sampled, batch, batch, stratified=True, lowest_of_all=False
-    )()
-    expected, *_ = draw_slots(tree_of(masses), HostWords(0).doubles(0, batch), True)
+    found, *_ = by_mass(tree, counters, times_sampled, batch, batch)
+    expected = draw_by_mass(tree_of(masses), HostWords(0).doubles(0, batch), stratified=True).slots
     assert found.tolist() == expected.tolist()
     if batch == masses.sum():
         assert times_sampled.tolist() == masses.tolist()
@@ -166,13 +176,13 @@ def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guard
     tree = tree_of(masses, device, low=True)
     counters, times_sampled = memory_of(1000, device)
     draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
-    plan_stratified_draw(tree, counters, times_sampled, **draw)()
+    by_mass(tree, counters, times_sampled, **draw)
     assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (50, [50] * 8)
     # changed behind the tree's back: seen only where a mark says so
     tree.masses[130], tree.masses[700] = 3, 2
     tree.low[130 // 128] = DIRTY
     counters[Counter.LOWEST] = NO_MASS
-    plan_stratified_draw(tree, counters, times_sampled, **draw)()
+    by_mass(tree, counters, times_sampled, **draw)
     assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (3, [50, 3, *[50] * 6])
 
 
@@ -181,7 +191,7 @@ def test_draws_from_a_tree_without_mass_stay_inside(slots: int, device: str, gua
     """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
     tree = tree_of(np.zeros(slots, dtype=np.int64), device)
     counters, times_sampled = memory_of(slots, device)
-    found, *_ = plan_stratified_draw(tree, counters, times_sampled, 9, 12, stratified=True, lowest_of_all=False)()
+    found, *_ = by_mass(tree, counters, times_sampled, 9, 12)
     assert int(found.min()) >= 0
     assert int(found.max()) < slots
     assert int(times_sampled.sum()) == 12
@@ -191,7 +201,7 @@ def weights(
     masses: torch.Tensor, counters: torch.Tensor, schedule: torch.Tensor | None, beta: float, drawn: int
 ) -> torch.Tensor:
     """The weights that a gather of nothing makes."""
-    weighing = weighing_of(masses, counters, schedule, beta, drawn)
+    weighing = pending_weights(masses, counters, schedule, beta, drawn)
     gather = plan_gather({}, {}, masses.numel(), masses.device, weighed=True)
     assert gather(masses, weighing) == {}
     return weighing.weight
@@ -209,35 +219,6 @@ def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
         expected[drawn] = importance_weights(masses[drawn], lowest, beta)
     assert close(weight, expected.tolist(), "weight")
     assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [1, 0, NO_MASS, -(-batch // 4)]
-
-
-@pytest.mark.parametrize("lowest_of_all", [False, True])
-@pytest.mark.parametrize("batch, drawn", [(1, 1), (33, 30), (1024, 1000)])
-def test_weights_made_by_the_last_program_of_the_draw(
-    batch: int, drawn: int, lowest_of_all: bool, device: str, guards: Guards, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if batch < 1000:
-        # many programs; the interpreter takes a while for each
-        use_sizes_of_a_gpu(monkeypatch)
-    tree = tree_of(random_masses(1000, batch, 2**40), device, low=True)
-    schedule = torch.tensor([0.25, 0.75, 6.0], dtype=torch.float64, device=device)
-    kept: list[list[object]] = []
-    for weighed in (None, (schedule, 0.0)):
-        counters, times_sampled = memory_of(1000, device, seed=3, ADDED=1000, RANDOM=5, STEP=2)
-        how: dict[str, Any] = {"stratified": True, "lowest_of_all": lowest_of_all, "weighed": weighed}
-        found = plan_stratified_draw(tree, counters, times_sampled, drawn, batch, **how)()
-        weight = weights(found.value, counters, schedule, 0.0, drawn) if weighed is None else found.weight
-        assert weight is not None
-        kept.append([found.slots.tolist(), weight.tolist(), counters.tolist(), times_sampled.tolist()])
-    assert kept[0] == kept[1]
-    assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [3, 0, NO_MASS, 5 + -(-drawn // 4)]
-
-
-def test_a_draw_does_not_make_more_weights_than_one_program_can(device: str) -> None:
-    tree = tree_of(np.ones(10, dtype=np.int64), device)
-    how: dict[str, Any] = {"stratified": True, "lowest_of_all": False, "weighed": (None, 0.5)}
-    with pytest.raises(RuntimeError, match="1024 rows at most, not of 1025"):
-        plan_stratified_draw(tree, *memory_of(10, device), 1025, 1025, **how)()
 
 
 def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
@@ -280,9 +261,9 @@ def test_uniform_draws(
     counters, times_sampled = memory_of(
         capacity, device, seed=2**63 + 5, ADDED=added, FIRST=added - count, RANDOM=block
     )
-    slots, keys, probability, weight, *_ = plan_uniform_draw(
-        counters, times_sampled, drawn, batch, capacity, replacement=replacement
-    )()
+    slots, keys, probability, weight, *_ = plan_draw(
+        "uniform", counters, times_sampled, drawn, batch, capacity, replacement=replacement
+    ).launch()
     random_bits = HostWords(2**63 + 5)
     if replacement:
         ranks = independent_ranks(count, random_bits.doubles(block, drawn))
@@ -301,14 +282,14 @@ def test_uniform_draws(
 def test_more_distinct_draws_than_there_are_end_and_stay_inside(count: int, device: str, guards: Guards) -> None:
     """Only a graph replayed after a `clear` can ask for them."""
     counters, times_sampled = memory_of(129, device, seed=1, ADDED=200, FIRST=200 - count)
-    slots, keys, *_ = plan_uniform_draw(counters, times_sampled, 120, 128, 129, replacement=False)()
+    slots, keys, *_ = plan_draw("uniform", counters, times_sampled, 120, 128, 129).launch()
     assert slots.tolist() == [key % 129 for key in keys.tolist()]
-    assert set(keys.tolist()[:120]) == set(range(200 - count, 200) if count else [200])
+    assert set(keys.tolist()[:120]) == set(range(200 - count, 200) if count else [200 - 129])
 
 
 def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
     counters, times_sampled = memory_of(50, device, seed=1, ADDED=5)
-    slots, keys, *_ = plan_uniform_draw(counters, times_sampled, 0, 9, 50, replacement=False)()
+    slots, keys, *_ = plan_draw("uniform", counters, times_sampled, 0, 9, 50).launch()
     assert slots.tolist() == keys.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 
 

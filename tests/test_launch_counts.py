@@ -21,9 +21,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.bench.ours import index_for
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.rank_merge import joins_for
 
 BETA = LinearSchedule(0.4, 1.0, 10)
 EVERYTHING = Proportional(beta=BETA, clip=2.0, initial="stored", normalize="buffer", stratified=False)
@@ -40,12 +38,12 @@ SAMPLERS: dict[str, Any] = {
 }
 BY_RANK: dict[str, Any] = {
     "rank": RankBased(),
-    "rank-everything": RankBased(beta=BETA, initial="stored", normalize="buffer", stratified=False, resort_every=2),
+    "rank-everything": RankBased(beta=BETA, initial="stored", normalize="buffer", stratified=False),
     "combined-rank": Combined(RankBased(normalize="buffer", initial="stored"), newest=3),
 }
 ALL = {**SAMPLERS, **BY_RANK}
-# with the fan-out of the kernels these give trees of one, two, three and four levels
-CAPACITIES = {100: 1, 5_000: 2, 20_000: 3, 2_100_000: 4}
+# with the fan-out of the kernels these give trees of two to five levels
+CAPACITIES = {100: 2, 5_000: 3, 50_000: 4, 2_100_000: 5}
 ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
 MANY = {
     **{f"obs.part{i}": Field(((4, 6), (), (3,))[i % 3], (torch.float32, torch.uint8)[i % 2]) for i in range(6)},
@@ -73,33 +71,20 @@ def check(buffer: Any, launches: list[Any], rows: int, *, given: bool, kept: boo
     """
     steps = isinstance(buffer, TrajectoryReplayBuffer)
     base = getattr(buffer.sampler, "base", buffer.sampler)
-    by_rank, by_mass = isinstance(base, RankBased), isinstance(base, Proportional)
-    if by_rank:
-        drawn = ["rank_draw_kernel"]
-    elif steps:
-        drawn = ["draw_by_mass_kernel" if by_mass else "draw_eligible_kernel"]
-    else:
-        drawn = ["stratified_draw_kernel" if by_mass else "uniform_draw_kernel"]
-    drawn += ["gather_windows_kernel" if steps else "gather_kernel"]
+    drawn = ["draw_kernel", "gather_windows_kernel" if steps else "gather_kernel"]
     # made anew after an add or an update; a sequence has an order of its own
-    order = ["arrange_kernel", "sort", "list_kernel"] if by_rank else []
-    merged = ["changes_kernel", "order_kernel", *["join_kernel"] * joins_for(buffer.capacity), "merge_kernel"]
-
-    def ranked(changed: int) -> list[str]:
-        """What brings ranks of the moment up to date, where so many rows have changed."""
-        return merged if by_rank and base.resort_every == 1 and changed * 16 <= buffer.capacity else order
-
+    order = ["arrange_kernel", "sort"] if isinstance(base, RankBased) else []
     add = ["write_kernel", "add_step_kernel" if steps else "insert_kernel"]
     priority = torch.ones(rows) if given else None
     finals = rows_of(buffer, rows, final=True)
     calls: dict[str, tuple[Any, list[str]]] = {
         "add": (lambda: buffer.add(**rows_of(buffer, rows), priority=priority), add),
         "finals": (lambda: buffer.add(**finals, priority=priority), [*add, *["keep_finals_kernel"] * kept]),
-        "sample": (lambda: buffer.sample(5), [*ranked(rows + rows * steps), *drawn]),
+        "sample": (lambda: buffer.sample(5), [*order, *drawn]),
         "sample with beta": (lambda: buffer.sample(5, beta=0.5), drawn),
         "sequences": (lambda: buffer.sample_sequences(5, 2), [*order, *drawn]),
         "update": (lambda: buffer.update_priorities(torch.arange(3), torch.ones(3)), ["update_kernel"]),
-        "sample after update": (lambda: buffer.sample(5), [*ranked(3), *drawn]),
+        "sample after update": (lambda: buffer.sample(5), [*order, *drawn]),
     }
     if not steps:
         del calls["finals"], calls["sequences"]
@@ -133,7 +118,7 @@ def test_launches_do_not_depend_on_fields_and_levels(sampler: str, capacity: int
 @pytest.mark.parametrize("fields", [ATARI, MANY], ids=["atari", "many fields"])
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("numbered", "combined-replacement")])
 def test_launches_do_not_depend_on_windows(name: str, fields: dict[str, Field], autoreset: str) -> None:
-    # trees of one, two and three levels
+    # trees of two and three levels
     for capacity, stack, n_step in ((100, 1, 1), (5_000, 4, 3), (20_000, 8, 40)):
         with recorded() as launches:
             settings = {"autoreset": autoreset, "random_shift": 2, "stack": stack, "n_step": n_step}
@@ -168,19 +153,6 @@ def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, row
         assert [launch.name for launch in launches] == ["write_kernel", "insert_kernel"]
 
 
-@pytest.mark.parametrize("batch, launched", [(1, 2), (1024, 2), (1025, 4)])
-def test_drawing_from_an_index_and_updating_it_is_two_launches(batch: int, launched: int) -> None:
-    with recorded() as launches:
-        masses = torch.ones(5_000, dtype=torch.int64)
-        index: Any = index_for(SimpleNamespace(capacity=5_000, device=torch.device("cpu"), masses=masses))
-        launches.clear()
-        index.update(index.draw(batch), torch.ones(batch))
-        names = ["stratified_draw_kernel", "update_kernel"]
-        if launched == 4:
-            names[1:1] = ["gather_kernel", "settle_kernel"]
-        assert [launch.name for launch in launches] == names
-
-
 def test_an_update_of_nothing_launches_nothing() -> None:
     with recorded() as launches:
         buffer = ReplayBuffer(100, some_fields(1), sampler=Proportional(), device="cpu")
@@ -191,8 +163,7 @@ def test_an_update_of_nothing_launches_nothing() -> None:
 @pytest.mark.parametrize("sampler", [EVERYTHING, BY_RANK["combined-rank"]], ids=["mass", "rank"])
 def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any) -> None:
     """Compiling takes a second, in which training stands: sizes and counts must not ask for it again, but for updates,
-    of which 256, 512 and 1024 keys, and more than one program takes, are different code, and for ranks, which are
-    sorted where many have changed."""
+    of which 256, 512 and 1024 keys, and more than one program takes, are different code."""
     variants, updates = set(), set()
     with recorded() as launches:
         buffer = ReplayBuffer(5_000, some_fields(5), sampler=sampler, device="cpu")
@@ -206,7 +177,7 @@ def test_the_same_call_with_other_numbers_is_the_same_compiled_code(sampler: Any
             variants.add(tuple(launch.variant for launch in launches if launch not in updated))
             for launch in launches:
                 assert launch.specialised == [], launch.name
-    assert len(variants) == (2 if isinstance(sampler, Combined) else 1)
+    assert len(variants) == 1
     assert len(updates) == 4
 
 
@@ -215,7 +186,7 @@ def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code() -> 
     with recorded() as launches:
         for num_envs, steps in ((1, 4_000), (16, 250), (50, 81), (300, 15)):
             buffer = of_steps(num_envs * steps, num_envs, ATARI, ALL["combined-everything"], autoreset="same_step")
-            assert len(buffer._state.masses.levels) == 2
+            assert len(buffer._state.masses.levels) == 3
             # more keys in an update are different code
             for batch in (4, 16, 31, 250):
                 buffer._counters[Counter.ELIGIBLE] = 300
@@ -246,7 +217,7 @@ def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset:
                 keys = buffer._engine.sample(batch, None)["key"]
                 buffer._engine.choose_goals(keys, batch, relabel.strategy)
                 names = [launch.name for launch in launches]
-                assert names == ["draw_eligible_kernel", "gather_windows_kernel", "choose_goals_kernel"]
+                assert names == ["draw_kernel", "gather_windows_kernel", "choose_goals_kernel"]
                 chosen = launches[-1]
                 variants.add(chosen.variant)
                 assert sum(isinstance(argument, int) for argument in chosen.arguments) == 6

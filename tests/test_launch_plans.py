@@ -15,7 +15,7 @@ from test_launch_counts import ATARI, BETA, EVERYTHING, of_steps, some_fields
 
 from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, Uniform, validation
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.launch import Kept, Launch, aligned
+from gpu_replay.ops.launch import Launch, aligned, plans
 
 FIELDS = some_fields(5)
 
@@ -88,7 +88,7 @@ def calls_of(buffer: Any, rows: int) -> list[Callable[[], object]]:
     [
         pytest.param(EVERYTHING, id="everything"),
         pytest.param(Uniform(), id="uniform", marks=pytest.mark.slow),
-        pytest.param(Combined(RankBased(beta=BETA, resort_every=2), newest=2), id="rank", marks=pytest.mark.slow),
+        pytest.param(Combined(RankBased(beta=BETA), newest=2), id="rank", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kind", ["transitions", "steps"])
@@ -188,14 +188,14 @@ def test_an_address_is_aligned_where_triton_says_so() -> None:
 
 
 def test_plans_are_few() -> None:
-    made = []
-    kept = Kept(lambda rows: made.append(rows) or rows)
+    made: list[int] = []
+    kept = plans(lambda rows: made.append(rows) or rows)
     for _ in range(2):
-        assert [kept[(rows,)] for rows in range(40)] == list(range(40))
+        assert [kept(rows) for rows in range(40)] == list(range(40))
     assert made == list(range(40))
     for rows in range(1000):
-        assert kept[(rows,)] == rows
-        assert len(kept) <= 64
+        assert kept(rows) == rows
+        assert kept.cache_info().currsize <= 64
 
 
 @pytest.mark.parametrize("kind", ["transitions", "steps"])

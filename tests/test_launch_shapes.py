@@ -13,10 +13,10 @@ import torch
 from kernel_cases import FRAMES, ODD, WHOLE_WORDS
 
 from gpu_replay import Field
-from gpu_replay.ops.draws import per_program
+from gpu_replay.ops.draw import per_program
 from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frame_tiles import frame_tile, pieces_together
-from gpu_replay.ops.mass_tree import fanout_for, level_sizes, root_limit_for
+from gpu_replay.ops.mass_tree import edge_for, fanout_for, level_sizes, root_limit_for
 from gpu_replay.ops.prefix_sum import scan_block, scan_warps, scan_window, warp_width
 from gpu_replay.ops.priorities import blocks_per_program, keys_together, update_warps
 from gpu_replay.ops.ring import tile_for
@@ -53,7 +53,7 @@ def test_one_program_updates_few_keys_or_a_thousand_and_no_more() -> None:
 
 
 def test_blocks_that_one_program_inserts_do_not_depend_on_the_rows() -> None:
-    assert {blocks_per_program(rows, 128, False) for rows in SIZES} == {8}
+    assert {blocks_per_program(rows, 32, False) for rows in SIZES} == {32}
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *PICTURES])
@@ -181,9 +181,17 @@ def test_the_width_of_a_warp_is_that_of_the_device(monkeypatch: pytest.MonkeyPat
     assert warp_width(torch.device("cpu")) == 32
 
 
-@pytest.mark.parametrize("slots, levels, above", [(10**6, 3, 2**17), (10**7, 4, 2**20), (5 * 10**7, 4, 2**22)])
-def test_all_of_a_tree_but_its_leaves_fits_a_small_cache(slots: int, levels: int, above: int) -> None:
-    """4 MB is the L2 of one part of an MI300X, a tenth of an H200's."""
-    sizes = level_sizes(slots, fanout_for("triton"), root_limit_for("triton"))
+@pytest.mark.parametrize(
+    "slots, levels, above, upper", [(10**6, 4, 2**18, 2**14), (10**7, 5, 2**22, 2**17), (5 * 10**7, 6, 2**24, 2**19)]
+)
+def test_most_of_a_tree_but_its_leaves_fits_a_cache(slots: int, levels: int, above: int, upper: int) -> None:
+    """50 MB is the L2 of an H200, 4 MB that of one part of an MI300X.
+
+    Of what does not fit a draw reads one block a level, of leaves and, where it is small, of the level above.
+    """
+    sizes = level_sizes(slots, fanout_for("triton"), root_limit_for("triton"), edge_for("triton"))
     assert len(sizes) == levels
     assert 8 * sum(sizes[1:]) <= above
+    assert 8 * sum(sizes[2:]) <= upper
+    # no more than a block of 128 leaves was
+    assert 2 * 8 * fanout_for("triton") <= 1024

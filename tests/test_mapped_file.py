@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -126,6 +127,56 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp
     with pytest.raises(OSError, match="Name a folder that can be written to"):
         make("exact", storage_path=tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "locked"}
+
+
+def _race(folder: Path, rounds: int, ready: Any, failed: Any) -> None:
+    for number in range(rounds):
+        ready.wait(30)
+        try:
+            MappedFile(folder / str(number) / "ring" / f"rank{os.getpid()}", 5000)
+        except BaseException as error:
+            failed.put(repr(error))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready, failed = context.Barrier(4), context.SimpleQueue()
+    racing = [context.Process(target=_race, args=(tmp_path, 100, ready, failed)) for _ in range(4)]
+    for each in racing:
+        each.start()
+    for each in racing:
+        each.join(60)
+    errors = []
+    while not failed.empty():
+        errors.append(failed.get())
+    assert errors == []
+    assert [each.exitcode for each in racing] == [0] * 4
+
+
+def test_an_interrupt_while_folders_are_made_is_not_hidden(tmp_path: Path, monkeypatch: Any) -> None:
+    make, remove = Path.mkdir, Path.rmdir
+
+    def interrupted(folder: Path, *given: Any) -> None:
+        if folder.name == "rank":
+            # another process has come to the folder above
+            make(folder.with_name("other"))
+            raise KeyboardInterrupt
+        make(folder, *given)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        MappedFile(tmp_path / "a" / "rank", 5000)
+    monkeypatch.undo()
+    remove(tmp_path / "a" / "other")
+    MappedFile(tmp_path / "a" / "rank", 5000)
+
+
+def test_a_folder_named_as_the_file_is_named_in_the_error(tmp_path: Path) -> None:
+    (tmp_path / "ring" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(OSError, match=f"a folder named {FILE_NAME}.*rename that"):
+        make("exact", storage_path=tmp_path / "ring")
+    assert (tmp_path / "ring" / FILE_NAME).is_dir()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -20,7 +20,7 @@ from test_architecture import sources
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", ".ci", ".gitignore", "pyproject.toml", "constraints.txt"}
-TOP_LEVEL |= {"README.md", "LICENSE"}
+TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
@@ -122,7 +122,7 @@ def build_wheel(source: Path, out: Path) -> Path:
 def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     package, modules = {name for name in names if ".dist-info/" not in name}, sources(checkout)
-    expected = {"gpu_replay/py.typed"}
+    expected = {"gpu_replay/py.typed", "gpu_replay/study/cliffwalk.md", "gpu_replay/study/report.md"}
     for name, path in modules.items():
         file = "/".join(name.split("."))
         ending = "/__init__.py" if path.name == "__init__.py" and name != "__init__" else ".py"

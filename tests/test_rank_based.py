@@ -21,7 +21,7 @@ from rank_oracle import rank_masses
 from tolerances import close
 from transitions import NUMBER, fill, make
 
-from gpu_replay import Combined, LinearSchedule, Proportional, RankBased, ReplayBuffer
+from gpu_replay import Combined, LinearSchedule, RankBased, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -170,53 +170,6 @@ def test_combined_ends_with_the_newest(device: str) -> None:
     assert buffer.sample(3).key.tolist() == [5, 6, 7]
 
 
-# one sort for several samples
-
-
-def test_between_sorts_transitions_keep_their_ranks(device: str) -> None:
-    buffer = make(4, RankBased(alpha=0.0, resort_every=3), device=device)
-    fill(buffer, 3, priority=[1.0, 2.0, 3.0])
-    # without alpha, a batch as large as the list is the list
-    assert buffer.sample(3).key.tolist() == [2, 1, 0]
-    buffer.update_priorities(torch.tensor([0]), torch.tensor([9.0]))
-    # key 3 came after the list was made
-    fill(buffer, 1)
-    assert buffer.sample(3).key.tolist() == [2, 1, 0]
-    # key 4 took the slot of key 0, and has its rank
-    fill(buffer, 1, priority=[2.5])
-    assert buffer.sample(3).key.tolist() == [2, 1, 4]
-    # the fourth sample sorts: key 3 entered with 9.0
-    assert buffer.sample(4).key.tolist() == [3, 2, 4, 1]
-    # after a clear the order is made anew
-    buffer.clear()
-    with pytest.raises(RuntimeError, match="no transitions"):
-        buffer.sample(1)
-    fill(buffer, 2, priority=[1.0, 2.0])
-    assert buffer.sample(2).key.tolist() == [6, 5]
-
-
-def test_a_list_goes_with_the_state(device: str) -> None:
-    settings = RankBased(alpha=0.0, resort_every=4)
-    buffer, other = (make(4, settings, device=device, seed=seed) for seed in (1, 2))
-    fill(buffer, 4, priority=[1.0, 2.0, 3.0, 4.0])
-    buffer.sample(1)
-    buffer.update_priorities(torch.arange(4), torch.tensor([4.0, 3.0, 2.0, 1.0]))
-    other.load_state_dict(buffer.state_dict())
-    for _ in range(3):
-        assert other.sample(4).key.tolist() == buffer.sample(4).key.tolist() == [3, 2, 1, 0]
-    assert other.sample(4).key.tolist() == buffer.sample(4).key.tolist() == [0, 1, 2, 3]
-
-
-def test_a_state_of_a_version_without_lists_is_taken(device: str) -> None:
-    buffer, other = (make(5, Proportional(), device=device, seed=seed) for seed in (1, 2))
-    fill(buffer, 7)
-    state = buffer.state_dict()
-    for name in ("RANKED", "SORTED"):
-        del state["counters"][name]
-    other.load_state_dict(state)
-    assert other.sample(9).key.tolist() == buffer.sample(9).key.tolist()
-
-
 # what it says about itself
 
 
@@ -228,7 +181,7 @@ def test_statistics(device: str) -> None:
     assert close(stats.effective_sample_size, 1 / sum(chance**2 for chance in chances), "statistic")
 
 
-@pytest.mark.parametrize("settings", [RankBased(), RankBased(resort_every=2), Combined(RankBased())], ids=repr)
+@pytest.mark.parametrize("settings", [RankBased(), Combined(RankBased())], ids=repr)
 def test_there_are_no_masses(settings: Any, device: str) -> None:
     buffer = given(settings, device)
     for call in (buffer.masses, buffer.total_mass):
@@ -238,8 +191,7 @@ def test_there_are_no_masses(settings: Any, device: str) -> None:
 
 WRONG: list[tuple[type[Exception], dict[str, Any]]] = [
     (ValueError, {"alpha": [-0.1, float("nan")], "beta": [-1.0], "initial": ["newest", -1.0], "normalize": ["sum"]}),
-    (TypeError, {"alpha": ["1"], "beta": [None], "stratified": [1], "resort_every": [1.5, True]}),
-    (ValueError, {"resort_every": [0]}),
+    (TypeError, {"alpha": ["1"], "beta": [None], "stratified": [1]}),
 ]
 
 

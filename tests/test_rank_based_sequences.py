@@ -1,8 +1,4 @@
-"""Random sequences of calls to buffers that draw by rank, against lists that sort everything anew: the same keys.
-
-The host code keeps its order in small blocks here, so that all of it runs: blocks that overflow, that are put together,
-and that are made anew.
-"""
+"""Random sequences of calls to buffers that draw by rank, against lists that sort everything anew: the same keys."""
 
 from __future__ import annotations
 
@@ -14,22 +10,21 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from rank_oracle import RankLists, RankOracle, by_rank, drawn_ranks, passed_on, rank_masses
+from rank_oracle import RankOracle, by_rank, drawn_ranks, rank_masses
 from test_random_sequences import Pair, play
 from tolerances import close
 from trajectory_pair import Pair as StreamPair
-from trajectory_pair import columns, final_of, numbered
+from trajectory_pair import final_of, numbered, taken_by
 
 from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer
-from gpu_replay.ops import _backend, numpy_loops, rank_order
+from gpu_replay.ops import ranks
 
 SETTINGS = {
     "exact": RankBased(),
     "independent": RankBased(alpha=1.0, beta=1.0, stratified=False),
     "annealed": RankBased(alpha=2.0, beta=LinearSchedule(0.0, 1.0, 25), normalize="buffer", initial="stored"),
     "numbered": RankBased(alpha=0.0, initial=0.5),
-    "outdated": RankBased(resort_every=3),
-    "outdated for long": RankBased(resort_every=40, stratified=False, normalize="buffer", initial="stored"),
+    "stored": RankBased(stratified=False, normalize="buffer", initial="stored"),
 }
 FEW = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
 # whole numbers of mass units, so that a buffer that draws by mass holds them exactly; many are equal
@@ -37,14 +32,9 @@ PRIORITIES = (0.0, 0.25, 0.5, 0.5, 1.0, 1.0, 1.0, -2.0, 7.25, 300.0)
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_order, "width_for", lambda slots: (2, 4, 8)[slots % 3])
-    # sorted anew only when nearly everything has changed
-    monkeypatch.setattr(rank_order, "_CHANGED", 1)
-    if _backend.inner_loops() is not numpy_loops:
-        from gpu_replay.ops import numba_rank_order
-
-        monkeypatch.setattr(numba_rank_order, "fan_for", lambda slots: (2, 4, 8)[slots % 3])
+def _few_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the host sorts anew only when nearly everything has changed
+    monkeypatch.setattr(ranks, "_CHANGED", 1)
 
 
 class PairByRank(Pair):
@@ -72,7 +62,7 @@ def test_transitions_at_every_small_capacity(name: str, device: str) -> None:
         play(pair, random.Random(f"{name} {capacity}"), scale(60, 12), 2 * capacity)
 
 
-@pytest.mark.parametrize("name", ["exact", "annealed", "outdated"])
+@pytest.mark.parametrize("name", ["exact", "annealed", "stored"])
 def test_transitions_in_larger_buffers(name: str, device: str) -> None:
     play(PairByRank(1009, SETTINGS[name], 5, device), random.Random(name), scale(150, 10), 33)
 
@@ -91,13 +81,12 @@ class Streams:
         self.capacity = self.pair.history.capacity
         self.buffer = TrajectoryReplayBuffer(capacity, num_envs, FEW, sampler=settings, device=device, seed=3, **more)
         self.masses = rank_masses(self.capacity, self.settings.alpha)
-        self.lists = RankLists(self.settings)
         self.samples = 0
         self.random = np.random.Philox(key=np.array([3, 0], dtype=np.uint64))
 
     def add(self, steps: list[Any]) -> None:
         """One step of all environments."""
-        self.buffer.add(**columns(steps, FEW))
+        self.buffer.add(**taken_by(self.buffer, steps, FEW))
         self.pair.add(steps)
 
     @property
@@ -107,7 +96,6 @@ class Streams:
     def clear(self) -> None:
         self.pair.clear()
         self.buffer.clear()
-        self.lists.forget()
 
     def update(self, keys: list[int], priorities: list[float]) -> None:
         self.pair.update(keys, priorities)
@@ -126,17 +114,8 @@ class Streams:
             return []
         batch = self.buffer.sample(count + self.newest, beta=beta)
 
-        def order() -> list[int]:
-            return [key % self.capacity for key in by_rank(held.items())]
-
-        keys = {key % self.capacity: key for key in held}
-        if count:
-            listed = self.lists.current(order, self.samples)
-            oldest = next(iter(held)) % self.capacity
-            chosen = self._check(batch, listed, count, beta)
-            drawn = [keys[passed_on(listed, rank, keys.__contains__, oldest)] for rank in chosen]
-        else:
-            drawn = []
+        order = by_rank(held.items())
+        drawn = [order[rank] for rank in self._check(batch, len(order), count, beta)] if count else []
         self.samples += 1
         newest = list(held)[len(held) - self.newest :]
         assert batch.key.tolist() == drawn + newest
@@ -144,19 +123,19 @@ class Streams:
         return drawn
 
     def sample_sequences(self, count: int, length: int) -> None:
-        """Ranks of this moment among the starts within reach, whatever the list says."""
+        """Ranks among the starts within reach."""
         starts = set(self.history.view().sequence_starts(length))
         held = {key: mass for key, mass in self.priorities().items() if key in starts}
         if self.newest or not held:
             return
-        batch, listed = self.buffer.sample_sequences(count, length), by_rank(held.items())
-        assert batch.key.tolist() == [listed[rank] for rank in self._check(batch, listed, count, None)]
+        batch, order = self.buffer.sample_sequences(count, length), by_rank(held.items())
+        assert batch.key.tolist() == [order[rank] for rank in self._check(batch, len(order), count, None)]
         self.samples += 1
 
-    def _check(self, batch: Batch, listed: list[int], count: int, beta: float | None) -> list[int]:
-        """The ranks that the next `count` draws fall on, having compared probabilities and weights."""
+    def _check(self, batch: Batch, ranked: int, count: int, beta: float | None) -> list[int]:
+        """The ranks of so many on which the next `count` draws fall, having compared probabilities and weights."""
         words = [int(word) for word in self.random.random_raw(-(-count // 4) * 4)[:count]]
-        ranks, drawn = drawn_ranks(self.settings, self.masses[: len(listed)], words, count, self.samples, beta)
+        ranks, drawn = drawn_ranks(self.settings, self.masses[:ranked], words, count, self.samples, beta)
         assert close(batch.probability, [*drawn.probability, *[1.0] * self.newest], "probability")
         assert close(batch.weight, [*drawn.weight, *[1.0] * self.newest], "weight")
         return ranks
@@ -188,10 +167,7 @@ def live(streams: Streams, generator: random.Random, calls: int) -> None:
             streams.clear()
 
 
-STREAMS = SETTINGS | {
-    "combined": Combined(RankBased(normalize="buffer"), newest=2),
-    "combined outdated": Combined(RankBased(resort_every=4)),
-}
+STREAMS = SETTINGS | {"combined": Combined(RankBased(normalize="buffer"), newest=2)}
 
 
 @pytest.mark.parametrize("autoreset", scale(["next_step", "same_step"], ["same_step"]))
@@ -201,14 +177,3 @@ def test_streams(name: str, autoreset: Any, device: str) -> None:
         more = [{"stack": 1}, {"n_step": 3}, {"stack": 3, "n_step": 2}][turn % 3]
         streams = Streams(capacity, num_envs, STREAMS[name], device, autoreset=autoreset, **more)
         live(streams, random.Random(f"{name} {turn}"), scale(100, 30))
-
-
-def test_a_list_of_which_nothing_can_be_drawn_any_more_leaves_the_oldest_start(device: str) -> None:
-    streams = Streams(20, 1, RankBased(resort_every=1000), device)
-    for number in range(21):
-        streams.add([numbered(number, 0, FEW) | {"terminated": number == 19}])
-        if number == 1:
-            # only key 0 can be drawn, and only its slot is listed
-            assert streams.sample(3, None) == [0, 0, 0]
-    # the step after the ending took the slot, and is no start
-    assert streams.sample(5, None) == [1] * 5

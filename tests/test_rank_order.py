@@ -1,27 +1,20 @@
-"""The order of the host code and the masses of ranks: what they say, and that the order stays exact through changes."""
+"""Ranks on the host and their masses: what they say, and that the order stays exact through changes."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 
-from gpu_replay.ops import _backend, rank_order
-from gpu_replay.ops.rank_order import RankOrder, order_bytes, sorted_ages
-from gpu_replay.ops.rank_table import cumulative_masses
+from gpu_replay.loops import tree
+from gpu_replay.ops import ranks
+from gpu_replay.ops.counters import Counter as Count
+from gpu_replay.ops.ranks import HostRanks, cumulative_masses, host_ranks_bytes
 
 # codes of priorities from the smallest to the largest, next to each other and far apart
 CODES = [1, 2, 3, 2**20, 2**20 + 1, 2**52, 2**62, 2**62 + 1, 0x7FF0000000000000]
-
-
-def expected_order(codes: np.ndarray, head: int) -> list[int]:
-    """The slots with a code by rank, in a ring whose oldest slot is `head`."""
-    slots = [slot for slot in range(codes.size) if codes[slot]]
-    return sorted(slots, key=lambda slot: (-int(codes[slot]), (slot - head) % codes.size))
 
 
 # masses
@@ -50,285 +43,171 @@ def test_sums_of_masses_are_exact_and_stay_below_63_bits(slots: int, alpha: floa
     assert masses[0] >= 2**36
 
 
-# sorting
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100, 1000])
-@pytest.mark.parametrize("kinds", [1, 3, len(CODES), 0])
-def test_sorted_ages(size: int, kinds: int) -> None:
-    generator = np.random.default_rng(size + kinds)
-    choices = CODES[:kinds] if kinds else generator.integers(1, 2**63 - 1, 10_000)
-    codes = np.where(generator.random(size) < 0.2, 0, generator.choice(choices, size))
-    given = codes.copy()
-    assert sorted_ages(codes).tolist() == expected_order(codes, 0)
-    assert codes.tolist() == given.tolist()
-
-
-@pytest.mark.parametrize("size", [2, 3, 100, 5000])
-def test_codes_that_differ_only_in_their_lowest_bits_are_told_apart(size: int) -> None:
-    generator = np.random.default_rng(size)
-    # pairs of groups whose high bits are the same
-    codes = (generator.integers(1, 3, size) << 40) + generator.integers(0, 3, size)
-    assert sorted_ages(codes).tolist() == expected_order(codes, 0)
-
-
-def test_nothing_is_sorted_where_nothing_has_a_code() -> None:
-    assert sorted_ages(np.zeros(5, dtype=np.int64)).size == 0
-
-
 # the order
-
-
-def slots_at(order: Any, ranks: np.ndarray) -> list[int]:
-    """The slots at these ranks; a compiled order draws them, where each rank has the same mass."""
-    if isinstance(order, RankOrder):
-        return order.at(ranks).tolist()
-    sums = np.full(-(-order._slots // 64) * 64, 2**63 - 1)
-    sums[: order._slots] = np.arange(1, order._slots + 1)
-    order.draw_by(sums, sums[63::64].copy())
-    slots, masses, total = order.draw((ranks + 0.5) / order.count, False)
-    assert total == order.count
-    assert masses.tolist() == [1] * ranks.size
-    return slots.tolist()
-
-
-class Ring:
-    """Codes of a ring of slots, and the order under test, which hears of every change."""
-
-    def __init__(self, slots: int, seed: str, kinds: int, kind: Any = RankOrder) -> None:
-        self.slots, self.kinds, self.added = slots, kinds, 0
-        self.random = random.Random(seed)
-        self.codes = np.zeros(slots, dtype=np.int64)
-        self.order = kind(self.codes, slots)
-
-    def code(self) -> int:
-        """A code, one of few or nearly never the same again, or none."""
-        if self.random.random() < 0.05:
-            return 0
-        return self.random.choice(CODES[: self.kinds]) if self.kinds else self.random.randrange(1, 2**63 - 2**52)
-
-    def add(self, count: int, code: int | None = None) -> None:
-        """New keys, in two pieces where the ring wraps."""
-        start = self.added % self.slots
-        for begin, end in ((start, min(start + count, self.slots)), (0, start + count - self.slots)):
-            if begin < end:
-                self.codes[begin:end] = [self.code() if code is None else code for _ in range(begin, end)]
-                self.order.note(begin, end)
-        self.added += count
-
-    def update(self, count: int) -> None:
-        for _ in range(self.random.randrange(1, 3)):
-            slots = np.array(self.random.sample(range(self.slots), min(count, self.slots)), dtype=np.int64)
-            self.codes[slots] = [self.code() for _ in slots]
-            self.order.note_slots(slots)
-
-    def change(self, turns: int, *, most: int, checked: float) -> None:
-        """Adds, updates of up to so many slots and, seldom, a clearing; compared after this share of them."""
-        for _ in range(turns):
-            chance = self.random.random()
-            if chance < 0.4:
-                self.add(self.random.randrange(1, max(2, self.slots // 4)))
-            elif chance < 0.9:
-                self.update(self.random.randrange(1, max(2, most)))
-            elif chance < 0.92:
-                self.codes[:] = 0
-                self.order.invalidate()
-            if self.random.random() < checked:
-                self.check()
-        self.check()
-
-    def go_round(self, turns: int, falling: bool, *, every: int, hide: float = 0.3) -> None:
-        """New entries, each before or after all others."""
-        self.add(self.slots, 2**40)
-        self.check(hide=hide)
-        for turn in range(turns):
-            self.add(7, 2**40 - turn if falling else 2**40 + turn)
-            self.order.sort_changes(self.added)
-            assert self.order.count == self.slots
-            if turn % every == 0:
-                self.check(hide=hide)
-        self.check(hide=hide)
-
-    def check(self, *, hide: float = 0.3) -> None:
-        """Compare all ranks; sometimes also with some slots hidden."""
-        self.order.sort_changes(self.added)
-        self._check(set())
-        if self.random.random() < hide:
-            hidden = self.random.sample(range(self.slots), self.random.randrange(self.slots))
-            self.order.hide(np.array(hidden, dtype=np.int64))
-            self._check(set(hidden))
-
-    def _check(self, hidden: set[int]) -> None:
-        expected = [slot for slot in expected_order(self.codes, self.added % self.slots) if slot not in hidden]
-        assert self.order.count == len(expected)
-        if expected:
-            assert slots_at(self.order, np.arange(len(expected))) == expected
-            ranks = np.array(self.random.choices(range(len(expected)), k=7))
-            assert slots_at(self.order, ranks) == [expected[rank] for rank in ranks]
 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the order divided blocks, gained rows by putting some together, and sorted everything."""
+    """How often the order was sorted anew, and how often all blocks were made anew, with or without a sort."""
     done: Counter[str] = Counter()
-    for name in ("_divide", "_spare_rows", "_sort"):
-        method = getattr(RankOrder, name)
+    renew, fill = HostRanks._renew, HostRanks._fill
 
-        def counted(order: RankOrder, *given: np.ndarray, name: str = name, method: object = method) -> object:
-            done[name] += 1
-            return method(order, *given)  # type: ignore[operator]
+    def renewed(order: HostRanks, changed: np.ndarray | None, *given: int) -> None:
+        done["sorted"] += changed is None
+        renew(order, changed, *given)
 
-        monkeypatch.setattr(RankOrder, name, counted)
+    def filled(order: HostRanks, *given: np.ndarray) -> None:
+        done["filled"] += 1
+        fill(order, *given)
+
+    monkeypatch.setattr(HostRanks, "_renew", renewed)
+    monkeypatch.setattr(HostRanks, "_fill", filled)
     return done
 
 
+class Ring:
+    """Codes of a ring of slots, the order under test, and random changes of which it hears.
+
+    kinds: how many codes there are; 0 for codes that are nearly never the same.
+    """
+
+    def __init__(self, slots: int, seed: str, kinds: int) -> None:
+        self.slots, self.kinds = slots, kinds
+        self.random = random.Random(seed)
+        self.codes, self.counters = np.zeros(slots, dtype=np.int64), np.zeros(Count.COUNT, dtype=np.int64)
+        # so many slots by so much that keys need more than 32 bits
+        self.counters[Count.ADDED] = self.random.choice((0, 2**40))
+        # with alpha 0 all ranks are drawn alike
+        self.order = HostRanks(self.codes, self.counters, 0.0)
+
+    @property
+    def added(self) -> int:
+        return self.counters.item(Count.ADDED)
+
+    def code(self) -> int:
+        """A code, or none."""
+        if self.random.random() < 0.05:
+            return 0
+        return self.random.choice(CODES[: self.kinds]) if self.kinds else self.random.randrange(1, 2**63 - 2**52)
+
+    def give(self, slots: list[int], code: int | None = None) -> None:
+        """Give these slots a code, as loops do."""
+        nothing = np.zeros(0, dtype=np.int64)
+        for slot in slots:
+            given = self.code() if code is None else code
+            if given != self.codes[slot]:
+                self.codes[slot] = given
+                tree.note_range(nothing, nothing, self.order.noted, slot, slot + 1)
+
+    def add(self, count: int, code: int | None = None) -> None:
+        """New keys, some of which may push out others that were new."""
+        self.give([(self.added + number) % self.slots for number in range(count)], code)
+        self.counters[Count.ADDED] += count
+
+    def change(self, turns: int, *, most: int) -> None:
+        """Adds, and updates of up to so many slots; compared after most of them."""
+        for _ in range(turns):
+            if self.random.random() < 0.4:
+                self.add(self.random.randrange(1, max(2, self.slots // 4)))
+            else:
+                self.give(self.random.choices(range(self.slots), k=self.random.randrange(1, max(2, most))))
+            if self.random.random() < 0.7:
+                self.check(skip=True)
+        self.check(skip=True)
+
+    def check(self, *, skip: bool = False) -> None:
+        """Compare all ranks, also among some of all; `skip` for sometimes without the newest slots."""
+        skipped = self.random.choice((0, 0, self.random.randrange(self.slots))) if skip else 0
+        self._check(self.order, self.codes, skipped)
+        if self.random.random() < 0.2:
+            some = np.where(np.array(self.random.choices((True, False), k=self.slots)), self.codes, 0)
+            self._check(self.order.restricted_to(some), some, skipped)
+
+    def _check(self, order: HostRanks, codes: np.ndarray, skipped: int) -> None:
+        oldest = [(self.added + number) % self.slots for number in range(self.slots - skipped)]
+        expected = sorted((slot for slot in oldest if codes[slot]), key=lambda slot: -int(codes[slot]))
+        if not expected:
+            return
+        rows = order.draw((np.arange(len(expected)) % 2) * 0.999, stratified=True, skipped=skipped)
+        assert rows.slots.tolist() == expected
+        assert rows.total == len(expected) * rows.last
+        assert rows.masses.tolist() == [rows.last] * len(expected)
+        numbers = [self.random.randrange(len(expected)) for _ in range(7)]
+        rows = order.draw((np.array(numbers) + 0.5) / len(expected), stratified=False, skipped=skipped)
+        assert rows.slots.tolist() == [expected[number] for number in numbers]
+
+
 @pytest.mark.parametrize("kinds", [1, 3, len(CODES), 0])
-@pytest.mark.parametrize("width", [2, 4, 8])
 def test_the_order_is_exact_through_random_changes(
-    width: int, kinds: int, monkeypatch: pytest.MonkeyPatch, work: Counter[str]
+    kinds: int, monkeypatch: pytest.MonkeyPatch, work: Counter[str]
 ) -> None:
-    monkeypatch.setattr(rank_order, "width_for", lambda slots: width)
-    # sorted anew only when nearly everything has changed
-    monkeypatch.setattr(rank_order, "_CHANGED", 1)
-    for slots in (*range(1, 41), 150):
-        Ring(slots, f"{width} {kinds} {slots}", kinds).change(25 if slots <= 40 else 200, most=slots // 3, checked=0.7)
-    assert work["_divide"] > 100
-    assert work["_spare_rows"] > 0
+    # sorted anew only where more has changed than there are slots
+    monkeypatch.setattr(ranks, "_CHANGED", 1)
+    for slots in (1, 2, 3, 8, 9, 31, 40, 150, 600):
+        Ring(slots, f"{kinds} {slots}", kinds).change(25 if slots <= 40 else 100, most=slots // 3)
+    assert work["filled"] > work["sorted"]
 
 
 @pytest.mark.parametrize("falling", [False, True])
-def test_new_entries_that_all_come_to_one_end(falling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that goes round many times, each new entry before or after all others: empty blocks are used again."""
-    monkeypatch.setattr(rank_order, "width_for", lambda slots: 8)
-    Ring(300, "end", 0).go_round(200, falling, every=10)
+def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -> None:
+    """A ring that goes round many times, each new slot before or after all others: empty blocks are used again."""
+    ring = Ring(700, "end", 0)
+    ring.add(700, 2**40)
+    ring.check()
+    for turn in range(300):
+        ring.add(7, 2**40 - turn if falling else 2**40 + turn)
+        if turn % 50 == 0:
+            ring.check()
+        else:
+            ring.order.draw(np.zeros(1), stratified=True)
+    ring.check()
+    assert work["sorted"] == 1
+    assert work["filled"] > 1
 
 
-def test_few_changes_sort_nothing_anew(work: Counter[str]) -> None:
+def test_few_changes_are_sorted_into_place_and_many_anew(work: Counter[str]) -> None:
     ring = Ring(20_000, "few", 0)
     ring.add(20_000)
-    ring.check()
-    for _ in range(40):
-        ring.update(64)
+    for _ in range(20):
+        ring.check()
+        ring.give(ring.random.sample(range(ring.slots), 64))
         ring.add(8, CODES[3])
-        ring.check(hide=0)
-    assert work["_sort"] == 1
-
-
-def test_many_changes_are_sorted_anew(work: Counter[str]) -> None:
-    ring = Ring(20_000, "many", 0)
-    ring.add(10_000)
+    assert work["sorted"] == 1
+    ring.add(3_000)
     ring.check()
-    for _ in range(10):
-        ring.add(1000)
+    assert work["sorted"] == 2
+
+
+def test_slots_with_new_keys_and_old_codes_change_their_ranks() -> None:
+    ring = Ring(100, "alike", 1)
+    ring.add(100, 5)
     ring.check()
-    assert work["_sort"] == 2
+    ring.add(30, 5)
+    assert not ring.order.noted[0]
+    ring.check()
 
 
-def test_what_nobody_asked_for_costs_nothing(work: Counter[str]) -> None:
-    ring = Ring(1000, "nothing", 0)
-    for _ in range(50):
-        ring.add(100)
-        ring.update(50)
-    assert not work
+def test_a_draw_that_was_interrupted_leaves_an_order_that_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, work: Counter[str]
+) -> None:
+    ring = Ring(200, "interrupted", 0)
+    ring.add(200)
+    ring.check()
+    ring.give(list(range(20)))
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.loops.insert, "ready", lambda: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ring.order.draw(np.zeros(1), stratified=True)
+    ring.check()
+    assert work["sorted"] == 2
 
 
 @pytest.mark.parametrize("slots", [1, 64, 1000, 100_003])
 def test_bytes(slots: int) -> None:
-    order = RankOrder(np.zeros(slots, dtype=np.int64), slots)
-    arrays = [value for value in vars(order).values() if isinstance(value, np.ndarray) and value.base is None]
-    order.sort_changes(0)
-    held = sum(array.nbytes for array in arrays) - order._leaves.nbytes
-    # what grows and shrinks is counted in full
-    assert held <= order.nbytes == order_bytes(slots)
-    assert order.nbytes <= held + 40 * (math.ceil(slots / 32) + 2)
-
-
-# the order in compiled loops
-
-
-@pytest.fixture(name="compiled")
-def compiled_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Counter[str]]:
-    """The compiled order with groups of four blocks, and how often it divided one, filled blocks up, and sorted."""
-    pytest.importorskip("numba")
-    from gpu_replay.ops import numba_rank_order
-
-    monkeypatch.setattr(numba_rank_order, "fan_for", lambda slots: 4)
-    done: Counter[str] = Counter()
-    for name in ("_divide_group", "_slots_in_order", "_sort"):
-        method = getattr(numba_rank_order.RankOrder, name)
-
-        def counted(order: Any, *given: Any, name: str = name, method: Any = method) -> Any:
-            done[name] += 1
-            return method(order, *given)
-
-        monkeypatch.setattr(numba_rank_order.RankOrder, name, counted)
-    return numba_rank_order.RankOrder, done
-
-
-@pytest.mark.parametrize("kinds", [1, 3, len(CODES), 0])
-def test_the_compiled_order_is_exact_through_random_changes(
-    kinds: int, compiled: tuple[Any, Counter[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # sorted anew only when nearly everything has changed
-    monkeypatch.setattr(rank_order, "_CHANGED", 1)
-    order, done = compiled
-    for slots in (1, 2, 31, 32, 33, 150, 600):
-        Ring(slots, f"{kinds} {slots}", kinds, order).change(25, most=slots // 6, checked=0.5)
-    assert done["_divide_group"] > 0
-
-
-@pytest.mark.parametrize("falling", [False, True])
-def test_new_entries_that_all_come_to_one_end_of_the_compiled_order(
-    falling: bool, compiled: tuple[Any, Counter[str]]
-) -> None:
-    order, done = compiled
-    Ring(700, "end", 0, order).go_round(300, falling, every=50, hide=0)
-    # empty blocks are used again without sorting
-    assert done["_sort"] == 1
-    assert done["_slots_in_order"] > 1
-
-
-def test_the_compiled_order_sorts_few_changes_into_place_and_many_anew(compiled: tuple[Any, Counter[str]]) -> None:
-    order, done = compiled
-    ring = Ring(2000, "few", 0, order)
-    ring.add(2000)
-    for _ in range(20):
-        ring.update(64)
-        ring.add(8, CODES[3])
-        ring.order.sort_changes(ring.added)
-    assert done["_sort"] == 1
-    ring.check()
-    for _ in range(4):
-        ring.add(200)
-    ring.check(hide=1)
-    assert done["_sort"] == 2
-
-
-def test_more_changes_than_are_looked_up_at_once(compiled: tuple[Any, Counter[str]]) -> None:
-    from gpu_replay.ops import numba_rank_loops
-
-    ring = Ring(12_000, "many", 3, compiled[0])
-    ring.add(12_000)
-    ring.order.sort_changes(ring.added)
-    slots = np.arange(0, ring.slots, 8)
-    ring.codes[slots] = [ring.code() for _ in slots]
-    ring.order.note_slots(slots)
-    assert ring.order._state[numba_rank_loops.NOTED] > numba_rank_loops._KNOWN
-    ring.check(hide=0)
-    assert compiled[1]["_sort"] == 1
-
-
-@pytest.mark.parametrize("slots", [1, 64, 1000, 100_003])
-def test_bytes_of_the_compiled_order(slots: int) -> None:
-    pytest.importorskip("numba")
-    from gpu_replay.ops import numba_rank_order
-
-    order = numba_rank_order.RankOrder(np.zeros(slots, dtype=np.int64), slots)
-    held = sum(array.nbytes for array in (*order.arrays, order._changed, order._guide))
-    assert held == order.nbytes == numba_rank_order.order_bytes(slots)
-
-
-def test_the_loops_decide_which_order_a_buffer_has() -> None:
-    loops = _backend.inner_loops()
-    slots = 1000
-    assert loops.RankOrder(np.zeros(slots, dtype=np.int64), slots).nbytes == loops.order_bytes(slots)
+    order = HostRanks(np.zeros(slots, dtype=np.int64), np.zeros(Count.COUNT, dtype=np.int64), 0.7)
+    held = sum(array.nbytes for array in (*order._order, order._sums, order.noted))
+    assert held == order.nbytes == host_ranks_bytes(slots)

@@ -184,6 +184,13 @@ def test_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> No
         same_draws(buffer, loaded, 6, times=1)
 
 
+def test_another_capacity_or_sampler_is_not_an_argument_of_load(tmp_path: Path) -> None:
+    used(EXACT, device="cpu").save(tmp_path / "c")
+    for setting in ({"capacity": 9}, {"sampler": EXACT}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            ReplayBuffer.load(tmp_path / "c", **setting)
+
+
 def test_saving_changes_nothing_in_the_buffer(device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     buffer, twin = used(ANNEALED, device=device), used(ANNEALED, device=device)

@@ -15,7 +15,7 @@ from twins import Twins, check_batches
 
 from gpu_replay import ReplayBuffer
 from gpu_replay.engines.pinned_memory import pinned_block
-from gpu_replay.stream_order import StreamOrder
+from gpu_replay.graphs.stream_order import StreamOrder
 
 pytestmark = pytest.mark.gpu
 

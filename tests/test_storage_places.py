@@ -21,7 +21,7 @@ from gpu_replay.cli import main
 from gpu_replay.engines import storage
 from gpu_replay.engines.pinned_memory import pinned_block
 from gpu_replay.engines.placement import Placement, check_placement
-from gpu_replay.stream_order import StreamOrder
+from gpu_replay.graphs.stream_order import StreamOrder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,15 +47,12 @@ def test_a_buffer_in_a_file_is_one_in_memory(kind: str, tmp_path: Path) -> None:
     state = memory.state_dict()
     for name, tensor in mapped.state_dict()["tensors"].items():
         assert torch.equal(tensor, state["tensors"][name]), name
-    # from one to the other, and with another capacity
+    # from one to the other
     relabel = {"relabel": memory.relabel} if kind == "goals" else {}
     back = type(memory).load(tmp_path / "mapped", "cpu", **relabel)
     there = type(memory).load(tmp_path / "memory", "cpu", storage_path=tmp_path / "second", **relabel)
-    less = type(memory).load(tmp_path / "memory", capacity=24, storage_path=tmp_path / "third", **relabel)
-    fewer = type(memory).load(tmp_path / "memory", "cpu", capacity=24, **relabel)
     assert (back.storage_path, there.storage_path) == (None, tmp_path / "second")
     same_life(there, back, 1)
-    same_life(less, fewer, 1)
     mapped.load_state_dict(state)
     check_equal(mapped.sample(9), memory.sample(9))
     for buffer in (mapped, memory):
@@ -182,7 +179,7 @@ def test_the_place_that_is_short_is_named(
 
 def test_a_state_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped, memory = make("exact", storage_path=tmp_path / "ring"), make("exact")
-    monkeypatch.setattr("gpu_replay.stateful.free_bytes", lambda device: 100)
+    monkeypatch.setattr("gpu_replay.base.state.free_bytes", lambda device: 100)
     for call in (mapped.state_dict, lambda: pickle.dumps(mapped)):
         mapped.add(**given(mapped))
         with pytest.raises(MemoryError, match=r"where 100 are free. Use save\(path\)"):
@@ -266,6 +263,8 @@ def test_memory_that_cannot_be_pinned_is_refused(cuda: FakeCuda) -> None:
     with pytest.raises(MemoryError, match="5,000 bytes of host memory could not be pinned for cuda:0"):
         pinned_block(5000, CUDA, StreamOrder(CUDA).drain)
     assert cuda.unpinned == []
+    # the runtime keeps the error of such a call, and the next launch of anybody would raise it
+    assert cuda.error == 0
 
 
 def test_the_host_waits_for_all_calls_before_it_touches_pinned_fields(cuda: FakeCuda) -> None:

@@ -38,7 +38,7 @@ from gpu_replay import (
 )
 from gpu_replay.engines.device import DeviceEngine
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-from gpu_replay.stream_order import StreamOrder, record_stream
+from gpu_replay.graphs.stream_order import StreamOrder, record_stream
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -329,7 +329,7 @@ CALLS: dict[str, Any] = {
 }
 BUFFERS: dict[str, Any] = {
     "transitions": lambda: of_transitions(Combined(Proportional(initial="stored"))),
-    "transitions by rank": lambda: of_transitions(RankBased(resort_every=2)),
+    "transitions by rank": lambda: of_transitions(RankBased()),
     "transitions alike": lambda: of_transitions(Uniform()),
     "steps": lambda: of_steps(Proportional(normalize="buffer")),
     "steps by rank": lambda: of_steps(RankBased()),

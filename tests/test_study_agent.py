@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpu_replay.study.agent import Agent, smooth_l1
-from gpu_replay.study.exploration import Explorer
+from gpu_replay.study.agent import Agent, Explorer, smooth_l1
 from gpu_replay.study.methods import Minibatch
 from gpu_replay.study.network import Adam, Backward, Forward, Parameters
 from gpu_replay.study.settings import AgentSettings
@@ -115,16 +114,16 @@ def test_an_update_is_the_one_that_torch_makes(double: bool) -> None:
         (torch.from_numpy(batch.weight) * losses).mean().backward()
         optimizer.step()
 
-        learned = agent.update(batch)
-        np.testing.assert_allclose(learned.best_values, values.detach().amax(1).numpy(), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(learned.td_error, (chosen - aim).detach().numpy(), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(smooth_l1(learned.td_error), losses.detach().numpy(), rtol=1e-4, atol=1e-5)
+        td_error, best_values = agent.update(batch)
+        np.testing.assert_allclose(best_values, values.detach().amax(1).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(td_error, (chosen - aim).detach().numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(smooth_l1(td_error), losses.detach().numpy(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(agent.online.array, flat(online, lambda p: p), rtol=1e-4, atol=1e-5)
         if step == 2:
             agent.copy_to_target()
             target.load_state_dict(online.state_dict())
     # errors beyond one, within it, and both actions' choices were among them
-    assert np.abs(learned.td_error).max() > 1 > np.abs(learned.td_error).min()
+    assert np.abs(td_error).max() > 1 > np.abs(td_error).min()
 
 
 def test_the_best_action_is_taken() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from gpu_replay.study.analysis import (
+    AVERAGED,
     PAIRS,
     Correlation,
-    Point,
+    Estimate,
     correlations,
     difference,
     mean_over_seeds,
@@ -16,8 +19,8 @@ from gpu_replay.study.analysis import (
     pooled_spearman,
     summarize,
 )
-from gpu_replay.study.run import RunId
 
+pd = pytest.importorskip("pandas")
 stats = pytest.importorskip("scipy.stats")
 
 NAN = float("nan")
@@ -27,13 +30,20 @@ def array(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-def point(method: str, final: float, place: str = "CartPole-v1", **means: float) -> Point:
-    names = (PAIRS, "td_mean", "td_median", "td_max", "td_std", "q_mean", "q_max")
-    return Point(place, method, final, {name: means.get(name, final) for name in names})
+def point(method: str, final: float, place: str = "CartPole-v1", **means: float) -> dict[str, Any]:
+    return {"environment": place, "method": method, "final": final, **dict.fromkeys(AVERAGED, final), **means}
 
 
-def by_td_mean(points: list[Point]) -> dict[str | None, Correlation]:
-    return {each.place: each for each in correlations(points) if each.predictor == "td_mean"}
+def by_td_mean(points: list[dict[str, Any]]) -> dict[str | None, Correlation]:
+    return {each.place: each for each in correlations(pd.DataFrame(points)) if each.predictor == "td_mean"}
+
+
+def share_of(points: list[dict[str, Any]]) -> tuple[float, float]:
+    return method_share(pd.DataFrame(points))
+
+
+def difference_of(points: list[dict[str, Any]], first: str, second: str) -> Estimate:
+    return difference(pd.DataFrame(points), first, second)
 
 
 def test_one_group_gives_spearman():
@@ -58,34 +68,37 @@ def test_pool_ranks_within_each_group():
 
 
 def test_method_share_is_one_where_methods_decide_and_zero_where_they_do_not():
-    share, p = method_share([point(m, final) for m, final in zip("aabbcc", (1, 1, 2, 2, 3, 3), strict=True)])
+    share, p = share_of([point(m, final) for m, final in zip("aabbcc", (1, 1, 2, 2, 3, 3), strict=True)])
     assert share == pytest.approx(1)
     # 6!/(2! 2! 2!) = 90 ways to deal three pairs, 6 of which keep them together
     assert p == pytest.approx(6 / 90, abs=0.02)
-    found = method_share([point(m, final) for m, final in zip("aabb", (1, 4, 2, 3), strict=True)])
+    found = share_of([point(m, final) for m, final in zip("aabb", (1, 4, 2, 3), strict=True)])
     assert found == (pytest.approx(0), pytest.approx(1))
 
 
 def test_method_share_is_kruskal_and_wallis_over_n_minus_one():
     values = np.random.default_rng(4).normal(size=15)
     expected = stats.kruskal(*[values[i::3] for i in range(3)]).statistic / 14
-    assert method_share([point("abc"[i % 3], value) for i, value in enumerate(values)])[0] == pytest.approx(expected)
+    assert share_of([point("abc"[i % 3], value) for i, value in enumerate(values)])[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("finals, methods", [((1, 1, 1, 1), "aabb"), ((1, 2, 3), "aaa"), ((1, 2), "ab")])
 def test_method_share_is_undefined_where_there_is_nothing_to_share(finals, methods):
-    assert np.isnan(method_share([point(m, final) for m, final in zip(methods, finals, strict=True)])).all()
+    assert np.isnan(share_of([point(m, final) for m, final in zip(methods, finals, strict=True)])).all()
 
 
 def test_run_is_summarized_by_its_last_hundred_episodes_and_by_its_updates():
     measured = np.full(150, NAN)
     measured[1:3] = (1.0, 5.0)
-    columns = dict.fromkeys((PAIRS, "td_mean", "td_median", "td_max", "td_std", "q_mean", "q_max"), measured)
-    columns["return"] = np.concatenate([np.full(50, -7.0), np.arange(100.0)])
-    columns["updates"] = np.concatenate([[0.0, 30.0, 10.0], np.zeros(147)])
-    found = summarize(RunId("E", "m", 0), columns)
-    assert found.final == pytest.approx(49.5)
-    assert found.means["td_mean"] == pytest.approx((30 * 1 + 10 * 5) / 40)
+    episodes = pd.DataFrame({"environment": "E", "method": "m", "seed": 0, **dict.fromkeys(AVERAGED, measured)})
+    episodes["return"] = np.concatenate([np.full(50, -7.0), np.arange(100.0)])
+    episodes["updates"] = np.concatenate([[0.0, 30.0, 10.0], np.zeros(147)])
+    never = episodes.assign(seed=1, updates=0.0)
+    first, second = summarize(pd.concat([episodes, never])).to_dict("records")
+    assert (first["environment"], first["method"], first["seed"]) == ("E", "m", 0)
+    assert first["final"] == pytest.approx(49.5)
+    assert first["td_mean"] == pytest.approx((30 * 1 + 10 * 5) / 40)
+    assert np.isnan(second["td_mean"])
 
 
 def test_interval_over_seeds_covers_the_mean_and_needs_two_of_them():
@@ -108,7 +121,7 @@ def test_correlation_over_runs_and_over_methods():
     # within each method the return falls with the predictor, between methods it rises
     found = [point(m, 10.0 * i - s, td_mean=10.0 * i + s) for i, m in enumerate("abcd") for s in range(3)]
     row = by_td_mean(found)["CartPole-v1"]
-    x, y = array(*[p.means["td_mean"] for p in found]), array(*[p.final for p in found])
+    x, y = (array(*[p[name] for p in found]) for name in ("td_mean", "final"))
     assert row.overall.value == pytest.approx(stats.spearmanr(x, y).statistic)
     assert row.overall.low < row.overall.value < row.overall.high
     assert row.between.value == pytest.approx(1)
@@ -139,7 +152,7 @@ def test_hindsight_is_left_out_of_the_second_correlation():
     ],
 )
 def test_an_undefined_correlation_has_a_reason(found, predictor, reason):
-    row = next(each for each in correlations(found) if each.predictor == predictor)
+    row = next(each for each in correlations(pd.DataFrame(found)) if each.predictor == predictor)
     assert reason in row.why_not
     assert np.isnan(row.overall.value)
 
@@ -155,9 +168,9 @@ def test_pool_leaves_out_environments_without_a_correlation():
 def test_difference_compares_on_the_same_runs():
     random = np.random.default_rng(6)
     found = [point("a", float(s), correlated_pairs=-float(s), td_mean=random.normal()) for s in range(25)]
-    assert difference(found, PAIRS, "td_mean").low > 0
-    assert difference(found, "td_mean", PAIRS).value == pytest.approx(-difference(found, PAIRS, "td_mean").value)
-    assert np.isnan(difference([point("a", 0.0) for _ in range(5)], PAIRS, "td_mean").value)
+    assert difference_of(found, PAIRS, "td_mean").low > 0
+    assert difference_of(found, "td_mean", PAIRS).value == pytest.approx(-difference_of(found, PAIRS, "td_mean").value)
+    assert np.isnan(difference_of([point("a", 0.0) for _ in range(5)], PAIRS, "td_mean").value)
 
 
 def test_no_interval_where_many_resamples_have_no_correlation():

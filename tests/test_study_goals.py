@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study.goals import TASKS
+from gpu_replay.study.methods import TASKS
 from gpu_replay.study.settings import ENVIRONMENTS
 
 gymnasium = pytest.importorskip("gymnasium")

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from study_tables import by_errors, by_pairs, write_study
 
+from gpu_replay.console.markdown import number
 from gpu_replay.study.analysis import PAIRS, Correlation, Estimate
-from gpu_replay.study.plots import mean_and_error, trailing_mean
-from gpu_replay.study.report import interval, number, p_value, verdict, write_report
+from gpu_replay.study.plots import mean_and_error
+from gpu_replay.study.report import interval, p_value, verdict, write_report
 
 pytest.importorskip("matplotlib")
-CURVES = ("durations", "durations-by-method", "td-errors", "correlated-pairs", "q-values")
+pd = pytest.importorskip("pandas")
+CURVES = ("durations", "td-errors", "correlated-pairs", "q-values")
 PICTURES = ("final-returns", "explained", *CURVES)
 NAN = float("nan")
 
@@ -114,16 +116,31 @@ def test_numbers_are_written_with_three_digits():
     assert [p_value(p) for p in (0.0004, 0.0583, 1.0)] == ["< 0.001", "0.058", "1"]
 
 
-def test_trailing_mean_is_shorter_at_the_start_and_leaves_out_what_is_absent():
-    assert trailing_mean(np.arange(1.0, 6.0), window=3).tolist() == [1, 1.5, 2, 3, 4]
-    assert trailing_mean(np.arange(1.0, 41.0))[-1] == pytest.approx(30.5)
-    found = trailing_mean(np.array([NAN, NAN, 6, NAN, 2]), window=2)
-    np.testing.assert_array_equal(found, [NAN, NAN, 6, 6, 2])
+def test_curves_are_trailing_means_over_the_runs_with_their_standard_error():
+    two = pd.DataFrame({0: np.arange(1.0, 41), 1: np.full(40, 5.0)})
+    mean, error = mean_and_error(two)
+    # shorter at the start, of twenty episodes at the end
+    assert mean[[0, 1, 39]].tolist() == pytest.approx([(1 + 5) / 2, (1.5 + 5) / 2, (30.5 + 5) / 2])
+    # the deviation of two values is their difference over sqrt(2), its error that over sqrt(2) again
+    assert error[[0, 39]].tolist() == pytest.approx([(5 - 1) / 2, (30.5 - 5) / 2])
+    # what is absent is left out
+    mean, error = mean_and_error(pd.DataFrame([NAN, NAN, 6, NAN, 2]))
+    np.testing.assert_array_equal(mean, [NAN, NAN, 6, 6, 4])
+    assert error.tolist() == [0] * 5
 
 
-def test_band_is_the_standard_error_over_runs():
-    mean, error = mean_and_error([np.array([1.0, 2]), np.array([3.0, 2]), np.array([5.0, 8])])
-    # standard deviations 2 and sqrt(12), divided by sqrt(3)
-    np.testing.assert_allclose(mean, [3, 4])
-    np.testing.assert_allclose(error, [2 / np.sqrt(3), 2])
-    assert mean_and_error([np.array([1.0, 2])])[1].tolist() == [0, 0]
+@pytest.mark.parametrize("environments", [("CartPole-v1",), ("CartPole-v1", "MountainCar-v0")], ids=["one", "two"])
+def test_titles_and_legends_are_whole(tmp_path, monkeypatch, environments):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = []
+    monkeypatch.setattr("gpu_replay.study.plots.save", lambda figure, path: drawn.append(figure) or path)
+    write_report(write_study(tmp_path, environments=environments))
+    assert len(drawn) == len(PICTURES)
+    for figure in drawn:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for part in (*figure.texts, *figure.legends):
+            box = part.get_window_extent(canvas.get_renderer())
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+            assert 0 <= box.y0 < box.y1 <= figure.bbox.height

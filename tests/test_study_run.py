@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study.methods import Minibatch, make_memory
+from gpu_replay.study.methods import Floats, Memory, Minibatch
 from gpu_replay.study.run import MEASURED, RunId, make_run
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, TUNED, AgentSettings, agents, described
 
@@ -22,12 +22,10 @@ SHORT = AgentSettings(episodes=6, hidden=(16,), batch_size=16, first_update=16, 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_run_again_is_the_same(method: str) -> None:
     run = RunId("CartPole-v1", method, 3)
-    first, again, other = (make_run(each, SHORT) for each in (run, run, dataclasses.replace(run, seed=4)))
-    assert [dataclasses.replace(each, seconds=0.0) for each in again] == [
-        dataclasses.replace(each, seconds=0.0) for each in first
-    ]
-    assert [each.duration for each in other] != [each.duration for each in first]
-    keys = [(each.environment, each.method, each.seed, each.episode) for each in first]
+    first, again, other = (make_run(each, SHORT) for each in (run, run, run._replace(seed=4)))
+    assert [{**each, "seconds": 0} for each in again] == [{**each, "seconds": 0} for each in first]
+    assert [each["duration"] for each in other] != [each["duration"] for each in first]
+    keys = [(each["environment"], each["method"], each["seed"], each["episode"]) for each in first]
     assert keys == [("CartPole-v1", method, 3, episode) for episode in range(1, 7)]
 
 
@@ -36,18 +34,18 @@ def test_a_line_says_what_happened(environment: str, reward: float) -> None:
     settings = dataclasses.replace(SHORT, episodes=2 if environment == "Acrobot-v1" else 3, train_every=5, updates=2)
     found, steps = make_run(RunId(environment, "uniform", 0), settings), 0
     for episode in found:
-        before, steps = steps, steps + episode.duration
-        assert (episode.steps, episode.total) == (steps, reward * episode.duration)
-        assert episode.epsilon == settings.epsilon(steps)
+        before, steps = steps, steps + episode["duration"]
+        assert (episode["steps"], episode["return"]) == (steps, reward * episode["duration"])
+        assert episode["epsilon"] == settings.epsilon(steps)
         # two updates at each fifth step from the one with which 16 are stored
-        assert episode.updates == 2 * sum(step % 5 == 0 and step >= 16 for step in range(before + 1, steps + 1))
-    assert [a.seconds < b.seconds for a, b in itertools.pairwise(found)] == [True] * (len(found) - 1)
+        assert episode["updates"] == 2 * sum(step % 5 == 0 and step >= 16 for step in range(before + 1, steps + 1))
+    assert [a["seconds"] < b["seconds"] for a, b in itertools.pairwise(found)] == [True] * (len(found) - 1)
 
 
 def test_an_episode_without_updates_has_nothing_to_say_of_them() -> None:
     settings = dataclasses.replace(SHORT, episodes=1, first_update=1_000)
     (episode,) = make_run(RunId("CartPole-v1", "uniform", 0), settings)
-    assert (episode.updates, [getattr(episode, name) for name in MEASURED]) == (0, [None] * 8)
+    assert (episode["updates"], [episode[name] for name in MEASURED]) == (0, [None] * 8)
 
 
 def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +54,10 @@ def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch
     errors, values, states, weights = [], [], [], []
     update = agent.Agent.update
 
-    def spied(self: agent.Agent, drawn: Minibatch) -> agent.UpdateResult:
+    def spied(self: agent.Agent, drawn: Minibatch) -> tuple[Floats, Floats]:
         learned = update(self, drawn)
-        errors.append(np.abs(learned.td_error).astype(np.float64))
-        values.append(learned.best_values)
+        errors.append(np.abs(learned[0]).astype(np.float64))
+        values.append(learned[1])
         states.append(drawn.states.astype(np.float64))
         weights.append(drawn.weight)
         return learned
@@ -67,7 +65,7 @@ def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(agent.Agent, "update", spied)
     settings = dataclasses.replace(SHORT, episodes=1)
     (episode,) = make_run(RunId("MountainCar-v0", "proportional", 0), settings)
-    assert episode.updates == len(errors) == 200 - 15
+    assert episode["updates"] == len(errors) == 200 - 15
     loss = [w * np.where(e < 1, e * e / 2, e - 0.5) for w, e in zip(weights, errors, strict=True)]
     pairs = [sum(len(set(a)) > 1 < len(set(b)) for i, a in enumerate(s) for b in s[:i]) for s in states]
     expected = {
@@ -81,12 +79,12 @@ def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch
         "q_max": np.mean([v.max() for v in values]),
         "loss": np.mean(loss),
     }
-    assert {name: getattr(episode, name) for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert {name: episode[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def filled(method: str, settings: AgentSettings, steps: int) -> Any:
     """A memory after some steps of CartPole, numbered in the first component, of which each tenth ends an episode."""
-    memory = make_memory(method, settings, "CartPole-v1", 4, 0)
+    memory = Memory(method, settings, "CartPole-v1", 4, 0)
     for step in range(steps):
         obs, after = (np.array([at, 0, 0.01 * at, 0], dtype=np.float32) for at in (step, step + 0.5))
         ends = step % 10 == 9

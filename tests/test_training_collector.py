@@ -11,38 +11,42 @@ from training_runs import CPU
 
 zstandard = pytest.importorskip("zstandard", reason="needs zstandard, in the extra `ray`")
 
-from gpu_replay import TrajectoryReplayBuffer  # noqa: E402
 from gpu_replay.console.errors import UserError  # noqa: E402
-from gpu_replay.training.collector import Collector, final_rows, pack, sent_bytes, unpack  # noqa: E402
+from gpu_replay.training.actors import CHUNK, Chunk, Collector, check_actors, pack, unpack  # noqa: E402
+from gpu_replay.training.environments import EpisodeStatistics  # noqa: E402
 from gpu_replay.training.networks import QNetwork  # noqa: E402
-from gpu_replay.training.ray_actors import FinishedEpisodes, check_actors  # noqa: E402
 from gpu_replay.training.registry import identify  # noqa: E402
-from gpu_replay.training.replay import make_buffer  # noqa: E402
+from gpu_replay.training.run import make_buffer  # noqa: E402
 from gpu_replay.training.settings import Settings  # noqa: E402
+from gpu_replay.training.train import beta_schedule  # noqa: E402
 
-ENVS, STEPS = 3, 20
+ENVS = 3
 SETTINGS = Settings.for_family("catch", n_step=1, capacity=50 * ENVS, num_envs=ENVS, warmup=64)
 
 
-def stored(buffer: TrajectoryReplayBuffer, chunk: dict[str, Any]) -> None:
-    names = ("action", "reward", "terminated", "truncated")
-    buffer.extend(obs=unpack(chunk["obs"]), **{name: chunk[name] for name in names}, final_obs=final_rows(chunk))
+def opened(chunk: Chunk) -> dict[str, Any]:
+    steps = {name: unpack(value) for name, value in chunk.steps.items() if name != "final_obs"}
+    return steps | {"final_obs": [unpack(each) for each in chunk.steps["final_obs"]]}
 
 
 def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
     collectors = [Collector(identify("catch"), SETTINGS, ENVS, seed) for seed in (1, 2)]
     network = QNetwork(collectors[0]._actors.environment.spec.stacked, 3, SETTINGS)
     weights = {name: value.numpy() for name, value in network.state_dict().items()}
-    buffer = make_buffer(collectors[0]._actors.environment.spec, SETTINGS, CPU, 0)
+    spec = collectors[0]._actors.environment.spec
+    buffer = make_buffer(spec, SETTINGS, beta_schedule(SETTINGS), CPU, 0, ENVS)
     lengths: list[float] = []
     # of two actors by turns, and more than the ring holds
     for turn in range(6):
-        chunk = collectors[turn % 2].collect(weights, 0, 0.5, STEPS)
-        stored(buffer, chunk)
-        lengths += chunk["lengths"]
-        assert len(chunk["returns"]) == len(chunk["lengths"]) == int(chunk["terminated"].sum())
-        assert not (chunk["truncated"][:-1]).any()
-        assert (chunk["truncated"] | chunk["terminated"])[-1].all()
+        chunk = collectors[turn % 2].collect(weights, (turn, 0.0), 0.5)
+        steps = opened(chunk)
+        assert steps["action"].shape == (CHUNK, ENVS)
+        buffer.extend(**steps)
+        lengths += chunk.lengths
+        assert len(chunk.returns) == len(chunk.lengths) == int(steps["terminated"].sum())
+        assert not (steps["truncated"][:-1]).any()
+        assert (steps["truncated"] | steps["terminated"])[-1].all()
+        assert chunk.age == (turn, 0.0)
     assert set(lengths) == {11}
     assert buffer.stats().eligible == 50 * ENVS
     batch = buffer.sample(50 * ENVS)
@@ -66,27 +70,26 @@ def test_new_weights_act_from_the_next_chunk_on() -> None:
     network = QNetwork(collector._actors.environment.spec.stacked, 3, SETTINGS)
     weights = {name: value.numpy().copy() for name, value in network.state_dict().items()}
     for version, best in enumerate((0, 2)):
-        last = [name for name in weights if name.startswith("head")][-1]
-        weights[last] = np.zeros_like(weights[last])
+        last = "last.bias"
+        weights["last.weight"], weights[last] = (np.zeros_like(weights[name]) for name in ("last.weight", last))
         # the value, then an advantage for each action
         weights[last][1 + best] = 100.0
-        chunk = collector.collect(weights, version, 0.0, 4)
-        assert (chunk["action"] == best).all()
-        assert chunk["version"] == version
+        chunk = collector.collect(weights, (version, 0.0), 0.0)
+        assert (chunk.steps["action"] == best).all()
 
 
 def test_frames_are_compressed_and_come_back() -> None:
     frames = np.zeros((8, 2, 42, 42), np.uint8)
     frames[:, :, 5, 3:9] = 200
     assert np.array_equal(unpack(pack(frames)), frames)
-    assert sent_bytes(pack(frames)) < frames.nbytes / 50
-    numbers = np.arange(5000, dtype=np.float32)
-    assert unpack(pack(numbers)) is numbers
-    assert sent_bytes(pack(numbers)) == numbers.nbytes
+    _, sent = pack(frames)
+    assert len(sent) < frames.nbytes / 50
+    for unchanged in (np.arange(5000, dtype=np.float32), np.zeros(10, np.uint8), None):
+        assert unpack(pack(unchanged)) is unchanged
 
 
 def test_finished_episodes_are_the_newest() -> None:
-    episodes = FinishedEpisodes(1, 3, CPU)
+    episodes = EpisodeStatistics(1, 3, CPU)
     episodes.finish([1.0, 2.0], [10.0, 20.0])
     assert episodes.read() == (2, 1.5, 15.0)
     episodes.finish([3.0, 4.0, 8.0], [1.0, 1.0, 4.0])

@@ -8,10 +8,9 @@ import torch
 
 from gpu_replay import Field
 from gpu_replay.console.errors import UserError
-from gpu_replay.training.environments import joined
-from gpu_replay.training.registry import identify, make_environment
-from gpu_replay.training.settings import Settings
-from gpu_replay.training.vector_envs import make_gymnasium
+from gpu_replay.training.host_envs import make_gymnasium
+from gpu_replay.training.registry import KINDS, identify
+from gpu_replay.training.settings import PRESETS, Settings
 
 pytest.importorskip("gymnasium")
 CPU = torch.device("cpu")
@@ -46,12 +45,12 @@ def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> Non
         for env in set(range(3)) - over:
             expected, ended = alone[env][t]
             assert bool(step.terminated[env]) == ended
-            assert (step.obs[env].tolist() == expected) != ended
+            assert (step.frame[env].tolist() == expected) != ended
             if ended:
                 over.add(env)
-                assert step.final_obs[env].tolist() == expected
+                assert step.final_frame[env].tolist() == expected
                 # a new episode starts near zero
-                assert step.obs[env].abs().max() <= 0.05
+                assert step.frame[env].abs().max() <= 0.05
     assert (over, step.reward.dtype) == ({0, 1, 2}, torch.float32)
     environment.close()
 
@@ -63,12 +62,12 @@ def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
         environment.send(torch.tensor([0, 1]))
         step = environment.recv()
         assert not step.terminated.any()
-        assert (step.truncated.tolist(), step.final_obs is None) == ([t == 200] * 2, t != 200)
-        if step.final_obs is not None:
+        assert (step.truncated.tolist(), step.final_frame is None) == ([t == 200] * 2, t != 200)
+        if step.final_frame is not None:
             # it moved on by one step, and did not start anew
-            assert (step.final_obs - obs).abs().max() < 0.1
-            assert not torch.equal(step.final_obs, step.obs)
-        obs = step.obs
+            assert (step.final_frame - obs).abs().max() < 0.1
+            assert not torch.equal(step.final_frame, step.frame)
+        obs = step.frame
     environment.close()
 
 
@@ -96,8 +95,8 @@ def test_pictures_are_stored_with_channels_first_and_actions_may_start_anywhere(
 
     register("Paying-v0", Box(0, 255, (40, 50, 3), np.uint8), start=4)
     found = identify("Paying-v0")
-    assert found.family(CPU) == "image"
-    environment = make_environment(found, 2, Settings.for_family("image"), CPU)
+    assert found.settings(CPU).network == "nature"
+    environment = found.make(2, found.settings(CPU), CPU)
     assert environment.spec.observation == Field((3, 40, 50), torch.uint8, torch.float32, 1 / 255)
     obs = environment.reset(0)
     environment.send(torch.tensor([0, 2]))
@@ -123,19 +122,19 @@ def test_what_is_no_picture_goes_to_the_mlp(space: tuple[tuple[int, ...], type],
     name = f"Box{len(space[0])}{np.dtype(space[1])}-v0"
     register(name, Box(0, 255, *space))
     found = identify(name)
-    assert found.family(CPU) == "vector"
-    environment = make_environment(found, 1, Settings.for_family("vector"), CPU)
+    assert found.settings(CPU).network == "mlp"
+    environment = found.make(1, found.settings(CPU), CPU)
     assert environment.spec.observation == field
     environment.reset(0)
     environment.send(torch.tensor([2]))
     step = environment.recv()
-    assert (step.obs.dtype, step.reward.dtype, step.reward.tolist()) == (field.dtype, torch.float32, [2.0])
+    assert (step.frame.dtype, step.reward.dtype, step.reward.tolist()) == (field.dtype, torch.float32, [2.0])
     environment.close()
 
 
 def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     pytest.importorskip("ale_py")
-    environment = make_environment(identify("ALE/Pong-v5"), 2, Settings.for_family("atari"), CPU)
+    environment = identify("ALE/Pong-v5").make(2, Settings.for_family("atari"), CPU)
     assert environment.spec.num_actions == 3
     assert (environment.spec.observation.shape, environment.spec.stacked.shape) == ((42, 42), (4, 42, 42))
     first = environment.reset(1)
@@ -147,69 +146,28 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
         assert set(step.reward.tolist()) <= {-1.0, 0.0, 1.0}
         score += step.reward
         ended = step.terminated | step.truncated
-        assert (step.final_obs is None) == (not bool(ended.any()))
+        assert (step.final_frame is None) == (not bool(ended.any()))
         if ended.any():
             break
-        before = step.obs
+        before = step.frame
     (row,) = ended.nonzero()[:1, 0].tolist()
     assert abs(score[row]) == 21
     # the last frame is of the old game: it shows both paddles, the new one starts with an empty field
-    assert not torch.equal(step.obs[row], step.final_obs[row])
-    assert (step.final_obs[row] != before[row]).float().mean() < 0.1
+    assert not torch.equal(step.frame[row], step.final_frame[row])
+    assert (step.final_frame[row] != before[row]).float().mean() < 0.1
     environment.close()
 
 
-def test_groups_of_emulators_play_the_games_of_a_single_one() -> None:
+@pytest.mark.parametrize("name", ["catch", "device-pong", "CartPole-v1", "pong"])
+def test_every_kind_has_settings_environments_and_pictures(name: str) -> None:
     pytest.importorskip("ale_py")
-    settings = Settings.for_family("atari", sticky=0.3)
-    single, groups = (make_environment(identify("pong"), 2, settings, CPU, groups=count) for count in (1, 2))
-    assert (len(single.parts), len(groups.parts), groups.num_envs) == (1, 2, 2)
-    assert torch.equal(single.reset(5), groups.reset(5))
-    generator = torch.Generator().manual_seed(0)
-    for t in range(20):
-        actions = torch.randint(0, 3, (2,), generator=generator)
-        single.send(actions)
-        expected = single.recv()
-        if t % 2:
-            groups.send(actions)
-            step = groups.recv()
-        else:
-            # each on its own, the second one first
-            for part in (1, 0):
-                groups.parts[part].send(actions[part : part + 1])
-            step = joined([part.recv() for part in groups.parts])
-        for name in ("obs", "reward", "terminated", "truncated"):
-            assert torch.equal(getattr(step, name), getattr(expected, name)), name
-    single.close()
-    groups.close()
-
-
-@pytest.mark.slow
-def test_groups_of_emulators_end_and_begin_episodes_as_a_single_one() -> None:
-    pytest.importorskip("ale_py")
-    settings = Settings.for_family("atari")
-    single, groups = (make_environment(identify("pong"), 4, settings, CPU, groups=count) for count in (1, 2))
-    assert torch.equal(single.reset(5), groups.reset(5))
-    ended = 0
-    for _ in range(2_000):
-        for environment in (single, groups):
-            environment.send(torch.zeros(4, dtype=torch.int64))
-        expected, step = single.recv(), groups.recv()
-        assert torch.equal(step.obs, expected.obs)
-        over = step.terminated | step.truncated
-        assert torch.equal(over, expected.terminated | expected.truncated)
-        if bool(over.any()):
-            assert torch.equal(step.final_obs[over], expected.final_obs[over])
-            ended += 1
-    assert ended >= 4
-    single.close()
-    groups.close()
-
-
-@pytest.mark.parametrize("name", ["catch", "device-pong", "CartPole-v1"])
-def test_groups_need_emulators_with_threads_of_their_own(name: str) -> None:
-    with pytest.raises(UserError, match=f"--groups 2 needs an Atari game.*; {name} has none. Leave it out."):
-        make_environment(identify(name), 4, Settings(num_envs=4, groups=2), CPU, groups=2)
+    found = identify(name)
+    assert found.kind in KINDS
+    settings = found.settings(CPU, eval_episodes=3)
+    assert settings == Settings(**{**PRESETS[KINDS[found.kind].family(found.name, False)], **vars(settings)})
+    environment = found.make(2, settings, CPU)
+    assert environment.reset(0).shape == (2, *environment.spec.observation.shape)
+    environment.close()
 
 
 PONG = ("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4")
@@ -224,7 +182,7 @@ PONG = ("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4")
 def test_names_are_recognised(name: str, expected: tuple[str, ...]) -> None:
     pytest.importorskip("ale_py")
     found = identify(name)
-    assert (found.name, found.kind, found.family(CPU), found.family(torch.device("cuda"))) == expected
+    assert (found.name, found.kind, *(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True))) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.actors import Actors, FrameStack
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
-from gpu_replay.training.pinned_transfer import PinnedTransfer
-from gpu_replay.training.replay import make_buffer, sampled_field
+from gpu_replay.training.device_games import Catch
+from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, FrameStack, PinnedTransfer, Step
+from gpu_replay.training.run import make_buffer, sampled_field
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.train import beta_schedule
 
 CPU = torch.device("cpu")
 IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
@@ -26,33 +25,35 @@ def numbered(t: int, envs: int) -> Tensor:
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
 def test_stacks_hold_the_newest_frames_and_zeros_before_the_first(depth: int) -> None:
-    stack = FrameStack(depth)
+    stack = FrameStack(depth, 3, IMAGE, CPU)
     frame = numbered(0, 3)
     histories = [[frame[env]] for env in range(3)]
-    obs = stack.begin(frame)
+    stack.begin(frame)
     for t in range(1, 20):
+        obs = stack.obs
+        assert torch.equal(stack.frame, frame)
         for env, history in enumerate(histories):
             newest = history[-depth:]
             zeros = [torch.zeros(3, 2, dtype=torch.uint8)] * (depth - len(newest))
             assert torch.equal(obs[env], torch.stack([*zeros, *newest]))
         if t == 11:
             # another stack continues from the state of this one
-            saved, stack = stack.state(), FrameStack(depth)
-            assert torch.equal(stack.restore(frame, saved), obs)
+            saved, stack = stack.state_dict(), FrameStack(depth, 3, IMAGE, CPU)
+            stack.load_state_dict(saved)
+            assert torch.equal(stack.obs, obs)
         ended = torch.tensor([t % 5 == 0, t % 7 == 0, False])
         frame = numbered(t, 3)
         for env in range(3):
             histories[env] = [frame[env]] if ended[env] else [*histories[env], frame[env]]
-        obs = stack.push(frame, ended)
+        stack.push(frame, ended)
 
 
 def test_a_single_frame_has_no_stack_axis() -> None:
-    stack = FrameStack(1)
-    assert stack.begin(numbered(0, 3)).shape == (3, 3, 2)
-    assert stack.push(numbered(1, 3), torch.zeros(3, dtype=torch.bool)) is not None
-    assert stack.state() == {}
-    with pytest.raises(RuntimeError, match="call begin first"):
-        FrameStack(2).push(numbered(1, 3), torch.zeros(3, dtype=torch.bool))
+    stack = FrameStack(1, 3, IMAGE, CPU)
+    stack.begin(numbered(0, 3))
+    assert stack.obs.shape == (3, 3, 2)
+    stack.push(numbered(1, 3), torch.zeros(3, dtype=torch.bool))
+    assert torch.equal(stack.obs, numbered(1, 3))
 
 
 def transfer(device: torch.device) -> PinnedTransfer:
@@ -105,6 +106,7 @@ class Scripted(Environment):
 
     spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=3)
     num_envs = 2
+    resumable = False
 
     def reset(self, seed: int) -> Tensor:
         self.t = 0
@@ -118,33 +120,31 @@ class Scripted(Environment):
         final = numbered(self.t + 100, 2) if self.t % 3 == 0 else None
         return Step(numbered(self.t, 2), torch.full((2,), float(self.t)), ended & False, ended, final)
 
-    def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("way", ["stays", "copied", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_actors_hand_over_frames_and_stacks(way: str) -> None:
     device = torch.device("cuda" if way == "cuda" else "cpu")
     actors = Actors(Scripted(), device)
-    frame, obs = actors.reset(0)
     if way == "copied":
         # as it is where the agent lives on a GPU
-        actors._transfers = [actors._make_transfers(frame)]
-    assert (obs.shape, obs.device.type, actors.home.type) == ((2, 3, 3, 2), device.type, "cpu")
+        actors._transfers = actors._make_transfers()
+    actors.reset(0)
+    stack = actors.stack
+    assert (stack.obs.shape, stack.obs.device.type) == ((2, 3, 3, 2), device.type)
     for t in range(1, 12):
-        actors.send(torch.zeros(2, dtype=torch.int64))
-        arrival = actors.recv()
-        assert torch.equal(arrival.frame.cpu(), numbered(t, 2))
-        assert torch.equal(arrival.obs[:, -1], arrival.frame)
-        assert arrival.reward.tolist() == [t, t]
-        assert arrival.truncated.tolist() == [False, t % 3 == 0]
-        assert not arrival.terminated.any()
-        assert bool((arrival.obs[1, :-1] == 0).all()) == (t % 3 == 0)
+        actors.environment.send(torch.zeros(2, dtype=torch.int64))
+        step = actors.recv()
+        actors.push(step)
+        assert torch.equal(step.frame.cpu(), numbered(t, 2))
+        assert torch.equal(stack.frame, step.frame)
+        assert step.reward.tolist() == [t, t]
+        assert step.truncated.tolist() == [False, t % 3 == 0]
+        assert not step.terminated.any()
+        assert bool((stack.obs[1, :-1] == 0).all()) == (t % 3 == 0)
         if t % 3 == 0:
-            assert torch.equal(arrival.final_frame.cpu(), numbered(t + 100, 2))
-        else:
-            assert arrival.final_frame is None
-    assert actors.state() is None
+            assert torch.equal(step.final_frame.cpu(), numbered(t + 100, 2))
+        elif way == "stays":
+            assert step.final_frame is None
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
 
-    from gpu_replay.training.vector_envs import make_atari
+    from gpu_replay.training.host_envs import make_atari
 
     envs, steps = 4, 1_400
     settings = Settings.for_family("atari", num_envs=envs, capacity=8_000, warmup=100, n_step=3, batch_size=16)
@@ -161,21 +161,22 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
     reference = AtariVectorEnv(
         "pong", envs, autoreset_mode=AutoresetMode.SAME_STEP, img_height=42, img_width=42, reward_clipping=False
     )
-    actors, buffer = Actors(environment, CPU), make_buffer(environment.spec, settings, CPU, 0)
-    frame, obs = actors.reset(7)
+    actors = Actors(environment, CPU)
+    buffer = make_buffer(environment.spec, settings, beta_schedule(settings), CPU, 0, envs)
+    actors.reset(7)
     seeds = np.random.SeedSequence(7).generate_state(envs, np.uint32).astype(np.int64) >> 1
     stacks = [reference.reset(seed=seeds)[0]]
     generator = torch.Generator().manual_seed(0)
     endings = 0
     for _ in range(steps):
-        assert np.array_equal(obs.numpy(), stacks[-1])
+        assert np.array_equal(actors.stack.obs.numpy(), stacks[-1])
         actions = torch.randint(0, 3, (envs,), generator=generator)
-        actors.send(actions)
+        environment.send(actions)
         arrival = actors.recv()
         shown, _, terminated, truncated, _ = reference.step(np.array([0, 2, 3])[actions.numpy()])
         assert arrival.terminated.tolist() == terminated.tolist()
         buffer.add(
-            obs=frame,
+            obs=actors.stack.frame,
             action=actions,
             reward=arrival.reward,
             terminated=arrival.terminated,
@@ -183,7 +184,7 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
             final_obs=arrival.final_frame,
         )
         endings += int((terminated | truncated).sum())
-        frame, obs = arrival.frame, arrival.obs
+        actors.push(arrival)
         stacks.append(shown)
     assert endings >= 4
     for _ in range(40):

@@ -18,13 +18,14 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs ray, in the extra `ray`")
 pytest.importorskip("zstandard")
 
-from training_runs import ROOT, read_rows, start, wait_for  # noqa: E402
+from training_runs import CPU, ROOT, read_rows, start, wait_for  # noqa: E402
 
 from gpu_replay.cli import main  # noqa: E402
 from gpu_replay.console.errors import UserError  # noqa: E402
-from gpu_replay.training.catch import Catch  # noqa: E402
+from gpu_replay.training.actors import Chunk, Fleet  # noqa: E402
+from gpu_replay.training.agent import Agent  # noqa: E402
+from gpu_replay.training.device_games import Catch  # noqa: E402
 from gpu_replay.training.networks import QNetwork  # noqa: E402
-from gpu_replay.training.ray_actors import Fleet  # noqa: E402
 from gpu_replay.training.registry import EnvironmentId, identify  # noqa: E402
 from gpu_replay.training.settings import Settings  # noqa: E402
 
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SETTINGS = Settings.for_family("catch", num_envs=8)
+AGENT = Agent(QNetwork(Catch.spec.stacked, 3, SETTINGS), SETTINGS, CPU, 1, seed=0)
 CARTPOLE = ["CartPole-v1", "--device", "cpu", "--num-envs", "16"]
 
 
@@ -46,8 +48,6 @@ def fleets() -> Iterator[Callable[..., Fleet]]:
     def make(count: int, environment: EnvironmentId) -> Fleet:
         fleet = Fleet(str(count), environment, SETTINGS, 0)
         made.append(fleet)
-        network = QNetwork(Catch.spec.stacked, 3, SETTINGS)
-        fleet.publish(network.state_dict(), 0, 0.5)
         return fleet
 
     yield make
@@ -68,12 +68,12 @@ def collectors() -> list[int]:
     return sorted(found)
 
 
-def receive(fleet: Fleet, count: int, seconds: float = 60.0) -> list[dict[str, Any]]:
+def receive(fleet: Fleet, count: int, seconds: float = 60.0) -> list[Chunk]:
     """At least so many chunks."""
-    found: list[dict[str, Any]] = []
+    found: list[Chunk] = []
     deadline = time.monotonic() + seconds
     while len(found) < count:
-        found += fleet.receive(0.2, 0.5)
+        found += fleet.receive(AGENT, 0.5)
         assert time.monotonic() < deadline
     return found
 
@@ -86,9 +86,9 @@ def test_a_killed_actor_is_replaced_and_what_it_sent_is_kept(fleets: Any, capfd:
     ray.wait(list(fleet._pending), num_returns=2, timeout=30)
     os.kill(process, signal.SIGKILL)
     time.sleep(1)
-    kept = fleet.receive(0.0, 0.5)
+    kept = fleet.receive(AGENT, 0.5, wait=0.0)
     assert len(kept) == 2
-    assert all(chunk["action"].shape == (32, 8) for chunk in kept)
+    assert all(chunk.steps["action"].shape == (32, 8) for chunk in kept)
     assert len(receive(fleet, 3)) >= 3
     assert fleet.restarts == 1
     assert collectors() != [process]
@@ -144,16 +144,12 @@ def test_cartpole_is_learned_through_actors_that_are_killed_and_resumed(tmp_path
     assert read_rows(tmp_path)[-1]["step"] >= 60_000
 
 
-def test_pong_comes_in_a_small_part_of_its_bytes(tmp_path: Path) -> None:
+def test_pong_is_learned_from_chunks(tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
     flags = ["--device", "cpu", "--steps", "6000", "--num-envs", "4", "--warmup", "2000", "--capacity", "20000"]
     flags += ["--eval-episodes", "2", "--eval-max-steps", "50", "--batch-size", "16", "--actors", "2"]
-    out, err = start(tmp_path, "pong", *flags).communicate(timeout=400)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["updates"] > 500, err
-    assert summary["frame_bytes"] >= 6_000 * 42 * 42
-    assert summary["frame_bytes_sent"] < summary["frame_bytes"] / 20
-    assert "frames sent in 1/" in out
+    _, err = start(tmp_path, "pong", *flags).communicate(timeout=400)
+    assert json.loads((tmp_path / "summary.json").read_text())["updates"] > 500, err
 
 
 def test_a_cluster_is_reached_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

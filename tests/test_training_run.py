@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,13 @@ from training_runs import CPU, Events, advanced, read_rows, start, train, wait_f
 from gpu_replay import Batch, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import StopRequest
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.dqn import Agent
+from gpu_replay.training.agent import Agent
+from gpu_replay.training.device_games import Catch
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.replay import beta_of
-from gpu_replay.training.run_dir import RunDir
+from gpu_replay.training.records import REPLAY_STATS
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.trainer import REPLAY_STATS, Trainer
+from gpu_replay.training.train import Trainer, beta_schedule
 
 PROMISED_COLUMNS = {
     *("step", "seconds", "episodes", "return_mean", "length_mean", "loss", "td_error", "beta", "epsilon"),
@@ -102,7 +100,7 @@ def test_rates_and_counts_of_a_row_agree(short: tuple[Trainer, Events]) -> None:
     assert last["updates"] == 2 * (94 - 32 - 3)
     assert last["episodes"] == 3_008 // 32 // 11 * 32
     assert last["stored"] == trainer.buffer.added == 3_008
-    assert last["beta"] == pytest.approx(beta_of(trainer.buffer, trainer.agent.updates))
+    assert last["beta"] == pytest.approx(beta_schedule(trainer.settings)(trainer.agent.updates))
     assert 0.4 < last["beta"] <= 1.0
     assert last["epsilon"] == pytest.approx(1 - 0.98 * 3_008 / 10_000)
 
@@ -110,23 +108,23 @@ def test_rates_and_counts_of_a_row_agree(short: tuple[Trainer, Events]) -> None:
 def test_updates_of_a_step_can_share_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     learned: list[torch.Tensor] = []
     given: list[torch.Tensor] = []
-    learn, give = Agent.updates_with, TrajectoryReplayBuffer.update_priorities
+    learn, give = Agent.update, TrajectoryReplayBuffer.update_priorities
 
-    def learning(agent: Agent, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        learned.extend(batch.key for batch in batches)
-        return learn(agent, batches)
+    def learning(agent: Agent, batch: Batch) -> torch.Tensor:
+        learned.append(batch.key)
+        return learn(agent, batch)
 
     def updating(buffer: TrajectoryReplayBuffer, keys: torch.Tensor, priorities: torch.Tensor) -> None:
         given.append(keys)
         give(buffer, keys, priorities)
 
-    monkeypatch.setattr(Agent, "updates_with", learning)
+    monkeypatch.setattr(Agent, "update", learning)
     monkeypatch.setattr(TrajectoryReplayBuffer, "update_priorities", updating)
     trainer, _, _ = train(updates=3, shared_draw=True, steps=2_000)
     samples = trainer.buffer.state_dict()["counters"]["STEP"]
     assert trainer.agent.updates == len(learned) == 3 * samples > 0
-    assert trainer.state()["samples"] == samples
-    assert trainer.last_row["beta"] == pytest.approx(beta_of(trainer.buffer, samples))
+    assert trainer.state_dict()["samples"] == samples
+    assert trainer.last_row["beta"] == pytest.approx(beta_schedule(trainer.settings)(samples))
     assert {len(keys) for keys in learned} == {trainer.settings.batch_size}
     for number, keys in enumerate(given):
         # the three batches are what was drawn, each spread over all strata
@@ -151,7 +149,7 @@ def test_a_step_on_the_gpu_does_not_wait_for_it() -> None:
     trainer = advanced(70, device=torch.device("cuda"))
     with waiting_is_an_error():
         for _ in range(10):
-            trainer._advance()
+            trainer.advance()
     assert trainer.agent.updates == 2 * (80 - 13)
 
 
@@ -306,16 +304,3 @@ def test_pong_runs_on_real_frames(tmp_path: Path) -> None:
     last = read_rows(tmp_path)[-1]
     assert math.isfinite(last["loss"])
     assert last["stored"] == 1_600
-
-
-def test_ranks_of_one_run_look_at_its_folder_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch = Path.touch
-
-    def touched_by_two(path: Path) -> None:
-        touch(path)
-        # the other rank, which made the same file, has removed it
-        path.unlink()
-
-    monkeypatch.setattr(Path, "touch", touched_by_two)
-    RunDir(tmp_path / "run", "refuse")
-    assert list((tmp_path / "run").iterdir()) == []

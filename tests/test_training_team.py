@@ -39,9 +39,6 @@ def test_settings_are_those_of_all_ranks_together() -> None:
     assert len({team_of(4, rank).seed(7) for rank in range(4)}) == 4
     with pytest.raises(UserError, match="--num-envs 16 cannot be divided among 3 ranks"):
         team_of(3, 0).share()
-    assert team_of(2, 0, groups=4).share().groups == 4
-    with pytest.raises(UserError, match="--num-envs 16 cannot be divided among 8 ranks with --groups 4 each"):
-        team_of(8, 0, groups=4).share()
 
 
 def together(group: Any) -> tuple[list[list[float]], list[str], list[float]]:

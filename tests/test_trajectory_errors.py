@@ -37,7 +37,7 @@ BAD_VALUES: list[tuple[Any, dict[str, list[Any]]]] = [
     (TypeError, {"capacity": [12.0, True], "num_envs": [1.5, True, "3"], "gamma": ["0.9", True], "seed": [0.5]}),
     (TypeError, {"stack": [2.0, None, True], "n_step": [2.0, None, True], "random_shift": [1.5]}),
     (TypeError, {"final_capacity": [2.5], "sampler": ["uniform"]}),
-    (LOSSY, {"autoreset": ["never", "NextStep", None], "padding": ["edge", 0]}),
+    (LOSSY, {"autoreset": ["never", "nextstep", None], "padding": ["edge", 0]}),
 ]
 RESERVED = ["key", "weight", "probability", "priority", "reward", "terminated", "truncated", "discount", "next_obs"]
 BAD_SETTINGS: list[tuple[dict[str, Any], Any, str]] = [
@@ -50,7 +50,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], Any, str]] = [
     ({"capacity": 2}, ValueError, r"(?is)capacity.*2.*3|3.*capacity.*2"),
     ({"capacity": 2**31}, ValueError, r"(?i)capacity"),
     ({"num_envs": 13}, ValueError, r"(?is)12.*13|13.*12"),
-    ({"autoreset": "NextStep"}, ValueError, r"(?s)autoreset.*next_step"),
+    ({"stack": 13}, ValueError, r"stack=13 is longer than the ring.*capacity 12.*at least 39"),
+    ({"n_step": 7, "num_envs": 2}, ValueError, r"n_step=7 is longer than the ring.*6 steps of each of the 2"),
     ({"sampler": Uniform}, TypeError, r"sampler"),
     ({"fields": {}}, ValueError, r"(?i)field"),
     ({"fields": [OBS, ACTION]}, TypeError, r"(?i)field"),
@@ -241,3 +242,16 @@ def test_calls_that_mean_nothing_change_nothing(name: str, sampler: Any, device:
         play(each, "..", "..", "..", fields=FIELDS)
     pair.check()
     assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
+
+
+@pytest.mark.parametrize("call", ["add", "extend"])
+def test_final_observations_where_none_are_taken_say_which_mode_is_meant(call: str, device: str) -> None:
+    buffer = build(device, autoreset="next_step")
+    given = step(terminated=torch.zeros(3, dtype=torch.bool), truncated=torch.ones(3, dtype=torch.bool))
+    for final in ({"final_obs": torch.ones(3, 2)}, {"final_obs": np.array([None, None, None], dtype=object)}):
+        rows = given | final
+        if call == "extend":
+            rows = {name: value[None] for name, value in rows.items()}
+        with pytest.raises(ValueError, match=r'"next_step" takes no final_obs.*"same_step"'):
+            getattr(buffer, call)(**rows)
+        assert buffer.added == 0

@@ -251,3 +251,4 @@ def test_fields_and_sizes_can_be_asked_for(device: str) -> None:
         buffer.add(**given(number, 3))
     assert (len(buffer), buffer.added) == (30, 36)
     assert "TrajectoryReplayBuffer" in repr(buffer)
+    assert "num_envs=3, stack=4, n_step=3, gamma=0.99, autoreset='next_step'" in repr(buffer)

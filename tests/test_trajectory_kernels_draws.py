@@ -5,7 +5,7 @@ On CPU tensors the kernels are interpreted; on a GPU the same tests run as they 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,11 +22,11 @@ from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
+from gpu_replay.ops.draw import DeviceDraws, plan_draw
 from gpu_replay.ops.eligibility import StreamShape
-from gpu_replay.ops.eligible_draw import plan_eligible_draw
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import weighing_of
+from gpu_replay.ops.weights import pending_weights
 from gpu_replay.samplers import Sampler
 
 CPU = torch.device("cpu")
@@ -71,44 +71,44 @@ class Drawers:
         self.host_counters = counters
         self.times_sampled = torch.zeros(ring.slots, dtype=torch.int32, device=device)
 
+    def draw(self, batch: int, **form: Any) -> DeviceDraws:
+        plan = self.plan
+        return plan_draw(
+            "uniform" if self.tree is None else "mass",
+            *(self.counters, self.times_sampled, batch - plan.newest_of(batch), batch, self.slots),
+            tree=self.tree,
+            starts=self.eligible_tree,
+            sparse=True,
+            stratified=plan.stratified,
+            lowest_of_all=plan.lowest_of_all,
+            replacement=plan.replacement,
+            **form,
+        ).launch()
+
     def check(self, batch: int, skipped: int, *, shifted: bool) -> None:
         """Draw once on either side and compare; if `shifted`, `batch` random words are taken after the draw."""
         host = self.host.draw(batch, 0.5, skipped)
-        slots, probability, weight = host
-        words = int(self.host_counters[Counter.RANDOM])
+        slots, probability, weight, blocks = host
+        block = int(self.host_counters[Counter.RANDOM])
         shifts = batch if shifted else 0
-        self.host._take_blocks(shifts)
         newest = self.plan.newest_of(batch)
         drawn = batch - newest
         before = self.times_sampled.tolist()
-        found = plan_eligible_draw(
-            self.tree,
-            self.eligible_tree,
-            self.counters,
-            self.times_sampled,
-            drawn,
-            batch,
-            skipped=skipped,
-            shifted=shifted,
-            stratified=self.plan.stratified,
-            lowest_of_all=self.plan.lowest_of_all,
-            replacement=self.plan.replacement,
-        )()
+        found = self.draw(batch, skipped=skipped, shifted=shifted)
         given = found.value
         if self.tree is not None and drawn > 0:
             leaves = self.host.state.masses.arrays[0]
             assert found.value.tolist() == [*leaves[slots[:drawn]].tolist(), *[0] * newest]
-            assert int(self.counters[Counter.RANDOM]) == int(self.host_counters[Counter.RANDOM]) - blocks_for(
-                drawn
-            ) - blocks_for(shifts)
-            weighing = weighing_of(found.value, self.counters, None, 0.5, drawn, shifts)
+            # the stream moves on with the weights
+            assert int(self.counters[Counter.RANDOM]) == block
+            weighing = pending_weights(found.value, self.counters, None, 0.5, drawn, shifts)
             plan_gather({}, {}, found.slots.numel(), found.slots.device, weighed=True)(found.slots, weighing)
             given = weighing.weight
         assert (found.words is None) == (not shifted)
         if found.words is not None:
-            assert found.words.tolist() == [words]
+            assert found.words.tolist() == [block + blocks]
         assert found.slots.tolist() == slots.tolist()
-        assert found.keys.tolist() == self.host.named(host)["key"].tolist()
+        assert found.keys.tolist() == self.host.finish({}, host, blocks_for(shifts))["key"].tolist()
         assert close(found.probability, torch.from_numpy(probability), "probability")
         assert close(given, torch.from_numpy(weight), "weight")
         now = np.array(before) + np.bincount(slots, minlength=self.slots)
@@ -189,17 +189,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
     for tree in (drawers.tree, drawers.eligible_tree):
         if tree is not None:
             tree.clear()
-    newest = drawers.plan.newest_of(40)
-    found = plan_eligible_draw(
-        drawers.tree,
-        drawers.eligible_tree,
-        drawers.counters,
-        drawers.times_sampled,
-        40 - newest,
-        40,
-        skipped=skipped,
-        replacement=drawers.plan.replacement,
-    )()
+    found = drawers.draw(40, skipped=skipped)
     assert int(found.slots.min()) >= 0
     assert int(found.slots.max()) < drawers.slots
     assert int(drawers.times_sampled.sum()) == 40
@@ -209,7 +199,7 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
 def test_without_marks_there_is_no_newest(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
     with pytest.raises(RuntimeError, match="no tree of eligible starts"):
-        plan_eligible_draw(drawers.tree, None, drawers.counters, drawers.times_sampled, 0, 4)()
+        plan_draw("mass", drawers.counters, drawers.times_sampled, 0, 4, 128, tree=drawers.tree, sparse=True)
 
 
 def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:

@@ -24,11 +24,10 @@ from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops import frame_tiles
 from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
-from gpu_replay.ops.eligibility import Flag
+from gpu_replay.ops.eligibility import Flag, powers_of
 from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows, shifts_from
 from gpu_replay.ops.ring import Tile
-from gpu_replay.ops.weights import PendingWeights, weighing_of
-from gpu_replay.ops.windows import powers_of
+from gpu_replay.ops.weights import PendingWeights, pending_weights
 
 ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
@@ -162,8 +161,9 @@ def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str,
 
 @thinned("mode, sizes", MODES, [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
 def test_small_rings(mode: str, sizes: Sizes, device: str, guards: Guards) -> None:
-    """Windows and stacks longer than the ring, which end early."""
+    """Windows and stacks as long as the ring, which end early."""
     for stack, n_step in ((1, 1), (3, 2), (5, 8), (2, 20)):
+        stack, n_step = min(stack, sizes[1]), min(n_step, sizes[1])
         streams = Streams(device, SMALL, sizes, 0.6, stack=stack, n_step=n_step, **MODES[mode])
         if streams.buffer.stats().eligible:
             streams.check()
@@ -278,7 +278,7 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
     batch, masses = starts.size, torch.arange(starts.size, device=device) % 3 * 4
     expected = streams.gather(starts, length, True)
     streams.counters[Counter.LOWEST], streams.counters[Counter.RANDOM] = 4, BLOCK
-    weighing = weighing_of(masses, streams.counters, None, 0.5, batch, batch)
+    weighing = pending_weights(masses, streams.counters, None, 0.5, batch, batch)
     same(streams.gather(starts, length, True, weighing), expected)
     assert close(weighing.weight, [0.5**0.5 if mass == 8 else 1.0 for mass in masses.tolist()], "weight")
     moved = [int(streams.counters[place]) for place in (Counter.STEP, Counter.TICKET, Counter.LOWEST, Counter.RANDOM)]
@@ -288,7 +288,7 @@ def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
 def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) -> None:
     """A graph replayed after a `clear` draws starts that are not eligible, of depths that the ring cannot hold."""
     fields = {"obs": Field((3,), torch.uint8), **ACTION}
-    streams = Streams(device, fields, (2, 3, 9), stack=8, n_step=7, autoreset="same_step")
+    streams = Streams(device, fields, (2, 8, 24), stack=8, n_step=7, autoreset="same_step")
     streams.storage.streams.depth.fill_(1000)
     for flags in (0, Flag.TRUNCATED, Flag.TERMINATED):
         streams.storage.streams.flags.fill_(flags)

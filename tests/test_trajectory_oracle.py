@@ -153,9 +153,9 @@ CASES = {
     "ring: an episode whose beginning is gone": case(
         ".......", eligible=[4, 5], _4=([4, 5], [5, 6], 16, 0.5, NO), stack=2, capacity=4
     ),
-    "ring: a stack longer than the ring": case("..T.....", eligible=[], stack=3, capacity=2),
-    "ring: a stack longer than the ring, in short episodes": case(
-        ".T.T", eligible=[2, 3], _3=([3, 3, 4], None, 8, 0.0, T), stack=3, capacity=2, autoreset=SAME
+    "ring: a stack as long as the ring": case("..T.....", eligible=[], stack=2, capacity=2),
+    "ring: a stack as long as the ring, in short episodes": case(
+        ".T.T", eligible=[2, 3], _3=([3, 4], None, 8, 0.0, T), stack=2, capacity=2, autoreset=SAME
     ),
     "ring of one step: only what needs nothing else": case("..T", eligible=[2], _2=(3, None, 4, 0.0, T), capacity=1),
     "ring of one step: nothing while the episode goes on": case("...", eligible=[], capacity=1),

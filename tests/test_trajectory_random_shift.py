@@ -93,7 +93,7 @@ def test_looking_at_keys_shows_what_is_stored(device: str) -> None:
 
 
 @statistical
-def test_every_move_is_equally_likely_and_those_of_obs_and_next_obs_are_independent(device: str) -> None:
+def test_every_move_is_equally_likely_and_independent_of_all_else(device: str) -> None:
     height, width = SHAPE
     fields = {"obs": Field(SHAPE, torch.uint8), "action": Field((), torch.int64)}
     sampler = Uniform(replacement=True)
@@ -113,6 +113,10 @@ def test_every_move_is_equally_likely_and_those_of_obs_and_next_obs_are_independ
     expected = dict.fromkeys(itertools.product(MOVES, MOVES), 1.0)
     check_counts(Counter(zip(of_obs, of_next, strict=True)), expected)
     check_counts(Counter(zip(of_obs[::2], of_obs[1::2], strict=True)), expected)
+    # the next sample draws its rows by other random words
+    columns, keys = (column for _, column in of_next), torch.cat([batch.key for batch in batches[1:]]).tolist()
+    columns_and_keys = itertools.product(range(-MOST, MOST + 1), range(7))
+    check_counts(Counter(zip(columns, keys, strict=False)), dict.fromkeys(columns_and_keys, 1.0))
 
 
 def test_a_window_moves_as_one(device: str) -> None:

@@ -186,8 +186,8 @@ def streams(name: str, autoreset: str, padding: str, device: str) -> int:
         sampler=SAMPLERS[generator.choice(list(SAMPLERS))],
         fields=generator.choice((FIELDS, FIELDS, FLOATS, DICTIONARY)),
         device=device,
-        stack=generator.choice((1, 1, 2, 3, 4, 5, 6, 7, 8)),
-        n_step=generator.choice((1, 1, 2, 3, 4, 5, 6, 7, 8)),
+        stack=min(turn, generator.choice((1, 1, 2, 3, 4, 5, 6, 7, 8))),
+        n_step=min(turn, generator.choice((1, 1, 2, 3, 4, 5, 6, 7, 8))),
         gamma=generator.choice((0.99, 0.5, 1.0, 0.9)),
         autoreset=autoreset,
         padding=padding,
@@ -247,9 +247,8 @@ def test_any_stream_agrees_with_the_oracle(
     device: str, mode: tuple[str, str], num_envs: int, turn: int, stack: int, n_step: int, events: list[tuple[str, Any]]
 ) -> None:
     autoreset, padding = mode
-    pair = Pair(
-        num_envs * turn, num_envs, device=device, stack=stack, n_step=n_step, autoreset=autoreset, padding=padding
-    )
+    own: dict[str, Any] = {"stack": min(stack, turn), "n_step": min(n_step, turn)}
+    pair = Pair(num_envs * turn, num_envs, device=device, autoreset=autoreset, padding=padding, **own)
     for event, argument in events:
         if event == "clear":
             pair.clear()

@@ -27,7 +27,7 @@ KINDS: dict[str, Any] = {
     "latest": Latest(),
     "combined": Combined(EXACT, newest=2),
     "rank": RankBased(beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer"),
-    "rank-outdated": Combined(RankBased(initial="stored", stratified=False, resort_every=4)),
+    "combined-rank": Combined(RankBased(initial="stored", stratified=False)),
 }
 MODES = ["next_step", "same_step", "disabled"]
 DEEP: dict[str, Any] = {"stack": 3, "n_step": 4}
@@ -229,7 +229,7 @@ def test_state_moves_between_cpu_and_cuda(autoreset: str) -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "capacity": ({"capacity": 36}, r"(?s)capacity.*3[36]"),
-    "num_envs": ({"num_envs": 11}, r"num_envs"),
+    "num_envs": ({"num_envs": 1, "capacity": 33}, r"num_envs"),
     "stack": ({"stack": 4}, r"stack"),
     "n_step": ({"n_step": 3}, r"n_step"),
     "gamma": ({"gamma": 0.5}, r"gamma"),

@@ -18,10 +18,14 @@ import torch
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import StopRequest
+from gpu_replay.console.seeds import stream_seed
+from gpu_replay.training.environments import Environment
 from gpu_replay.training.evaluation import Evaluation, Evaluator
-from gpu_replay.training.registry import identify, make_environment
+from gpu_replay.training.records import Recorder
+from gpu_replay.training.registry import identify
+from gpu_replay.training.run import make_buffer
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.trainer import Listener, Trainer
+from gpu_replay.training.train import Trainer, beta_schedule
 
 for package in ("tqdm", "matplotlib", "safetensors"):
     pytest.importorskip(package)
@@ -32,36 +36,46 @@ CPU = torch.device("cpu")
 TIMES = ("seconds", "updates_per_second", "steps_per_second")
 
 
-class Events(Listener):
-    """A listener that keeps rows and evaluations."""
+class Events(Recorder):
+    """Keeps rows and evaluations, and writes nothing."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
+        self.rows = []
         self.evaluations: list[float] = []
 
-    def row(self, row: dict[str, float]) -> None:
+    def advance(self, step: int) -> None:
+        pass
+
+    def row(self, row: Any) -> None:
         self.rows.append(row)
 
     def evaluated(self, step: int, evaluation: Evaluation, best: Any) -> None:
         self.evaluations.append(evaluation.return_mean)
 
 
-def make_trainer(
-    name: str = "catch",
+def trainer_of(
+    games: Environment,
+    judged: Environment,
+    settings: Settings,
     device: torch.device = CPU,
     seed: int = 0,
     buffer: TrajectoryReplayBuffer | None = None,
-    **changes: Any,
 ) -> Trainer:
-    """A trainer with the settings of the environment's family, and changes to them."""
+    """A trainer of these environments, and those of its evaluations."""
+    evaluator = Evaluator(judged, settings, device=device, seed=seed, stop=StopRequest())
+    if buffer is None:
+        beta, replay = beta_schedule(settings), stream_seed(seed, "replay")
+        buffer = make_buffer(games.spec, settings, beta, device, replay, settings.num_envs)
+    return Trainer(games, evaluator, buffer, settings, seed=seed)
+
+
+def make_trainer(name: str = "catch", device: torch.device = CPU, **changes: Any) -> Trainer:
+    """A trainer with the settings of the environment's family, and changes to them; the seed and buffer follow."""
     found = identify(name)
-    settings = Settings.for_family(found.family(device), **changes)
-    environment, evaluation = (
-        make_environment(found, count, settings, device, groups=groups)
-        for count, groups in ((settings.num_envs, settings.groups), (settings.eval_episodes, 1))
-    )
-    evaluator = Evaluator(evaluation, settings, device=device, seed=seed, stop=StopRequest())
-    return Trainer(environment, evaluator, settings, device=device, seed=seed, buffer=buffer)
+    seed, buffer = changes.pop("seed", 0), changes.pop("buffer", None)
+    settings = found.settings(device, **{"bfloat16": False, **changes})
+    games, judged = (found.make(count, settings, device) for count in (settings.num_envs, settings.eval_episodes))
+    return trainer_of(games, judged, settings, device, seed, buffer)
 
 
 def train(seed: int = 0, **changes: Any) -> tuple[Trainer, Events, str]:
@@ -74,7 +88,7 @@ def advanced(steps: int, **options: Any) -> Trainer:
     """A trainer of Catch after so many steps of its 32 environments, the warm-up being short."""
     trainer = make_trainer(eval_episodes=4, warmup=320, **options)
     for _ in range(steps):
-        trainer._advance()
+        trainer.advance()
     return trainer
 
 

@@ -67,6 +67,14 @@ def columns(steps: Sequence[Step], fields: Mapping[str, Field]) -> dict[str, Any
     return given
 
 
+def taken_by(buffer: Any, steps: Sequence[Step], fields: Mapping[str, Field]) -> dict[str, Any]:
+    """The arguments of `add`, without final observations where the buffer takes none."""
+    given = columns(steps, fields)
+    if buffer.autoreset == "next_step":
+        return {name: value for name, value in given.items() if not name.startswith("final_")}
+    return given
+
+
 def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
     """Add numbered steps to a `History` or a `Pair`, one text for each environment; the reward of step t is 2^t.
 
@@ -110,7 +118,7 @@ class Pair:
         assert self.buffer.capacity == self.history.capacity
 
     def add(self, steps: Sequence[Step]) -> list[int]:
-        keys = self.buffer.add(**columns(steps, self.fields))
+        keys = self.buffer.add(**taken_by(self.buffer, steps, self.fields))
         expected = self._oracle.add(steps)
         assert keys.dtype == torch.int64
         assert keys.tolist() == expected
@@ -248,7 +256,7 @@ class Script:
         found: list[Any] = []
         for call, argument in self.calls[first:last]:
             if call == "add":
-                buffer.add(**columns(argument, FIELDS))
+                buffer.add(**taken_by(buffer, argument, FIELDS))
             elif call == "update":
                 keys = torch.arange(max(0, buffer.added - 25), buffer.added, 2)
                 buffer.update_priorities(keys, torch.linspace(0.1, 4 + argument, len(keys)))

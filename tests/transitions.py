@@ -35,7 +35,6 @@ SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
     "combined-uniform": Combined(Uniform()),
     "combined-proportional": Combined(Proportional(), newest=2),
     "rank": RankBased(),
-    "rank-outdated": RankBased(resort_every=3),
 }
 ANNEALED = Proportional(alpha=0.7, beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer")
 EXACT = Proportional(alpha=1.0, beta=1.0, eps=0.0)  # the mass is the priority times 2^20, nothing else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -9,8 +10,7 @@ import numpy as np
 import torch
 
 from gpu_replay.fields import Field
-from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
 _KINDS = {kind.__name__: kind for kind in (Uniform, Proportional, RankBased, Latest, Combined, LinearSchedule)}
 
@@ -38,11 +38,30 @@ def describe_sampler(setting: Any) -> Any:
 
 
 def sampler_from(described: Any) -> Any:
-    """What `describe_sampler` described; KeyError for a kind that this version does not have."""
+    """What `describe_sampler` described, in this version or an earlier one; KeyError for a kind that it does not have.
+
+    Raises ValueError where ranks were not exact at every sample.
+    """
     if not isinstance(described, dict):
         return described
-    values = {name: sampler_from(value) for name, value in described.items() if name != "kind"}
+    values = {name: sampler_from(value) for name, value in renewed(described).items() if name != "kind"}
     return _KINDS[described["kind"]](**values)
+
+
+def renewed(described: Any) -> Any:
+    """Settings that an earlier version described, as this one does: without `resort_every` of RankBased.
+
+    Raises ValueError where that was not 1.
+    """
+    if not isinstance(described, Mapping):
+        return described
+    every = described.get("resort_every", 1)
+    if every != 1:
+        raise ValueError(
+            f"its sampler is RankBased(resort_every={every}), and this version ranks exactly at every sample. "
+            "Load it with the version that saved it."
+        )
+    return {name: renewed(value) for name, value in described.items() if name != "resort_every"}
 
 
 def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None:

@@ -2,9 +2,9 @@
 
 The folder holds shards, `piece-TOKEN-00000.safetensors` and so on, and one `manifest.json` that names them. A save does
 not touch what the manifest in force names: it writes shards under a new token, syncs them, and only then replaces the
-manifest in one atomic rename; the shards that the new one does not name go last. A shard whose bytes would be those of
-one in force is not written: the new manifest names the old file. A first save does the same in a hidden sibling folder
-that is renamed when complete. What a crash leaves behind is recognised by its name and removed by the next save.
+manifest in one atomic rename; the shards that the new one does not name go last. Without a manifest a folder is no
+checkpoint, so a first save does the same. A shard whose bytes would be those of one in force is not written: the new
+manifest names the old file. What a crash leaves behind is recognised by its name and removed by the next save.
 Replacing one small file is atomic on every file system; exchanging two folders (Linux, renameat2) is not to be had
 everywhere, which is why the shards of two saves may stand side by side for a while.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from gpu_replay.checkpoint.progress import bytes_bar
 from gpu_replay.checkpoint.shards import (
     SHARD_NAME,
     Part,
-    Rows,
     Shard,
     check_length,
     file_bytes,
@@ -74,46 +73,40 @@ def write_checkpoint(
     plan = plan_shards(tensors, shard_bytes)
     settle(tensors.values())
     with writing(path) as (folder, before):
-        _write_contents(folder, manifest, plan, tensors, before)
+        try:
+            write_manifest(folder, manifest, write_shards(folder, plan, tensors))
+        except OSError as error:
+            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
+            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[tuple[Path, set[str]]]:
-    """The folder in which a checkpoint `path` is written, and the files there that must survive a failure.
+    """The folder of a checkpoint `path`, made if missing, and the files there that must survive a failure.
 
-    Whoever enters writes shards and then a manifest; on leaving, the checkpoint is at its place and the shards that the
-    manifest does not name are gone. After an error the old checkpoint is as it was.
+    Whoever enters writes shards and then a manifest; on leaving, the shards that the manifest does not name are gone.
+    After an error the old checkpoint is as it was.
     """
     target = Path(os.path.realpath(path))
-    hidden = target.with_name(f".{target.name}.saving")
-    if target.exists():
-        _remove_hidden_folder(hidden)
-        with save_lock(target, target):
-            _refuse_other_contents(target)
-            before = files_in_force(target)
-            _remove_shards(target, keep=before)
-            try:
-                yield target, before
-            except BaseException:
-                with suppress(OSError):
-                    _remove_shards(target, keep=before | files_in_force(target))
-                raise
-            _remove_shards(target, keep=files_in_force(target))
-        return
-    with suppress(FileExistsError):
-        hidden.mkdir(parents=True, exist_ok=True)
-    with save_lock(hidden, target):
-        _refuse_other_contents(hidden)
-        _remove_contents(hidden)
+    made = not target.exists()
+    # another save may make it at the same time, and then holds the lock
+    if made:
+        target.mkdir(parents=True, exist_ok=True)
+    with save_lock(target, target):
+        _refuse_other_contents(target)
+        before = files_in_force(target)
+        _remove_shards(target, keep=before)
         try:
-            yield hidden, set()
-            os.rename(hidden, target)
+            yield target, before
         except BaseException:
             with suppress(OSError):
-                _remove_contents(hidden)
-                hidden.rmdir()
+                _remove_shards(target, keep=before | files_in_force(target))
+                if made:
+                    target.rmdir()
             raise
-        sync_folder(target.parent)
+        _remove_shards(target, keep=files_in_force(target))
+        if made:
+            sync_folder(target.parent)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -172,38 +165,31 @@ class Checkpoint:
         """
         for name, out in tensors.items():
             self.require(name, out.dtype, tuple(out.shape))
-        rows = {name: len(out) if out.dim() else 1 for name, out in tensors.items()}
-        self.fill_rows({name: [Rows(0, rows[name], out)] for name, out in tensors.items()})
+        settle(tensors.values())
+        self.read_parts(lambda part: part.name in tensors, lambda part: part.of(tensors[part.name]))
 
-    def fill_rows(self, wanted: Mapping[str, Sequence[Rows]]) -> None:
-        """Fill tensors with some rows of the stored ones by name; as `fill`, but whoever calls has compared shapes."""
-        shards = [shard for shard in self._manifest.shards if any(_holds(part, wanted) for part in shard.parts)]
-        settle(rows.out for each in wanted.values() for rows in each)
-        total = sum(shard.nbytes for shard in shards)
-        with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
-            in_parallel(lambda shard: read_shard(self.path, shard, wanted), shards, lambda done: advance(done.nbytes))
+    def read_parts(
+        self,
+        wanted: Callable[[Part], bool],
+        target: Callable[[Part], Tensor],
+        use: Callable[[Part, Tensor], object] = lambda part, rows: None,
+    ) -> None:
+        """Read the wanted parts of tensors into memory that `target` gives, each into its own, and give `use` both.
 
-    def read_parts(self, names: Container[str], use: Callable[[Part, Tensor], object]) -> None:
-        """Give `use` each stored part of the tensors with these names, in any order and from several threads.
-
-        Raises CheckpointError as `fill`.
+        Parts come in any order and from several threads. Raises CheckpointError as `fill`.
         """
-        shards = [shard for shard in self._manifest.shards if any(part.name in names for part in shard.parts)]
+        shards = [shard for shard in self._manifest.shards if any(map(wanted, shard.parts))]
 
-        def read(shard: Shard) -> Shard:
-            found = [
-                (part, torch.empty((part.stop - part.start, *part.shape[1:]), dtype=part.dtype, device="cpu"))
-                for part in shard.parts
-                if part.name in names
-            ]
-            read_shard(self.path, shard, {part.name: [Rows(part.start, part.stop, out)] for part, out in found})
-            for part, out in found:
-                use(part, out)
-            return shard
+        def read(shard: Shard) -> int:
+            found = [(part, target(part)) for part in shard.parts if wanted(part)]
+            read_shard(self.path, shard, {part.name: rows for part, rows in found})
+            for part, rows in found:
+                use(part, rows)
+            return shard.nbytes
 
         total = sum(shard.nbytes for shard in shards)
         with self._unless_replaced(), bytes_bar(f"loading {self.path.name}", total) as advance:
-            in_parallel(read, shards, lambda done: advance(done.nbytes))
+            in_parallel(read, shards, advance)
 
     @property
     def sha256(self) -> str:
@@ -247,65 +233,43 @@ class Checkpoint:
 def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[str, Tensor]) -> list[Shard]:
     """Write the shards of a plan that the manifest in force does not name already, and sync all; in any order."""
     token = secrets.token_hex(4)
-    in_force = _whole_shards(folder)
+    in_force = _intact_shards(folder)
     shards: list[Shard] = []
+    hashes: dict[int, str] = {}
+
+    def keep_or_note(hashed: tuple[int, str]) -> None:
+        place, sha256 = hashed
+        earlier = in_force[_rows_of(plan[place])]
+        if sha256 == earlier.sha256:
+            stored(earlier)
+        else:
+            hashes[place] = sha256
 
     def store(place: int) -> Shard:
-        parts, sha256 = plan[place], None
-        earlier = in_force.get(_rows_of(parts))
-        if earlier is not None:
-            sha256 = sha256_of(parts, tensors)
-            if sha256 == earlier.sha256:
-                return earlier
-        return write_shard(folder, f"piece-{token}-{place:05d}.safetensors", parts, tensors, sha256)
+        return write_shard(folder, f"piece-{token}-{place:05d}.safetensors", plan[place], tensors, hashes.get(place))
 
     def stored(shard: Shard) -> None:
         shards.append(shard)
         advance(shard.nbytes)
 
-    require_free(folder, sum(file_bytes(parts) for parts in plan if _rows_of(parts) not in in_force))
+    known = [place for place, parts in enumerate(plan) if _rows_of(parts) in in_force]
     with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
-        in_parallel(store, range(len(plan)), stored)
+        in_parallel(lambda place: (place, sha256_of(plan[place], tensors)), known, keep_or_note)
+        changed = sorted({*range(len(plan))} - {*known} | {*hashes})
+        require_free(folder, sum(file_bytes(plan[place]) for place in changed))
+        in_parallel(store, changed, stored)
     sync_folder(folder)
     return shards
-
-
-def _write_contents(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    plan: list[tuple[Part, ...]],
-    tensors: Mapping[str, Tensor],
-    before: set[str],
-) -> None:
-    """Write the shards that are new and put a manifest in force that names all; on any failure remove those.
-
-    before: files that must survive a failure.
-    """
-    try:
-        write_manifest(folder, manifest, write_shards(folder, plan, tensors))
-    except BaseException as error:
-        with suppress(OSError):
-            _remove_shards(folder, keep=before | files_in_force(folder))
-        if isinstance(error, OSError):
-            state = "The checkpoint that was there is unharmed." if before else "There was no checkpoint before."
-            raise OSError(error.errno, f"saving to {folder} failed: {error.strerror}. {state}") from error
-        raise
-
-
-def _holds(part: Part, wanted: Mapping[str, Sequence[Rows]]) -> bool:
-    """Whether some of the wanted rows lie in this part."""
-    found = wanted.get(part.name, ())
-    return any((rows.start < part.stop and part.start < rows.stop) or not part.shape for rows in found)
 
 
 def _rows_of(parts: tuple[Part, ...]) -> tuple[tuple[str, int, int], ...]:
     return tuple((part.name, part.start, part.stop) for part in parts)
 
 
-def _whole_shards(folder: Path) -> dict[tuple[tuple[str, int, int], ...], Shard]:
+def _intact_shards(folder: Path) -> dict[tuple[tuple[str, int, int], ...], Shard]:
     """By the rows that they hold, the shards in force whose files nobody has touched since they were written."""
     with suppress(CheckpointError):
-        return {_rows_of(shard.parts): shard for shard in read_manifest(folder).shards if shard.is_whole(folder)}
+        return {_rows_of(shard.parts): shard for shard in read_manifest(folder).shards if shard.is_intact(folder)}
     return {}
 
 
@@ -314,23 +278,6 @@ def _remove_shards(folder: Path, keep: set[str]) -> None:
     for name in os.listdir(folder):
         if SHARD_NAME.fullmatch(name) and name not in keep:
             (folder / name).unlink()
-
-
-def _remove_contents(hidden: Path) -> None:
-    """Empty a hidden folder, the manifest first: without it the shards are nothing."""
-    for name in (MANIFEST, UNFINISHED_MANIFEST):
-        (hidden / name).unlink(missing_ok=True)
-    _remove_shards(hidden, keep=set())
-
-
-def _remove_hidden_folder(hidden: Path) -> None:
-    """Remove what a first save left that crashed; a folder that is in use, or holds anything else, stays."""
-    if hidden.is_dir():
-        # a link is refused by the lock, and stays as well
-        with suppress(OSError, CheckpointError), save_lock(hidden, hidden):
-            _refuse_other_contents(hidden)
-            _remove_contents(hidden)
-            hidden.rmdir()
 
 
 def _refuse_other_contents(folder: Path) -> None:

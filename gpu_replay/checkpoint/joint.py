@@ -25,7 +25,7 @@ KIND = "ShardedReplayBuffer"
 SINGLE = "ReplayBuffer"
 
 
-class Place(NamedTuple):
+class Share(NamedTuple):
     """One of several buffers among which rows are dealt by their numbers, and how many slots it has."""
 
     ranks: int
@@ -74,7 +74,7 @@ class JointCheckpoint:
         slots = self.capacity // self.ranks
         return [(max(each["FIRST"], each["ADDED"] - slots), each["ADDED"]) for each in self.saved]
 
-    def counters(self, place: Place) -> dict[str, int]:
+    def counters(self, share: Share) -> dict[str, int]:
         """Those of one of the buffers among which all rows are dealt."""
         spans = self._spans()
         added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
@@ -83,44 +83,48 @@ class JointCheckpoint:
             found[name] = max(each[name] for each in self.saved)
         for name, end in (("ADDED", added), ("FIRST", added - size)):
             # numbers below the end that this buffer has
-            found[name] = (end - place.rank + place.ranks - 1) // place.ranks
-        if place.rank == 0:
+            found[name] = (end - share.rank + share.ranks - 1) // share.ranks
+        if share.rank == 0:
             for name in ("STALE", "REJECTED", "SATURATED"):
                 found[name] = sum(each[name] for each in self.saved)
         return found
 
-    def pour(self, views: Mapping[str, Tensor], place: Place) -> None:
-        """Fill (written, ...) tensors, by name, of one of the buffers with its rows; all other rows become 0."""
+    def slots_of(self, part: Part, rank: int, share: Share) -> tuple[Tensor, Tensor]:
+        """Which rows of a part of this rank, (rows,) bool, such a buffer is dealt, and the slots that they come to."""
         spans, slots = self._spans(), self.capacity // self.ranks
         added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
-        last = self.counters(place)["ADDED"]
+        first, end = spans[rank]
+        slot = torch.arange(part.start, part.stop)
+        head = end % slots
+        local = slot + (end - head) - slots * (slot >= head)
+        key = local * self.ranks + rank
+        number = torch.full_like(key, added - size)
+        for other, (start, stop) in enumerate(spans):
+            # its live keys below this one
+            below = torch.div(key - other + self.ranks - 1, self.ranks, rounding_mode="floor")
+            number += (below.clamp(max=stop) - start).clamp(min=0)
+        new = torch.div(number, share.ranks, rounding_mode="floor")
+        last = self.counters(share)["ADDED"]
+        mine = (local >= first) & (number % share.ranks == share.rank) & (new >= last - share.capacity)
+        return mine, new[mine] % share.capacity
+
+    def fill(self, views: Mapping[str, Tensor], share: Share) -> None:
+        """Fill (written, ...) tensors, by name, of one of the buffers with its rows; all other rows become 0."""
         owners: dict[str, tuple[int, Tensor]] = {}
-        for rank, (_, end) in enumerate(spans):
+        for rank, (_, end) in enumerate(self._spans()):
             for name, view in views.items():
                 stored = self.tensor_name(rank, name)
-                self.checkpoint.require(stored, view.dtype, (min(end, slots), *view.shape[1:]))
+                self.checkpoint.require(stored, view.dtype, (min(end, self.capacity // self.ranks), *view.shape[1:]))
                 owners[stored] = rank, view
         for view in views.values():
             view.zero_()
 
         def take(part: Part, rows: Tensor) -> None:
             rank, view = owners[part.name]
-            first, end = spans[rank]
-            slot = torch.arange(part.start, part.stop)
-            head = end % slots
-            local = slot + (end - head) - slots * (slot >= head)
-            key = local * self.ranks + rank
-            number = torch.full_like(key, added - size)
-            for other, (start, stop) in enumerate(spans):
-                # its live keys below this one
-                below = torch.div(key - other + self.ranks - 1, self.ranks, rounding_mode="floor")
-                number += (below.clamp(max=stop) - start).clamp(min=0)
-            new = torch.div(number, place.ranks, rounding_mode="floor")
-            mine = (local >= first) & (number % place.ranks == place.rank) & (new >= last - place.capacity)
-            where = (new[mine] % place.capacity).to(view.device)
-            view[where] = rows[mine].to(view.device)
+            mine, slots = self.slots_of(part, rank, share)
+            view[slots.to(view.device)] = rows[mine].to(view.device)
 
-        self.checkpoint.read_parts(owners, take)
+        self.checkpoint.read_parts(lambda part: part.name in owners, Part.empty, take)
 
 
 class JoinedSaved(Saved):
@@ -130,45 +134,21 @@ class JoinedSaved(Saved):
         self._path, self._joint = joint.path, joint
         self.config = {"kind": SINGLE, **{name: joint.config[name] for name in ("capacity", "fields", "sampler")}}
         self.seed = joint.seed
-        self.counters = joint.counters(self._place(joint.capacity))
-
-    @staticmethod
-    def _place(capacity: int) -> Place:
-        return Place(1, 0, capacity)
+        self.counters = joint.counters(Share(1, 0, joint.capacity))
 
     def fill(self, buffer: BufferState) -> None:
         """Stream the contents into a buffer made with these settings."""
-        self.fill_as(buffer, self._place(self._joint.capacity))
+        self.fill_as(buffer, Share(1, 0, self._joint.capacity))
 
-    def fill_as(self, buffer: BufferState, place: Place) -> None:
+    def fill_as(self, buffer: BufferState, share: Share) -> None:
         """Stream what one of several buffers is dealt into it."""
-        counters = self._joint.counters(place)
+        counters = self._joint.counters(share)
         views = buffer.views(counters["ADDED"])
-        rows = {name: view for name, view in views.items() if name != "ranked"}
         for view in views.values():
             view.zero_()
-        self._joint.pour(rows, place)
+        self._joint.fill(views, share)
         with self.refusing(self.NO_STATE):
             buffer.check(counters, views)
-        buffer.finish(counters, self.seed)
-
-    def read(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with these names, of these dtypes and shapes, in host memory."""
-        out = {name: torch.empty_like(tensor, device="cpu") for name, tensor in expected.items()}
-        self._joint.pour(out, self._place(self._joint.capacity))
-        return out
-
-    def move(
-        self, buffer: BufferState, slots: tuple[int, int], counters: dict[str, int], tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Stream the fields into a buffer of other slots, and give it these counters and tensors besides."""
-        views = buffer.views(counters["ADDED"])
-        self._joint.pour(
-            {name: view for name, view in views.items() if name.startswith("fields.")}, self._place(slots[1])
-        )
-        for name, view in views.items():
-            if not name.startswith("fields."):
-                view.copy_(tensors[name]) if name in tensors else view.zero_()
         buffer.finish(counters, self.seed)
 
 

@@ -5,7 +5,7 @@ hashed in the pass that moves it, and a CUDA tensor goes through 8 MiB of host m
 eight bytes of length, a JSON header and raw bytes; the library opens every shard.
 SHA-256 was the fastest cryptographic digest of the standard library where it was measured (1.5 GB/s, twice blake2b),
 and `sha256sum` checks a shard by hand. A few shards at a time are hashed, written or read, each in a thread: one core
-cannot hash as fast as a disk reads. `direct.py` moves the bytes of large ones.
+cannot hash as fast as a disk reads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.direct import Reader, Writer
+from gpu_replay.checkpoint.fsync import sync_file
 from gpu_replay.errors import CheckpointError
 
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
@@ -74,6 +75,12 @@ class Part:
         """This part of the whole tensor: a view."""
         return tensor.detach().narrow(0, self.start, self.stop - self.start) if self.shape else tensor.detach()
 
+    def empty(self) -> Tensor:
+        """Host memory for these rows."""
+        return torch.empty(
+            (self.stop - self.start, *self.shape[1:]) if self.shape else (), dtype=self.dtype, device="cpu"
+        )
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -91,21 +98,13 @@ class Shard:
     def nbytes(self) -> int:
         return file_bytes(self.parts)
 
-    def is_whole(self, folder: Path) -> bool:
+    def is_intact(self, folder: Path) -> bool:
         """Whether the file lies in the folder as it was left, as far as that shows without reading it."""
         try:
             found = os.lstat(folder / self.file)
         except OSError:
             return False
         return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (self.nbytes, self.modified)
-
-
-class Rows(NamedTuple):
-    """The rows `start` to `stop` of a stored tensor belong into `out`; of one without dimensions, row 0."""
-
-    start: int
-    stop: int
-    out: Tensor
 
 
 def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
@@ -212,12 +211,14 @@ def write_shard(
     sha256: of its contents, if it is known already.
     """
     digest = hashlib.sha256()
-    with Writer(folder / file, file_bytes(parts)) as out:
+    # "x" follows no link and writes over nothing
+    with open(folder / file, "xb") as out:
         for data in _contents(parts, tensors):
             if sha256 is None:
                 digest.update(data)
             out.write(data)
-        modified = out.finish()
+        sync_file(out)
+        modified = os.fstat(out.fileno()).st_mtime_ns
     return Shard(file, parts, sha256 or digest.hexdigest(), modified)
 
 
@@ -234,8 +235,8 @@ def check_length(folder: Path, shard: Shard) -> None:
         raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {found.st_size}")
 
 
-def read_shard(folder: Path, shard: Shard, wanted: Mapping[str, Sequence[Rows]]) -> Shard:
-    """Fill the wanted rows of each tensor by name, one chunk at a time, and compare the checksum of the whole file.
+def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> None:
+    """Fill these tensors with the parts of their names, in chunks, and compare the checksum of the whole file.
 
     Raises CheckpointError; the tensors may have been written to by then.
     """
@@ -246,38 +247,18 @@ def read_shard(folder: Path, shard: Shard, wanted: Mapping[str, Sequence[Rows]])
         if file.readinto(memoryview(found)) != len(found) or found != header:
             raise _damaged(folder, shard, "its header is not the one that was written")
         for part in shard.parts:
-            for target in _targets(part, wanted.get(part.name, ())):
-                for chunk in _chunks(target):
-                    direct = chunk.is_cpu and chunk.is_contiguous()
-                    host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
-                    data = _bytes(host)
-                    if file.readinto(data) != len(data):
-                        raise _damaged(folder, shard, "it ends too early")
-                    digest.update(data)
-                    if not direct:
-                        chunk.copy_(host)
+            # what is not wanted counts for the checksum
+            for chunk in _chunks(targets[part.name] if part.name in targets else part.empty()):
+                direct = chunk.is_cpu and chunk.is_contiguous()
+                host = chunk if direct else torch.empty(chunk.shape, dtype=chunk.dtype, device="cpu")
+                data = _bytes(host)
+                if file.readinto(data) != len(data):
+                    raise _damaged(folder, shard, "it ends too early")
+                digest.update(data)
+                if not direct:
+                    chunk.copy_(host)
     if digest.hexdigest() != shard.sha256:
         raise _damaged(folder, shard, "its checksum differs, so it was changed after it was written")
-    return shard
-
-
-def _targets(part: Part, wanted: Sequence[Rows]) -> Iterator[Tensor]:
-    """Where the bytes of a part go, in order; what is not wanted goes into one chunk of memory again and again."""
-    position = part.start
-    for rows in sorted(wanted, key=lambda rows: rows.start):
-        start, stop = max(rows.start, part.start), min(rows.stop, part.stop)
-        if start < stop:
-            yield from _nowhere((start - position) * part.row_bytes)
-            yield rows.out[start - rows.start : stop - rows.start] if part.shape else rows.out
-            position = stop
-    yield from _nowhere((part.stop - position) * part.row_bytes)
-
-
-def _nowhere(nbytes: int) -> Iterator[Tensor]:
-    scratch = torch.empty(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
-    while nbytes:
-        yield scratch[:nbytes]
-        nbytes -= min(nbytes, CHUNK_BYTES)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
@@ -295,10 +276,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(folder: Path, shard: Shard) -> Iterator[Reader]:
+def _opened(folder: Path, shard: Shard) -> Iterator[BufferedReader]:
     check_length(folder, shard)
     try:
-        with Reader(folder / shard.file, shard.nbytes) as file:
+        with open(folder / shard.file, "rb") as file:
             yield file
     except OSError as error:
         raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay.checkpoint.config import difference
+from gpu_replay.checkpoint.config import difference, renewed
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
-from gpu_replay.checkpoint.shards import Rows
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import LASTING, counter_values
 from gpu_replay.validation import whole
 
 VERSION = 1
-# counters of a list of ranks that serves several samples
-_OF_LISTS = ("RANKED", "SORTED")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
     for name in ("settings", "counters", "tensors"):
         if not isinstance(state[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(state[name]).__name__}.")
-    unlike = difference(buffer.config, state["settings"])
+    unlike = difference(buffer.config, renewed(state["settings"]))
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
     counters = checked_counters(state["counters"])
@@ -158,49 +155,11 @@ class Saved:
             buffer.check(self.counters, views)
         buffer.finish(self.counters, self.seed)
 
-    def read(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with these names, of these dtypes and shapes, in host memory."""
-        for name, tensor in expected.items():
-            self._checkpoint.require(name, tensor.dtype, tuple(tensor.shape))
-        out = {name: torch.empty_like(tensor, device="cpu") for name, tensor in expected.items()}
-        self._checkpoint.fill(out)
-        return out
-
-    def move(
-        self, buffer: BufferState, slots: tuple[int, int], counters: dict[str, int], tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Stream the fields into a buffer of other slots, and give it these counters and tensors besides.
-
-        slots: of the buffer that was saved, and of this one.
-        """
-        added = counters["ADDED"]
-        views = buffer.views(added)
-        wanted: dict[str, list[Rows]] = {}
-        for name, view in views.items():
-            if name.startswith("fields."):
-                self._checkpoint.require(name, view.dtype, (min(added, slots[0]), *view.shape[1:]))
-                runs = _runs(added, *slots)
-                wanted[name] = [Rows(start, stop, view[to : to + stop - start]) for start, stop, to in runs]
-        self._checkpoint.fill_rows(wanted)
-        for name, view in views.items():
-            if name not in wanted:
-                view.copy_(tensors[name]) if name in tensors else view.zero_()
-        buffer.finish(counters, self.seed)
-
-
-def _runs(added: int, old: int, new: int) -> Iterator[tuple[int, int, int]]:
-    """The newest rows that fit both rings, in runs without a seam: from and to in one, from in the other."""
-    key = max(0, added - min(old, new))
-    while key < added:
-        count = min(added - key, old - key % old, new - key % new)
-        yield key % old, key % old + count, key % new
-        key += count
-
 
 def checked_counters(counters: Any) -> dict[str, int]:
     """Counters by name, as a manifest gives them; KeyError, TypeError or ValueError for anything else."""
-    # buffers without such a list say nothing of it, as those of earlier versions
-    found = {name: counters.get(name, 0) if name in _OF_LISTS else counters[name] for name in LASTING}
+    # what only earlier versions counted is left out
+    found = {name: counters[name] for name in LASTING}
     for name, count in found.items():
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")

@@ -9,13 +9,15 @@ import torch
 
 from gpu_replay.console.versions import OPTIONAL, device_name, versions
 from gpu_replay.engines.storage import free_bytes
-from gpu_replay.ops._backend import VARIABLE, choose, inner_loops
+from gpu_replay.loops.compiling import compile_all, compiler
+from gpu_replay.ops._backend import VARIABLE, choose
 
 DESCRIPTION = "Print versions, devices, and for each device which code runs there."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No flags."""
+    """The one flag."""
+    parser.add_argument("--compile", action="store_true", help="compile the loops of buffers on a CPU now")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,11 +33,16 @@ def run(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError) as error:
             code = f"none ({error})"
         if code == "host":
-            compiled = inner_loops().__name__.endswith("numba_loops")
-            code = "host, compiled by Numba" if compiled else "host, NumPy alone (Numba makes it faster)"
+            compiled = "compiled by Numba" if compiler() else "as Python, slowly (the extra `cpu` compiles them)"
+            code = f"host, loops {compiled}"
         print(f"{device!s:<12} {device_name(device)}, {_memory(device)}, code: {code}")
     default = devices[1] if torch.cuda.is_available() else devices[0]
     print(f"{'default':<12} {default}")
+    if options.compile and compiler():
+        seconds = compile_all()
+        print(f"{'compiled':<12} {len(seconds)} loops in {sum(seconds.values()):.1f} s, kept for later runs")
+    elif options.compile:
+        print(f"{'compiled':<12} nothing: Numba is missing, or told not to compile")
     return 0
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gpu_replay import CheckpointError
+from gpu_replay.base.inspection import draw, of_checkpoint
 from gpu_replay.console.errors import UserError
-from gpu_replay.errors import CheckpointError
-from gpu_replay.inspection import draw, of_checkpoint
 
+SUFFIXES = (".png", ".pdf", ".svg")
 DESCRIPTION = (
     "Say what a checkpoint of a buffer (or the newest one of a run) holds and how it is drawn from, and draw it. Only "
     "priorities, counts and a few rows are read, however large it is."
@@ -24,15 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the words and write the picture; returns the exit code. Raises UserError for bad input."""
     folder = options.folder
+    output = options.output or folder.resolve().with_name(f"{folder.resolve().name}.png")
+    if output.suffix not in SUFFIXES:
+        raise UserError(f"--output {output}: the picture is a {', '.join(SUFFIXES)} file.")
     try:
         found = of_checkpoint(folder)
     except CheckpointError as error:
         raise UserError(str(error)) from None
     print("\n".join(found.lines()))
-    output = options.output or folder.resolve().with_name(f"{folder.resolve().name}.png")
     try:
         draw(found, output)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
         raise UserError(str(error)) from None
     print(f"picture: {output}")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # what a shell reports for a process that such a signal ended
@@ -45,9 +45,7 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _record(self, number: int, frame: FrameType | None) -> None:

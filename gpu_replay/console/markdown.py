@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+NOTHING = "–"
 
 
 def number(value: float) -> str:
-    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234; a dash for NaN."""
+    if math.isnan(value):
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table with aligned columns, the first left, the others right."""
     lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    # "-:", the rule of a column, takes two characters at least
+    widths = [max(2, *(len(line[i]) for line in lines)) for i in range(len(header))]
 
     def joined(line: Sequence[str]) -> str:
         first, *others = line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -24,15 +25,10 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": metadata.version("numpy"),
     }
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    if torch.version.hip is not None:
-        found["rocm"] = torch.version.hip
+    found |= {name: each for name, each in (("cuda", torch.version.cuda), ("rocm", torch.version.hip)) if each}
     for name in OPTIONAL:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler, WeighedDraw
 from gpu_replay.engines.storage import Storage, not_readable
-from gpu_replay.ops.launch import Kept
+from gpu_replay.ops.launch import plans
 from gpu_replay.ops.priorities import plan_insert
 from gpu_replay.ops.ring import plan_gather
 
@@ -29,14 +29,12 @@ class DeviceEngine:
         self._storage = storage
         # transitions known to be stored
         self._known = 0
-        # by the batch, and whether there are weights and a schedule
-        self._gathers = Kept(
+        self._gathers = plans(
             lambda batch, weighed, schedule: plan_gather(
                 storage.tensors, storage.fields, batch, storage.device, weighed=weighed
             )
         )
-        # by the rows, and the dtype of their priorities
-        self._inserts = Kept(
+        self._inserts = plans(
             lambda rows, own: plan_insert(
                 *(draws.masses, draws.counters, storage.times_sampled, rows, draws.source), given=own is not None
             )
@@ -44,28 +42,13 @@ class DeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.draws.rebuild()
-        self.recount()
+        first, added = self.draws.rebuild()
+        self._known = added - first
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         self._known = 0
         self.draws.on_clear()
-
-    def recount(self) -> None:
-        """Count anew what is stored. Waits for the device."""
-        first, self.draws.added = self.draws.span()
-        self._known = self.draws.added - first
-
-    def forget(self, rows: int) -> None:
-        """Forget the oldest transitions, in whose slots `rows` others were to come. Waits for the device."""
-        draws, capacity = self.draws, self._storage.capacity
-        first, added = draws.span()
-        after = min(added, max(first, added + rows - capacity))
-        slots = torch.arange(capacity, device=draws.device)
-        draws.state.forget(after, (slots - first) % capacity < after - first)
-        self.on_clear()
-        self.recount()
 
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, or an `add` that runs now."""
@@ -89,21 +72,21 @@ class DeviceEngine:
             # whatever must be allocated comes before the ring is written
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
-            insert = self._inserts[rows, None if own is None else own.dtype]
-            draws.add(self, rows, lambda: draws.write(moved, rows), lambda: insert(own, keys))
+            insert = self._inserts(rows, None if own is None else own.dtype)
+            draws.add(rows, self.on_replay, lambda: draws.write(moved, rows), lambda: insert(own, keys))
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight; 2 launches.
 
-        By rank 2 and a sort come first where the order is rebuilt.
+        By rank 1 and a sort come first where something has changed.
         """
         with self.draws.ordered():
             return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: WeighedDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
-        gather = self._gathers[(drawn.slots.shape[0], *drawn.weights)]
+        gather = self._gathers(drawn.slots.shape[0], *drawn.weights)
         tensors = gather(drawn.slots, drawn.pending)
         tensors.update(drawn.named)
         return tensors
@@ -115,7 +98,7 @@ class DeviceEngine:
             dead = ((keys < first) | (keys >= added)).nonzero()
             if dead.numel():
                 raise not_readable(int(keys[dead[0, 0]]), first, added)
-            return self._gathers[keys.shape[0], False, False](keys % self._storage.capacity, None)
+            return self._gathers(keys.shape[0], False, False)(keys % self._storage.capacity, None)
 
     # all that is stored can be read
     stored = read

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
-from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
-from gpu_replay.ops.draws import DeviceDraws
-from gpu_replay.ops.eligible_draw import plan_eligible_draw
-from gpu_replay.ops.launch import Kept
+from gpu_replay.graphs.stream_order import StreamOrder
+from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.draw import DrawLaunch, plan_draw
+from gpu_replay.ops.launch import plans
 from gpu_replay.ops.priorities import DeviceMasses, plan_update
-from gpu_replay.ops.rank_draw import DeviceRanks, plan_rank_draw
+from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import plan_write
-from gpu_replay.ops.stratified_draw import plan_stratified_draw
-from gpu_replay.ops.uniform_draw import plan_uniform_draw, uniform_blocks
-from gpu_replay.ops.weights import PendingWeights, weighing_of
-from gpu_replay.schedule import LinearSchedule
-from gpu_replay.stream_order import StreamOrder
+from gpu_replay.ops.weights import PendingWeights, pending_weights
+from gpu_replay.samplers import LinearSchedule
 from gpu_replay.validation import computed
 
 
@@ -53,8 +49,8 @@ class WeighedDraw(NamedTuple):
 
 
 @dataclass
-class _Taken:
-    """What the sample in progress has taken, as far as its launches were made.
+class DrawLedger:
+    """What the sample in progress has consumed, as far as its launches were made, for `take_back`.
 
     added:   transitions when it began.
     slots:   (B,) that were counted as sampled.
@@ -69,62 +65,27 @@ class _Taken:
     blocks: int = 0
 
 
-class _DrawPlan(NamedTuple):
-    """How batches of one size are drawn.
+def _draws_of(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> Callable[[int, int, bool], DrawLaunch]:
+    """How batches are drawn, by their size, the newest slots to skip, and whether they are shifted."""
+    plan = state.plan
 
-    draw:  one launch; takes the list of ranks where draws are by rank.
-    drawn: rows that are not the newest.
-    moves: blocks of the random stream by which that launch moves on, with the schedule; None where the gather does.
-    """
+    @plans
+    def planned(batch: int, skipped: int, shifted: bool) -> DrawLaunch:
+        return plan_draw(
+            "uniform" if plan.kind == "newest" else plan.kind,
+            *(state.counters, storage.times_sampled, batch - plan.newest_of(batch), batch, state.slots),
+            tree=state.tree,
+            starts=state.eligible_tree,
+            sums=None if ranks is None else ranks.sums,
+            sparse=state.sparse,
+            skipped=skipped,
+            shifted=shifted,
+            stratified=plan.stratified,
+            lowest_of_all=plan.lowest_of_all,
+            replacement=plan.replacement,
+        )
 
-    draw: Callable[..., DeviceDraws]
-    drawn: int
-    moves: int | None
-
-
-def _plan_draws(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> Kept[_DrawPlan]:
-    """How batches are drawn, by their size, the newest slots to skip, whether they are shifted, and whether the list of
-    ranks is made for one call.
-    """
-    return Kept(lambda *key: plan_draw(state, storage, ranks, *key))
-
-
-def plan_draw(
-    state: DrawState, storage: Storage, ranks: DeviceRanks | None, batch: int, skipped: int, shifted: bool, alone: bool
-) -> _DrawPlan:
-    """How one kind of batch is drawn."""
-    plan, starts = state.plan, state.eligible_tree
-    drawn = batch - plan.newest_of(batch)
-    rows = (state.counters, storage.times_sampled, drawn, batch)
-    by_priority: dict[str, Any] = {"stratified": plan.stratified, "lowest_of_all": plan.lowest_of_all}
-    of_starts = {**by_priority, "skipped": skipped, "shifted": shifted}
-    draw: Callable[..., DeviceDraws]
-    if ranks is not None and drawn > 0:
-        outdated = state.sparse and ranks.every > 1 and not alone
-        of_starts |= {"merged": ranks.every == 1 and not alone, "outdated": outdated}
-        draw = plan_rank_draw(ranks.sums, state.masses, starts, *rows, **of_starts)
-    elif state.sparse:
-        draw = plan_eligible_draw(state.tree, starts, *rows, replacement=plan.replacement, **of_starts)
-    elif state.tree is not None and drawn > 0:
-        draw = plan_stratified_draw(state.tree, *rows, **by_priority)
-    else:
-        draw = plan_uniform_draw(*rows, state.slots, replacement=plan.replacement)
-    if state.tree is not None and drawn > 0:
-        return _DrawPlan(draw, drawn, None)
-    return _DrawPlan(draw, drawn, uniform_blocks(drawn, plan.replacement) + blocks_for(batch if shifted else 0))
-
-
-class Ring(Protocol):
-    """What adds to a ring by launches, and keeps count of it on the host."""
-
-    def on_replay(self, rows: int) -> None:
-        """Count rows that were added."""
-
-    def recount(self) -> None:
-        """Count anew what is stored. Waits for the device."""
-
-    def forget(self, rows: int) -> None:
-        """Forget the oldest rows, in whose slots so many others were to come. Waits for the device."""
+    return planned
 
 
 class DeviceSampler:
@@ -150,9 +111,9 @@ class DeviceSampler:
         self._narrowed = False
         # transitions added, but for those that others replay
         self.added = 0
-        self._taken = _Taken(0)
+        self._ledger = DrawLedger(0)
         if plan.kind == "rank":
-            self._ranks = DeviceRanks(state.slots, plan.alpha, plan.resort_every, self.counters)
+            self._ranks = DeviceRanks(state.slots, plan.alpha, self.counters)
         if state.tree is not None:
             initial = 1.0 if isinstance(plan.initial, str) else float(plan.initial)
             self.masses = DeviceMasses(state.tree, state.rule, state.rule.mass(initial))
@@ -161,15 +122,14 @@ class DeviceSampler:
         if isinstance(plan.beta, LinearSchedule):
             parts = [plan.beta.start, plan.beta.end - plan.beta.start, float(plan.beta.steps)]
             self._schedule = torch.tensor(parts, dtype=torch.float64, device=self.device)
-        self._draws = _plan_draws(state, storage, self._ranks)
+        self._draws = _draws_of(state, storage, self._ranks)
         highest, masses = self.source == Counter.HIGHEST, self.masses
-        # by the rows
-        self._writes = Kept(
+        self._writes = plans(
             lambda rows: plan_write(storage.tensors, storage.fields, rows, state.counters, state.tree, highest=highest)
         )
-        # by the keys, and the dtype of their priorities
-        self._updates = Kept(
-            lambda keys, own: plan_update(masses, state.counters, state.slots, keys, sparse=state.sparse)
+        # another dtype of priorities is another launch
+        self._updates = plans(
+            lambda keys, dtype: plan_update(masses, state.counters, state.slots, keys, sparse=state.sparse)
         )
 
     @property
@@ -177,21 +137,18 @@ class DeviceSampler:
         """Bytes beside those of the state."""
         return sum(part.nbytes for part in (self.masses, self._ranks) if part is not None)
 
-    @property
-    def ranked(self) -> Tensor | None:
-        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
-        return self._ranks.list.slots if self._ranks is not None and self._ranks.every > 1 else None
+    # no order of ranks outlives a call
+    ranked: Tensor | None = None
 
-    def rebuild(self) -> None:
-        """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.added = self.span()[1]
-        if self._ranks is not None:
-            self._ranks.rebuild()
+    def rebuild(self) -> tuple[int, int]:
+        """Take over a restored state, of which the counters hold the seed; returns its `span`. Waits for the device."""
+        self._changed()
+        first, self.added = self.span()
+        return first, self.added
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        if self._ranks is not None:
-            self._ranks.on_clear(self.capturing())
+        self._changed()
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
@@ -204,73 +161,56 @@ class DeviceSampler:
 
     def mark(self) -> Any:
         """Where the draws stand, for `take_back` of the draw that begins here."""
-        self._taken = _Taken(self.added)
-        if self._ranks is not None:
-            self._ranks.mark()
-        return self._taken
+        self._ledger = DrawLedger(self.added)
+        return self._ledger
 
     def take_back(self, mark: Any) -> None:
         """Let the draws stand where they stood at this mark, unless other draws came after it. Waits for the device."""
-        taken = self._taken
-        if mark is not taken or self.capturing():
+        ledger = self._ledger
+        if mark is not ledger or self.capturing():
             return
         with self.ordered():
-            blocks, steps = taken.blocks, taken.steps
+            blocks, steps = ledger.blocks, ledger.steps
             # the gather puts the smallest mass away when it moves schedule and stream on
-            if taken.pending is not None and int(self.counters[Counter.LOWEST]) == NO_MASS:
-                blocks, steps = blocks + taken.pending.blocks, steps + 1
+            if ledger.pending is not None and int(self.counters[Counter.LOWEST]) == NO_MASS:
+                blocks, steps = blocks + ledger.pending.blocks, steps + 1
             self.counters[Counter.LOWEST] = NO_MASS
             self.counters[Counter.RANDOM] -= blocks
             self.counters[Counter.STEP] -= steps
             # what was added meanwhile has not been sampled
-            if taken.slots is not None and taken.added == self.added:
-                less = self._storage.times_sampled.new_full((1,), -1).expand(taken.slots.shape)
-                self._storage.times_sampled.scatter_add_(0, taken.slots, less)
-            if self._ranks is not None:
-                self._ranks.take_back()
-            self._taken = _Taken(self.added)
+            if ledger.slots is not None and ledger.added == self.added:
+                less = self._storage.times_sampled.new_full((1,), -1).expand(ledger.slots.shape)
+                self._storage.times_sampled.scatter_add_(0, ledger.slots, less)
+            self._ledger = DrawLedger(self.added)
 
-    def took(self, blocks: int) -> None:
+    def note_blocks(self, blocks: int) -> None:
         """The sample in progress has moved the stream on by so many more blocks."""
-        self._taken.blocks += blocks
+        self._ledger.blocks += blocks
 
-    # launches that belong together
+    def add(self, rows: int, count: Callable[[int], None], *launches: Callable[[], None]) -> None:
+        """Make the launches that add `rows` transitions; then `count` them, unless that is left to replays.
 
-    def add(self, ring: Ring, rows: int, *launches: Callable[[], object]) -> None:
-        """Make the launches that add `rows` transitions: all of them, or none.
-
-        The first overwrites the oldest transitions, which nothing brings back; the second counts the new ones in; all
-        but the second may be made twice. So an exception that comes meanwhile does not end the call: the launches that
-        are missing are made, and an interrupt is raised then, as if it had come after the call. If they cannot be made
-        either, the transitions that were overwritten are forgotten: none is a mixture of two.
+        The first overwrites the oldest transitions, which nothing brings back, and those after it count the new ones
+        in. An exception of the first leaves all as it was, and a later launch that raises one is made again. Where that
+        does not help, and after an interrupt, the buffer refuses all calls until it is cleared or loaded.
         """
-        made = 0
+        first, *others = launches
+        self.stream_order.interrupted = eager = not self.capturing()
         try:
-            for launch in launches:
-                launch()
-                made += 1
-            if self.runs_now(rows):
-                ring.on_replay(rows)
-        except BaseException as error:
-            # a graph whose capture failed does not run
-            if self.capturing():
-                raise
+            first()
+        except Exception:
+            self.stream_order.interrupted = False
+            raise
+        for launch in others:
             try:
-                if made == 1 and self.uncounted:
-                    # where others add as well, nobody knows whether this was counted in
-                    raise error
-                counted = made == 1 and self.span()[1] != self.added
-                for launch in launches[made + counted :]:
-                    launch()
-                ring.recount()
-            except BaseException:
-                # a first launch that cannot be made has not written
-                if made:
-                    with suppress(Exception):
-                        ring.forget(rows)
-                raise error from None
-            if not isinstance(error, Exception):
-                raise
+                launch()
+            except Exception:
+                if not eager:
+                    raise
+                launch()
+        if self.runs_now(rows):
+            count(rows)
+        self.stream_order.interrupted = False
 
     def capturing(self) -> bool:
         """Whether the calls of this moment go into a graph instead of to the device."""
@@ -309,55 +249,47 @@ class DeviceSampler:
 
     def write(self, values: Mapping[str, Tensor], rows: int) -> None:
         """Store values that are on the device after the newest; 1 launch."""
-        self._changed(rows)
-        self._writes[(rows,)](values)
+        self._changed()
+        self._writes(rows)(values)
 
-    def _changed(self, rows: int) -> None:
-        """So many rows were added or updated."""
+    def _changed(self) -> None:
+        """What is stored, or its priorities, are no longer what they were."""
         if self._ranks is not None:
-            self._ranks.changed(rows, self.capturing())
+            self._ranks.changed(self.capturing())
 
     def among(self, allowed: Tensor) -> DeviceSampler:
         """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
         found = copy.copy(self)
         found.state, found._narrowed = self.state.narrowed(allowed), True
-        found._draws = _plan_draws(found.state, self._storage, self._ranks)
+        found._draws = _draws_of(found.state, self._storage, self._ranks)
         return found
 
-    def draw(
-        self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False, exact: bool = False
-    ) -> WeighedDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`; 1 launch.
-
-        By rank 2 and a sort come first where the order is rebuilt, or 4 to 8 where changes are merged into it.
+    def draw(self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False) -> WeighedDraw:
+        """Draw `batch` slots, none of them among the newest `skipped`; 1 launch, by rank 1 and a sort before it.
 
         shifted: words that move pictures are taken as well.
-        exact:   ranks are those of this moment in any case, as they must be where slots are skipped.
         """
-        plan, ranks, ranked, alone = self._plan, self._ranks, None, False
-        if ranks is not None:
-            capturing = self.capturing()
-            if batch == plan.newest_of(batch):
-                ranks.skip_sample(capturing)
-            else:
-                # an order without the newest slots serves this call alone
-                alone, tree = skipped > 0 or self._narrowed or (exact and ranks.every > 1), self.state.masses
-                ranked = ranks.exact(tree, skipped, capturing) if alone else ranks.current(tree, capturing)
-        planned = self._draws[batch, skipped, shifted, alone]
-        found = planned.draw() if ranked is None else planned.draw(ranked)
-        pending, taken = None, self._taken
-        taken.slots = found.slots
+        plan, ranks = self._plan, self._ranks
+        ranked: tuple[Tensor, ...] = ()
+        if ranks is not None and batch > plan.newest_of(batch):
+            # an order without some of the slots serves this call alone
+            alone, tree = skipped > 0 or self._narrowed, self.state.masses
+            ranked = ranks.of(tree, skipped) if alone else ranks.current(tree, self.capturing())
+        planned = self._draws(batch, skipped, shifted)
+        found = planned.launch(ranked)
+        pending, ledger = None, self._ledger
+        ledger.slots = found.slots
         if planned.moves is not None:
-            taken.blocks += planned.moves
-            taken.steps += 1
+            ledger.blocks += planned.moves
+            ledger.steps += 1
             weight = found.value
         else:
             schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
             exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
             # the gather also advances the stream past the words of the shifts
             shifts = batch if shifted else 0
-            pending = weighing_of(found.value, self.counters, schedule, exponent, planned.drawn, shifts)
-            taken.pending = pending
+            pending = pending_weights(found.value, self.counters, schedule, exponent, planned.drawn, shifts)
+            ledger.pending = pending
             weight = pending.weight
         named = {"key": found.keys, "probability": found.probability, "weight": weight}
         return WeighedDraw(found.slots, named, pending, found.words)
@@ -367,5 +299,5 @@ class DeviceSampler:
         if keys.numel():
             with self.ordered():
                 moved, numbers = self.moved(keys), self.moved(priorities)
-                self._changed(keys.numel())
-                self._updates[moved.shape[0], numbers.dtype](moved, numbers)
+                self._changed()
+                self._updates(moved.shape[0], numbers.dtype)(moved, numbers)

@@ -6,34 +6,40 @@ device knows; the host keeps a lower bound of it, and reads the number again whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler
-from gpu_replay.engines.host_twin import HostTwin
 from gpu_replay.engines.storage import not_readable
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
-from gpu_replay.ops.eligibility import Flag, endings, plan_add_step, plan_keep_finals, sequence_starts
+from gpu_replay.ops.eligibility import (
+    Flag,
+    GivenFinals,
+    endings,
+    plan_add_step,
+    plan_keep_finals,
+    powers_of,
+    sequence_starts,
+)
 from gpu_replay.ops.frames import plan_gather_sequences, plan_gather_windows
 from gpu_replay.ops.hindsight import (
-    Chosen,
-    Relabels,
-    Shown,
+    GoalRows,
+    RelabelInput,
+    RelabelSettings,
     Strategy,
     gather_goals,
     goal_blocks,
     plan_choose_goals,
     put_goals,
 )
-from gpu_replay.ops.launch import Kept
-from gpu_replay.ops.many_steps import GivenFinals, overwritten_parts, steps_together
-from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.windows import powers_of
+from gpu_replay.ops.launch import plans
+from gpu_replay.ops.ring import parts_of, plan_gather
+
+# rows that `extend` brings to the device at once
+_TOGETHER = 2**16
 
 
 class TrajectoryDeviceEngine:
@@ -59,34 +65,34 @@ class TrajectoryDeviceEngine:
         self._known = self._overwritten = 0
         powers, counters = self._powers, draws.counters
         # by the dtype of priorities, and whether final observations come with the step
-        self._steps = Kept(
+        self._steps = plans(
             lambda own, with_final: plan_add_step(
                 *(storage.streams, draws.masses, draws.state.eligible_tree, counters, storage.times_sampled),
                 draws.source,
                 with_final=with_final,
             )
         )
-        self._finals = Kept(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
+        self._finals = plans(lambda: plan_keep_finals(storage.streams, storage.finals, storage.fields, counters))
         # by the batch, whether pictures are moved, and whether there are weights and a schedule
-        self._gathers = Kept(
+        self._gathers = plans(
             lambda batch, shifted, weighed, schedule: plan_gather_windows(
                 storage, batch, powers, counters, shifted=shifted, weighed=weighed
             )
         )
         # by the batch and the length, and as above
-        self._sequences = Kept(
+        self._sequences = plans(
             lambda batch, length, shifted, weighed, schedule: plan_gather_sequences(
                 storage, batch, length, powers, counters, shifted=shifted, weighed=weighed
             )
         )
         # by the batch, the rows that get other goals, and where these come from
-        self._goals = Kept(
+        self._goals = plans(
             lambda batch, count, strategy: plan_choose_goals(storage.streams, batch, counters, count, strategy)
         )
         # rows of all fields, by their number
-        self._rows = Kept(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.device, weighed=False))
+        self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.device, weighed=False))
         # rows of a field in pinned memory as they are stored, by its name and their number
-        self._raw_rows = Kept(
+        self._raw_rows = plans(
             lambda name, rows: plan_gather(
                 {name: storage.tensors[name]},
                 {name: _unconverted(storage.fields[name])},
@@ -98,34 +104,15 @@ class TrajectoryDeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        self.draws.rebuild()
-        self.recount()
+        first, added = self.draws.rebuild()
+        self._first_step, self._next_step = first // self._shape.num_envs, added // self._shape.num_envs
+        self._known = self._overwritten = 0
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         self._first_step = self._next_step
         self._known = self._overwritten = 0
         self.draws.on_clear()
-
-    def recount(self) -> None:
-        """Count anew what is stored. Waits for the device."""
-        first, self.draws.added = self.draws.span()
-        envs = self._shape.num_envs
-        self._first_step, self._next_step = first // envs, self.draws.added // envs
-        self._known = self._overwritten = 0
-
-    def forget(self, rows: int) -> None:
-        """Forget the oldest step, and the starts that lose a frame of their stack with it. Waits for the device."""
-        draws, shape, envs = self.draws, self._shape, self._shape.num_envs
-        first, added = draws.span()
-        after = min(added, max(first, added + rows - shape.slots))
-        age = (torch.arange(shape.slots, device=draws.device) - first) % shape.slots // envs
-        steps = (after - first) // envs
-        # a deep stack lost its first frame steps ago
-        cut = (age < steps + shape.stack - 1) & (self._storage.streams.depth > age - steps)
-        draws.state.forget(after, (after > first) & ((age < steps) | cut))
-        self.on_clear()
-        self.recount()
 
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
@@ -152,15 +139,12 @@ class TrajectoryDeviceEngine:
             kept = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
-            step = self._steps[None if own is None else own.dtype, kept is not None]
-            launches: list[Callable[[], object]] = [
-                lambda: draws.write(moved, keys.shape[0]),
-                lambda: step(*flags, own, keys),
-            ]
+            step = self._steps(None if own is None else own.dtype, kept is not None)
+            launches = [lambda: draws.write(moved, keys.shape[0]), lambda: step(*flags, own, keys)]
             if kept is not None:
-                keep_finals = self._finals[()]
+                keep_finals = self._finals()
                 launches.append(lambda: keep_finals(kept))
-            draws.add(self, self._shape.num_envs, *launches)
+            draws.add(self._shape.num_envs, self.on_replay, *launches)
         return keys
 
     def extend(
@@ -174,31 +158,48 @@ class TrajectoryDeviceEngine:
     ) -> Tensor:
         """Store T steps of all environments, as T calls of `add_step` do, and return `keys`. Waits for the device.
 
-        Fields go to the device as they are. What is known of the steps is brought to the host, where `add_steps` works
-        on it, and back. An exception, whatever it is and wherever it comes from, leaves all as it was.
+        Fields go to the device as they are. What is known of the steps is brought to the host, where the loop of the
+        host's buffers works on it, and back. An exception, whatever it is and wherever it comes from, leaves all as it
+        was.
         """
-        draws, storage, shape = self.draws, self._storage, self._shape
+        from gpu_replay.engines.stream_mirror import StreamMirror
+
+        draws = self.draws
         if draws.capturing():
             raise RuntimeError("extend waits for the device and cannot be captured in a CUDA graph; use add.")
         with draws.ordered():
             numbers = None if priorities is None else priorities.detach().cpu().double().numpy()
-            refused = numbers is not None and not np.isfinite(numbers).all()
-            twin = HostTwin(storage, draws, self._powers)
-            together = steps_together(twin.eligibility)
+            mirror = StreamMirror(self._storage, draws, self._powers)
             before = self._overwritten_by(keys.numel())
             try:
-                if refused or shape.hindsight or draws.source == Counter.HIGHEST or together < 2:
-                    self._extend_by_step(values, terminated, truncated, priorities, finals)
-                else:
-                    masses = None if numbers is None or draws.masses is None else twin.masses(numbers)
-                    self._extend_together(twin, together, values, terminated, truncated, masses, finals)
+                kept = mirror.add(terminated, truncated, numbers, finals)
+                self._write_steps(values, len(terminated))
+                if finals is not None and kept.pool.size:
+                    given, pool = torch.from_numpy(kept.given), torch.from_numpy(kept.pool)
+                    for name, value in finals.rows.items():
+                        rows = torch.as_tensor(value)[given]
+                        self._storage.finals[name][pool.to(draws.device)] = rows.to(draws.device)
+                mirror.write_back()
+                self.on_replay(keys.numel())
             except BaseException:
                 draws.stream_order.settle()
                 for tensor, held in before:
                     tensor.copy_(held)
-                self.recount()
+                draws.stream_order.interrupted = False
+                self.rebuild(0)
                 raise
         return keys
+
+    def _write_steps(self, values: dict[str, Tensor], count: int) -> None:
+        """Put T steps of all fields, (T, num_envs, ...), after the newest, as far as the ring holds them."""
+        draws, envs, skipped = self.draws, self._shape.num_envs, max(0, count - self._shape.steps)
+        draws.counters[Counter.ADDED] += skipped * envs
+        together = max(1, _TOGETHER // envs)
+        for begin in range(skipped, count, together):
+            some = slice(begin, min(begin + together, count))
+            rows = (some.stop - begin) * envs
+            draws.write({name: draws.moved(value[some].flatten(0, 1)) for name, value in values.items()}, rows)
+            draws.counters[Counter.ADDED] += rows
 
     def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """All that so many new transitions change, and copies of it: of fields the rows that are live.
@@ -210,56 +211,12 @@ class TrajectoryDeviceEngine:
         tensors = [draws.counters, storage.times_sampled, *storage.streams.tensors, *storage.finals.values()]
         for tree in draws.state.trees:
             tensors += [*tree.levels, *(each for each in (tree.low, tree.high) if each is not None)]
-        for part in overwritten_parts(*draws.span(), rows, slots):
+        # the live keys in whose slots new ones come
+        first, added = draws.span()
+        begin, end = max(first, added - slots), min(added, added - slots + rows)
+        for part, _ in parts_of(begin % slots, end - begin, slots) if begin < end else ():
             tensors += [tensor[part] for tensor in storage.tensors.values()]
         return [(tensor, tensor.clone()) for tensor in tensors]
-
-    def _extend_together(
-        self,
-        twin: HostTwin,
-        together: int,
-        values: dict[str, Tensor],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        masses: np.ndarray | None,
-        finals: GivenFinals | None,
-    ) -> None:
-        """Store steps, so many at once."""
-        draws, storage, shape = self.draws, self._storage, self._shape
-        for begin in range(0, len(terminated), together):
-            some = slice(begin, min(begin + together, len(terminated)))
-            rows = (some.stop - begin) * shape.num_envs
-            part = {name: draws.moved(value[some].flatten(0, 1)) for name, value in values.items()}
-            draws.write(part, rows)
-            slots = (draws.counters[Counter.ADDED] + torch.arange(rows, device=draws.device)) % shape.slots
-            storage.times_sampled[slots] = 0
-            draws.counters[Counter.ADDED] += rows
-            own = None if masses is None else masses[some]
-            given = None if finals is None else finals.given[some]
-            kept = twin.add_steps(terminated[some], truncated[some], own, given)
-            if finals is not None and kept.places.size:
-                chosen = finals.rows_of(begin, kept, shape.num_envs)
-                # of a row that was kept twice the last one stays
-                places, back = np.unique(kept.rows[::-1], return_index=True)
-                last = chosen[torch.from_numpy(len(chosen) - 1 - back)]
-                for name, value in finals.rows.items():
-                    storage.finals[name][torch.from_numpy(places)] = value[last].to(draws.device)
-            self.on_replay(rows)
-        twin.give_back()
-
-    def _extend_by_step(
-        self,
-        values: dict[str, Tensor],
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        priorities: Tensor | None,
-        finals: GivenFinals | None,
-    ) -> None:
-        for step in range(len(terminated)):
-            flags = torch.from_numpy(terminated[step]), torch.from_numpy(truncated[step])
-            given = None if priorities is None else priorities[step]
-            final = None if finals is None else finals.of_step(step, self._shape.num_envs)
-            self.add_step({name: value[step] for name, value in values.items()}, *flags, given, final)
 
     def break_streams(self, envs: Tensor) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""
@@ -322,12 +279,12 @@ class TrajectoryDeviceEngine:
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
 
-        By rank 2 and a sort come first where the order is rebuilt.
+        By rank 1 and a sort come first where something has changed.
         """
         draws, storage = self.draws, self._storage
         with draws.ordered():
             drawn = draws.draw(batch, beta, shifted=storage.random_shift > 0)
-            gather = self._gathers[(batch, drawn.words is not None, *drawn.weights)]
+            gather = self._gathers(batch, drawn.words is not None, *drawn.weights)
             tensors = gather(drawn.slots, drawn.words, drawn.pending)
             tensors.update(drawn.named)
             return tensors
@@ -351,31 +308,31 @@ class TrajectoryDeviceEngine:
         """Draw `batch` starts whose `length` steps are stored, from `among` if that is given, and read those steps."""
         draws, storage, skipped = self.draws, self._storage, 0 if among else (length - 1) * self._shape.num_envs
         with draws.ordered():
-            drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0, exact=True)
-            gather = self._sequences[(batch, length, drawn.words is not None, *drawn.weights)]
+            drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0)
+            gather = self._sequences(batch, length, drawn.words is not None, *drawn.weights)
             tensors = gather(drawn.slots, drawn.words, drawn.pending)
         return {**tensors, **drawn.named}
 
-    def sample_shown(
-        self, batch: int, beta: float | None, relabel: Relabels, count: int
-    ) -> tuple[dict[str, Tensor], Shown]:
+    def sample_relabeled(
+        self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
+    ) -> tuple[dict[str, Tensor], RelabelInput]:
         """As `sample`, with other goals in `count` rows: 1 launch more, and small ones of torch that put them there."""
         storage, achieved = self._storage, relabel.achieved_field
         tensors = self.sample(batch, beta)
         with self.draws.ordered():
             chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
             if self._pinned:
-                raw = self._raw_rows[achieved, count](chosen.slots, None)[achieved]
+                raw = self._raw_rows(achieved, count)(chosen.slots, None)[achieved]
             else:
                 raw = storage.tensors[achieved].index_select(0, chosen.slots)
             goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
             return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 
-    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> Chosen:
+    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> GoalRows:
         """Choose `count` rows of the batch with these keys, and where their new goals are; 1 launch."""
         with self.draws.ordered():
-            chosen = self._goals[keys.shape[0], count, strategy](keys)
-            self.draws.took(goal_blocks(count, strategy))
+            chosen = self._goals(keys.shape[0], count, strategy)(keys)
+            self.draws.note_blocks(goal_blocks(count, strategy))
             return chosen
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
@@ -390,14 +347,14 @@ class TrajectoryDeviceEngine:
             refused = readable.logical_not().nonzero()
             if refused.numel():
                 raise not_readable(int(keys[refused[0, 0]]), first, added)
-            return self._gathers[keys.shape[0], False, False, False](slots, None, None)
+            return self._gathers(keys.shape[0], False, False, False)(slots, None, None)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:
         """The single steps of these live keys."""
         storage = self._storage
         with self.draws.ordered():
             slots = keys % self._shape.slots
-            return self._rows[(keys.shape[0],)](slots, None) | endings(storage.streams.flags.take(slots))
+            return self._rows(keys.shape[0])(slots, None) | endings(storage.streams.flags.take(slots))
 
 
 def _unconverted(field: Field) -> Field:

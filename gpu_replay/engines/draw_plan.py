@@ -12,9 +12,8 @@ from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.mass import MassRule, OrderRule, Rule
 from gpu_replay.ops.mass_tree import MassTree, tree_bytes
 from gpu_replay.ops.rank_draw import ranks_bytes
-from gpu_replay.ops.rank_draw_host import host_ranks_bytes
-from gpu_replay.samplers import Combined, Latest, Proportional, RankBased, Uniform
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.ops.ranks import host_ranks_bytes
+from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class DrawPlan:
     initial: Literal["running", "stored"] | float = 0.0
     stratified: bool = False
     lowest_of_all: bool = False
-    resort_every: int = 1
 
     @cached_property
     def prioritized(self) -> bool:
@@ -82,7 +80,7 @@ class DrawPlan:
         stamps = slots * torch.int32.itemsize if on_device else 0
         sizes = {"priorities": tree_bytes(slots, backend, **self._tree_options) + stamps}
         if self.kind == "rank":
-            sizes["ranks"] = (ranks_bytes if on_device else host_ranks_bytes)(slots, self.resort_every)
+            sizes["ranks"] = ranks_bytes(slots) if on_device else host_ranks_bytes(slots)
         return sizes
 
 
@@ -107,5 +105,5 @@ def plan_of(sampler: object) -> DrawPlan:
         lowest_of_all=base.normalize == "buffer",
     )
     if isinstance(base, RankBased):
-        return replace(plan, resort_every=base.resort_every)
+        return plan
     return replace(plan, kind="mass", eps=base.eps, clip=base.clip)

@@ -20,7 +20,7 @@ class DrawState:
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these; None for samplers without priorities.
-    whole:         slots of all shards of a buffer of which this is one: they share the limit of masses.
+    total_slots:   slots of all shards of a buffer of which this is one: they share the limit of masses.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
@@ -33,12 +33,12 @@ class DrawState:
         seed: int,
         *,
         sparse: bool,
-        whole: int | None = None,
+        total_slots: int | None = None,
     ) -> None:
         self.plan = plan
         self.slots = slots
         self.sparse = sparse
-        self.rule = plan.rule(slots if whole is None else whole)
+        self.rule = plan.rule(slots if total_slots is None else total_slots)
         self.tree = plan.tree(slots, device, backend)
         self.eligible_tree = MassTree(slots, device, backend) if sparse and plan.counts_starts else None
         self.counters = new_counters(device, seed)
@@ -71,19 +71,9 @@ class DrawState:
     def clear(self) -> None:
         """Make nothing eligible; keys and statistics go on."""
         self.counters[Counter.FIRST] = self.counters[Counter.ADDED]
-        self.counters[Counter.RANKED] = self.counters[Counter.ELIGIBLE] = 0
+        self.counters[Counter.ELIGIBLE] = 0
         for tree in self.trees:
             tree.clear()
-
-    def forget(self, first: int, lost: Tensor) -> None:
-        """Forget the keys below `first`; the lost slots, (slots,) bool, cannot be drawn any more."""
-        for tree in self.trees:
-            tree.masses.masked_fill_(lost, 0)
-            tree.build()
-        self.counters[Counter.FIRST] = first
-        self.counters[Counter.RANKED] = 0
-        if self.sparse:
-            self.counters[Counter.ELIGIBLE] = (self.eligible.masses > 0).sum()
 
     def rebuild(self, written: int) -> None:
         """Make all that follows from the restored leaves of the first `written` slots."""

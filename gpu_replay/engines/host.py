@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from itertools import repeat
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from itertools import repeat, starmap
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.host_compiled import compiled_transitions
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
 from gpu_replay.engines.storage import Storage, not_readable
+from gpu_replay.loops import ring as loops
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draw import slots_of
 from gpu_replay.ops.frames import rows_as_sampled
 from gpu_replay.ops.ring import Write, as_numpy, commit, parts_of, taken
-from gpu_replay.ops.threads import take_rows, threads_for
-from gpu_replay.ops.uniform_draw import slots_of
+from gpu_replay.ops.threads import take_rows
 
-# bytes up to which room for records is kept: larger ones are soon made beside the work
-_KEPT = 2**17
+# numbers as which short rows are moved, by their bytes: NumPy moves each of these at once
+_NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 # looked up once
 _from_numpy = torch.from_numpy
-
-
-class _Together(NamedTuple):
-    """Room for so many records.
-
-    batch: B. source: (capacity, words) of all records. words: (B, words) of those taken. views: of these, by field.
-    """
-
-    batch: int
-    source: np.ndarray
-    words: np.ndarray
-    views: dict[str, np.ndarray]
-
-    @classmethod
-    def of(cls, records: np.ndarray, count: int) -> _Together:
-        """For `count` of these records, which are moved as words: of a record NumPy would ask what it is each time."""
-        word = np.dtype(f"u{records.dtype.alignment}")
-        taken = np.empty(count, dtype=records.dtype)
-        views = {name: taken[name] for name in records.dtype.names or ()}
-        # counted here, since nothing says how many words none have
-        each = records.dtype.itemsize // word.itemsize
-        return cls(count, records.view(word).reshape(-1, each), taken.view(word).reshape(count, each), views)
-
-
-def nothing_stored(lock: AbstractContextManager[Any], given: dict[str, Any]) -> tuple[()]:
-    """Stands for `CompiledTransitions.append` where there is none."""
-    return ()
 
 
 class HostEngine:
@@ -65,24 +38,28 @@ class HostEngine:
         self.draws = draws
         self.count_at_least = draws.count_at_least
         self._capacity = storage.capacity
-        self._rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
-        self._records = storage.records
+        rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
+        self._stores = [rows[name] for name in storage.fields]
         self._ahead = storage.read_ahead()
-        together = () if storage.records is None else storage.records.dtype.names or ()
-        # in the order of the fields: those in records are taken from them, and some as they are
+        self._memory = BatchMemory()
+        self._append, self._known = loops.append.ready(), (*draws.initial, *draws.arrays)
+        # small fields lie in records, which are gathered as words: of a record NumPy would ask what it is each time
+        self._records: tuple[np.ndarray, np.dtype[Any]] | None = None
+        apart = dict(rows)
+        if storage.records is not None:
+            dtype = storage.records.dtype
+            words = storage.records.view(f"u{dtype.alignment}").reshape(self._capacity, -1)
+            names = dtype.names or ()
+            places: Any = [dtype.fields[name] for name in names] if dtype.fields else []
+            layout: Any = {"names": names, "itemsize": dtype.itemsize, "offsets": [at for _, at, *_ in places]}
+            layout["formats"] = [_NUMBERS.get(part.itemsize, part) for part, *_ in places]
+            self._records = words, np.dtype(layout)
+            apart = {name: each for name, each in rows.items() if name not in names}
+        # in the order of the fields: rows, whether they lie apart, and whether they leave as they are
         self._fields = [
-            (name, field, name in together, not field.converts and field.dtype != torch.bfloat16)
+            (name, field, rows[name], name in apart, not field.converts and field.dtype != torch.bfloat16)
             for name, field in storage.fields.items()
         ]
-        # what all rows are drawn from, where they are drawn by mass
-        plan = draws.state.plan
-        self._strata = draws.state.tree if plan.kind == "mass" and not plan.newest else None
-        self._stores = [self._rows[name] for name in storage.fields]
-        self._together: _Together | None = None
-        self._memory = BatchMemory()
-        self._compiled = compiled_transitions(storage, draws, self._memory)
-        # stores values as users give them and returns their keys; nothing where they must be looked at first
-        self.append_given = nothing_stored if self._compiled is None else self._compiled.append
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -95,82 +72,51 @@ class HostEngine:
         self.draws.reseed(seed)
 
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
-        """Store `rows` transitions and return their (rows,) keys."""
-        draws, capacity, tree = self.draws, self._capacity, self.draws.state.tree
-        counters, times_sampled = draws.counters, draws.times_sampled
-        added = counters.item(Counter.ADDED)
-        writes: list[Write] = [(counters, Counter.ADDED, added + rows)]
-        masses: int | np.ndarray = 0
-        if priorities is None:
-            masses = draws.initial_mass()
-        elif tree is not None:
-            masses, largest, saturated = draws.state.rule.masses(priorities)
-            writes += draws.given(largest, saturated)
-        keys = _from_numpy(np.arange(added, added + rows))
+        """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
+        draws, capacity = self.draws, self._capacity
+        added = draws.counters.item(Counter.ADDED)
+        keys, count = _from_numpy(np.arange(added, added + rows)), (rows, *draws.masses_of(priorities), *self._known)
         start = added % capacity
-        if start + rows <= capacity:
-            slots = slice(start, start + rows)
-            writes.append((times_sampled, slots, 0))
-            # values come in the order of the fields
-            writes += zip(self._stores, repeat(slots), values.values(), strict=False)
-            if tree is None:
-                return commit(writes, keys)
-            return commit(writes, keys, tree.loops.set_range(tree, start, start + rows, masses))
-        skipped = rows - capacity if rows > capacity else 0
-        parts, sums = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped), []
-        if len(parts) > 1 and isinstance(masses, int):
-            # a sum may be of slots of both, so none can be known before they are written
-            masses = np.full(rows, masses)
-        for slots, some in parts:
-            writes.append((times_sampled, slots, 0))
-            writes += zip(self._stores, repeat(slots), [value[some] for value in values.values()], strict=False)
-            if tree is not None:
-                own = masses if isinstance(masses, int) else masses[some]
-                sums.append(tree.loops.set_range(tree, slots.start, slots.stop, own))
-        return commit(writes, keys, *sums)
+        writes: Iterable[Write] = zip(self._stores, repeat(slice(start, start + rows)), values.values(), strict=False)
+        if start + rows > capacity:
+            skipped = max(0, rows - capacity)
+            parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)
+            writes = [
+                (store, slots, value[some])
+                for slots, some in parts
+                for store, value in zip(self._stores, values.values(), strict=True)
+            ]
+        return commit(writes, keys, starmap(self._append, (count,)))
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""
-        if self._ahead is None and self._compiled is not None and self._compiled.samples:
-            found = self._compiled.sample(batch, beta)
-            if found is not None:
-                return found
-        draws = self.draws
-        if self._strata is None or self._ahead is not None:
-            return self.gather(draws.draw(batch, beta))
-        # the same with fewer calls in between
-        slots, probability, weight = draws.draw_by_mass(self._strata, batch, beta)
-        tensors = self._rows_at(slots)
-        return draws.named_in(tensors, slots, probability, weight)
+        return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
         """What `sample` gives for rows that `draws` has drawn."""
-        return self.draws.named_in(self._gather(drawn.slots), *drawn)
-
-    def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
-        if self._ahead is None:
-            return self._rows_at(slots)
-        with self._ahead.reading(slots):
-            return self._rows_at(slots)
+        return self.draws.finish(self._rows_at(drawn.slots), drawn)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:
-        kept, tensors, tensor = self._together, {}, _from_numpy
+        if self._ahead is None:
+            return self._gather(slots)
+        with self._ahead.reading(slots):
+            return self._gather(slots)
+
+    def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
+        tensors, memory, records = {}, self._memory, None
         if self._records is not None:
-            if kept is None or kept.batch != slots.size:
-                kept = _Together.of(self._records, slots.size)
-                if kept.words.nbytes < _KEPT:
-                    self._together = kept
-            if threads_for(kept.words.nbytes) == 1:
-                # slots exist, so clipping changes none; it is the mode that writes straight into the words
-                kept.source.take(slots, 0, kept.words, "clip")
+            words, dtype = self._records
+            found = memory.array("", (slots.size, words.shape[1]), words.dtype)
+            take_rows(words, slots, found)
+            records = found.view(dtype)[:, 0]
+        for name, field, stored, apart, plain in self._fields:
+            if apart or records is None:
+                rows = taken(stored, slots, memory, name)
             else:
-                take_rows(kept.source, slots, kept.words)
-        for name, field, packed, plain in self._fields:
-            if kept is not None and packed:
-                rows = kept.views[name].copy()
-            else:
-                rows = taken(self._rows[name], slots, self._memory, name)
-            tensors[name] = tensor(rows) if plain else rows_as_sampled(rows, field, self._memory, name)
+                rows = memory.copy(name, records[name]).view(stored.dtype)
+                if stored.ndim > 1:
+                    rows = rows.reshape(-1, *stored.shape[1:])
+            tensors[name] = _from_numpy(rows) if plain else rows_as_sampled(rows, field, memory, name)
         return tensors
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
@@ -180,7 +126,7 @@ class HostEngine:
         dead = np.flatnonzero((array < first) | (array >= added))
         if dead.size:
             raise not_readable(int(array[dead[0]]), first, added)
-        return self._gather(slots_of(array - first, first, self._capacity))
+        return self._rows_at(slots_of(array - first, first, self._capacity))
 
     # all that is stored can be read
     stored = read

@@ -1,13 +1,11 @@
-"""Draws and priority updates on CPU tensors: NumPy over whole batches, on views of the tensors' own memory.
+"""Draws and priority updates on CPU tensors: loops over views of the tensors' own memory.
 
-At these sizes the count of array operations is the cost, so one call makes as few as it can and none per transition.
 `device_sampler.py` does the same with kernels; both leave the same integers behind.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,55 +14,71 @@ from torch import Tensor
 
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
-from gpu_replay.ops import _backend
+from gpu_replay.loops import ring as ring_loops
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
-from gpu_replay.ops.eligible_draw import DrawRange, draw_range
-from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.draw import (
+    ALL,
+    PERMUTATION_WORDS,
+    DrawRange,
+    draw_by_mass,
+    draw_range,
+    importance_weights,
+    independent_ranks,
+    permuted_ranks,
+    slots_in,
+    slots_of,
+    weights_of,
+)
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.rank_draw_host import HostRanks
-from gpu_replay.ops.ring import Write, commit
-from gpu_replay.ops.stratified_draw import importance_weights, smallest, stratified_targets, weights_of
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks, slots_of
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.ops.ranks import HostRanks
+from gpu_replay.samplers import LinearSchedule
 
-_INT64 = np.dtype(np.int64)
-_REAL = (np.dtype(np.float32), np.dtype(np.float64))
+_NONE = np.zeros(0, dtype=np.int64)
+_DAMAGED = (
+    "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
+    "damaged; load it from a checkpoint."
+)
+_SOURCES = {"running": ring_loops.LARGEST_EVER, "stored": ring_loops.LARGEST_STORED}
 
 
 class HostDraw(NamedTuple):
-    """(B,) int64 slots, float32 probabilities and float32 importance weights."""
+    """(B,) int64 slots, float32 probabilities and importance weights, and the blocks of random words that they took."""
 
     slots: np.ndarray
     probability: np.ndarray
     weight: np.ndarray
+    blocks: int
 
 
 class HostSampler:
     """Trees, ranks, random words and counters of one buffer on the host: draws from them, and updates of priorities.
 
-    The buffer has checked all arguments and holds the lock.
+    The buffer has checked all arguments and holds the lock. A draw changes nothing until `finish` counts it.
+
+    arrays:  counters, times sampled, and the tree of masses as `loops/tree.py` takes it, or nothing.
+    initial: where the masses of new transitions come from, and the one that the plan names, or that comes before any
+             other, as `loops.ring.append` takes them.
     """
 
     def __init__(self, state: DrawState, storage: Storage, seed: int) -> None:
         self.state = state
         self.counters = state.counters.numpy()
         self.times_sampled = storage.times_sampled.numpy()
-        self._plan, self._tree, self._rule, self._sparse = state.plan, state.tree, state.rule, state.sparse
-        self._capacity = state.slots
-        self._loops: Any = _backend.inner_loops()
-        self._whole: Any = _backend.whole_calls()
+        self._plan, self._tree, self._capacity = state.plan, state.tree, state.slots
         self._ranks: HostRanks | None = None
-        # where compiled updates note what changes in an order
-        self._noted: Any = ()
         if self._plan.kind == "rank":
-            self._ranks = HostRanks(state.masses, self.counters, self._plan.alpha, self._plan.resort_every)
-            self._noted = () if self._whole is None else self._whole.noted_by(state.masses)
-        # the mass of new transitions where the plan names one, or before any priority was given
-        self._initial = self._plan.initial
-        self.first_mass = state.rule.mass(1.0 if isinstance(self._initial, str) else float(self._initial))
+            codes = state.masses
+            self._ranks = HostRanks(codes.arrays[0][: codes.slots], self.counters, self._plan.alpha)
+            codes.host = codes.host._replace(noted=self._ranks.noted)
+        tree = (_NONE,) * 5 if state.tree is None else state.tree.host
+        self.arrays = self.counters, self.times_sampled, *tree
+        given = self._plan.initial
+        self.first_mass = state.rule.mass(1.0 if isinstance(given, str) else float(given))
+        self.initial = _SOURCES.get(str(given), ring_loops.FIXED), self.first_mass
+        self._finish = ring_loops.finish.ready()
         self.reseed(seed)
-        # slots that the last draw counted, or was about to
-        self._counted: np.ndarray | None = None
+        # slots that the last draw counted
+        self._counted = _NONE
         self._mark: bytes | None = None
 
     @property
@@ -72,16 +86,9 @@ class HostSampler:
         """Bytes beside those of the state."""
         return 0 if self._ranks is None else self._ranks.nbytes
 
-    @property
-    def ranked(self) -> Tensor | None:
-        """(capacity,) int32 slots in order of their ranks, where the order must outlive a call."""
-        return None if self._ranks is None else self._ranks.list
-
     def reseed(self, seed: int) -> None:
         """Draw from the stream of this seed, from the counter's position on."""
         self._random = HostWords(seed)
-        # of the same stream
-        self.key = np.array([seed & (2**64 - 1), 0], dtype=np.uint64)
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key."""
@@ -93,16 +100,17 @@ class HostSampler:
 
         Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
         """
-        if not self._sparse:
+        if not self.state.sparse:
             first, added = self.span()
             return added - first
         if not skipped:
             return self.counters.item(Counter.ELIGIBLE)
         if self._ranks is not None:
             # order codes have no sums
-            newest = self.state.masses.arrays[0].take(self._ranks.newest(skipped))
+            added = self.counters.item(Counter.ADDED)
+            newest = self.state.masses.arrays[0][np.arange(added - skipped, added) % self._capacity]
             return self.counters.item(Counter.ELIGIBLE) - np.count_nonzero(newest)
-        found = self._within(self.state.eligible, skipped).mass
+        found = self._range(self.state.eligible, skipped).mass
         return found if self.state.eligible_tree is not None else min(found, 1)
 
     def among(self, allowed: Tensor) -> tuple[HostSampler, int]:
@@ -111,46 +119,57 @@ class HostSampler:
         found.state = self.state.narrowed(allowed)
         found._tree = found.state.tree
         if self._ranks is not None:
-            found._ranks = self._ranks.among(found.state.masses)
+            found._ranks = self._ranks.restricted_to(found.state.masses.arrays[0][: self._capacity])
         return found, int(np.count_nonzero(found.state.eligible.arrays[0]))
 
-    # masses of new transitions
+    def masses_of(self, priorities: np.ndarray | None) -> tuple[np.ndarray, int, int]:
+        """The (m,) masses of new transitions with these priorities, the largest, and how many were cut; or nothing."""
+        return (_NONE, 0, 0) if priorities is None or self._tree is None else self.state.rule.masses(priorities)
 
-    def initial_mass(self) -> int:
-        """The mass of new transitions without a priority of their own; 0 where none has any."""
-        if self._tree is None:
-            return 0
-        if self._initial == "running":
-            return self.counters.item(Counter.MAX_MASS) or self.first_mass
-        if self._initial == "stored":
-            return self._tree.highest() or self.first_mass
-        return self.first_mass
+    # random words
 
-    @property
-    def initial_runs(self) -> bool:
-        """Whether the initial mass is the largest ever given."""
-        return self._initial == "running"
+    def words(self, count: int, after: int) -> np.ndarray:
+        """(count,) uint64 words of the stream, from so many blocks after the counter on."""
+        return self._random.words(self.counters.item(Counter.RANDOM) + after, count)
 
-    @property
-    def initial_is_stored(self) -> bool:
-        """Whether the initial mass is the largest of those stored."""
-        return self._initial == "stored"
+    def doubles(self, count: int, after: int = 0) -> np.ndarray:
+        """(count,) float64 in [0, 1), in the same way."""
+        return self._random.doubles(self.counters.item(Counter.RANDOM) + after, count)
 
-    def given(self, largest: int, saturated: int) -> list[Write]:
-        """What counts masses that were given, as writes: the largest, and how many were cut to the limit."""
-        counters = self.counters
-        writes: list[Write] = []
-        if largest > counters.item(Counter.MAX_MASS):
-            writes.append((counters, Counter.MAX_MASS, largest))
-        if saturated:
-            writes.append((counters, Counter.SATURATED, counters.item(Counter.SATURATED) + saturated))
-        return writes
+    # draws
 
-    # what a draw that raises takes back
+    def draw(self, batch: int, beta: float | None, skipped: int = 0) -> HostDraw:
+        """Draw `batch` slots, none of them among the newest `skipped`."""
+        newest = self._plan.newest_of(batch)
+        if not newest:
+            return self._draw_by_chance(batch, beta, skipped)
+        slots, sure = self._newest(newest, skipped), np.ones(newest, dtype=np.float32)
+        if newest == batch:
+            return HostDraw(slots, sure, sure.copy(), 0)
+        drawn = self._draw_by_chance(batch - newest, beta, skipped)
+        return HostDraw(
+            np.concatenate((drawn.slots, slots)),
+            np.concatenate((drawn.probability, sure)),
+            np.concatenate((drawn.weight, sure)),
+            drawn.blocks,
+        )
+
+    def finish(self, tensors: dict[str, Tensor], draw: HostDraw, more: int = 0) -> dict[str, Tensor]:
+        """Count a draw, and `more` blocks of random words that the sample took; returns the tensors of the sample with
+        its keys, probabilities and weights.
+        """
+        slots, tensor = draw.slots, torch.from_numpy
+        keys = np.empty(slots.size, dtype=np.int64)
+        tensors["key"] = tensor(keys)
+        tensors["probability"] = tensor(draw.probability)
+        tensors["weight"] = tensor(draw.weight)
+        self._counted = slots
+        # one call, in which no signal is handled: an exception comes before all of it or after
+        self._finish(slots, draw.blocks + more, self.counters, self.times_sampled, keys)
+        return tensors
 
     def mark(self) -> Any:
-        """Where the draws stand, for `take_back` of the draw that begins here."""
-        self._counted = None
+        """Where the draws stand, for `take_back` of a sample that begins here and raises after it was counted."""
         self._mark = self.counters.tobytes()
         return self._mark
 
@@ -159,175 +178,75 @@ class HostSampler:
         if self._mark is None or mark is not self._mark:
             return
         counts = np.frombuffer(self._mark, dtype=np.int64)
-        if self._counted is not None and counts[Counter.STEP] != self.counters[Counter.STEP]:
+        if counts[Counter.STEP] != self.counters[Counter.STEP]:
             # what was added meanwhile has not been sampled
             ages = (self._counted - counts[Counter.ADDED]) % self._capacity
             held = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
             np.subtract.at(self.times_sampled, self._counted[held], 1)
-        moved = [Counter.RANDOM, Counter.STEP, Counter.RANKED, Counter.SORTED]
+        moved = [Counter.RANDOM, Counter.STEP]
         self.counters[moved] = counts[moved]
-        if self._ranks is not None:
-            self._ranks.take_back()
 
-    def counting(self, slots: np.ndarray) -> None:
-        """These drawn slots and the sample are about to be counted, in one."""
-        self._counted = slots
-        if self._ranks is not None:
-            self._ranks.keep_list()
-
-    # random words
-
-    def words(self, count: int) -> np.ndarray:
-        """The next (count,) uint64 words of the stream."""
-        return self._random.words(self._take_blocks(count), count)
-
-    def doubles(self, count: int) -> np.ndarray:
-        """The next (count,) float64 in [0, 1)."""
-        return self._random.doubles(self._take_blocks(count), count)
-
-    def _take_blocks(self, words: int) -> int:
-        block = self.counters.item(Counter.RANDOM)
-        self.counters[Counter.RANDOM] = block + blocks_for(words)
-        return block
-
-    # draws
-
-    def draw(self, batch: int, beta: float | None, skipped: int = 0, *, exact: bool = False) -> HostDraw:
-        """Draw `batch` slots, none of them among the newest `skipped`.
-
-        exact: ranks are those of this moment in any case.
-        """
-        newest = batch if self._plan.kind == "newest" else self._plan.newest
-        if not newest:
-            return self._draw_by_chance(batch, beta, skipped, exact)
-        slots = self._newest(newest, skipped)
-        sure = np.ones(newest, dtype=np.float32)
-        if newest == batch:
-            return HostDraw(slots, sure, sure.copy())
-        drawn = self._draw_by_chance(batch - newest, beta, skipped, exact)
-        return HostDraw(
-            np.concatenate((drawn.slots, slots)),
-            np.concatenate((drawn.probability, sure)),
-            np.concatenate((drawn.weight, sure)),
-        )
-
-    def named(self, draw: HostDraw) -> dict[str, Tensor]:
-        """Count the draw; returns its keys, probabilities and weights."""
-        return self.named_in({}, *draw)
-
-    def named_in(
-        self, tensors: dict[str, Tensor], slots: np.ndarray, probability: np.ndarray, weight: np.ndarray
-    ) -> dict[str, Tensor]:
-        """Count a draw; returns the tensors with its keys, probabilities and weights."""
-        counters, tensor = self.counters, torch.from_numpy
-        keys, count = self._loops.count_draws(slots, counters.item(Counter.ADDED), self._capacity, self.times_sampled)
-        tensors["key"] = tensor(keys)
-        tensors["probability"] = tensor(probability)
-        tensors["weight"] = tensor(weight)
-        self.counting(slots)
-        return commit([(counters, Counter.STEP, counters.item(Counter.STEP) + 1)], tensors, count)
-
-    def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int, exact: bool) -> HostDraw:
+    def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int) -> HostDraw:
         """Draw what is not drawn for being the newest."""
-        plan, tree = self._plan, self._tree
+        plan, tree, counters = self._plan, self._tree, self.counters
         if tree is None:
             return self._draw_uniformly(drawn, skipped)
-        if not skipped and self._ranks is None:
-            return HostDraw(*self.draw_by_mass(tree, drawn, beta))
-        doubles = self.doubles(drawn)
-        if beta is None:
-            beta = plan.beta(self.counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
-        if self._ranks is not None:
-            rows = self._ranks.draw(doubles, stratified=plan.stratified, skipped=skipped, exact=exact)
-            slots, masses, total, lowest = rows
-        else:
-            found = self._within(tree, skipped)
-            total = found.mass
-            slots = found.slots((stratified_targets if plan.stratified else independent_ranks)(total, doubles))
-            masses, lowest = tree.arrays[0].take(slots), tree.lowest() if plan.lowest_of_all else 0
-        weight = importance_weights(masses, lowest if plan.lowest_of_all else smallest(masses), beta)
-        return HostDraw(slots, (masses / total).astype(np.float32), weight)
-
-    def draw_by_mass(self, tree: MassTree, drawn: int, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw by mass from all slots of the tree, what a HostDraw holds."""
-        plan, counters = self._plan, self.counters
-        block = counters.item(Counter.RANDOM)
-        counters[Counter.RANDOM] = block + blocks_for(drawn)
         if beta is None:
             beta = plan.beta(counters.item(Counter.STEP)) if isinstance(plan.beta, LinearSchedule) else plan.beta
-        lowest = tree.lowest() if plan.lowest_of_all else 0
-        doubles = self._random.doubles(block, drawn)
-        slots, _, probability, ratio, _ = self._loops.draw(tree, doubles, plan.stratified, lowest)
-        return slots, probability, weights_of(ratio, beta)
+        doubles, blocks = self._random.doubles(counters.item(Counter.RANDOM), drawn), blocks_for(drawn)
+        if self._ranks is not None:
+            rows = self._ranks.draw(doubles, stratified=plan.stratified, skipped=skipped)
+            lowest = rows.last if plan.lowest_of_all else int(rows.masses.min())
+            probability = (rows.masses / rows.total).astype(np.float32)
+            return HostDraw(rows.slots, probability, importance_weights(rows.masses, lowest, beta), blocks)
+        found = draw_by_mass(
+            tree,
+            doubles,
+            stratified=plan.stratified,
+            of_all=plan.lowest_of_all,
+            within=self._range(tree, skipped) if skipped else ALL,
+        )
+        if not found.mass:
+            raise RuntimeError(_DAMAGED)
+        return HostDraw(found.slots, found.probability, weights_of(found.ratio, beta), blocks)
 
     def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
-        found = self._within(self.state.eligible, skipped) if self.state.sparse else None
-        first, added = self.span()
-        count = added - first if found is None else found.mass
+        (first, added), capacity = self.span(), self._capacity
+        tree = self.state.eligible if self.state.sparse else None
+        found = None if tree is None else self._range(tree, skipped)
+        count, ring = (added - first, (first % capacity, capacity)) if found is None else (found.mass, (0, 2**62))
+        if count < (1 if self._plan.replacement else drawn):
+            raise RuntimeError(_DAMAGED)
         if self._plan.replacement:
-            ranks = independent_ranks(count, self.doubles(drawn))
+            slots, words = independent_ranks(count, self.doubles(drawn)), drawn
+            slots = slots_of(slots, first, capacity) if found is None else slots
         else:
-            ranks = permuted_ranks(count, drawn, self.words(PERMUTATION_WORDS))
-        slots = slots_of(ranks, first, self._capacity) if found is None else found.slots(ranks)
-        return HostDraw(slots, np.full(drawn, 1 / count, np.float32), np.ones(drawn, np.float32))
+            slots, words = permuted_ranks(count, drawn, self.words(PERMUTATION_WORDS, 0), *ring), PERMUTATION_WORDS
+        if tree is not None and found is not None:
+            slots = slots_in(tree, found, slots)
+        probability, sure = np.full(drawn, 1 / count, np.float32), np.ones(drawn, np.float32)
+        return HostDraw(slots, probability, sure, blocks_for(words))
 
     def _newest(self, count: int, skipped: int) -> np.ndarray:
         """The slots of so many newest keys that can be drawn."""
         if not self.state.sparse:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self._capacity
-        found = self._within(self.state.eligible, skipped, by_key=True)
-        return found.slots(np.arange(found.mass - count, found.mass))
+        found = self._range(self.state.eligible, skipped, by_key=True)
+        return slots_in(self.state.eligible, found, np.arange(found.mass - count, found.mass))
 
-    def _within(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
+    def _range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
         return draw_range(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)
 
     # update
-
-    def update_tensors(self, keys: Any, priorities: Any) -> bool:
-        """Update as `update` does if these are plain tensors and the priorities are finite; else false, and no change.
-
-        Both have not been looked at. Where loops are compiled, one checks the priorities and another stores them.
-        """
-        if type(keys) is not Tensor or type(priorities) is not Tensor or priorities.requires_grad:
-            return False
-        try:
-            key, given = keys.numpy(), priorities.numpy()
-        except (RuntimeError, TypeError):
-            # they are not in memory as they are
-            return False
-        if key.dtype != _INT64 or given.dtype not in _REAL or key.ndim != 1 or key.shape != given.shape:
-            return False
-        if not key.size:
-            return False
-        rule, tree = self._rule, self._tree
-        if self._whole is None or tree is None:
-            # nothing compares with what is not a number, and the first of these is the largest
-            if not (given.item(given.argmax()) < math.inf and given.item(given.argmin()) > -math.inf):
-                return False
-            if tree is None:
-                self.update(key, given)
-            else:
-                numbers = given.astype(_REAL[1], copy=False)
-                self._loops.update(tree, key, numbers, rule, *self.span(), self.counters, self._sparse)
-            return True
-        if not (key.flags.c_contiguous and given.flags.c_contiguous):
-            return False
-        numbers = np.empty(key.size)
-        if not self._whole.shifted(given, rule.eps, rule.clip, rule.least, numbers):
-            return False
-        counts = self.counters, self._sparse, *tree.compiled
-        if isinstance(rule, MassRule):
-            masses = rule.raised(numbers), rule.limit
-            return self._whole.update(key, *masses, *self.span(), tree.slots, *counts) is None
-        return self._whole.update_codes(key, numbers.view(np.int64), *self.span(), *counts, *self._noted) is None
 
     def update(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
         if not keys.size:
             return
-        first, added = self.span()
+        state, (first, added) = self.state, self.span()
         if self._tree is None:
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
         else:
-            self._tree.update(keys, priorities, self._rule, first, added, self.counters, sparse=self._sparse)
+            given = keys, state.rule.uncut(priorities), state.rule.limit
+            self._tree.update(*given, first, added, self.counters, sparse=state.sparse)

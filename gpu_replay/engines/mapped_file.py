@@ -13,7 +13,7 @@ import stat
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +25,8 @@ FILE_NAME = "gpu_replay.ring"
 _PIECE = 2**24
 # folders tried for a copy of a buffer
 _COPIES = 1000
+# folders made or found gone on the way to one
+_TRIES = 1000
 _files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
 
@@ -43,29 +45,26 @@ class MappedFile:
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.folder, self.nbytes = folder, nbytes
-        made: list[Path] = []
-        lock: int | None = None
-        identity: tuple[int, int] | None = None
-        try:
-            with _explained(folder):
-                made = _made(folder)
-                lock = _locked(folder)
-                _replaceable(folder)
-                descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
-                try:
-                    found = os.fstat(descriptor)
-                    identity = found.st_dev, found.st_ino
-                    _reserve(descriptor, nbytes)
-                    self.mapping = mmap.mmap(descriptor, nbytes)
-                    self.block = np.frombuffer(self.mapping, dtype=np.uint8)
-                finally:
-                    os.close(descriptor)
-        except BaseException:
-            _remove(os.getpid(), folder, identity, made, lock)
-            raise
-        self.lock = lock
-        # also when the process ends
-        weakref.finalize(self, _remove, os.getpid(), folder, identity, made, lock)
+        with _explained(folder), ExitStack() as undo:
+            # undone last: nobody takes a folder that is about to go
+            locks: list[int] = []
+            undo.callback(_unlock, locks)
+            _make(folder, undo)
+            lock = _locked(folder)
+            if lock is not None:
+                locks.append(lock)
+            self.lock = lock
+            _replaceable(folder)
+            descriptor = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+            try:
+                undo.callback(_remove_file, folder / FILE_NAME, os.fstat(descriptor))
+                _reserve(descriptor, nbytes)
+                self.mapping = mmap.mmap(descriptor, nbytes)
+                self.block = np.frombuffer(self.mapping, dtype=np.uint8)
+            finally:
+                os.close(descriptor)
+            # also when the process ends
+            weakref.finalize(self, _undo, os.getpid(), undo.pop_all())
         _files.add(self)
 
 
@@ -83,29 +82,26 @@ def _explained(folder: Path) -> Iterator[None]:
                 f"the disk has no room for the fields at storage_path {folder} ({error.strerror}). Lower the capacity, "
                 "or name a folder on another disk."
             ) from error
+        advice = "Name a folder that can be written to, or one that can be made"
+        if (folder / FILE_NAME).is_dir():
+            advice = f"It holds a folder named {FILE_NAME}, as the file of the fields is: rename that, or name another"
         raise type(error)(
-            error.errno,
-            f"the fields cannot be kept at storage_path: {error.strerror}. Name a folder that can be written to, or "
-            "one that can be made",
-            str(folder),
+            error.errno, f"the fields cannot be kept at storage_path: {error.strerror}. {advice}", str(folder)
         ) from error
 
 
-def _made(folder: Path) -> list[Path]:
-    """Make the folder and what it lies in; returns those that were missing, the deepest first."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    made: list[Path] = []
-    try:
-        for each in reversed(missing):
-            each.mkdir()
-            made.insert(0, each)
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    except BaseException:
-        for each in made:
-            each.rmdir()
-        raise
-    return made
+def _make(folder: Path, undo: ExitStack) -> None:
+    """Make the folder and what it lies in; `undo` removes those that were missing."""
+    for _ in range(_TRIES):
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        if not missing:
+            break
+        # other processes make the same ones, or remove one that they need no more
+        with suppress(FileExistsError, FileNotFoundError):
+            missing[-1].mkdir()
+            undo.callback(_remove_folder, missing[-1])
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def _locked(folder: Path) -> int | None:
@@ -133,12 +129,13 @@ def _locked(folder: Path) -> int | None:
     return descriptor
 
 
-def _unlock(lock: int) -> None:
-    """Drop a lock, also where a child that is being forked has a copy of the descriptor."""
-    import fcntl
+def _unlock(locks: list[int]) -> None:
+    """Drop locks, also where a child that is being forked has a copy of the descriptor."""
+    for lock in locks:
+        import fcntl
 
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
 
 def _refuse(folder: Path) -> NoReturn:
@@ -173,23 +170,25 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         left -= os.write(descriptor, zeros[:left])
 
 
-def _remove(owner: int, folder: Path, identity: tuple[int, int] | None, made: list[Path], lock: int | None) -> None:
+def _undo(owner: int, undo: ExitStack) -> None:
     """Remove the file, the folders that were made for it and the lock; memory that is still mapped stays.
 
     owner: the process; a child that it forked removes nothing.
     """
-    if os.getpid() != owner:
-        return
+    if os.getpid() == owner:
+        undo.close()
+
+
+def _remove_file(file: Path, made: os.stat_result) -> None:
     with suppress(OSError):
-        found = os.lstat(folder / FILE_NAME)
         # not that of another, if folders were moved meanwhile
-        if identity == (found.st_dev, found.st_ino):
-            os.unlink(folder / FILE_NAME)
-    for each in made:
-        with suppress(OSError):
-            each.rmdir()
-    if lock is not None:
-        _unlock(lock)
+        if os.path.samestat(os.lstat(file), made):
+            os.unlink(file)
+
+
+def _remove_folder(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _leave_locks() -> None:
@@ -215,7 +214,7 @@ def folder_for_copy(folder: Path) -> Path:
         except RuntimeError:
             continue
         if lock is not None:
-            _unlock(lock)
+            _unlock([lock])
             return candidate
         if not (candidate / FILE_NAME).exists():
             return candidate

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,19 @@ def pinned_block(nbytes: int, device: torch.device, drain: Callable[[], None]) -
         try:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)))
         except RuntimeError as error:
+            _forget_error()
             raise MemoryError(
                 f"{nbytes:,} bytes of host memory could not be pinned for {device} ({error}). Lower the capacity."
             ) from error
     # the arguments keep the memory until it is unpinned; unnecessary when the process ends
     weakref.finalize(block, _release, memory, address, device, drain).atexit = False
     return block
+
+
+def _forget_error() -> None:
+    """Let the runtime forget that a call of its failed: it keeps the error, and the next launch would raise it."""
+    with suppress(RuntimeError):
+        torch.cuda._sleep(1)
 
 
 def _release(memory: mmap.mmap, address: int, device: torch.device, drain: Callable[[], None]) -> None:

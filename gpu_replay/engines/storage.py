@@ -175,7 +175,7 @@ class Storage:
              of those fields are views of it. Only on the host, with `packed`.
 
     memory:  makes the memory of fields of these sizes, where they are not on the device.
-    beside:  names of fields that are on the device all the same.
+    on_device: names of fields that are on the device all the same.
 
     Allocates all memory at once; raises MemoryError with a per-field table before it does when it cannot fit.
     """
@@ -188,7 +188,7 @@ class Storage:
         *,
         packed: bool = False,
         memory: MakeMemory | None = None,
-        beside: Collection[str] = (),
+        on_device: Collection[str] = (),
     ) -> None:
         self.capacity = capacity
         self.fields = fields
@@ -196,7 +196,7 @@ class Storage:
         record = record_dtype(fields) if packed else None
         together = () if record is None else record.names or ()
         self._padding = capacity * padding_of(record, fields)
-        alone = [name for name in fields if name not in together and name not in beside]
+        alone = [name for name in fields if name not in together and name not in on_device]
         sizes = [] if record is None else [capacity * record.itemsize]
         sizes += [capacity * fields[name].row_bytes for name in alone]
         # kept: it owns a file or pinned pages
@@ -210,7 +210,7 @@ class Storage:
             if self.records is not None and name in together:
                 # of the same width, but for bfloat16, which NumPy lacks, of the same dtype
                 self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
-            elif name in beside:
+            elif name in on_device:
                 self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
             else:
                 self.tensors[name] = take((capacity, *field.shape), field.dtype)

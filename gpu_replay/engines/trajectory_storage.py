@@ -65,6 +65,12 @@ def stream_shape(
     next_step = choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
     kept = 0 if next_step else finals
     frames, window = whole("stack", stack, 1, _MOST_FRAMES), whole("n_step", n_step, 1, _MOST_STEPS)
+    for name, length in (("stack", frames), ("n_step", window)):
+        if length > steps:
+            raise ValueError(
+                f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the {envs} "
+                f"environments. Raise the capacity to at least {length * envs}, or lower {name}."
+            )
     return StreamShape(envs, steps, frames, window, next_step, kept, hindsight)
 
 
@@ -162,7 +168,7 @@ class TrajectoryStorage(Storage):
         memory: MakeMemory | None = None,
     ) -> None:
         # rewards of whole windows are read for each start: they stay with the flags
-        super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, beside=("reward",))
+        super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, on_device=("reward",))
         # windows are summed up to their full length and masked: what was never written must be a number
         self.tensors["reward"].zero_()
         self.gamma = gamma

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from collections import deque
 
 import numpy as np
 import torch
@@ -48,8 +49,8 @@ class Network(nn.Module):
 
 def update(
     online: Network, target: Network, optimizer: torch.optim.Adam, buffer: TrajectoryReplayBuffer, batch_size: int
-) -> float:
-    """One step of double DQN; returns the loss."""
+) -> Tensor:
+    """One step of double DQN; returns the loss, for which the host does not wait."""
     batch = buffer.sample(batch_size)
     with torch.no_grad():
         best = online(batch.next_obs).argmax(1, keepdim=True)
@@ -61,7 +62,7 @@ def update(
     loss.backward()
     optimizer.step()
     buffer.update_priorities(batch.key, error.detach())
-    return loss.item()
+    return loss.detach()
 
 
 def main() -> None:
@@ -111,9 +112,10 @@ def main() -> None:
         seed=arguments.seed,
     )
 
-    start, logged, updates, losses = time.perf_counter(), 0, 0, [0.0]
+    start, logged, updates = time.perf_counter(), 0, 0
+    losses = deque([torch.zeros((), device=device)], maxlen=1_000)
     scores: np.ndarray = np.zeros(count)
-    returns: list[float] = []
+    returns: deque[float] = deque(maxlen=30)
     frames, _ = env.reset(seed=arguments.seed)
     stacks = np.repeat(frames, STACK, axis=1)
     for step in range(0, total, count):
@@ -148,13 +150,11 @@ def main() -> None:
                     target.load_state_dict(online.state_dict())
         if step + count >= logged + arguments.log_every:
             logged = step + count
-            played = f"mean return of {len(returns[-30:])} episodes {np.mean(returns[-30:]):.1f}, " if returns else ""
+            played = f"mean return of {len(returns)} episodes {np.mean(returns):.1f}, " if returns else ""
             seconds = time.perf_counter() - start
-            print(
-                f"{logged:,} steps, {updates:,} updates, {seconds:.0f} s: {played}loss {np.mean(losses[-1_000:]):.4f}, "
-                f"epsilon {epsilon:.2f}",
-                flush=True,
-            )
+            loss = torch.stack([*losses]).mean().item()
+            done = f"{logged:,} steps, {updates:,} updates, {seconds:.0f} s"
+            print(f"{done}: {played}loss {loss:.4f}, epsilon {epsilon:.2f}", flush=True)
     env.close()
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay.batch import Batch
-from gpu_replay.stream_order import record_stream
+from gpu_replay.graphs.stream_order import side_stream
+from gpu_replay.validation import record_stream
 
 # lets libraries choose their algorithms, Triton compile and the optimiser make its state
 WARM_UPS = 3
@@ -35,8 +36,8 @@ class CudaGraphCall(Generic[Result]):
     warm_ups: calls before the capture, at least 1.
     generators: on the device, from which `call` draws beside torch's own; replays move them on as calls do.
 
-    Calls and capture are on a stream of their own, where gradients are then accumulated as during the capture; a replay
-    is on the current one. Other threads may use the device while one captures.
+    Calls and capture are on a stream beside the current one, so that gradients are accumulated where they are during
+    the capture; a replay is on the current one. Other threads may use the device while one captures.
 
     Raises CaptureError instead of a call where the capture fails for reasons of CUDA; what `call` raises goes through.
     """
@@ -53,7 +54,6 @@ class CudaGraphCall(Generic[Result]):
         self._generators = generators
         self._device = device
         self._warm_ups = warm_ups
-        self._side_stream: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Result
         self.replays = 0
@@ -85,7 +85,7 @@ class CudaGraphCall(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         cause: BaseException | None = None
         try:
-            with captured_into(graph, self._stream(), self._device, self._generators):
+            with captured_into(graph, side_stream(self._device, "captures"), self._device, self._generators):
                 try:
                     self._result = self._call()
                 except BaseException as error:
@@ -107,13 +107,8 @@ class CudaGraphCall(Generic[Result]):
         self.replays += 1
         return self._result
 
-    def _stream(self) -> torch.cuda.Stream:
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self._device)
-        return self._side_stream
-
     def _eagerly(self) -> Result:
-        side, current = self._stream(), torch.cuda.current_stream(self._device)
+        side, current = side_stream(self._device, "captures"), torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             result = self._call()

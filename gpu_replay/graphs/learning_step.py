@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_replay.batch import Batch
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall, map_tensors
-from gpu_replay.stream_order import Recorded
+from gpu_replay.graphs.stream_order import Recorded
 
 # takes a Batch, or nothing where none is drawn
 Learn = Callable[..., Any]

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torch.utils._pytree import tree_map
 
 from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.spaces import vector_settings
+from gpu_replay.fields import vector_settings
 
 
 @dataclass
@@ -85,7 +86,7 @@ def collect(
         if isinstance(buffer, TrajectoryReplayBuffer):
             buffer.add(**step, truncated=truncated, final_obs=final if ended.any() else None)
         elif acted.any():
-            following = _with_finals(obs, final, ended) if mode == "same_step" else obs
+            following = _with_finals(env, obs, final, ended) if mode == "same_step" and ended.any() else obs
             step |= {"next_obs": following, **({"truncated": truncated} if "truncated" in buffer.fields else {})}
             buffer.add(**tree_map(itemgetter(acted), step))
         done.total[acted] += reward[acted]
@@ -99,17 +100,10 @@ def collect(
     return done
 
 
-def _with_finals(obs: Any, final: Any, ended: np.ndarray) -> Any:
-    """The observations after a step, those of ended episodes from `final`: like `obs`, or an object for each row."""
-    if not ended.any():
-        return obs
-    if isinstance(obs, (dict, tuple)):
-        names = obs.keys() if isinstance(obs, dict) else range(len(obs))
-        if not isinstance(final, type(obs)):
-            final = {name: [row and row[name] for row in final] for name in names}
-        parts = {name: _with_finals(obs[name], final[name], ended) for name in names}
-        return parts if isinstance(obs, dict) else tuple(parts.values())
-    found = obs.copy()
-    for place in np.flatnonzero(ended):
-        found[place] = final[place]
-    return found
+def _with_finals(env: VectorEnv[Any, Any, Any], obs: Any, final: Any, ended: np.ndarray) -> Any:
+    """The observations after a step, those of ended episodes from `final`: an array of rows, or a dict of columns."""
+    last = iterate(env.observation_space, final) if isinstance(final, dict) else final
+    pairs = zip(iterate(env.observation_space, obs), last, ended, strict=True)
+    rows = [lasting if over else after for after, lasting, over in pairs]
+    empty: Any = create_empty_array(env.single_observation_space, len(rows))
+    return concatenate(env.single_observation_space, rows, empty)

@@ -1,6 +1,6 @@
 """Minari: offline datasets into a buffer, and what a buffer holds into a dataset.
 
-buffer = from_minari(minari.load_dataset("D4RL/pen/human-v2"), n_step=3, sampler=Proportional())
+buffer = from_minari("D4RL/pen/human-v2", n_step=3, sampler=Proportional())
 dataset = to_minari(buffer, "cartpole/mine-v0", env="CartPole-v1")
 """
 
@@ -8,40 +8,43 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import minari
 import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from minari import MinariDataset
 from minari.data_collector import EpisodeBuffer
 from torch.utils._pytree import tree_map
 
 from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay.fields import step_fields
 from gpu_replay.ops.eligibility import Flag
 
-_ROWS = 65_536
 
-
-def from_minari(dataset: MinariDataset, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:
+def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:
     """A buffer of one stream that holds the episodes of a dataset, one after the other.
 
+    dataset:  one that is open, or the name of one on this machine; `minari.load_dataset(name, download=True)` fetches.
     capacity: steps that are kept, the last ones; by default all fit: `total_steps + total_episodes`, because the last
               observation of an episode takes a row of its own.
     settings: of `TrajectoryReplayBuffer.from_spaces`: n_step, stack, sampler, device, seed, dtypes.
 
-    Raises TypeError for spaces without a fixed shape, such as Text.
+    Raises TypeError for spaces without a fixed shape, such as Text; FileNotFoundError for a name that is not here.
     """
+    if isinstance(dataset, str):
+        dataset = minari.load_dataset(dataset)
     rows = int(dataset.total_steps) + int(dataset.total_episodes)
-    spaces = dataset.observation_space, dataset.action_space
-    buffer = TrajectoryReplayBuffer.from_spaces(capacity or rows, 1, *spaces, autoreset="next_step", **settings)
+    both = dataset.observation_space, dataset.action_space
+    buffer = TrajectoryReplayBuffer.from_spaces(capacity or rows, 1, *both, autoreset="next_step", **settings)
     for episode in dataset.iterate_episodes():
         # a row more than there are actions: it carries the last observation
-        values = {"obs": _nested(episode.observations), "action": _longer(_nested(episode.actions))}
-        flags = {"terminated": episode.terminations, "truncated": episode.truncations}
-        if not (flags["terminated"][-1] or flags["truncated"][-1]):
-            # the recording ended, and so does the episode here
-            flags["truncated"] = np.append(flags["truncated"][:-1], True)
-        values |= {"reward": np.asarray(episode.rewards, np.float32), **flags}
-        values |= {name: _longer(values[name]) for name in ("reward", "terminated", "truncated")}
-        buffer.extend(**tree_map(lambda column: column[:, None], values))
+        steps = {"action": episode.actions, "reward": np.asarray(episode.rewards, np.float32)}
+        steps |= {"terminated": episode.terminations, "truncated": episode.truncations.copy()}
+        # where the recording ended, the episode does
+        steps["truncated"][-1] |= not steps["terminated"][-1]
+        steps = tree_map(lambda column: np.concatenate([column, np.zeros_like(column[:1])]), steps)
+        buffer.extend(**tree_map(lambda column: np.asarray(column)[:, None], {"obs": episode.observations, **steps}))
     return buffer
 
 
@@ -51,17 +54,26 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
     settings: of `minari.create_dataset_from_buffers`: env, or observation_space and action_space; algorithm_name, ...
 
     Episodes whose beginning was overwritten, and those that go on, are written as far as they are stored, cut by
-    `truncated`. Raises ValueError for buffers with another autoreset mode than "next_step": they do not keep the last
-    observation of every episode, which a dataset has.
+    `truncated`. Raises ValueError for buffers with another autoreset mode than "next_step", which do not keep the last
+    observation of every episode, which a dataset has; and for spaces that are not those of the buffer's fields.
     """
     if buffer.autoreset != "next_step":
         raise ValueError(
             f"to_minari needs the last observation of every episode; with autoreset={buffer.autoreset!r} a buffer does "
             "not keep all of them. Record with autoreset='next_step'."
         )
-    parts = [{name: value.cpu().numpy() for name, value in part.items()} for part in buffer.batches(_ROWS)]
-    if not parts:
+    if not len(buffer):
         raise RuntimeError("to_minari: the buffer holds no steps. Add more first.")
+    observed, acted = _spaces(settings)
+    for name, field in step_fields(observed, acted).items():
+        if name not in buffer.fields or buffer.fields[name].shape != field.shape:
+            held = ", ".join(f"{name} {list(field.shape)}" for name, field in buffer.fields.items())
+            raise ValueError(
+                f"to_minari: the spaces have {name} {list(field.shape)}, the buffer holds {held}. Give the "
+                "observation_space and the action_space of what it holds."
+            )
+    # by parts, since a device may have no memory for all of it once more
+    parts = [{name: value.cpu().numpy() for name, value in part.items()} for part in buffer.batches(65_536)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     flags = buffer._streams.streams.flags.cpu().numpy().reshape(-1)[columns["key"] % buffer.capacity]
     episodes: list[EpisodeBuffer] = []
@@ -74,18 +86,28 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
             rows = {name: column[begin:end] for name, column in stream.items()}
             # the last row gives its observation alone
             if end - begin > 1:
-                episodes.append(_episode(len(episodes), rows, int(end - begin) - 1))
+                steps = int(end - begin) - 1
+                values = _column(rows, "obs", observed, steps + 1), _column(rows, "action", acted, steps)
+                episodes.append(_episode(len(episodes), rows, *values, steps))
     return minari.create_dataset_from_buffers(dataset_id, episodes, **settings)
 
 
-def _episode(number: int, rows: dict[str, np.ndarray], steps: int) -> EpisodeBuffer:
-    """An episode of so many steps; the row after them has the last observation."""
+def _spaces(settings: dict[str, Any]) -> list[Any]:
+    """Those of observations and actions that Minari will find in its settings."""
+    env = settings.get("env")
+    made = gymnasium.make(env) if isinstance(env, (str, EnvSpec)) else env
+    names = "observation_space", "action_space"
+    return [settings.get(name) or getattr(made, name, None) for name in names]
+
+
+def _episode(number: int, rows: dict[str, np.ndarray], observations: Any, actions: Any, steps: int) -> EpisodeBuffer:
+    """An episode of so many steps, with an observation more than there are actions."""
     truncated = rows["truncated"][:steps].copy()
     truncated[-1] |= not rows["terminated"][steps - 1]
     return EpisodeBuffer(
         id=number,
-        observations=_unflattened(rows, "obs", steps + 1),
-        actions=_unflattened(rows, "action", steps),
+        observations=observations,
+        actions=actions,
         rewards=rows["reward"][:steps].tolist(),
         terminations=rows["terminated"][:steps].tolist(),
         truncations=truncated.tolist(),
@@ -93,25 +115,10 @@ def _episode(number: int, rows: dict[str, np.ndarray], steps: int) -> EpisodeBuf
     )
 
 
-def _unflattened(rows: dict[str, np.ndarray], name: str, count: int) -> Any:
-    """The column of this name, or the dict of those in its group."""
-    if name in rows:
-        return rows[name][:count]
-    found: dict[str, Any] = {}
-    for each in rows:
-        if each.startswith(f"{name}."):
-            key = each.removeprefix(f"{name}.").split(".")[0]
-            found[key] = _unflattened(rows, f"{name}.{key}", count)
-    return found
-
-
-def _nested(values: Any) -> Any:
-    """Columns as arrays; those of a tuple space by the names that its fields have."""
-    if isinstance(values, tuple):
-        values = {f"item_{place}": value for place, value in enumerate(values)}
-    return {name: _nested(value) for name, value in values.items()} if isinstance(values, dict) else np.asarray(values)
-
-
-def _longer(values: Any) -> Any:
-    """With a row of zeros after the last."""
-    return tree_map(lambda column: np.concatenate([column, np.zeros_like(column[:1])]), values)
+def _column(rows: dict[str, np.ndarray], name: str, space: Any, count: int) -> Any:
+    """The column of this name, or the dict or tuple of those that a composite space has."""
+    if isinstance(space, spaces.Dict):
+        return {key: _column(rows, f"{name}.{key}", part, count) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_column(rows, f"{name}.item_{place}", part, count) for place, part in enumerate(space))
+    return rows[name][:count]

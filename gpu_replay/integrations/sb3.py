@@ -3,7 +3,8 @@
     from gpu_replay.integrations.sb3 import PrioritizedDQN, SB3ReplayBuffer
 
     model = SAC("MlpPolicy", env, replay_buffer_class=SB3ReplayBuffer)
-    model = PrioritizedDQN("MlpPolicy", env, replay_buffer_kwargs={"sampler": Proportional(alpha=0.6, beta=0.4)})
+    model = PrioritizedDQN("MlpPolicy", env, n_steps=3, replay_buffer_kwargs={"sampler": Proportional(beta=0.4)})
+    rb = SB3ReplayBuffer(10_000, space, actions, device, handle_timeout_termination=False)    # in a loop of CleanRL
 
 `train()` stays that of Stable-Baselines3: the gradient of a loss in which row i has the weight w_i is that of the plain
 loss with row i of the gradient of the network's output multiplied by w_i, and so hooks on the networks weigh it.
@@ -11,7 +12,9 @@ loss with row i of the gradient of the network's output multiplied by w_i, and s
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -29,19 +32,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.fields import step_fields
 from gpu_replay.samplers import Sampler
-from gpu_replay.spaces import step_fields
 
 
 class SB3ReplayBuffer(PlainReplayBuffer):
-    """A buffer for `replay_buffer_class=`, on the model's device; Dict observations included.
+    """A buffer for `replay_buffer_class=`, on the model's device, and for loops of CleanRL; Dict observations included.
 
+    handle_timeout_termination: whether `infos` say which ends are those of a time limit; without it they are not read.
     sampler:         as that of a ReplayBuffer; only the Prioritized algorithms of this module update priorities.
     n_steps, gamma:  n-step returns, as those of Stable-Baselines3's `NStepReplayBuffer`; with more than one step every
-                     observation is stored once.
+                     observation is stored once, and `gamma` is needed: the algorithm's, which a buffer cannot see.
     seed:            of the draws.
 
-    `storage` is the ReplayBuffer, or with more than one step the TrajectoryReplayBuffer, behind it.
+    `storage` is the ReplayBuffer, or with more than one step the TrajectoryReplayBuffer, behind it. Raises ValueError
+    for `optimize_memory_usage`, and for several steps without `gamma`.
     """
 
     pos: int
@@ -64,13 +69,21 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         *,
         sampler: Sampler = Uniform(replacement=True),  # noqa: B008 (frozen)
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         seed: int = 0,
     ) -> None:
         # not that of the parent, which allocates its arrays
         BaseBuffer.__init__(self, max(buffer_size // n_envs, 1), observation_space, action_space, device, n_envs)
         if optimize_memory_usage:
-            raise ValueError("SB3ReplayBuffer needs optimize_memory_usage=False; n_steps > 1 stores frames once.")
+            raise ValueError(
+                "SB3ReplayBuffer needs optimize_memory_usage=False: leave it out. With n_steps > 1 it stores each "
+                "observation once, and a TrajectoryReplayBuffer each frame of a stack."
+            )
+        if n_steps != 1 and gamma is None:
+            raise ValueError(
+                f"SB3ReplayBuffer(n_steps={n_steps}) sums rewards and needs the gamma of the algorithm: "
+                f"replay_buffer_kwargs={{'n_steps': {n_steps}, 'gamma': 0.99}}."
+            )
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = n_steps
@@ -100,10 +113,12 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         done: np.ndarray,
         infos: list[dict[str, Any]],
     ) -> None:
-        """Store one step of all environments; `next_obs` of those that are done is their last observation."""
+        """Store one step of all environments; `next_obs` of those that are done is their last observation.
+
+        Raises TypeError for `infos` of a vector environment of Gymnasium where those of each environment are needed.
+        """
         ended = np.asarray(done, bool)
-        cut = [self.handle_timeout_termination and info.get("TimeLimit.truncated", False) for info in infos]
-        truncated = ended & np.array(cut, bool)
+        truncated = ended & self._timed_out(infos)
         before, after = self._named(obs), self._named(next_obs)
         step: dict[str, Any] = {**before, "action": action.reshape(self.n_envs, self.action_dim)}
         step |= {"reward": np.asarray(reward, np.float32), "terminated": ended & ~truncated}
@@ -120,6 +135,18 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self.full |= self.pos + 1 == self.buffer_size
         self.pos = (self.pos + 1) % self.buffer_size
 
+    def _timed_out(self, infos: Any) -> np.ndarray:
+        """(n_envs,) bool, in which environments a time limit was met."""
+        if not self.handle_timeout_termination:
+            return np.zeros(self.n_envs, bool)
+        if isinstance(infos, Mapping):
+            raise TypeError(
+                "add needs a list of infos, a dictionary for each environment, to know the ends of time limits; found "
+                "one dictionary, as Gymnasium gives it. Make the buffer with handle_timeout_termination=False and give "
+                "done=terminated."
+            )
+        return np.fromiter((info.get("TimeLimit.truncated", False) for info in infos), bool, self.n_envs)
+
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
@@ -128,13 +155,19 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self._forget_drawn()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> ReplayBufferSamples | DictReplayBufferSamples:
-        """Draw `batch_size` transitions, normalized by `env`; `dones` leaves out those that a time limit ended."""
+        """Draw `batch_size` transitions, normalized by `env`; `dones` leaves out those that a time limit ended.
+
+        The sum of several rewards is divided as each of them would be, and not clipped.
+        """
         self.feed_back()
         batch = self.storage.sample(batch_size)
         obs, next_obs = (self._normalized(batch[name], env) for name in ("obs", "next_obs"))
         reward = batch.reward[:, None]
-        if env is not None:
+        if env is not None and self.n_steps == 1:
             reward = self._to_device(env.normalize_reward(reward.cpu().numpy()))
+        elif env is not None and env.norm_reward:
+            # `clip_reward` is for single steps, not for their sum
+            reward = reward / float(np.sqrt(env.ret_rms.var + env.epsilon))
         discount = batch.discount[:, None] if self.n_steps > 1 else None
         kind = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
         samples = kind(obs, batch.action, next_obs, batch.terminated[:, None].float(), reward, discount)
@@ -177,7 +210,11 @@ def _by_field(parts: Any) -> dict[str, Any]:
 
 
 class _Prioritized(OffPolicyAlgorithm):
-    """Losses weighed by importance, and TD errors fed back as priorities; `replay_buffer_kwargs` may have `sampler`."""
+    """Losses weighed by importance, and TD errors fed back as priorities; `replay_buffer_kwargs` may have `sampler`.
+
+    The buffer's `n_steps`, `gamma` and `seed` are those of the algorithm; ValueError where `replay_buffer_kwargs` say
+    otherwise. Without an `n_steps` of its own the algorithm takes that of `replay_buffer_kwargs`.
+    """
 
     replay_buffer: Any
     replay_buffer_class: Any
@@ -193,8 +230,15 @@ class _Prioritized(OffPolicyAlgorithm):
                 f"{type(self).__name__} needs replay_buffer_class=SB3ReplayBuffer, which has priorities; found "
                 f"{self.replay_buffer_class.__name__}. Leave it out."
             )
-        self.replay_buffer_kwargs = {"sampler": Proportional(), **self.replay_buffer_kwargs}
-        super()._setup_model()
+        given = self.replay_buffer_kwargs
+        self.replay_buffer_kwargs = {"sampler": Proportional(), **given, **self._own_settings()}
+        self.n_steps = self.replay_buffer_kwargs.get("n_steps", 1)
+        with warnings.catch_warnings():
+            # it says so of every buffer class but its own
+            warnings.filterwarnings("ignore", "`n_steps=.*is ignored", UserWarning)
+            super()._setup_model()
+        # a model that is loaded with another gamma makes its buffer anew
+        self.replay_buffer_kwargs = given
 
         def weigh(_module: object, args: tuple[Any, ...], output: Any) -> None:
             drawn, weight = self.replay_buffer.drawn, self.replay_buffer.weight
@@ -208,6 +252,19 @@ class _Prioritized(OffPolicyAlgorithm):
                     value.register_hook(lambda gradient: gradient * weight)
 
         getattr(self, self._compared).register_forward_hook(weigh)
+
+    def _own_settings(self) -> dict[str, Any]:
+        """What the buffer takes from the algorithm, where that was told."""
+        own = {"gamma": self.gamma, "n_steps": None if self.n_steps == 1 else self.n_steps, "seed": self.seed}
+        told = {name: value for name, value in own.items() if value is not None}
+        for name, value in told.items():
+            other = self.replay_buffer_kwargs.get(name, value)
+            if other != value:
+                raise ValueError(
+                    f"{type(self).__name__} has {name}={value}, but replay_buffer_kwargs have {name}={other}. Give "
+                    f"{name} to the algorithm alone: its buffer takes it over."
+                )
+        return told
 
     @abstractmethod
     def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:

@@ -11,14 +11,17 @@ rb.update_tensordict_priority(batch)
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from gpu_replay import CheckpointError, Field, ReplayBuffer, Uniform
+from gpu_replay import Batch, CheckpointError, Field, ReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
 
 # what `sample` puts beside the fields, and what a loss left: not stored again when a sample is added
@@ -31,12 +34,15 @@ class TensorDictReplayBuffer:
     capacity:     rows, from 1 to 2**31 - 1.
     sampler:      Uniform, Proportional, RankBased, Latest or Combined.
     batch_size:   of `sample()` without one.
-    priority_key: where TD errors are found, in `extend` and in `update_tensordict_priority`; it is not stored.
+    priority_key: where TD errors are found, in `extend` and in `update_tensordict_priority`; it is not stored. That of
+                  a nested entry is a tuple.
     device:       "cuda" when there is one, else "cpu"; samples are there.
     seed:         of the draws.
 
-    Its fields are those of the first TensorDict; `buffer` is then the ReplayBuffer behind it, and None before. "index"
-    holds keys: they count rows and are never used again, so that a late priority cannot meet another row.
+    Its fields are those of the first TensorDict; `buffer` is then the ReplayBuffer behind it, and None before; there
+    ("next", "reward") is `next.reward`, and a dot inside of a name is written %2E. "index" holds keys: they count rows
+    and are never used again, so that a late priority cannot meet another row. Iteration gives samples without an end.
+    Raises ValueError for a `priority_key` with a dot.
     """
 
     def __init__(
@@ -49,6 +55,9 @@ class TensorDictReplayBuffer:
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> None:
+        if isinstance(priority_key, str) and "." in priority_key:
+            parts = tuple(priority_key.split("."))
+            raise ValueError(f"priority_key={priority_key!r} has a dot; that of a nested entry is a tuple: {parts}.")
         self.buffer: ReplayBuffer | None = None
         self.batch_size = batch_size
         self.priority_key = priority_key
@@ -59,7 +68,8 @@ class TensorDictReplayBuffer:
         """Store all rows of a TensorDict of any batch size; returns their keys, (rows,) int64.
 
         Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict of tensors,
-        and as `ReplayBuffer.add` for other names, shapes or dtypes than those of the first one.
+        KeyError where "a.b" stands beside ("a", "b"), and as `ReplayBuffer.add` for other names, shapes or dtypes than
+        those of the first one.
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"extend needs a TensorDict; found {type(data).__name__}.")
@@ -71,10 +81,15 @@ class TensorDictReplayBuffer:
         priority = rows.get(self.priority_key, None)
         left = rows.exclude(self.priority_key, *_ADDED)
         values: dict[str, Tensor] = {}
+        dotted = set()
         for name, value in left.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name!r} is not a tensor and cannot be stored; leave it out with exclude({name!r}).")
-            values[name if isinstance(name, str) else ".".join(name)] = value.detach()
+            parts = (name,) if isinstance(name, str) else name
+            if ".".join(parts) in dotted:
+                raise KeyError(f"{'.'.join(parts)!r} is given twice: nested, and with a dot in its name. Rename one.")
+            dotted.add(".".join(parts))
+            values[_field(parts)] = value.detach()
         buffer = self.buffer
         if buffer is None:
             fields = {name: Field(tuple(value.shape[1:]), value.dtype) for name, value in values.items()}
@@ -96,14 +111,43 @@ class TensorDictReplayBuffer:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("sample needs a batch size: sample(256), or TensorDictReplayBuffer(..., batch_size=256).")
-        if self.buffer is None:
-            raise RuntimeError(f"sample({size}): the buffer holds no rows. Add more first.")
-        batch = self.buffer.sample(size)
+        batch = self._filled(f"sample({size})").sample(size)
         info = {"index": batch.key, "priority_weight": batch.weight}
-        found = TensorDict(info, batch_size=[size], device=self.buffer.device)
-        for name in self.buffer.fields:
-            found.set(tuple(name.split(".")), batch[name])
+        found = self._rows(batch, info)
         return (found, info) if return_info else found
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples of `batch_size` rows, without an end."""
+        while True:
+            yield self.sample()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Stored rows as a TensorDict with their "index"; one row without a batch dimension for one key.
+
+        index: a key or several, as "index" has them; a slice of all rows, oldest first; or the name of an entry, of
+               which all rows are given.
+
+        Raises KeyError for a key that is not stored, RuntimeError while the buffer is empty.
+        """
+        if isinstance(index, (str, tuple)):
+            return self[:][index]
+        buffer = self._filled("rb[...]")
+        batch = buffer[buffer.keys()[index] if isinstance(index, slice) else index]
+        found = self._rows(batch, {"index": batch.key})
+        return found if isinstance(index, slice) or np.ndim(index) else found[0]
+
+    def _filled(self, call: str) -> ReplayBuffer:
+        """The buffer, or RuntimeError while there is none."""
+        if self.buffer is None:
+            raise RuntimeError(f"{call}: the buffer holds no rows. Add more first.")
+        return self.buffer
+
+    def _rows(self, batch: Batch, info: dict[str, Tensor]) -> Any:
+        """The fields of a batch under the names that they came with, beside `info`."""
+        found = TensorDict(info, batch_size=[len(batch)], device=batch.key.device)
+        for name in self._filled("rows").fields:
+            found.set(tuple(map(unquote, name.split("."))), batch[name])
+        return found
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Give the rows of a sample the TD errors that a loss wrote into it as priorities."""
@@ -129,18 +173,48 @@ class TensorDictReplayBuffer:
     def __len__(self) -> int:
         return 0 if self.buffer is None else len(self.buffer)
 
+    def __repr__(self) -> str:
+        held = self.buffer or f"0 of {self._capacity:,} rows; {self._settings['sampler']}"
+        return f"{type(self).__name__}({held}, batch_size={self.batch_size}, priority_key={self.priority_key!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as copies in memory, as `ReplayBuffer.state_dict`; empty before the first row."""
+        return {} if self.buffer is None else self.buffer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
+
+        Raises ValueError where it has another capacity or sampler, or other fields than the rows that are here;
+        TypeError or KeyError for what is no such state. Nothing is changed then.
+        """
+        if not isinstance(state, Mapping) or (state and "settings" not in state):
+            raise TypeError(f"load_state_dict needs what state_dict() of a {type(self).__name__} returned.")
+        buffer = self.buffer if state else None
+        if state and buffer is None:
+            found = state["settings"]["fields"].items()
+            fields = {name: Field(tuple(each["shape"]), getattr(torch, each["dtype"])) for name, each in found}
+            buffer = ReplayBuffer(self._capacity, fields, **self._settings)
+        if buffer is not None:
+            buffer.load_state_dict(state)
+        self.buffer = buffer
+
     def dumps(self, path: str | Path) -> None:
         """Write everything into a folder, which `loads` reads; see `ReplayBuffer.save`."""
-        if self.buffer is None:
-            raise RuntimeError("dumps: the buffer holds no rows. Add more first.")
-        self.buffer.save(path)
+        self._filled("dumps").save(path)
 
     def loads(self, path: str | Path) -> None:
-        """Take over what `dumps` wrote; raises CheckpointError where that is damaged or of another capacity."""
+        """Take over what `dumps` wrote; CheckpointError where that is damaged or of another capacity or sampler."""
         loaded = ReplayBuffer.load(path, device=self._settings["device"])
-        if loaded.capacity != self._capacity:
-            raise CheckpointError(f"{path} has the capacity {loaded.capacity}; this buffer has {self._capacity}.")
+        for name, wanted in (("capacity", self._capacity), ("sampler", self._settings["sampler"])):
+            found = getattr(loaded, name)
+            if found != wanted:
+                raise CheckpointError(f"{path} has the {name} {found}; this buffer has {wanted}.")
         self.buffer = loaded
+
+
+def _field(parts: tuple[str, ...]) -> str:
+    """The name of a field for that of an entry, from which `unquote` makes each part again."""
+    return ".".join(part.replace("%", "%25").replace(".", "%2E") for part in parts)
 
 
 def _of_rows(priority: Any) -> Tensor:

@@ -1,10 +1,8 @@
-"""The one place that decides what runs an operation: NumPy or Numba on the host, or Triton kernels."""
+"""The one place that decides what runs an operation: loops on the host, or Triton kernels."""
 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -43,36 +41,3 @@ def _require_triton(device: torch.device) -> None:
         raise RuntimeError(
             f"{VARIABLE}=triton on CPU tensors needs the interpreter: set TRITON_INTERPRET=1 before starting Python."
         )
-
-
-@lru_cache(maxsize=1)
-def inner_loops() -> ModuleType:
-    """What the host's inner loops are: `numba_loops`, or `numpy_loops` where Numba cannot be used.
-
-    That is where it is missing or does not support the installed NumPy.
-    """
-    try:
-        from gpu_replay.ops import numba_loops
-    except ImportError:
-        from gpu_replay.ops import numpy_loops
-
-        return numpy_loops
-    return numba_loops
-
-
-def whole_calls() -> ModuleType | None:
-    """Whole calls of buffers of transitions as compiled loops, where the inner loops are and arrays can be read so."""
-    if inner_loops().__name__ != "gpu_replay.ops.numba_loops":
-        return None
-    from gpu_replay.ops import numba_memory, numba_transitions
-
-    return numba_transitions if numba_memory.SUPPORTED else None
-
-
-def whole_samples() -> ModuleType | None:
-    """Whole samples of trajectory buffers as compiled loops, where there are `whole_calls`."""
-    if whole_calls() is None:
-        return None
-    from gpu_replay.ops import numba_streams
-
-    return numba_streams

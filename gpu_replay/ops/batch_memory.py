@@ -49,6 +49,14 @@ class BatchMemory:
             return np.empty(shape, dtype)
         return self._bytes(name, count).view(dtype).reshape(shape)
 
+    def copy(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A contiguous copy of an array, which no batch of before shares."""
+        if values.nbytes < LARGE:
+            return values.copy()
+        found = self.array(name, values.shape, values.dtype)
+        found[...] = values
+        return found
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape with any content, which no batch of before shares."""
         count = dtype.itemsize

@@ -6,35 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_replay.loops.constants import NO_MASS as NO_MASS
+from gpu_replay.loops.constants import Counter as Counter
 
-class Counter:
-    """Places in the counters tensor; `kernels/counters.py` has the same.
-
-    Plain ints: indexing an array with a member of an enum takes five times as long.
-    """
-
-    ADDED = 0  # transitions ever added: the next key
-    FIRST = 1  # smallest key that `clear` has not forgotten
-    RANDOM = 2  # Philox blocks consumed
-    STEP = 3  # samples drawn, the position of the beta schedule
-    MAX_MASS = 4  # largest mass ever given, 0 before any
-    PENDING_MAX_MASS = 5  # largest mass given by the add in progress
-    STALE = 6  # priority updates of keys that were not live
-    REJECTED = 7  # non-finite priorities
-    SATURATED = 8  # priorities whose mass was cut to the limit
-    SEED = 9  # of the Philox stream, as 64 bits
-    TICKET = 10  # programs of the launch in progress that have finished
-    LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
-    HIGHEST = 12  # largest mass seen by the add in progress, 0 between adds
-    ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
-    FINALS = 14  # final observations of a trajectory buffer ever kept
-    RANKED = 15  # transitions in the list of ranks that serves several samples, 0 without one
-    SORTED = 16  # samples drawn before that list was made
-    COUNT = 17
-
-
-# the smallest mass of nothing
-NO_MASS = 2**63 - 1
 # what must outlive a call, by its name in checkpoints; the rest belongs to a launch, or follows from the seed
 LASTING = {
     "ADDED": Counter.ADDED,
@@ -46,8 +20,6 @@ LASTING = {
     "REJECTED": Counter.REJECTED,
     "SATURATED": Counter.SATURATED,
     "FINALS": Counter.FINALS,
-    "RANKED": Counter.RANKED,
-    "SORTED": Counter.SORTED,
 }
 
 

@@ -9,30 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
+from gpu_replay.loops.constants import Flag as Flag
 from gpu_replay.ops._backend import Backend
-from gpu_replay.ops.draws import reciprocal
+from gpu_replay.ops.draw import reciprocal
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass_tree import MassTree
 from gpu_replay.ops.priorities import DeviceMasses
 from gpu_replay.ops.ring import moved_rows
-
-
-class Flag:
-    """Bits of what is known about a stored step. Plain ints, as in `Counter`."""
-
-    TERMINATED = 1
-    TRUNCATED = 2
-    DEAD = 4  # carries the final observation of an episode and nothing else: never a start
-    FINAL = 8  # ended, and its final observation is there; known of truncated steps, or of all for hindsight
-    CUT = 16  # the stream was broken from outside after this step
 
 
 def endings(flags: Tensor) -> dict[str, Tensor]:
@@ -63,17 +53,12 @@ class StreamShape:
         """Steps of all environments that fit."""
         return self.num_envs * self.steps
 
-    @cached_property
-    def deepest(self) -> int:
-        """Where the depth of a step stops counting: it and that of the step after its window stay 32-bit numbers."""
-        return 2**31 - 1 - self.n_step
-
 
 class Streams:
     """What is stored per step beside the user's fields.
 
     flags:   (slots,) uint8 of `Flag`.
-    depth:   (slots,) int32 steps since the first of the episode, `StreamShape.deepest` where they are more.
+    depth:   (slots,) int32 steps since the first of the episode, 2**31 - 1 - n_step where they are more.
     pending: (n_step + 1, num_envs) int64 masses given with the last steps, 0 where none was given; step `t` is in row
              `t % (n_step + 1)`.
     final:   (slots,) int32 rows of final observations, meaningful where `Flag.FINAL` is set; empty with `next_step`.
@@ -119,6 +104,17 @@ class Streams:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+class GivenFinals(NamedTuple):
+    """Final observations that come with T steps of E environments.
+
+    rows:  by observation field `(k * E, *shape)`, those of k of the steps; rows that are not read may hold anything.
+    place: (T,) int64, which of the k each step is, -1 where none came with it.
+    """
+
+    rows: Mapping[str, Tensor | np.ndarray]
+    place: np.ndarray
+
+
 def sequence_starts(streams: Streams, added: Tensor | int, length: int, strict: bool, stride: int) -> Tensor:
     """(slots,) bool, where sequences of `length` steps may begin that are all stored.
 
@@ -143,16 +139,18 @@ def sequence_starts(streams: Streams, added: Tensor | int, length: int, strict: 
     return result.view(-1)
 
 
-def length_dtype(n_step: int) -> np.dtype[Any]:
-    """What holds the length of a window."""
-    return np.dtype(np.uint8 if n_step < 256 else np.int32)
+def powers_of(gamma: float, n_step: int) -> np.ndarray:
+    """(n_step + 1,) float64: gamma ** 0 to gamma ** n_step, each the product of the one before and gamma."""
+    powers = np.full(n_step + 1, gamma)
+    powers[0] = 1.0
+    return np.multiply.accumulate(powers)
 
 
 def stream_bytes(shape: StreamShape, backend: Backend) -> int:
-    """Bytes that `Streams` will take, and on the host the windows that `HostEligibility` keeps."""
+    """Bytes that `Streams` will take, and on the host the windows that `HostSteps` keeps."""
     per_slot = torch.uint8.itemsize + torch.int32.itemsize + (torch.int32.itemsize if shape.finals else 0)
     if backend == "host":
-        per_slot += np.dtype(np.float32).itemsize + length_dtype(shape.n_step).itemsize
+        per_slot += torch.float32.itemsize + torch.int32.itemsize
     spans = torch.int32.itemsize * (shape.slots + shape.num_envs) if shape.hindsight else 0
     return shape.slots * per_slot + 8 * ((shape.n_step + 1) * shape.num_envs + shape.finals) + spans
 
@@ -190,7 +188,7 @@ def plan_add_step(
 
     Priorities are of one dtype, or missing, in all calls.
     """
-    from gpu_replay.kernels.eligibility import add_step_kernel
+    from gpu_replay.kernels.steps import add_step_kernel
 
     shape = streams.shape
     tree = masses.tree if masses is not None else eligible_tree
@@ -220,6 +218,7 @@ def plan_add_step(
         add_step_kernel,
         -(-shape.num_envs // envs),
         SHIFT=tree.fanout.bit_length() - 1,
+        EDGE=tree.edge,
         ENVS=envs,
         AGES=ages,
         FRAMES=frames,
@@ -246,7 +245,7 @@ def plan_keep_finals(
 
     pools: (finals, *shape) of each observation field. The calls are given the same names, (num_envs, *shape).
     """
-    from gpu_replay.kernels.eligibility import keep_finals_kernel
+    from gpu_replay.kernels.steps import keep_finals_kernel
 
     envs, names, held = streams.shape.num_envs, tuple(pools), tuple(pools.values())
     layout, programs = moved_rows((fields[name] for name in names), envs, counters.device.type == "cpu")

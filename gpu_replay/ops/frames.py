@@ -7,23 +7,23 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.ops import _backend
+from gpu_replay.loops.windows import gather_stacks as _gather
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch
 from gpu_replay.ops.ring import as_numpy, as_sampled
-from gpu_replay.ops.threads import take_rows, threads_for
-from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
+from gpu_replay.ops.threads import LARGE as LARGE_GATHER
+from gpu_replay.ops.threads import in_parts, threads_for
+from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
 
 # bytes of a piece that is gathered and converted while it is in the cache
 _PIECE = 2**19
@@ -31,104 +31,70 @@ _PIECE = 2**19
 _ENDS = Flag.TERMINATED | Flag.TRUNCATED | Flag.CUT
 
 
-class StackPlan(NamedTuple):
-    """Where the frames of stacks lie.
+class FrameStore(NamedTuple):
+    """Host: the frames of one observation field.
 
-    slots:       (B, S) int64.
-    zero_padded: (k,) flat positions in it of frames that are zeros, or None where none are.
+    ring, pool: (slots, words) and (finals, words) stored frames and kept final observations, seen as words.
+    dtype:      of the values in them, as NumPy sees it.
     """
 
-    slots: np.ndarray
-    zero_padded: np.ndarray | None
+    ring: np.ndarray
+    pool: np.ndarray
+    dtype: np.dtype[Any]
 
-
-@lru_cache(maxsize=64)
-def _stack_places(stack: int, num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-    """(1, S) steps from the frames of a stack to the newest, and slots."""
-    steps = np.arange(stack - 1, -1, -1, dtype=np.int64)[None, :]
-    slots = steps * num_envs
-    for places in (steps, slots):
-        places.flags.writeable = False
-    return steps, slots
-
-
-def plan_stacks(
-    newest: np.ndarray,
-    depth: np.ndarray,
-    stack: int,
-    num_envs: int,
-    capacity: int,
-    *,
-    zero: bool,
-    final_frame: np.ndarray | None = None,
-) -> StackPlan:
-    """Host: the slots of stacks whose newest frames are in (B,) slots.
-
-    depth: (B,) steps of `newest` since the first of its episode. capacity: slots of the ring. zero: how to pad.
-    final_frame: (B,) bool of stacks whose newest frame is a kept final observation, not in the ring; the slot before it
-                 stands in its place.
-    """
-    if stack == 1:
-        return StackPlan(newest[:, None], None)
-    wanted, back = _stack_places(stack, num_envs)
-    # most stacks lie within their episode, and apart from the seam of the ring
-    if final_frame is None and depth.size and depth.item(depth.argmin()) >= stack - 1:
-        slots = newest[:, None] - back
-        if newest.item(newest.argmin()) < (stack - 1) * num_envs:
-            slots += (slots < 0) * capacity
-        return StackPlan(slots, None)
-    if final_frame is not None:
-        wanted = np.maximum(wanted - final_frame[:, None], 0)
-    slots = newest[:, None] - np.minimum(wanted, depth[:, None]) * num_envs
-    slots += (slots < 0) * capacity
-    if not zero:
-        return StackPlan(slots, None)
-    return StackPlan(slots, np.flatnonzero(wanted > depth[:, None]))
+    @classmethod
+    def of(cls, ring: np.ndarray, pool: np.ndarray | None) -> FrameStore:
+        """Of arrays (slots, *shape) and (finals, *shape), whose loop is compiled."""
+        _gather.ready()
+        rows = ring.reshape(len(ring), -1).view(np.uint8)
+        # words of 8 bytes where rows are made of these
+        word = np.uint8 if rows.shape[1] % 8 or ring.ctypes.data % 8 else np.int64
+        kept = rows[:0] if pool is None else pool.reshape(len(pool), -1)
+        return cls(rows.view(word), kept.view(word), ring.dtype)
 
 
 def gather_stacks(
-    frames: np.ndarray,
-    field: Field,
-    plan: StackPlan,
-    final: tuple[np.ndarray, np.ndarray] | None,
-    outputs: BatchMemory,
-    name: str,
-) -> Tensor:
-    """Host: (B, S, *shape) stacks from one field's array, (B, *shape) for stacks of one frame.
+    frames: FrameStore, field: Field, plan: np.ndarray, outputs: BatchMemory, name: str
+) -> tuple[Tensor, Tensor]:
+    """Host: (B, S, *shape) stacks of one field before and after windows, without the axis of frames where S is 1.
 
-    final:   (k,) rows of the plan and their (k, *shape) newest frames, which are not in the ring; or None.
-    outputs: where the memory of the stacks comes from, for the field `name`.
+    plan:    (2 * B, S) as `loops/windows.py` says, the stacks before the windows first.
+    outputs: where the memory of the stacks of the field `name` comes from.
     """
-    batch, stack = plan.slots.shape
-    flat = plan.slots.reshape(-1)
-    shape = (batch, stack, *field.shape) if stack > 1 else (batch, *field.shape)
+    (rows, stack), batch = plan.shape, len(plan) // 2
+    shape = (rows, stack, *field.shape) if stack > 1 else (rows, *field.shape)
     if not field.converts:
-        out = outputs.array(name, (flat.size, *field.shape), frames.dtype)
-        _backend.inner_loops().gather_stacks(frames, plan, out)
-        if plan.zero_padded is not None:
-            out[plan.zero_padded] = 0
-        if final is not None:
-            rows, newest = final
-            out[rows * stack + stack - 1] = newest
-        return _as_field(out.reshape(shape), field)
-    converted = outputs.tensor(name, (flat.size, *field.shape), field.output_dtype)
+        out = outputs.array(name, shape, frames.dtype)
+        _gather_into(out, frames, plan, 0, batch)
+        return _as_field(out[:batch], field), _as_field(out[batch:], field)
+    converted = outputs.tensor(name, shape, field.output_dtype)
+    sides = converted[:batch], converted[batch:]
     # large enough that several threads gather it, and torch's own ones convert it, where there are any
     size = _PIECE if threads_for(converted.nbytes) == 1 else 4 * _PIECE
-    piece = min(max(1, size // max(1, field.row_bytes)), flat.size)
-    raw = np.empty((piece, *frames.shape[1:]), frames.dtype)
-    for start in range(0, flat.size, piece):
-        stop = min(start + piece, flat.size)
-        take_rows(frames, flat[start:stop], raw[: stop - start])
-        convert_into(converted[start:stop], _as_field(raw[: stop - start], field), field)
-    if plan.zero_padded is not None:
-        converted[torch.from_numpy(plan.zero_padded)] = 0
-    if final is not None:
-        rows, newest = final
-        places = torch.from_numpy(rows * stack + stack - 1)
-        kept = torch.empty((rows.size, *field.shape), dtype=field.output_dtype, device="cpu")
-        convert_into(kept, _as_field(newest, field), field)
-        converted[places] = kept
-    return converted.reshape(shape)
+    piece = min(max(1, size // max(1, 2 * stack * field.row_bytes)), batch)
+    memory = np.empty((2 * piece, *shape[1:]), frames.dtype)
+    for begin in range(0, batch, piece):
+        end = min(begin + piece, batch)
+        raw = memory[: 2 * (end - begin)]
+        _gather_into(raw, frames, plan, begin, end)
+        for side, part in zip(sides, _as_field(raw, field).chunk(2), strict=True):
+            convert_into(side[begin:end], part, field)
+    return sides
+
+
+def _gather_into(out: np.ndarray, frames: FrameStore, plan: np.ndarray, begin: int, end: int) -> None:
+    """Copy the frames of the windows from `begin` to `end` to `out`, which holds them alone."""
+    ring, pool, gather = frames.ring, frames.pool, _gather.ready()
+    words = out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1])
+    if out.nbytes < LARGE_GATHER:
+        gather(ring, pool, plan, begin, end, begin, words)
+        return
+
+    # the memory stays until the last thread is done, also where this one is interrupted
+    def copy(first: int, last: int) -> None:
+        gather(ring, pool, plan, begin + first, begin + last, begin, words)
+
+    in_parts(copy, end - begin, threads_for(out.nbytes))
 
 
 def _as_field(array: np.ndarray, field: Field) -> Tensor:
@@ -325,14 +291,14 @@ def _plan_launch(
 
     span: items that are moved alike, and that have one weight.
     """
-    from gpu_replay.kernels.frames import gather_windows_kernel
+    from gpu_replay.kernels.windows import gather_windows_kernel
 
     streams, interpreted = storage.streams, counters.device.type == "cpu"
     shape, stacked = streams.shape, len(storage.observations)
     names = [name for name, *_ in forms]
     fields = (storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    part = part_for(batch // span if weighed else 0, interpreted)
+    part = weight_programs(batch // span if weighed else 0, interpreted)
     held = (
         tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
@@ -365,7 +331,7 @@ def _plan_launch(
         weighing: PendingWeights | None,
         windows: _Windows,
     ) -> None:
-        pointers, weights = NO_WEIGHTS if weighing is None else given_for(weighing)
+        pointers, weights = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
         launch(
             *held,
             outputs,

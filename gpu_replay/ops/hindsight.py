@@ -11,24 +11,25 @@ Andrychowicz et al. 2017, "Hindsight Experience Replay".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
+from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import per_program
-from gpu_replay.ops.eligibility import Flag, Streams
+from gpu_replay.ops.draw import PERMUTATION_WORDS, per_program
+from gpu_replay.ops.eligibility import Streams
 from gpu_replay.ops.frames import convert_into
 from gpu_replay.ops.launch import Launch, aligned
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, permuted_ranks
+from gpu_replay.ops.ring import as_numpy, as_sampled
 
 Strategy = Literal["future", "final", "episode"]
 
 
-class Chosen(NamedTuple):
+class GoalRows(NamedTuple):
     """Distinct rows of a batch, in random order, and where their new goals are.
 
     rows:   (K,) int64.
@@ -46,7 +47,7 @@ class Chosen(NamedTuple):
     all_known: bool = False
 
 
-class Shown(NamedTuple):
+class RelabelInput(NamedTuple):
     """Rows of a batch that were chosen, and the goals with which the user's functions are called.
 
     rows:  (K,) int64. known: (K,) bool, false for rows that stay as they are; None: all rows have another goal.
@@ -59,7 +60,7 @@ class Shown(NamedTuple):
     desired: Tensor
 
 
-class Relabels(Protocol):
+class RelabelSettings(Protocol):
     """What says how batches get other goals; `Hindsight` does."""
 
     @property
@@ -85,72 +86,7 @@ def goal_blocks(count: int, strategy: Strategy) -> int:
     return blocks_for(PERMUTATION_WORDS) + blocks_for(goal_words(count, strategy))
 
 
-def goals_from(
-    streams: Streams,
-    slots: np.ndarray,
-    span: tuple[int, int],
-    words: np.ndarray,
-    doubles: np.ndarray,
-    strategy: Strategy,
-    loops: Any = None,
-) -> Chosen:
-    """Host: choose rows of a batch and their goals.
-
-    slots:   (B,) of the batch.
-    span:    the smallest live key and the next key.
-    words:   (PERMUTATION_WORDS,) uint64 that say which rows.
-    doubles: (K,) float64 in [0, 1), one for each goal; with the strategy "final" only their number counts.
-    loops:   the inner loops, if they have one for it.
-    """
-    shape = streams.shape
-    envs, steps = shape.num_envs, shape.steps
-    flags, final = streams.flags.numpy(), streams.final.numpy()
-    rows = permuted_ranks(slots.size, doubles.size, words)
-    choose = getattr(loops, "choose_goals", None)
-    if choose is not None:
-        known, source, found = choose(streams, slots, rows, span, doubles, strategy)
-        places = torch.from_numpy(found) if shape.finals else None
-        return _chosen(rows, known, source, places)
-    slot = slots[rows]
-    line, env = np.divmod(slot, envs)
-    oldest, newest = span[0] // envs, span[1] // envs - 1
-    age = (newest - line) % steps
-    depth = streams.depth.numpy()[slot].astype(np.int64)
-    # the first step of the episode has not been overwritten
-    whole = depth < steps - age
-    first = slot - np.where(whole, depth, 0) * envs
-    first += (first < 0) * shape.slots
-    spans = np.where(whole, streams.spans.numpy()[first], streams.parted.numpy()[env])
-    kept = flags[newest % steps * envs + env] & Flag.FINAL != 0
-    # steps after this one whose goals are known; less than none where its own is not
-    ahead = np.minimum(np.where(spans >= 0, spans - 1 - depth, age - 1 + kept), age)
-    known = ahead >= 0
-    ahead = np.maximum(ahead, 0)
-    if strategy == "final":
-        chosen = ahead
-    else:
-        back = np.minimum(depth, np.maximum(newest - oldest - age, 0)) if strategy == "episode" else 0
-        width = back + ahead + 1
-        chosen = np.minimum((doubles * width).astype(np.int64), width - 1) - back
-    line += chosen
-    line %= steps
-    place = line * envs + env
-    places = None
-    if shape.finals:
-        pooled = flags[place] & Flag.FINAL != 0
-        places = torch.from_numpy(np.where(pooled, final[place], -1).astype(np.int64))
-        line = np.where(pooled, line, line + 1)
-    else:
-        line += 1
-    return _chosen(rows, known, line % steps * envs + env, places)
-
-
-def _chosen(rows: np.ndarray, known: np.ndarray, source: np.ndarray, places: Tensor | None) -> Chosen:
-    arrays = torch.from_numpy(rows), torch.from_numpy(known), torch.from_numpy(source)
-    return Chosen(*arrays, places, bool(known.all()))
-
-
-def gather_goals(chosen: Chosen, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
+def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
     """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
     raw:  (K, *shape) as stored, what was achieved in the steps. pool: (finals, *shape) of final observations, or None.
@@ -165,7 +101,9 @@ def gather_goals(chosen: Chosen, raw: Tensor, pool: Tensor | None, field: Field)
     return goals
 
 
-def put_goals(tensors: dict[str, Tensor], chosen: Chosen, goals: Tensor, relabel: Relabels, stack: int) -> Shown:
+def put_goals(
+    tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, relabel: RelabelSettings, stack: int
+) -> RelabelInput:
     """Give rows of a batch their new goals, (K, *goal) as sampled, in every frame of stacks of so many, in place."""
     rows, known = chosen.rows, None if chosen.all_known else chosen.known
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
@@ -178,7 +116,46 @@ def put_goals(tensors: dict[str, Tensor], chosen: Chosen, goals: Tensor, relabel
     if stack > 1:
         after = after[:, -1].contiguous()
         wanted = goals if known is None else wanted[:, -1].contiguous()
-    return Shown(rows, known, after, wanted)
+    return RelabelInput(rows, known, after, wanted)
+
+
+class HostGoals(NamedTuple):
+    """Host: chosen rows of a batch and where their goals are, as `GoalRows` says.
+
+    places: empty where no final observations are kept.
+    """
+
+    rows: np.ndarray
+    known: np.ndarray
+    slots: np.ndarray
+    places: np.ndarray
+    all_known: bool
+
+    def gather(self, ring: np.ndarray, pool: np.ndarray | None, field: Field) -> Tensor:
+        """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
+
+        ring, pool: (slots, *shape) of what was achieved, and (finals, *shape) of final observations, or None.
+        """
+        goals = ring.take(self.slots, axis=0)
+        if pool is not None:
+            pooled = np.flatnonzero(self.places >= 0)
+            goals[pooled] = pool[self.places[pooled]]
+        return as_sampled(goals, field)
+
+    def put(self, tensors: dict[str, Tensor], goals: Tensor, relabel: RelabelSettings, stack: int) -> RelabelInput:
+        """As `put_goals`, in one loop."""
+        achieved = tensors[f"next_{relabel.achieved_field}"]
+        places = [as_numpy(tensors[name]) for name in (relabel.desired_field, f"next_{relabel.desired_field}")]
+        places.append(as_numpy(achieved))
+        given = as_numpy(goals)
+        made = np.empty(given.shape, places[2].dtype), np.empty_like(given)
+        count, frames = self.rows.size, achieved.shape[0] * stack
+        seen = [each.reshape(frames, -1).view(np.uint8) for each in places]
+        rows = [each.reshape(count, -1).view(np.uint8) for each in (given, *made)]
+        loops.put_goals.ready()(self.rows, self.known, stack, rows[0], *seen, *rows[1:])
+        tensor, known = torch.from_numpy, None if self.all_known else torch.from_numpy(self.known)
+        after, wanted = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
+        return RelabelInput(tensor(self.rows), known, after, wanted)
 
 
 def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:
@@ -191,12 +168,12 @@ def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tenso
 
 def plan_choose_goals(
     streams: Streams, batch: int, counters: Tensor, count: int, strategy: Strategy
-) -> Callable[[Tensor], Chosen]:
+) -> Callable[[Tensor], GoalRows]:
     """Device: choose `count` rows of a batch, given by its (B,) keys, and their goals; one launch a call.
 
     The random stream is moved on past the words that this takes.
     """
-    from gpu_replay.kernels.hindsight import choose_goals_kernel
+    from gpu_replay.kernels.goals import choose_goals_kernel
 
     shape, device = streams.shape, counters.device
     draws = per_program(128, count, device.type == "cpu")
@@ -210,13 +187,13 @@ def plan_choose_goals(
     known_of = (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
     numbers = (count, batch, shape.num_envs, shape.steps, shape.finals, goal_blocks(count, strategy))
 
-    def choose_goals(keys: Tensor) -> Chosen:
+    def choose_goals(keys: Tensor) -> GoalRows:
         rows = torch.empty(count, dtype=torch.int64, device=device)
         known = torch.empty(count, dtype=torch.bool, device=device)
         slots = torch.empty(count, dtype=torch.int64, device=device)
         places = torch.empty(count, dtype=torch.int64, device=device) if shape.finals else None
         outputs = (rows, known, slots) if places is None else (rows, known, slots, places)
         launch(keys, known_of, counters, outputs, *numbers, aligned=aligned(keys))
-        return Chosen(rows, known, slots, places)
+        return GoalRows(rows, known, slots, places)
 
     return choose_goals

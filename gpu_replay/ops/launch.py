@@ -1,4 +1,4 @@
-"""Launches that are made again and again: what does not change from one to the next is found out once.
+"""Cached kernel launches: what stays the same between launches is resolved once.
 
 Triton's own way to a launch compares every argument, and every global constant that a kernel names, with what they
 were, and makes a key of them to look its compiled code up by: three quarters of what a launch costs the host.
@@ -7,16 +7,15 @@ were, and makes a key of them to look its compiled code up by: three quarters of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
-Plan = TypeVar("Plan")
-
+# keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
+plans = lru_cache(maxsize=64)
 # addresses of which Triton compiles code that moves whole words
 _ALIGNMENT = 16
-# plans of one kind that a buffer keeps
-_MOST = 64
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -55,19 +54,3 @@ class Launch:
         if aligned and hasattr(compiled, "packed_metadata"):
             # nothing of the kind comes from the interpreter, or while Triton compiles beside the program
             self._again = compiled[self._grid]
-
-
-class Kept(dict[Any, Plan]):
-    """Plans by what they serve, made when they are first asked for; all are forgotten when they become too many."""
-
-    def __init__(self, make: Callable[..., Plan]) -> None:
-        """make: takes the parts of a key."""
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Plan:
-        made = self._make(*key)
-        if len(self) >= _MOST:
-            self.clear()
-        self[key] = made
-        return made

@@ -8,37 +8,38 @@ leaves is kept; updates only write `DIRTY` there, and the next query finds those
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.ops import _backend
+from gpu_replay.loops import tree as loops
+from gpu_replay.loops.constants import DIRTY as DIRTY
+from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
-from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.prefix_sum import block_sums
-from gpu_replay.ops.rank_order import RankOrder
-
-# in the place of an extreme that must be found again
-DIRTY = -1
 
 
 def fanout_for(backend: Backend) -> int:
     """Children of one node: few where every array operation costs, many where every level is a trip to memory."""
-    return 16 if backend == "host" else 128
+    return 16 if backend == "host" else 32
+
+
+def edge_for(backend: Backend) -> int:
+    """Leaves of one block whose extremes are kept."""
+    return fanout_for(backend) if backend == "host" else 128
 
 
 def root_limit_for(backend: Backend) -> int:
     """Nodes of the root at most: the host's loops scan thousands at once, a kernel one block."""
-    limit: int = _backend.inner_loops().ROOT_LIMIT if backend == "host" else fanout_for(backend)
-    return limit
+    return ROOT_LIMIT if backend == "host" else fanout_for(backend)
 
 
-def level_sizes(slots: int, fanout: int, root_limit: int) -> list[int]:
-    """Nodes of each level, leaves first, each padded to whole blocks."""
-    sizes = [-(-slots // fanout) * fanout]
+def level_sizes(slots: int, fanout: int, root_limit: int, edge: int) -> list[int]:
+    """Nodes of each level, leaves first, each padded to whole blocks; leaves also to whole blocks of `edge`."""
+    sizes = [-(-slots // edge) * edge]
     while sizes[-1] > root_limit:
         sizes.append(-(-(sizes[-1] // fanout) // fanout) * fanout)
     return sizes
@@ -47,8 +48,18 @@ def level_sizes(slots: int, fanout: int, root_limit: int) -> list[int]:
 def tree_bytes(slots: int, backend: Backend, low: bool = False, high: bool = False, summed: bool = True) -> int:
     """Bytes that a tree over so many slots takes."""
     fanout = fanout_for(backend)
-    sizes = level_sizes(slots, fanout, root_limit_for(backend))[: None if summed else 1]
-    return 8 * (sum(sizes) + (low + high) * (sizes[0] // fanout))
+    sizes = level_sizes(slots, fanout, root_limit_for(backend), edge_for(backend))[: None if summed else 1]
+    return 8 * (sum(sizes) + (low + high) * (sizes[0] // edge_for(backend)))
+
+
+class TreeArrays(NamedTuple):
+    """Host: a tree as `loops/tree.py` takes it."""
+
+    flat: np.ndarray
+    starts: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    noted: np.ndarray
 
 
 class MassTree:
@@ -73,7 +84,8 @@ class MassTree:
         self.backend = backend
         self.fanout = fanout_for(backend)
         self.shift = self.fanout.bit_length() - 1
-        sizes = level_sizes(slots, self.fanout, root_limit_for(backend))[: None if summed else 1]
+        self.edge = edge_for(backend)
+        sizes = level_sizes(slots, self.fanout, root_limit_for(backend), self.edge)[: None if summed else 1]
         host = backend == "host"
         if host:
             # all levels in one piece, for the compiled loops
@@ -82,27 +94,16 @@ class MassTree:
             self.levels = torch.from_numpy(flat).split(sizes)
         else:
             self.levels = tuple(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes)
-        blocks = sizes[0] // self.fanout
+        blocks = sizes[0] // self.edge
         self.low = torch.full((blocks,), NO_MASS, dtype=torch.int64, device=device) if low else None
         self.high = torch.zeros(blocks, dtype=torch.int64, device=device) if high else None
-        # host: the order of the leaves, told of every change
-        self.order: RankOrder | None = None
         if host:
-            # what the inner loops work on: views of the same memory
-            self.loops: Any = _backend.inner_loops()
+            # views of the same memory
             self.arrays = tuple(level.numpy() for level in self.levels)
-            self.rows = tuple(array.reshape(-1, self.fanout) for array in self.arrays)
-            self.extremes = tuple(each.numpy() for each in (self.low, self.high) if each is not None)
-            # the levels below the root, the upper ones first; children and sums of each; operands of operations on
-            # arrays, and what draws keep
-            self.down = self.rows[-2::-1]
-            self.sums = tuple(zip(self.rows, self.arrays[1:], strict=False))
-            self.ones, self.count = np.ones(self.fanout, dtype=np.int64), np.array(slots)
-            self.up, self.top = np.array(self.shift), np.array(self.shift * (len(sizes) - 1))
-            self.kept: Any = None
             nothing = np.zeros(0, dtype=np.int64)
-            low_high = (nothing if each is None else each.numpy() for each in (self.low, self.high))
-            self.compiled = (flat, starts, self.shift, *low_high)
+            low_high = [nothing if each is None else each.numpy() for each in (self.low, self.high)]
+            # no order of ranks is kept yet
+            self.host = TreeArrays(flat, starts, low_high[0], low_high[1], nothing)
 
     @property
     def masses(self) -> Tensor:
@@ -117,14 +118,13 @@ class MassTree:
 
     def total(self) -> int:
         """The exact total mass; on CUDA this waits for the device."""
-        return int(self.levels[-1].sum())
+        return int((self.arrays[-1] if self.backend == "host" else self.levels[-1]).sum())
 
     def build(self) -> None:
         """Make all sums anew from the leaves."""
-        if self.order is not None:
-            self.order.invalidate()
         if self.backend == "host":
-            self.loops.sum_range(self, 0, self.slots)
+            self._note_all()
+            loops.build.ready()(*self.host[:4])
             return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
             block_sums(below, self.fanout, above)
@@ -134,68 +134,41 @@ class MassTree:
 
     def clear(self) -> None:
         """No slot has mass."""
+        if self.backend == "host":
+            self._note_all()
         for level in self.levels:
             level.zero_()
         if self.low is not None:
             self.low.fill_(NO_MASS)
         if self.high is not None:
             self.high.zero_()
-        if self.order is not None:
-            self.order.invalidate()
 
-    def set_masses(self, start: int, stop: int, mass: int | np.ndarray) -> None:
-        """Host: give the slots `start` to `stop` a mass each, and their ancestors the new sums."""
-        self.arrays[0][start:stop] = mass
-        self.sum_range(start, stop)
+    def _note_all(self) -> None:
+        """Host: tell the order of ranks, where one is kept, that more slots have changed than can be noted."""
+        if self.host.noted.size:
+            self.host.noted[0] = self.host.noted.size
 
-    def sum_range(self, start: int, stop: int, loops: Any = None) -> None:
-        """Host: give the ancestors of the slots `start` to `stop` their sums, after masses were written there.
-
-        loops: the module whose `sum_range` does it, if not the one that was chosen.
-        """
-        if self.order is not None:
-            self.order.note(start, stop)
-        (loops or self.loops).sum_range(self, start, stop)
+    def lowest(self) -> int:
+        """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
+        return int(loops.lowest.ready()(self.host.flat, self.host.low))
 
     def update(
         self,
         keys: np.ndarray,
-        priorities: np.ndarray,
-        rule: Rule,
+        masses: np.ndarray,
+        limit: int,
         first: int,
         added: int,
         counters: np.ndarray,
         *,
         sparse: bool = False,
     ) -> None:
-        """Host: give live keys, those from `first` to `added`, the masses of their priorities, and the sums above them.
+        """Host: give live keys, those from `first` to `added`, their masses; the last of a repeated key wins.
 
-        The last of a repeated key wins. Counts the largest mass given, keys that were not live, and masses that were
-        cut to the limit. An exception, whatever it is and wherever it comes from, leaves all as it was.
+        Counts the largest mass given, keys that were not live, and masses that were cut to the limit. One call, in
+        which no signal is handled: an exception comes before all of it or after.
 
-        keys, priorities: (B,) int64 and finite float64. sparse: whether slots without mass keep none.
+        keys, masses: (B,) int64. sparse: whether slots without mass keep none.
         """
-        self.loops.update(self, keys, priorities, rule, first, added, counters, sparse)
-
-    def lowest(self) -> int:
-        """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
-        low = self._kept(self.low)
-        dirty = np.flatnonzero(low == DIRTY)
-        if dirty.size:
-            rows = self.rows[0].take(dirty, axis=0)
-            low[dirty] = np.where(rows == 0, NO_MASS, rows).min(axis=1)
-        return int(low.min())
-
-    def highest(self) -> int:
-        """Host: the largest mass, 0 when there is none."""
-        high = self._kept(self.high)
-        dirty = np.flatnonzero(high == DIRTY)
-        if dirty.size:
-            high[dirty] = self.rows[0].take(dirty, axis=0).max(axis=1)
-        return int(high.max())
-
-    @staticmethod
-    def _kept(extreme: Tensor | None) -> np.ndarray:
-        if extreme is None:
-            raise RuntimeError("this tree was made without the extremes that are asked for.")
-        return extreme.numpy()
+        given = np.ascontiguousarray(keys), masses
+        loops.update.ready()(*given, limit, first, added, self.slots, sparse, counters, *self.host)

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpu_replay.ops.draws import per_program, reciprocal
+from gpu_replay.ops.draw import per_program, reciprocal
 from gpu_replay.ops.launch import Launch, aligned
 from gpu_replay.ops.mass import Rule
-from gpu_replay.ops.mass_tree import MassTree
-
-_FANOUT_WITHOUT_TREE = 128
+from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
 
 
 class DeviceMasses:
@@ -42,7 +40,7 @@ class DeviceMasses:
 
 def blocks_per_program(rows: int, fanout: int, interpreted: bool) -> int:
     """Blocks of `fanout` slots of one program that inserts; as many as hold the rows under the interpreter."""
-    return min(1024, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 8
+    return min(1024, 1 << (-(-rows // fanout)).bit_length()) if interpreted else 1024 // fanout
 
 
 def keys_together(batch: int, interpreted: bool) -> int:
@@ -79,8 +77,7 @@ def plan_insert(
 
     capacity = times_sampled.numel()
     skipped = max(0, rows - capacity)
-    tree = None if masses is None else masses.tree
-    fanout = _FANOUT_WITHOUT_TREE if tree is None else tree.fanout
+    fanout = fanout_for("triton")
     blocks = blocks_per_program(rows - skipped, fanout, counters.device.type == "cpu")
     segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
     held = _held(masses)
@@ -89,6 +86,7 @@ def plan_insert(
         max(2 * segment, -(-skipped // (blocks * fanout))),
         FANOUT=fanout,
         SHIFT=fanout.bit_length() - 1,
+        EDGE=edge_for("triton"),
         BLOCKS=blocks,
         GIVEN=given,
         ORDERED=masses is not None and masses.ordered,
@@ -128,7 +126,8 @@ def plan_update(
     change = Launch(
         update_kernel,
         programs,
-        SHIFT=0 if masses is None else masses.tree.fanout.bit_length() - 1,
+        SHIFT=fanout_for("triton").bit_length() - 1,
+        EDGE=edge_for("triton"),
         SPARSE=sparse,
         ORDERED=masses is not None and masses.ordered,
         SETTLES=together > 0,

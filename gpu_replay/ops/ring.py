@@ -18,11 +18,11 @@ from torch import Tensor
 
 from gpu_replay.fields import Field
 from gpu_replay.ops.batch_memory import BatchMemory
-from gpu_replay.ops.draws import LeafBlocks, leaf_blocks
+from gpu_replay.ops.draw import LeafBlocks, leaf_blocks
 from gpu_replay.ops.launch import Launch, aligned
-from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.mass_tree import MassTree, edge_for
 from gpu_replay.ops.threads import LARGE, take_rows
-from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, given_for, part_for
+from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
 
 Result = TypeVar("Result")
 # an array, where in it, and what comes there
@@ -34,6 +34,12 @@ def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
     if isinstance(tensor, np.ndarray):
         return tensor
     return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def plain(array: np.ndarray) -> np.ndarray:
+    """The values of an array end to end, in memory that a loop may take: contiguous and writable, if need be a copy."""
+    flat = np.asarray(array).reshape(-1)
+    return flat if flat.flags.carray else flat.copy()
 
 
 def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[slice, slice | None]]:
@@ -48,16 +54,16 @@ def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[
     return [(slice(start, size), slice(skipped, seam)), (slice(0, stop - size), slice(seam, skipped + count))]
 
 
-def commit(writes: Iterable[Write], result: Result, *before: Iterable[object]) -> Result:
+def commit(writes: Iterable[Write], result: Result, *after: Iterable[object]) -> Result:
     """Host: make these writes all together or not at all; returns `result`.
 
-    before: what is done before them: iterators that do it as they are read, and run no Python code of their own, such
-            as `starmap` of a compiled function. That the first of these must be compiled costs nothing.
+    after: what is done after them: iterators that do it as they are read, and run no Python code of their own, such as
+           `starmap` of a loop that is ready.
 
     An exception in between would leave transitions that are half those that they overwrite. The interpreter handles a
     signal between two of its own instructions, and this is one. The values must fit: nothing may be left that fails.
     """
-    return (tuple(chain(*before, starmap(setitem, writes))), result)[1]
+    return (tuple(chain(starmap(setitem, writes), *after)), result)[1]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:
@@ -199,14 +205,14 @@ def plan_gather(
     from gpu_replay.kernels.ring import gather_kernel
 
     layout, programs = moved_rows(fields.values(), batch, device.type == "cpu", converted=True)
-    part = part_for(batch if weighed else 0, device.type == "cpu")
+    part = weight_programs(batch if weighed else 0, device.type == "cpu")
     launch = Launch(gather_kernel, part.programs + programs, LAYOUT=layout, DRAWS=part.draws)
     held = tuple(stores[name] for name in fields)
     forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
 
     def gather(slots: Tensor, weighing: PendingWeights | None) -> dict[str, Tensor]:
         outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
-        pointers, numbers = NO_WEIGHTS if weighing is None else given_for(weighing)
+        pointers, numbers = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
         counters = slots if weighing is None else weighing.counters
         launch(held, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
         return outputs
@@ -241,7 +247,7 @@ def plan_write(
         write_kernel,
         programs + leaves.programs,
         LAYOUT=layout,
-        FANOUT=128 if tree is None else tree.fanout,
+        EDGE=edge_for("triton"),
         BLOCKS=leaves.per_program,
     )
 

@@ -1,21 +1,18 @@
 """Importance weights on the device: no launch of their own, but a part of the one that gathers the rows drawn.
 
-A weight needs the smallest mass of its batch, which is known once all of it is drawn. Where nothing is gathered, the
-program of the draw that finishes last makes them, if they are not too many for one; a gather makes them beside what it
-waits for anyway.
+A weight needs the smallest mass of its batch, which is known once all of it is drawn. The gather makes them beside what
+it waits for anyway.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay.ops.counters import blocks_for
-from gpu_replay.ops.draws import per_program
+from gpu_replay.ops.draw import per_program
 
 
 class PendingWeights(NamedTuple):
@@ -36,7 +33,7 @@ class PendingWeights(NamedTuple):
 
 
 # what a launch that makes no weights is given
-NO_WEIGHTS: tuple[tuple[Tensor, ...], tuple[int, float, float]] = ((), (0, 0.0, 0.0))
+NO_WEIGHTS: tuple[tuple[Tensor, ...], tuple[int, float]] = ((), (0, 0.0))
 
 
 class LaunchPart(NamedTuple):
@@ -46,7 +43,7 @@ class LaunchPart(NamedTuple):
     draws: int
 
 
-def part_for(batch: int, interpreted: bool) -> LaunchPart:
+def weight_programs(batch: int, interpreted: bool) -> LaunchPart:
     """How much of a launch makes the weights of a batch; nothing for none."""
     if not batch:
         return LaunchPart(0, 0)
@@ -55,34 +52,13 @@ def part_for(batch: int, interpreted: bool) -> LaunchPart:
     return LaunchPart(-(-batch // draws), draws)
 
 
-def given_for(weighing: PendingWeights) -> tuple[tuple[Tensor, ...], tuple[int, float, float]]:
+def launch_arguments(weighing: PendingWeights) -> tuple[tuple[Tensor, ...], tuple[int, float]]:
     """Pointers and numbers that such a launch is given."""
     masses, weight, _, schedule, beta, blocks = weighing
-    return (masses, weight) if schedule is None else (masses, weight, schedule), (blocks, *_halves(beta))
+    return (masses, weight) if schedule is None else (masses, weight, schedule), (blocks, beta)
 
 
-@lru_cache(maxsize=16)
-def _halves(beta: float) -> tuple[float, float]:
-    """An exponent as two numbers, which add up to it: a launch passes float32, and two of them hold 48 bits."""
-    # above 1e30 all weights but 1 are 0 anyway
-    beta = min(beta, 1e30)
-    leading = float(np.float32(beta))
-    return leading, beta - leading
-
-
-def weighed_together(batch: int, interpreted: bool) -> int:
-    """Draws of the one program that weighs a whole batch when it is drawn; 0 of a batch that takes a launch more.
-
-    On a GPU few draws and many are different code to compile: one program has the powers of all of them to compute.
-    """
-    if batch > 1024:
-        return 0
-    if interpreted:
-        return 1 << (batch - 1).bit_length()
-    return 256 if batch <= 256 else 1024
-
-
-def weighing_of(
+def pending_weights(
     masses: Tensor, counters: Tensor, schedule: Tensor | None, beta: float, drawn: int, shifts: int = 0
 ) -> PendingWeights:
     """Device: weights of the masses just drawn, for the launch that gathers the rows to make; no launch of its own.

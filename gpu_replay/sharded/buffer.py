@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpu_replay import validation
+from gpu_replay.base.refusals import class_only
+from gpu_replay.base.state import config_of
 from gpu_replay.batch import Batch
-from gpu_replay.checkpoint.config import describe_field, describe_sampler, difference
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
 from gpu_replay.engines.draw_plan import DrawPlan, plan_of
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.ops.counters import Counter
-from gpu_replay.samplers import Sampler
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.samplers import LinearSchedule, Sampler
 from gpu_replay.sharded import saving
-from gpu_replay.sharded.contents import LocalContents, Mode
 from gpu_replay.sharded.global_draw import deal, exchanged
-from gpu_replay.sharded.group import Agreed, Group, Message
+from gpu_replay.sharded.group import MAKING, Agreed, Group, Message, Offer
 from gpu_replay.sharded.local_draw import levels_of, weighed
-from gpu_replay.sharded.shard import Column, Shard
+from gpu_replay.sharded.shard import Column, Shard, ShardDraw
 from gpu_replay.sharded.statistics import combined, numbers_of
 from gpu_replay.stats import Stats
 
+Mode = Literal["local", "global"]
 
-class ShardedReplayBuffer(LocalContents):
+
+class ShardedReplayBuffer:
     """A replay buffer over all ranks of a `torch.distributed` process group: each holds a shard on its own device.
 
     capacity: transitions of all ranks together, rounded down to a multiple of the number R of ranks; at least R.
@@ -60,11 +59,12 @@ class ShardedReplayBuffer(LocalContents):
     `sample`; `add` waits until the last `update_priorities` has ended everywhere. With "stored" it is the largest in
     the shard.
 
-    A rank that dies, or does not make the same call, makes the others raise RuntimeError within `timeout`; the buffer
-    then refuses every further collective call, so load a checkpoint in new processes. An error that only the arguments
-    or the content of one rank cause is raised by all, and the buffer goes on. On GPUs a local `sample` and `add` do not
-    wait for the device, so there it is the watchdog of NCCL that ends a process whose peer died meanwhile;
-    `update_priorities` and a global `sample` wait for the device once.
+    A rank that dies, or makes no call, makes the others raise RuntimeError within `timeout`; the buffer then refuses
+    every further collective call, so load a checkpoint in new processes. What only the arguments or the content of one
+    rank make impossible is raised by all ranks, and the buffer goes on. So is a call that another rank made with other
+    arguments, or in whose place it made another one: nothing is done then. On GPUs a local `sample` and `add` do not
+    wait for the device: what another rank got wrong in such a `sample` is raised by the next call that waits, as all
+    other collective calls do, and it is the watchdog of NCCL that ends a process whose peer died meanwhile.
 
     Raises RuntimeError without an initialised process group, ValueError where ranks disagree or the group has no
     backend for the device, MemoryError as `ReplayBuffer` does.
@@ -84,60 +84,113 @@ class ShardedReplayBuffer(LocalContents):
         storage_device: torch.device | str | None = None,
         storage_path: StoragePath | None = None,
     ) -> None:
-        slots = check_capacity(capacity)
-        self._mode: Mode = validation.choice("mode", mode, ("local", "global"))
-        self._fields = check_fields(fields)
-        self._sampler = sampler
-        self._plan = plan_of(sampler)
-        _check_plan(self._plan, sampler, self._mode)
-        self._seed = validation.whole("seed", seed)
         self._group = Group(group, device, timeout)
-        ranks = self._group.size
         self._largest: Message | None = None
         # stored transitions that each rank is known to have
         self._known = 0
-        name = "making a ShardedReplayBuffer"
-        with self._group.call(name):
-            own: BaseException | None = None
-            try:
-                if slots < ranks:
-                    raise ValueError(f"capacity must be at least 1 on each of {ranks} ranks; found {slots}.")
-                self._shard = Shard(
-                    slots // ranks,
-                    self._fields,
-                    whole=slots // ranks * ranks,
-                    sampler=sampler,
-                    device=self._group.device,
-                    seed=self._seed if self._mode == "global" else seed_of(self._seed, self._group.rank),
-                    storage_device=storage_device,
-                    storage_path=None if storage_path is None else Path(storage_path) / f"rank{self._group.rank}",
-                )
-            except Exception as error:
-                own = error
-            settings = {"asked": slots, **self._config(slots // ranks * ranks), "seed": self._seed}
-            told = self._group.tell(json.dumps({"error": None if own is None else str(own), "settings": settings}))
-            answers = [json.loads(each) for each in told]
-            self._group.agree([answer["error"] for answer in answers], own, name)
-            for rank, answer in enumerate(answers):
-                unlike = difference(answers[0]["settings"], answer["settings"])
-                if unlike is not None:
-                    unlike = unlike.replace(" here", " on rank 0").replace(" there", f" on rank {rank}")
-                    raise Agreed(ValueError(f"all ranks must make the same ShardedReplayBuffer: {unlike}."))
+        ranks, slots = self._group.size, 0
+
+        def checked() -> Offer:
+            nonlocal slots
+            slots = check_capacity(capacity)
+            if slots < ranks:
+                raise ValueError(f"capacity must be at least 1 on each of {ranks} ranks; found {slots}.")
+            self._mode = validation.choice("mode", mode, ("local", "global"))
+            self._fields, self._sampler, self._plan = check_fields(fields), sampler, plan_of(sampler)
+            _check_plan(self._plan, sampler, self._mode)
+            self._seed = validation.whole("seed", seed)
+            settings = self._config(slots // ranks * ranks)
+            return {"asked": slots, **settings, "seed": self._seed, "device": self._group.device.type}, None
+
+        def made() -> Offer:
+            self._shard = Shard(
+                slots // ranks,
+                self._fields,
+                whole=slots // ranks * ranks,
+                sampler=sampler,
+                device=self._group.device,
+                seed=self._seed if self._mode == "global" else seed_of(self._seed, self._group.rank),
+                storage_device=storage_device,
+                storage_path=None if storage_path is None else Path(storage_path) / f"rank{self._group.rank}",
+            )
+            return {}, None
+
+        with self._group.call(MAKING):
+            self._group.agree(MAKING, checked)
+            self._group.own()
+            self._group.agree(MAKING, made)
 
     def _config(self, capacity: int) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "capacity": capacity,
-            "fields": {name: describe_field(field) for name, field in self._fields.items()},
-            "sampler": describe_sampler(self._sampler),
-            "mode": self._mode,
-            "ranks": self._group.size,
-        }
+        settings = config_of(KIND, capacity, self._fields, self._sampler)
+        return {**settings, "mode": self._mode, "ranks": self._group.size}
+
+    # attributes
+
+    @property
+    def capacity(self) -> int:
+        """Transitions that fit on all ranks together, a multiple of their number."""
+        return self._shard.capacity * self._group.size
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the buffer, `R`."""
+        return self._group.size
+
+    @property
+    def mode(self) -> Mode:
+        """How it draws: "local" or "global"."""
+        return self._mode
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's shard is stored, and its batches are."""
+        return self._shard.device
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields by name, as a copy."""
+        return dict(self._fields)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler's settings."""
+        return self._sampler
+
+    @property
+    def seed(self) -> int:
+        """The seed of its draws, the same on all ranks."""
+        return self._seed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return self._shard.nbytes
+
+    @property
+    def local_size(self) -> int:
+        """Transitions stored in this rank's shard; no communication."""
+        return len(self._shard)
+
+    def __bool__(self) -> bool:
+        """Whether this rank's shard holds anything; no communication, so that `if buffer` is safe on one rank."""
+        return len(self._shard) > 0
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._mode}, rank {self.rank} of {self.ranks} with {len(self._shard):,} of "
+            f"{self._shard.capacity:,} transitions of {', '.join(self._fields)}; {self._sampler}; "
+            f"{self.nbytes / 1e6:,.1f} MB on {self.device})"
+        )
 
     def __len__(self) -> int:
         """Stored transitions of all ranks together; collective."""
-        with self._call("len"):
-            return int(self._group.all_reduce(self._shard.size()).wait(on_host=True))
+        with self._group.call("len"):
+            return int(self._group.agree("len", lambda: ({}, self._shard.size()))[:, 0].sum())
 
     # calls
 
@@ -166,53 +219,53 @@ class ShardedReplayBuffer(LocalContents):
         those of the shards, rank after rank; uniform draws count live slots in that order. The newest are those with
         the largest keys.
 
-        Raises RuntimeError where a rank has nothing to draw from, ValueError on all ranks where batch sizes differ or
-        more distinct transitions are asked for than there are. A beta schedule advances by one.
+        Raises RuntimeError where a rank has nothing to draw from, ValueError on all ranks where batch sizes or betas
+        differ or more distinct transitions are asked for than there are. A beta schedule advances by one.
         """
-        batch = validation.batch_size(batch_size)
-        exponent = None if beta is None else validation.importance(beta)
-        with self._call("sample"), self._shard._alone():
+        sample = self._sample_local if self._mode == "local" else self._sample_global
+        with self._group.call("sample"), self._shard._alone():
             self._settle()
-            tensors = (self._sample_local if self._mode == "local" else self._sample_global)(batch, exponent)
-        return Batch(tensors)
+            return Batch(sample(batch_size, beta))
 
-    def _sample_local(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        shard, own, drawn = self._shard, None, None
-        try:
-            shard._check_enough(batch)
-        except (RuntimeError, ValueError) as error:
-            own = error
+    def _sample_local(self, batch_size: int, beta: float | None) -> dict[str, Tensor]:
+        shard = self._shard
+        drawn: ShardDraw
+
+        def draw() -> Offer:
+            nonlocal drawn
+            batch, exponent = _checked(batch_size, beta)
+            drawn = shard.draw(batch, exponent)
+            return {"batch size": batch, "beta": exponent}, shard.row(drawn.level)
+
+        # on a GPU the host does not wait where every rank is known to have enough
+        late = shard.device.type == "cuda"
+        unread = late and isinstance(batch_size, int) and self._known >= max(1, self._plan.distinct(batch_size))
         mark = shard._draws.mark()
-        if own is None:
-            drawn = shard.begin_draw(batch, beta)
-        message = self._group.table(shard.row(batch, None if drawn is None else drawn.level))
-        # while the ranks agree
-        tensors = {} if drawn is None else drawn.gather()
-        needed = max(1, self._plan.distinct(batch))
-        unread = shard.device.type == "cuda" and own is None and self._known >= needed
-        table = message.wait(on_host=not unread)
+        try:
+            table = self._group.agree("sample", draw, late=late, unread=unread)
+        except Agreed:
+            shard._take_back(mark)
+            raise
         if not unread:
-            try:
-                self._check(table.cpu().numpy(), batch, own)
-            except Agreed:
-                shard._take_back(mark)
-                raise
-        if drawn is None:
-            raise RuntimeError("a rank that cannot draw has refused.")
+            self._known = int(table[:, Column.SIZE].min())
         shard.raise_largest(table[:, Column.LARGEST].max())
-        tensors["key"] = self._global_keys(tensors["key"])
-        return weighed(tensors, drawn, levels_of(table))
+        drawn.tensors["key"] = self._global_keys(drawn.tensors["key"])
+        return weighed(drawn, levels_of(table))
 
-    def _sample_global(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        shard, rank, rows = self._shard, self.rank, batch * self.ranks
-        level = torch.zeros((), dtype=torch.float64, device=shard.device)
-        message = self._group.table(shard.row(batch, level))
-        found = message.wait(on_host=True)
-        table = found.cpu().numpy()
-        self._check(table, batch, None)
+    def _sample_global(self, batch_size: int, beta: float | None) -> dict[str, Tensor]:
+        shard, batch = self._shard, 0
+
+        def checked() -> Offer:
+            nonlocal batch
+            batch, exponent = _checked(batch_size, beta)
+            level = torch.zeros((), dtype=torch.float64, device=shard.device)
+            return {"batch size": batch, "beta": exponent}, shard.row(level)
+
+        found = self._group.agree("sample", checked)
+        table, rows = found.cpu().numpy(), batch * self.ranks
         try:
             stored = int(table[:, Column.SIZE].sum())
-            shard._check_enough(rows, among=stored, call=f"sample({batch}) on {self.ranks} ranks")
+            shard._check_enough(rows, available=stored, call=f"sample({batch}) on {self.ranks} ranks")
         except (RuntimeError, ValueError) as error:
             raise Agreed(error) from None
         shard.raise_largest(found[:, Column.LARGEST].max())
@@ -221,22 +274,7 @@ class ShardedReplayBuffer(LocalContents):
             step = int(table[:, Column.STEP].max())
             beta = planned(step) if isinstance(planned, LinearSchedule) else planned
         dealt = deal(self._plan, table, rows, self._seed)
-        return exchanged(shard, self._plan, dealt, table, rank, beta, self._group.all_to_all)
-
-    def _check(self, table: np.ndarray, batch: int, own: BaseException | None) -> None:
-        """Raise on every rank where one cannot draw, or the batches differ."""
-        sizes = table[:, Column.SIZE].tolist()
-        asked = sorted(set(table[:, Column.BATCH].tolist()))
-        if len(asked) > 1:
-            raise Agreed(ValueError(f"sample needs the same batch size on every rank; found {asked}."))
-        errors = [
-            f"it cannot draw {batch} rows from its shard, which holds {size} transitions. Add more there first."
-            if failed
-            else None
-            for failed, size in zip(table[:, Column.FAILED].tolist(), sizes, strict=True)
-        ]
-        self._group.agree(errors, own, f"sample({batch})")
-        self._known = min(sizes)
+        return exchanged(shard, self._plan, dealt, table, self.rank, beta, self._group.all_to_all)
 
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities, wherever they are stored; collective.
@@ -249,25 +287,20 @@ class ShardedReplayBuffer(LocalContents):
         all ranks where the arguments of one are invalid, as `ReplayBuffer.update_priorities`; nothing is changed then.
         """
         group, shard, name = self._group, self._shard, "update_priorities"
-        with self._call(name):
-            self._settle()
-            found = numbers = torch.zeros(0, dtype=torch.int64, device=shard.device)
-            own: BaseException | None = None
-            try:
-                found, numbers = validation.as_update(keys, priorities, shard.device, as_array=False)
-            except Exception as error:
-                own = error
+        rows = torch.zeros((0, 2), dtype=torch.int64)
+
+        def addressed() -> Offer:
+            nonlocal rows
+            found, numbers = validation.as_update(keys, priorities, shard.device, as_array=False)
             found, numbers = found.to(shard.device), numbers.to(shard.device, torch.float64)
             owner = found % group.size
-            order = owner.sort(stable=True).indices
-            counts = torch.bincount(owner, minlength=group.size)
-            head = torch.stack([counts, torch.full_like(counts, own is not None)], dim=1)
-            ones = [1] * group.size
-            heads = torch.stack([head, group.all_to_all(head, ones, ones)]).tolist()
-            failed = [f"{name} was given invalid arguments there" if each[1] else None for each in heads[1]]
-            group.agree(failed, own, name)
-            rows = torch.stack([found, numbers.view(torch.int64)], dim=1)[order]
-            mine = group.all_to_all(rows, [each[0] for each in heads[0]], [each[0] for each in heads[1]])
+            rows = torch.stack([found, numbers.view(torch.int64)], dim=1)[owner.sort(stable=True).indices]
+            return {}, torch.bincount(owner, minlength=group.size)
+
+        with group.call(name):
+            self._settle()
+            counts = group.agree(name, addressed)[:, : group.size].tolist()
+            mine = group.all_to_all(rows, counts[group.rank], [row[group.rank] for row in counts])
             local = torch.div(mine[:, 0], group.size, rounding_mode="floor")
             shard.update_priorities(local, mine[:, 1].contiguous().view(torch.float64))
             if self._plan.prioritized and self._plan.initial == "running":
@@ -287,9 +320,9 @@ class ShardedReplayBuffer(LocalContents):
 
     def clear(self) -> None:
         """Forget all transitions of all ranks; keys go on counting. Collective."""
-        with self._call("clear"):
+        with self._group.call("clear"):
             self._settle()
-            self._group.all_reduce(self._shard.size()).wait(on_host=True)
+            self._group.agree("clear", lambda: ({}, None))
             self._known = 0
             self._shard.clear()
 
@@ -299,11 +332,14 @@ class ShardedReplayBuffer(LocalContents):
         Ages count in the order of keys, over what is stored. Entropy and effective sample size are those of the
         distribution that weights refer to, in which a transition has its share of all masses.
         """
-        with self._call("stats"):
-            self._settle()
+
+        def numbers() -> Offer:
             with self._shard._alone():
-                row = numbers_of(self._shard.stats(), int(self._shard.total()))
-            return combined(self._group.table(row.to(self.device)).wait(on_host=True).cpu().numpy())
+                return {}, numbers_of(self._shard.stats(), int(self._shard.total())).to(self.device)
+
+        with self._group.call("stats"):
+            self._settle()
+            return combined(self._group.agree("stats", numbers))
 
     # state
 
@@ -316,12 +352,12 @@ class ShardedReplayBuffer(LocalContents):
 
         Raises as `ReplayBuffer.save`, on all ranks if one fails.
         """
-        with self._call("save"):
+        with self._group.call("save"):
             self._settle()
             with self._shard._alone():
                 saving.save(self._group, self._shard, path, self._config(self.capacity), self._seed)
 
-    @classmethod
+    @class_only
     def load(
         cls,
         path: str | PathLike[str],
@@ -346,13 +382,22 @@ class ShardedReplayBuffer(LocalContents):
 
         Raises CheckpointError that says what is damaged, on all ranks if one fails.
         """
-        found = JointCheckpoint(path)
-        arguments = saving.load_arguments(found)
-        if mode is not None:
-            arguments["mode"] = mode
-        arguments |= {"storage_device": storage_device, "storage_path": storage_path}
+        ranks = Group(group, device, timeout)
+        arguments: dict[str, Any] = {"storage_device": storage_device, "storage_path": storage_path}
+        found: JointCheckpoint
+
+        def opened() -> Offer:
+            nonlocal found
+            found = JointCheckpoint(path)
+            arguments.update(saving.load_arguments(found))
+            if mode is not None:
+                arguments["mode"] = mode
+            return {"checkpoint": found.checkpoint.sha256}, None
+
+        with ranks.call("load"):
+            ranks.agree("load", opened)
         buffer = cls(**arguments, group=group, device=device, timeout=timeout)
-        with buffer._call("load"), buffer._shard._alone():
+        with buffer._group.call("load"), buffer._shard._alone():
             saving.fill(buffer._group, buffer._shard, found)
         return buffer
 
@@ -363,10 +408,54 @@ class ShardedReplayBuffer(LocalContents):
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ShardedReplayBuffer belongs to its process group and cannot be copied; save and load it.")
 
-    @contextmanager
-    def _call(self, name: str) -> Iterator[None]:
-        with self._group.call(name):
-            yield
+    # what this rank holds
+
+    def keys(self) -> Tensor:
+        """(local_size,) int64 on the device, the live keys of this rank's shard, oldest first; not collective."""
+        return self._global_keys(self._shard.keys())
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a key, an int, is live in this rank's shard; not collective."""
+        if isinstance(key, Tensor) and key.dim() == 0 and not key.dtype.is_floating_point:
+            key = key.item()
+        if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+            # a shard says what a key is
+            return key in self._shard
+        return int(key) % self.ranks == self.rank and int(key) // self.ranks in self._shard
+
+    def __getitem__(self, keys: Any) -> Batch:
+        """The transitions of these live keys of this rank's shard, in their order; not collective.
+
+        Raises KeyError naming the first key that is not live, or that another rank holds.
+        """
+        found = self._local_keys(keys)
+        return Batch({**dict(self._shard[found].items()), "key": self._global_keys(found)})
+
+    def priorities(self, keys: Any) -> Tensor:
+        """The priorities of these live keys of this rank's shard, (m,) float64; not collective.
+
+        As `ReplayBuffer.priorities`, and KeyError for keys that another rank holds.
+        """
+        return self._shard.priorities(self._local_keys(keys))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises TypeError."""
+        raise TypeError("a ShardedReplayBuffer is not iterable: `buffer[buffer.keys()]` is what this rank holds.")
+
+    def _global_keys(self, local: Tensor) -> Tensor:
+        return local * self.ranks + self.rank
+
+    def _local_keys(self, keys: Any) -> Tensor:
+        found = validation.as_keys(keys, self.device).to(self.device)
+        elsewhere = (found % self.ranks != self.rank).nonzero()
+        if elsewhere.numel():
+            key = int(found[elsewhere[0, 0]])
+            raise KeyError(f"key {key} is held by rank {key % self.ranks}; this is rank {self.rank} of {self.ranks}.")
+        return torch.div(found, self.ranks, rounding_mode="floor")
+
+
+def _checked(batch_size: object, beta: object) -> tuple[int, float | None]:
+    return validation.batch_size(batch_size), None if beta is None else validation.importance(beta)
 
 
 def _check_plan(plan: DrawPlan, sampler: Sampler, mode: str) -> None:

@@ -16,8 +16,13 @@ from torch import Tensor
 
 from gpu_replay.engines.draw_plan import DrawPlan
 from gpu_replay.ops.counters import HostWords, blocks_for
-from gpu_replay.ops.stratified_draw import importance_weights, stratified_targets
-from gpu_replay.ops.uniform_draw import PERMUTATION_WORDS, independent_ranks, permuted_ranks
+from gpu_replay.ops.draw import (
+    PERMUTATION_WORDS,
+    importance_weights,
+    independent_ranks,
+    permuted_ranks,
+    stratified_targets,
+)
 from gpu_replay.sharded.shard import Column, Shard
 
 # messages between ranks, in bytes: before the rows the smallest mass that a shard drew, after the fields of a row its

@@ -1,29 +1,48 @@
 """The ranks of one buffer: what they tell each other through `torch.distributed`, and what is raised when one fails.
 
+Every collective call begins with one all-gather, in which each rank says which call it makes, a digest of the arguments
+that must be equal, whether it failed, and the numbers that the call needs of all ranks. These messages are all of one
+size, so calls that differ meet in one and are refused on all ranks.
+
 A buffer over all ranks of the program has a process group of its own: its messages keep its timeout, and never stand
 between those of the program. One over some of the ranks uses the group that it was given.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from hashlib import blake2b
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpu_replay.checkpoint.config import difference
 from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import number
 
 Result = TypeVar("Result")
+# the arguments of a call that must be equal on all ranks, by name, and int64 numbers for the other ranks
+Offer = tuple[Mapping[str, Any], Tensor | None]
 
+MAKING = "making a ShardedReplayBuffer"
+# a call is told to the others by its place here
+CALLS = (MAKING, "load", "len", "sample", "update_priorities", "stats", "clear", "save")
+# a row of the table: the head, and numbers, for each rank one or so many
+_NUMBERS = 16
+# the head: the call, a bit that says whether the rank failed, and a digest of so many bits
+_DIGEST_BITS = 56
 # while some ranks read or write files the others wait in rounds of this share of the timeout, at most so many seconds
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
+# seconds between two looks at an operation of NCCL
+_LOOK = 2e-5
 _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
@@ -33,6 +52,10 @@ class Agreed(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class MessageFailed(RuntimeError):
+    """What torch.distributed raised while ranks exchanged something."""
 
 
 class Message:
@@ -47,9 +70,15 @@ class Message:
         on_host: the host will read it: on CUDA wait here, so that a failure is raised here too.
         """
         with self._group.messages():
-            if on_host or not self._tensor.is_cuda:
+            if not self._tensor.is_cuda:
                 self._work.wait(self._group.limit)
             else:
+                # NCCL's own wait takes no notice of a limit
+                deadline = time.monotonic() + self._group.timeout
+                while on_host and not self._work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("no answer came")
+                    time.sleep(_LOOK)
                 self._work.wait()
         return self._tensor
 
@@ -57,13 +86,11 @@ class Message:
 class Group:
     """The ranks that share a buffer, seen from one of them.
 
-    Making one is collective. Raises RuntimeError without `torch.distributed`, or when a rank does not take part within
-    the timeout; ValueError for a backend that does not fit the device, or on a rank outside of the group.
+    A wrong device or timeout is raised by the first `agree`, on all ranks. Raises RuntimeError without
+    `torch.distributed`, ValueError on a rank outside of the group.
     """
 
     def __init__(self, group: Any, device: torch.device | str | None, timeout: object) -> None:
-        self.timeout = number("timeout", timeout, above=True)
-        self.limit = timedelta(seconds=self.timeout)
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "a ShardedReplayBuffer needs torch.distributed: start the program with torchrun and call "
@@ -72,19 +99,34 @@ class Group:
         world = dist.group.WORLD if group is None else group
         if dist.get_rank(world) < 0:
             raise ValueError("this process is not a rank of the group; make the buffer on the ranks of it alone.")
-        ranks = dist.get_process_group_ranks(world)
-        self.rank, self.size = dist.get_rank(world), len(ranks)
+        self._ranks = dist.get_process_group_ranks(world)
+        self.rank, self.size = dist.get_rank(world), len(self._ranks)
         self.lock = threading.RLock()
         self._failed: str | None = None
-        self.device, backend = device_and_backend(str(dist.get_backend_config(world)), device)
+        config = str(dist.get_backend_config(world))
+        self._wrong: Exception | None = None
+        try:
+            self.timeout = number("timeout", timeout, above=True)
+            self.device, self._backend = device_and_backend(config, device)
+        except Exception as error:
+            self._wrong, self.timeout = error, 60.0
+            self.device, self._backend = device_and_backend(config, None)
+        self.limit = timedelta(seconds=self.timeout)
+        self._group, self._owned = world, False
+        # ranks with different devices can tell each other so
+        self._place = torch.device("cpu") if "gloo" in config else self.device
+        self._doubt: Tensor | None = None
+
+    def own(self) -> None:
+        """Make a process group for this buffer alone, if it is over all ranks of the program; collective."""
         # torch gives equal names to two groups that some ranks of the program make one after the other
-        self._owned = self.size == dist.get_world_size()
-        self._group = world
-        with self.call("making a ShardedReplayBuffer"), self.messages():
-            # a rank that is gone is noticed at once; new_group would wait for it
-            self.all_reduce(torch.zeros(1, device=self.device)).wait(on_host=True)
-            if self._owned:
-                self._group = dist.new_group(ranks, timeout=self.limit, backend=backend)
+        if self.size == dist.get_world_size():
+            # the watchdog of NCCL ends the process at its timeout; a call shall raise before
+            limit = self.limit * (2 if self._backend == "nccl" else 1)
+            with self.messages():
+                self._group = dist.new_group(self._ranks, timeout=limit, backend=self._backend)
+            self._owned = True
+        self._place = self.device
 
     def close(self) -> None:
         """Give up the process group; calls that need it raise RuntimeError from then on."""
@@ -94,7 +136,7 @@ class Group:
                 if self._owned:
                     dist.destroy_process_group(self._group)
 
-    # errors
+    # calls
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -116,7 +158,8 @@ class Group:
                     f"that did not make the same call: {error}"
                 ) from error.__cause__
             except BaseException as error:
-                self._failed = _OUT_OF_STEP.format(f"{name}: {type(error).__name__}")
+                # a call within this one may have said why
+                self._failed = self._failed or _OUT_OF_STEP.format(f"{name}: {type(error).__name__}")
                 raise
 
     @contextmanager
@@ -128,13 +171,67 @@ class Group:
             lines = str(error).strip().splitlines()
             raise MessageFailed(lines[0] if lines else type(error).__name__) from error
 
-    def agree(self, errors: Sequence[str | None], own: BaseException | None, name: str) -> None:
-        """Raise on every rank if one has an error: its own there, elsewhere RuntimeError that names the first one."""
-        if own is not None:
-            raise Agreed(own)
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise Agreed(RuntimeError(f"{name}: rank {rank} of {self.size} failed: {error}"))
+    def agree(self, name: str, prepare: Callable[[], Offer], *, late: bool = False, unread: bool = False) -> Tensor:
+        """The first message of a call: (R, 16 or R) int64, the numbers of all ranks.
+
+        prepare: this rank's part; it may change nothing that is not put back where Agreed is raised.
+        late:    other ranks may not look at the table before they go on: errors are told without their texts.
+        unread:  this rank does not look at the table on the host; the next call that does raises what was wrong.
+
+        Raises Agreed on all ranks: RuntimeError where they make different calls; what `prepare` raised, and on the
+        others RuntimeError that names the rank; ValueError where arguments differ.
+        """
+        text, numbers, error = "{}", None, None
+        try:
+            if self._wrong is not None:
+                raise self._wrong
+            if self._doubt is not None and not unread:
+                doubt, self._doubt = bool(self._doubt), None
+                if doubt:
+                    raise RuntimeError("a rank failed in an earlier sample, or made another call instead.")
+            alike, numbers = prepare()
+            text = json.dumps(alike)
+        except Exception as raised:
+            error = raised
+        unread = unread and error is None
+        digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST_BITS // 8).digest(), "little")
+        head = (2 * CALLS.index(name) + (error is not None) << _DIGEST_BITS) + digest
+        row = torch.zeros(row_length(self.size), dtype=torch.int64, device=self._place)
+        row[0] = head
+        if numbers is not None:
+            row[1 : 1 + numbers.numel()] = numbers
+        table = self.all_gather(row).wait(on_host=not unread)
+        heads = table[:, 0]
+        if unread:
+            other = (heads != head).any()
+            self._doubt = other if self._doubt is None else self._doubt | other
+        elif error is not None or heads.tolist() != [head] * self.size:
+            self._refuse(name, heads.tolist(), text, error, late)
+        return table[:, 1:]
+
+    def _refuse(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> NoReturn:
+        """Raise Agreed for the heads of all ranks, of which one is not as the others or says that its rank failed."""
+        for rank, head in enumerate(heads):
+            called = CALLS[head >> _DIGEST_BITS + 1]
+            if called != name:
+                raise Agreed(
+                    RuntimeError(
+                        f"{name}: rank {rank} of {self.size} called {called} instead, and neither was done. Every rank "
+                        "must make the same collective calls in the same order."
+                    )
+                )
+        said = "it says why" if error is None else f"{type(error).__name__}: {error}"
+        own = json.dumps([said, text])
+        told = [json.loads(each) for each in ([own] * self.size if late else self.tell(own))]
+        if error is not None:
+            raise Agreed(error)
+        failed = [bool(head >> _DIGEST_BITS & 1) for head in heads]
+        wrong = next(rank for rank, head in enumerate(heads) if failed[rank] or head != heads[0])
+        if failed[wrong]:
+            raise Agreed(RuntimeError(f"{name}: rank {wrong} of {self.size} failed: {told[wrong][0]}"))
+        unlike = difference(json.loads(told[0][1]), json.loads(told[wrong][1])) or "those here are others than there"
+        unlike = unlike.replace(" here", " on rank 0").replace(" there", f" on rank {wrong}")
+        raise Agreed(ValueError(f"{name} needs the same arguments on every rank; {unlike}."))
 
     # messages
 
@@ -144,11 +241,11 @@ class Group:
         with self.messages():
             return Message(self, dist.all_reduce(tensor, kind, group=self._group, async_op=True), tensor)
 
-    def table(self, row: Tensor) -> Message:
-        """Begin to make (R, K) of the (K,) row of each rank, by one all-reduce in which the other rows are 0."""
-        table = torch.zeros((self.size, *row.shape), dtype=row.dtype, device=row.device)
-        table[self.rank] = row
-        return self.all_reduce(table)
+    def all_gather(self, row: Tensor) -> Message:
+        """Begin to make the (R, K) table of the (K,) rows of all ranks."""
+        table = torch.empty((self.size, *row.shape), dtype=row.dtype, device=row.device)
+        with self.messages():
+            return Message(self, dist.all_gather(list(table), row, group=self._group, async_op=True), table)
 
     def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows along the first dimension: so many to each rank, in order, and so many from each."""
@@ -158,13 +255,12 @@ class Group:
         return Message(self, work, out).wait(on_host=True)
 
     def tell(self, text: str) -> list[str]:
-        """The texts of all ranks, in the order of ranks: two all-reduces."""
-        data = text.encode()
-        lengths = self.table(torch.tensor([len(data)], device=self.device)).wait(on_host=True).view(-1).tolist()
-        row = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        row[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
-        table = self.table(row.to(self.device)).wait(on_host=True).cpu()
-        return [bytes(each[:length].numpy()).decode() for each, length in zip(table, lengths, strict=True)]
+        """The texts of all ranks, in the order of ranks."""
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor([len(data)], device=self._place)).wait(on_host=True).view(-1).tolist()
+        row = torch.nn.functional.pad(data, (0, max(lengths) - len(data))).to(self._place)
+        table = self.all_gather(row).wait(on_host=True).cpu()
+        return [bytes(row[:length].numpy()).decode().strip() for row, length in zip(table, lengths, strict=True)]
 
     def together(self, work: Callable[[], Result], name: str) -> Result:
         """Work of unknown length on every rank, such as files: it ends when all have done it.
@@ -172,26 +268,26 @@ class Group:
         Meanwhile the ranks answer each other in rounds, so that one that dies is noticed within the timeout, and a slow
         one is waited for. If the work of one raises, all raise.
         """
-        own: BaseException | None = None
-        with ThreadPoolExecutor(1) as pool:
+        # the device is that of a thread
+        enter = (lambda: torch.cuda.set_device(self.device)) if self.device.type == "cuda" else None
+        pause, done = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0
+        with ThreadPoolExecutor(1, initializer=enter) as pool:
             future = pool.submit(work)
-            pause = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE)
-            while True:
-                finished = bool(wait([future], 0.0 if future.done() else pause).done)
-                if finished:
-                    own = future.exception()
-                counts = self.table(torch.tensor([finished, own is not None], device=self.device)).wait(on_host=True)
-                done, failed = counts.cpu().sum(0).tolist()
-                if done == self.size:
-                    break
-        if failed:
-            told = self.tell("" if own is None else f"{type(own).__name__}: {own}")
-            self.agree([each or None for each in told], own, name)
+            while done < self.size:
+                finished = len(wait([future], 0.0 if future.done() else pause).done)
+                done = int(self.all_reduce(torch.tensor(finished, device=self.device)).wait(on_host=True))
+
+        def ended() -> Offer:
+            future.result()
+            return {}, None
+
+        self.agree(name, ended)
         return future.result()
 
 
-class MessageFailed(RuntimeError):
-    """What torch.distributed raised while ranks exchanged something."""
+def row_length(ranks: int) -> int:
+    """int64 in the row of a rank."""
+    return 1 + max(_NUMBERS, ranks)
 
 
 def device_and_backend(config: str, device: torch.device | str | None) -> tuple[torch.device, str]:

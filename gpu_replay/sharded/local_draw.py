@@ -30,12 +30,13 @@ def levels_of(table: Tensor) -> Tensor:
     return table[:, Column.LEVEL].contiguous().view(torch.float64)
 
 
-def weighed(tensors: dict[str, Tensor], drawn: ShardDraw, levels: Tensor) -> dict[str, Tensor]:
+def weighed(drawn: ShardDraw, levels: Tensor) -> dict[str, Tensor]:
     """The rows of one rank with weights and probabilities of the whole.
 
     levels: (R,) float64 of all ranks.
     """
     factor = (drawn.level - levels.max()).exp2()
     for name, change in (("weight", factor), ("probability", 1.0 / levels.numel())):
-        tensors[name][: drawn.chance] = (tensors[name][: drawn.chance].to(torch.float64) * change).to(torch.float32)
-    return tensors
+        rows = drawn.tensors[name][: drawn.chance]
+        rows.copy_(rows.to(torch.float64) * change)
+    return drawn.tensors

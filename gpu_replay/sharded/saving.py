@@ -6,96 +6,81 @@ import json
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-from gpu_replay.checkpoint.config import field_from, sampler_from
+from gpu_replay.base.state import arguments_of
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
-from gpu_replay.checkpoint.joint import JoinedSaved, JointCheckpoint, Place, name_of
+from gpu_replay.checkpoint.joint import JoinedSaved, JointCheckpoint, Share, name_of
 from gpu_replay.checkpoint.manifest import described, shards_from, write_manifest
 from gpu_replay.checkpoint.shards import check_length, plan_shards, settle
-from gpu_replay.checkpoint.state import VERSION, BufferState
+from gpu_replay.checkpoint.state import VERSION
 from gpu_replay.errors import CheckpointError
-from gpu_replay.sharded.group import Agreed, Group
+from gpu_replay.sharded.group import Group, Offer
 from gpu_replay.sharded.shard import Shard
 
 
 def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str, Any], seed: int) -> None:
     """Write the checkpoint of all ranks: rank 0 makes room, each writes its files, rank 0 writes the manifest."""
-    name, own = "save", None
-    state = shard._buffer_state()
+    name, state = "save", shard._buffer_state()
     with ExitStack() as stack:
-        folder, counters = "", state.lasting()
-        if group.rank == 0:
-            try:
+        folder = ""
+
+        def room() -> Offer:
+            nonlocal folder
+            if group.rank == 0:
                 folder = str(stack.enter_context(writing(path))[0])
-            except Exception as error:
-                own = error
-        told = [json.loads(each) for each in group.tell(json.dumps([folder, _said(own)]))]
-        group.agree([error for _, error in told], own, name)
-        place = Path(told[0][0])
-        views = {name_of(group.rank, each): view for each, view in state.views(counters["ADDED"]).items()}
-        plan = plan_shards(views, SHARD_BYTES)
-        settle(views.values())
-        written = group.together(lambda: write_shards(place, plan, views), name)
-        answers = [json.loads(each) for each in group.tell(json.dumps([counters, described(written)]))]
-        if group.rank == 0:
-            try:
+            return {"path": str(Path(path))}, None
+
+        group.agree(name, room)
+        place, counters = Path(group.tell(folder)[0]), state.lasting()
+
+        def write() -> str:
+            views = {name_of(group.rank, each): view for each, view in state.views(counters["ADDED"]).items()}
+            plan = plan_shards(views, SHARD_BYTES)
+            settle(views.values())
+            return json.dumps([counters, described(write_shards(place, plan, views))])
+
+        answers = [json.loads(each) for each in group.tell(group.together(write, name))]
+
+        def finish() -> Offer:
+            if group.rank == 0:
                 shards = [shard for _, each in answers for shard in shards_from(each)]
-                for each in shards:
-                    _require_visible(place, each)
+                try:
+                    for each in shards:
+                        check_length(place, each)
+                except CheckpointError as error:
+                    raise CheckpointError(f"all ranks need the same file system; rank 0 does not see {error}") from None
                 manifest = {"version": VERSION, "settings": config, "seed": seed, "counters": [c for c, _ in answers]}
                 write_manifest(place, manifest, shards)
                 stack.close()
-            except Exception as error:
-                own = error
-        group.agree([each or None for each in group.tell(_said(own) or "")], own, name)
+            return {}, None
 
-
-def _said(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _require_visible(folder: Path, shard: Any) -> None:
-    try:
-        check_length(folder, shard)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"rank 0 does not see what another rank wrote to {folder}; all need the same file system: {error}"
-        ) from None
+        group.agree(name, finish)
 
 
 def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
     """What to make a ShardedReplayBuffer with that is to hold this checkpoint; CheckpointError for no such settings."""
     try:
-        fields = {name: field_from(each) for name, each in found.config["fields"].items()}
-        mode = cast(Literal["local", "global"], found.config.get("mode", "local"))
-        sampler = sampler_from(found.config["sampler"])
+        arguments = arguments_of({"mode": "local", **found.config})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{found.path}: its settings are not those of a buffer: {error}") from error
-    return {"capacity": found.capacity, "fields": fields, "sampler": sampler, "mode": mode, "seed": found.seed}
+    arguments.pop("ranks", None)
+    return {**arguments, "capacity": found.capacity, "seed": found.seed}
 
 
 def fill(group: Group, shard: Shard, found: JointCheckpoint) -> None:
     """Give each rank its part of a checkpoint: what it saved itself, or rows dealt by their numbers."""
-    name = "load"
-    if len(set(group.tell(found.checkpoint.sha256))) > 1:
-        raise Agreed(CheckpointError(f"{found.path} is not the same checkpoint on every rank. Load it again."))
-    state = shard._buffer_state()
-    if found.ranks == group.size:
-        group.together(lambda: _fill_own(state, found, group.rank, shard.seed), name)
-    else:
-        joined = JoinedSaved(found)
-        joined.seed = shard.seed
-        place = Place(group.size, group.rank, shard.capacity)
-        group.together(lambda: joined.fill_as(state, place), name)
+    state, joined = shard._buffer_state(), JoinedSaved(found)
+    joined.seed = shard.seed
 
+    def work() -> None:
+        if found.ranks != group.size:
+            return joined.fill_as(state, Share(group.size, group.rank, shard.capacity))
+        counters = found.saved[group.rank]
+        views = state.views(counters["ADDED"])
+        found.checkpoint.fill({found.tensor_name(group.rank, name): view for name, view in views.items()})
+        with joined.refusing(joined.NO_STATE):
+            state.check(counters, views)
+        state.finish(counters, shard.seed)
 
-def _fill_own(state: BufferState, found: JointCheckpoint, rank: int, seed: int) -> None:
-    counters = found.saved[rank]
-    views = state.views(counters["ADDED"])
-    found.checkpoint.fill({found.tensor_name(rank, each): view for each, view in views.items()})
-    try:
-        state.check(counters, views)
-    except ValueError as error:
-        raise CheckpointError(f"{found.path}: what it holds is no state of a buffer: {error}") from error
-    state.finish(counters, seed)
+    group.together(work, "load")

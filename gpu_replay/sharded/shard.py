@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,41 +10,36 @@ import torch
 from torch import Tensor
 
 from gpu_replay.buffer import ReplayBuffer
-from gpu_replay.engines.host_sampler import HostDraw
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.draw import lowest_mass, slots_at
 from gpu_replay.ops.ring import converted
-from gpu_replay.ops.target_draw import lowest_mass, slots_at
-from gpu_replay.samplers import Sampler
-from gpu_replay.schedule import LinearSchedule
+from gpu_replay.samplers import LinearSchedule
 
 
 class Column:
-    """Places in the row of int64 that each rank adds to the table of a `sample`."""
+    """Places in the numbers that each rank gives to the others when a `sample` begins."""
 
-    FAILED = 0  # 1 where the rank cannot draw
-    BATCH = 1  # rows that it was asked for
-    ADDED = 2  # transitions ever added to its shard
-    SIZE = 3  # stored ones
-    TOTAL = 4  # mass of all of them
-    LEVEL = 5  # the bits of the float64 log2(g) of `local_draw`; of no use in global mode
-    LARGEST = 6  # largest mass ever given
-    RANDOM = 7  # Philox blocks used
-    STEP = 8  # samples drawn
-    COUNT = 9
+    ADDED = 0  # transitions ever added to its shard
+    SIZE = 1  # stored ones
+    TOTAL = 2  # mass of all of them
+    LEVEL = 3  # the bits of the float64 log2(g) of `local_draw`; of no use in global mode
+    LARGEST = 4  # largest mass ever given
+    RANDOM = 5  # Philox blocks used
+    STEP = 6  # samples drawn
 
 
 class ShardDraw(NamedTuple):
-    """Rows that were drawn and not gathered yet.
+    """Rows of one shard.
 
-    chance: how many of them, from the first on, were drawn by chance; the others are the newest.
-    level:  float64 without dimensions, the log2(g) of `local_draw`.
-    gather: gives the fields, key, probability and weight; the largest weight is 1.
+    tensors: fields, key, probability and weight of the shard alone; the largest weight is 1.
+    chance:  how many rows, from the first on, were drawn by chance; the others are the newest.
+    level:   float64 without dimensions, the log2(g) of `local_draw`.
     """
 
+    tensors: dict[str, Tensor]
     chance: int
     level: Tensor
-    gather: Callable[[], dict[str, Tensor]]
 
 
 class Shard(ReplayBuffer):
@@ -54,19 +48,9 @@ class Shard(ReplayBuffer):
     whole: slots of all shards together; masses have the limit of a buffer of so many, so that no sum overflows.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        fields: Mapping[str, Field],
-        *,
-        whole: int,
-        sampler: Sampler,
-        device: torch.device | str | None,
-        seed: int,
-        **storage: Any,
-    ) -> None:
-        self._whole = whole
-        super().__init__(capacity, fields, sampler=sampler, device=device, seed=seed, **storage)
+    def __init__(self, capacity: int, fields: Mapping[str, Field], *, whole: int, **settings: Any) -> None:
+        self._total_slots = whole
+        super().__init__(capacity, fields, **settings)
 
     # what the ranks are told
 
@@ -81,17 +65,15 @@ class Shard(ReplayBuffer):
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return self._state.masses.levels[-1].sum()
 
-    def row(self, batch: int, level: Tensor | None) -> Tensor:
-        """(Column.COUNT,) int64 of this moment; without a level this rank cannot draw."""
-        counts, nothing = self._counters, torch.zeros((), dtype=torch.int64, device=self._device)
+    def row(self, level: Tensor) -> Tensor:
+        """(7,) int64 of this moment, in the places of `Column`."""
+        counts = self._counters
         return torch.stack(
             [
-                nothing + (level is None),
-                nothing + batch,
                 counts[Counter.ADDED],
                 self.size(),
                 self.total(),
-                nothing if level is None else level.view(torch.int64),
+                level.view(torch.int64),
                 counts[Counter.MAX_MASS],
                 counts[Counter.RANDOM],
                 counts[Counter.STEP],
@@ -111,20 +93,16 @@ class Shard(ReplayBuffer):
 
     # a draw from this shard alone
 
-    def begin_draw(self, batch: int, beta: float | None) -> ShardDraw:
-        """Draw `batch` rows of this shard; there are enough."""
+    def draw(self, batch: int, beta: float | None) -> ShardDraw:
+        """Draw `batch` rows of this shard. Raises as `sample`."""
+        self._check_enough(batch)
         chance = batch - self._plan.newest_of(batch)
         step = self._counters[Counter.STEP].to(torch.float64)
-        engine: Any = self._engine
-        drawn = engine.draws.draw(batch, beta)
-        if isinstance(drawn, HostDraw):
-            slots, probability = torch.from_numpy(drawn.slots), torch.from_numpy(drawn.probability)
-        else:
-            slots, probability = drawn.slots, drawn.named["probability"]
-        lowest = self._lowest_drawn(slots[:chance], probability[:chance])
+        tensors = self._engine.sample(batch, beta)
+        lowest = self._lowest_drawn(tensors["key"][:chance], tensors["probability"][:chance])
         share = self.total() if self._plan.kind == "mass" else self.size()
         level = share.to(torch.float64).log2() - self._exponent(step, beta) * lowest.log2()
-        return ShardDraw(chance, level, partial(engine.gather, drawn))
+        return ShardDraw(tensors, chance, level)
 
     def _exponent(self, step: Tensor, beta: float | None) -> Tensor | float:
         if beta is not None:
@@ -134,14 +112,14 @@ class Shard(ReplayBuffer):
             return planned
         return planned.start + (planned.end - planned.start) * (step / planned.steps).clamp(max=1.0)
 
-    def _lowest_drawn(self, slots: Tensor, probability: Tensor) -> Tensor:
+    def _lowest_drawn(self, keys: Tensor, probability: Tensor) -> Tensor:
         """What the row of the largest weight weighs, float64: its mass, or by rank its chance times all rows."""
-        if not self._plan.prioritized or not slots.numel():
+        if not self._plan.prioritized or not keys.numel():
             return torch.ones((), dtype=torch.float64, device=self._device)
         if self._plan.kind == "rank":
             return probability.min().to(torch.float64) * self.size()
         tree = self._state.masses
-        lowest = lowest_mass(tree) if self._plan.lowest_of_all else tree.masses[slots].min()
+        lowest = lowest_mass(tree) if self._plan.lowest_of_all else tree.masses[keys % self._capacity].min()
         return lowest.to(torch.float64)
 
     # rows that were drawn for all ranks together

@@ -16,18 +16,19 @@ _COUNTS = ("size", "added", "eligible", "stale_updates", "rejected_priorities", 
 
 
 def numbers_of(stats: Stats, total: int) -> Tensor:
-    """Of one shard as float64: its statistics, and the total of its masses."""
+    """Of one shard, the bits of float64: its statistics, and the total of its masses."""
     numbers = [float(getattr(stats, name)) for name in _NAMES]
-    return torch.tensor([*numbers, float(total)], dtype=torch.float64)
+    return torch.tensor([*numbers, float(total)], dtype=torch.float64).view(torch.int64)
 
 
-def combined(table: np.ndarray) -> Stats:
-    """Of all shards: (R, n) of `numbers_of`.
+def combined(table: Tensor) -> Stats:
+    """Of all shards: (R, 16) int64 of `numbers_of`.
 
     The distribution of the whole is a mixture of the shards', each with its share s of the masses (of the transitions,
     where there are none): its entropy is sum s (entropy - log s), and its effective size 1 / sum s ** 2 / size.
     """
-    columns = dict(zip([*_NAMES, "total"], table.T, strict=True))
+    numbers = table[:, : len(_NAMES) + 1].cpu().contiguous().view(torch.float64).numpy()
+    columns = dict(zip([*_NAMES, "total"], numbers.T, strict=True))
     found: dict[str, float] = {name: int(columns[name].sum()) for name in _COUNTS}
     size = int(found["size"])
     held = columns["size"] > 0

@@ -6,15 +6,19 @@ batches that it learned from. Every interval is a percentile bootstrap.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_replay.study.results import Floats
-from gpu_replay.study.run import RunId
+from gpu_replay.study.run import KEYS
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 LAST = 100
 RESAMPLES = 2000
@@ -33,7 +37,8 @@ PREDICTORS = {
     "td_max": "max TD error",
     "td_std": "std of TD errors",
 }
-AVERAGED = (PAIRS, "td_mean", "td_median", "td_max", "td_std", "q_mean", "q_max")
+AVERAGED = [PAIRS, "td_mean", "td_median", "td_max", "td_std", "q_mean", "q_max"]
+Floats = NDArray[np.float64]
 Pair = tuple[Floats, Floats]
 Indices = NDArray[np.int64]
 
@@ -79,24 +84,18 @@ class Correlation:
     between_p: float = float("nan")
 
 
-@dataclass(frozen=True)
-class Point:
-    """One run as the tables use it: the final return, and the mean of each column over its batches."""
+def summarize(episodes: DataFrame) -> DataFrame:
+    """A line for each run: its environment, method and seed, its outcome, and what might explain it.
 
-    environment: str
-    method: str
-    final: float
-    means: dict[str, float]
-
-
-def summarize(run: RunId, columns: dict[str, Floats]) -> Point:
-    """The mean return of the last 100 episodes (of all, where there are fewer) and means weighted by updates."""
-    updates = columns["updates"]
-    learned = updates > 0
-    means = dict.fromkeys(AVERAGED, float("nan"))
-    if learned.any():
-        means = {name: float(np.average(columns[name][learned], weights=updates[learned])) for name in AVERAGED}
-    return Point(run.environment, run.method, float(np.mean(columns["return"][-LAST:])), means)
+    final: the mean return of its last 100 episodes (of all, where there are fewer); the other columns, `AVERAGED`, are
+    means weighted by updates, NaN for a run without any.
+    """
+    keys = [episodes[name] for name in KEYS]
+    updates = episodes["updates"]
+    sums = episodes[AVERAGED].mul(updates, axis=0).groupby(keys, observed=True).sum()
+    finals = episodes["return"].groupby(keys, observed=True).apply(lambda returns: returns.tail(LAST).mean())
+    means = sums.div(updates.groupby(keys, observed=True).sum(), axis=0)
+    return means.assign(final=finals).reset_index()
 
 
 def mean_over_seeds(values: Sequence[float]) -> Estimate:
@@ -105,7 +104,7 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
     return _bootstrap([len(found)], lambda chosen: found[chosen].mean(axis=-1))
 
 
-def pooled_spearman(pairs: Sequence[Pair]) -> Floats:
+def pooled_spearman(pairs: Sequence[tuple[Floats, ...]]) -> Floats:
     """Correlation of ranks made within each group and then put together.
 
     pairs:   for each group x and y, (..., n) each; leading axes are shared, n may differ from group to group.
@@ -119,15 +118,15 @@ def pooled_spearman(pairs: Sequence[Pair]) -> Floats:
         return stats.pearsonr(x, y, axis=-1).statistic
 
 
-def method_share(points: Sequence[Point]) -> tuple[float, float]:
+def method_share(points: DataFrame) -> tuple[float, float]:
     """How much of the variance of the ranks of the final returns lies between the methods, and its p-value.
 
     returns: eta squared of the ranks (the statistic of Kruskal and Wallis over n - 1), and the share of random
              permutations with as much; NaN, NaN where the returns are constant, or for one method or one run in each.
     """
-    methods = np.array([point.method for point in points])
+    methods = points["method"].to_numpy()
     names = np.unique(methods)
-    ranks = _centred_ranks(np.array([point.final for point in points]))
+    ranks = _centred_ranks(points["final"].to_numpy())
     total = float((ranks * ranks).sum())
     if total == 0 or not 1 < len(names) < len(points):
         return float("nan"), float("nan")
@@ -139,7 +138,7 @@ def method_share(points: Sequence[Point]) -> tuple[float, float]:
     return float(shares[0]), float((shares >= shares[0] - 1e-12).mean())
 
 
-def correlations(points: Sequence[Point]) -> list[Correlation]:
+def correlations(points: DataFrame) -> list[Correlation]:
     """For every predictor: each environment, in the order of the points, then all together."""
     groups = _by("environment", points)
     found = []
@@ -152,15 +151,13 @@ def correlations(points: Sequence[Point]) -> list[Correlation]:
     return found
 
 
-def difference(points: Sequence[Point], first: str, second: str) -> Estimate:
+def difference(points: DataFrame, first: str, second: str) -> Estimate:
     """|correlation| of `first` with the final return minus that of `second`, on the same runs.
 
     Over all environments in which both are defined; NaN where there is none.
     """
     everywhere = _by("environment", points).values()
     groups = [group for group in everywhere if not (_undefined(group, first) or _undefined(group, second))]
-    if not groups:
-        return Estimate()
     sides = [[_pair(group, predictor) for group in groups] for predictor in (first, second)]
 
     def statistic(*chosen: Indices) -> Floats:
@@ -170,50 +167,45 @@ def difference(points: Sequence[Point], first: str, second: str) -> Estimate:
     return _bootstrap([len(group) for group in groups], statistic)
 
 
-def _correlation(place: str | None, predictor: str, groups: list[list[Point]], why_not: str) -> Correlation:
+def _correlation(place: str | None, predictor: str, groups: list[DataFrame], why_not: str) -> Correlation:
     runs = sum(map(len, groups))
     if why_not:
         return Correlation(place, predictor, runs, why_not)
-    plain = [[point for point in group if point.method != "hindsight"] for group in groups]
+    plain = [group[group["method"] != "hindsight"] for group in groups]
+    has_hindsight = sum(map(len, plain)) < runs
     plain = [group for group in plain if not _undefined(group, predictor)]
-    has_hindsight = any(point.method == "hindsight" for group in groups for point in group)
     without = _over_runs(plain, predictor) if has_hindsight and plain else None
     exact = _exact_p(groups[0], predictor) if len(groups) == 1 else float("nan")
     overall, between = _over_runs(groups, predictor), _over_methods(groups, predictor)
     return Correlation(place, predictor, runs, "", overall, without, between, exact)
 
 
-def _over_runs(groups: list[list[Point]], predictor: str) -> Estimate:
+def _over_runs(groups: list[DataFrame], predictor: str) -> Estimate:
     pairs = [_pair(group, predictor) for group in groups]
     return _bootstrap([len(group) for group in groups], lambda *chosen: pooled_spearman(_take(pairs, chosen)))
 
 
-def _over_methods(groups: list[list[Point]], predictor: str) -> Estimate:
+def _over_methods(groups: list[DataFrame], predictor: str) -> Estimate:
     """Over the means of the methods; an interval where every method has two seeds at least."""
-    tables = [
-        table for group in groups if len(table := [_pair(m, predictor) for m in _by("method", group).values()]) > 1
-    ]
-    if not tables:
-        return Estimate()
+    tables = [[_pair(group, predictor) for group in _by("method", each).values()] for each in groups]
+    tables = [table for table in tables if len(table) > 1]
 
     def statistic(*chosen: Indices) -> Floats:
         indices, means = iter(chosen), []
         for table in tables:
-            taken = [(x[rows], y[rows]) for (x, y), rows in zip(table, indices, strict=False)]
-            xs, ys = ([pair[side].mean(axis=-1) for pair in taken] for side in (0, 1))
-            means.append((np.stack(xs, axis=-1), np.stack(ys, axis=-1)))
+            taken = _take(table, list(itertools.islice(indices, len(table))))
+            means.append(tuple(np.stack([pair[side].mean(axis=-1) for pair in taken], axis=-1) for side in (0, 1)))
         return pooled_spearman(means)
 
     return _bootstrap([len(x) for table in tables for x, _ in table], statistic)
 
 
-def _exact_p(group: Sequence[Point], predictor: str) -> float:
+def _exact_p(group: DataFrame, predictor: str) -> float:
     """p-value of the correlation of the methods' means over all their orders; NaN for fewer than three methods."""
     from scipy import stats
 
-    pairs = [_pair(members, predictor) for members in _by("method", group).values()]
-    x, y = (np.array([pair[side].mean() for pair in pairs]) for side in (0, 1))
-    if len(pairs) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+    x, y = group.groupby("method", observed=True)[[predictor, "final"]].mean().to_numpy().T
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
 
     def statistic(x: Floats, axis: int) -> Floats:
@@ -228,7 +220,7 @@ def _bootstrap(sizes: Sequence[int], statistic: Callable[..., Floats]) -> Estima
     sizes:     rows of each group.
     statistic: (..., n) row indices of each group -> (...); NaN where it is undefined.
     """
-    value = float(statistic(*map(np.arange, sizes))) if min(sizes) else float("nan")
+    value = float(statistic(*map(np.arange, sizes))) if sizes else float("nan")
     if np.isnan(value) or min(sizes) < 2:
         return Estimate(value)
     random = np.random.default_rng(SEED)
@@ -251,21 +243,18 @@ def _take(pairs: Sequence[Pair], chosen: Sequence[Indices]) -> list[Pair]:
     return [(x[rows], y[rows]) for (x, y), rows in zip(pairs, chosen, strict=True)]
 
 
-def _pair(group: Sequence[Point], predictor: str) -> Pair:
-    return np.array([point.means[predictor] for point in group]), np.array([point.final for point in group])
+def _pair(group: DataFrame, predictor: str) -> Pair:
+    return group[predictor].to_numpy(), group["final"].to_numpy()
 
 
-def _by(name: str, points: Sequence[Point]) -> dict[str, list[Point]]:
-    """The points by their environment or method, in the order in which these come."""
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        groups.setdefault(getattr(point, name), []).append(point)
-    return groups
+def _by(name: str, points: DataFrame) -> dict[str, DataFrame]:
+    """The points of each environment or method, in the order of the tables."""
+    return {str(key): group for key, group in points.groupby(name, observed=True, sort=False)}
 
 
-def _undefined(group: Sequence[Point], predictor: str) -> str:
+def _undefined(group: DataFrame, predictor: str) -> str:
     """Why these runs have no correlation with the predictor, "" where they have one."""
-    if predictor == PAIRS and group and group[0].environment in TWO_COMPONENTS:
+    if predictor == PAIRS and group["environment"].isin(TWO_COMPONENTS).any():
         return "its states have two components, whose correlation is always 1 or -1"
     x, y = _pair(group, predictor)
     if len(group) < 3:

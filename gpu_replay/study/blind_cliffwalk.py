@@ -12,20 +12,20 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Batch, Field, Proportional, RankBased, ReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
 
 STEP_SIZE = 0.25
 INITIAL_SPREAD = 0.1
 CONVERGED = 1e-3
-# the running sum of squares rounds at each update; within this of the limit an exact sum decides
-SLACK = 1e-9
 # uniform draws do not depend on what is learned, so they are sampled in blocks
 BLOCK = 16384
 PRIORITIZED: dict[str, Sampler] = {"proportional": Proportional(), "rank": RankBased()}
@@ -36,6 +36,9 @@ FIELDS = {
     "terminated": Field((), torch.bool),
 }
 Memory = dict[str, NDArray[np.generic]]
+Step = tuple[Any, ...]
+# yields one transition after another, and is sent the TD error of each
+Choice = Generator[Step, float, None]
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,13 @@ class QTable:
         self._discount = 1 - 1 / states
         self._truth: list[list[float]] = true_values(states).tolist()
         self.values: list[list[float]] = random.normal(0.0, INITIAL_SPREAD, (states, 2)).tolist()
-        self._limit = CONVERGED * 2 * states
-        self._squares = self._exact_squares()
 
     @property
     def converged(self) -> bool:
         """Whether the mean squared error is below 1e-3."""
-        return self._squares < self._limit + SLACK and self._exact_squares() < self._limit
+        pairs = zip(self.values, self._truth, strict=True)
+        squares = ((q - true) ** 2 for row, truth in pairs for q, true in zip(row, truth, strict=True))
+        return math.fsum(squares) < CONVERGED * 2 * len(self.values)
 
     def td_error(self, state: int, action: int, reward: float, terminated: bool) -> float:
         """reward + discount * max Q(next state) - Q(state, action), without learning from it."""
@@ -108,11 +111,7 @@ class QTable:
     def update(self, state: int, action: int, reward: float, terminated: bool) -> float:
         """Learn from one transition and return the TD error it had before."""
         error = self.td_error(state, action, reward, terminated)
-        row, true = self.values[state], self._truth[state][action]
-        before = row[action] - true
-        row[action] += STEP_SIZE * error
-        after = row[action] - true
-        self._squares += after * after - before * before
+        self.values[state][action] += STEP_SIZE * error
         return error
 
     def gain(self, state: int, action: int, reward: float, terminated: bool) -> float:
@@ -120,10 +119,6 @@ class QTable:
         before = self.values[state][action] - self._truth[state][action]
         after = before + STEP_SIZE * self.td_error(state, action, reward, terminated)
         return before * before - after * after
-
-    def _exact_squares(self) -> float:
-        pairs = zip(self.values, self._truth, strict=True)
-        return math.fsum((q - t) ** 2 for row, true in pairs for q, t in zip(row, true, strict=True))
 
 
 def solve(agent: str, states: int, seed: int, most_updates: int) -> Outcome:
@@ -139,57 +134,49 @@ def solve(agent: str, states: int, seed: int, most_updates: int) -> Outcome:
     random = np.random.default_rng([states, seed])
     memory = fill_memory(states, random)
     table = QTable(states, random)
-    start = time.perf_counter()
-    updates = LEARNERS[agent](table, memory, agent, seed, most_updates)
-    seconds = time.perf_counter() - start
-    return Outcome(agent, states, len(memory["state"]), seed, updates, table.converged, seconds)
+    start, updates = time.perf_counter(), 0
+    choice = LEARNERS[agent](table, memory, agent, seed)
+    step = next(choice)
+    while updates < most_updates and not table.converged:
+        step = choice.send(table.update(*step))
+        updates += 1
+    return Outcome(agent, states, len(memory["state"]), seed, updates, table.converged, time.perf_counter() - start)
 
 
-def _oracle(table: QTable, memory: Memory, agent: str, seed: int, most: int) -> int:
+def _oracle(table: QTable, memory: Memory, agent: str, seed: int) -> Choice:
     # copies of a transition are the same update
-    distinct = sorted(set(zip(*(memory[name].tolist() for name in FIELDS), strict=True)))
-    for updates in range(most):
-        if table.converged:
-            return updates
-        table.update(*max(distinct, key=lambda step: table.gain(*step)))
-    return most
+    distinct = sorted(set(_steps(memory)))
+    while True:
+        yield max(distinct, key=lambda step: table.gain(*step))
 
 
-def _greedy(table: QTable, memory: Memory, agent: str, seed: int, most: int) -> int:
-    steps = list(zip(*(memory[name].tolist() for name in FIELDS), strict=True))
+def _greedy(table: QTable, memory: Memory, agent: str, seed: int) -> Choice:
+    steps = _steps(memory)
     queue = [(-math.inf, key) for key in range(len(steps))]
-    for updates in range(most):
-        if table.converged:
-            return updates
+    while True:
         key = queue[0][1]
-        heapq.heapreplace(queue, (-abs(table.update(*steps[key])), key))
-    return most
+        error = yield steps[key]
+        heapq.heapreplace(queue, (-abs(error), key))
 
 
-def _prioritized(table: QTable, memory: Memory, agent: str, seed: int, most: int) -> int:
+def _prioritized(table: QTable, memory: Memory, agent: str, seed: int) -> Choice:
     buffer = _buffer(memory, PRIORITIZED[agent], seed)
-    priority = np.empty(1)
-    for updates in range(most):
-        if table.converged:
-            return updates
+    while True:
         batch = buffer.sample(1, beta=0.0)
-        state, action, reward, terminated = (batch[name].item() for name in FIELDS)
-        priority[0] = abs(table.update(state, action, reward, terminated))
-        buffer.update_priorities(batch["key"], priority)
-    return most
+        error = yield tuple(batch[name].item() for name in FIELDS)
+        buffer.update_priorities(batch["key"], np.array([abs(error)]))
 
 
-def _uniform(table: QTable, memory: Memory, agent: str, seed: int, most: int) -> int:
+def _uniform(table: QTable, memory: Memory, agent: str, seed: int) -> Choice:
     buffer = _buffer(memory, Uniform(replacement=True), seed)
-    updates = 0
-    while updates < most:
-        batch = buffer.sample(min(BLOCK, most - updates))
-        for step in zip(*(batch[name].tolist() for name in FIELDS), strict=True):
-            if table.converged:
-                return updates
-            table.update(*step)
-            updates += 1
-    return updates
+    while True:
+        for step in _steps(buffer.sample(BLOCK)):  # noqa: UP028 (a list cannot be sent the errors)
+            yield step
+
+
+def _steps(columns: Memory | Batch) -> list[Step]:
+    """Transitions as the arguments of `QTable.update`."""
+    return list(zip(*(columns[name].tolist() for name in FIELDS), strict=True))
 
 
 def _buffer(memory: Memory, sampler: Sampler, seed: int) -> ReplayBuffer:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpu_replay.console.arguments import positive
-from gpu_replay.console.atomic_files import replace, write_text
+from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError, require
-from gpu_replay.console.markdown import table
+from gpu_replay.console.markdown import bullets, table
 from gpu_replay.console.versions import cpu_cores, cpu_model, versions
 from gpu_replay.study.blind_cliffwalk import LEARNERS, PRIORITIZED, Outcome, solve
-from gpu_replay.study.workers import WorkerFailed, run_all
+from gpu_replay.study.workers import run_all
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 DESCRIPTION = (
     "The Blind Cliffwalk of Schaul et al. 2016 (Figure 1 and section 3): updates that tabular Q-learning needs until "
@@ -29,31 +28,10 @@ DESCRIPTION = (
     "replay. Writes cliffwalk.csv, cliffwalk.png and cliffwalk.md."
 )
 FEWEST_STATES, MOST_STATES = 2, 20
-# expected seconds of a run for each transition in the memory
-_COST = {"oracle": 1e-6, "greedy": 5e-6, "proportional": 3.5e-4, "rank": 7e-4, "uniform": 2e-5}
-COLOURS = {"oracle": "#000000", "greedy": "#56B4E9"}
 PICTURE = "cliffwalk.png"
-INTRODUCTION = (
-    "A chain of n states with two actions each; the wrong one ends the episode with 0, the last right one with 1. The "
-    "memory holds every sequence of n actions, each until its end, in random order. Tabular Q-learning with discount "
-    "1 - 1/n and step size 1/4 takes one transition at a time until the mean squared error of its values is below "
-    "0.001. Schaul et al. 2016, *Prioritized Experience Replay* (section 3, appendix B.1), claim: the oracle needs the "
-    "fewest updates, prioritized replay more, uniform replay the most, and exponentially more than the oracle."
-)
-GROWTH = (
-    "Factor by which the median updates, and their ratio to the oracle's, grow with each state, fitted to all numbers "
-    "of states; exponential where that fits better than a power of n. The last columns are of the largest number of "
-    "states: updates as a share of those of uniform replay, and for each transition in the memory."
-)
-CONDITIONS = (
-    "The oracle knows the true values and takes the transition whose update lowers the error most.",
-    "Greedy takes the transition with the largest last TD error, those never taken first.",
-    f"Proportional and rank-based sample single transitions from ReplayBuffer: {PRIORITIZED['proportional']}; "
-    f"{PRIORITIZED['rank']}. New ones have the largest priority so far; importance weights are 1.",
-    "Initial values are normal with standard deviation 0.1. Agents of one seed share memory and initial values.",
-)
-# agent to number of states to the quartiles of the updates, (3,); runs that did not converge count as infinite
-Cells = dict[str, dict[int, NDArray[np.float64]]]
+TEMPLATE = Path(__file__).with_name("cliffwalk.md")
+NAMES = {agent: "rank-based" if agent == "rank" else agent for agent in LEARNERS}
+QUARTILES = (0.25, 0.5, 0.75)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,25 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run everything and write the files. Raises UserError for options that make no sense."""
-    require("matplotlib", "scipy", "tqdm", purpose="the study")
+    require("matplotlib", "pandas", "scipy", "tqdm", purpose="the study")
     if not FEWEST_STATES <= options.states_max <= MOST_STATES:
         raise UserError(f"--states-max must be {FEWEST_STATES} to {MOST_STATES}; found {options.states_max}.")
     folder: Path = options.output
     jobs = options.jobs or cpu_cores()
     start = time.perf_counter()
-    runs = itertools.product(LEARNERS, range(FEWEST_STATES, options.states_max + 1), range(options.seeds))
-    tasks = {f"{agent}-{n}-seed{seed}": (agent, n, seed, options.max_updates) for agent, n, seed in runs}
+    # the longest first
+    runs = itertools.product(range(options.states_max, FEWEST_STATES - 1, -1), LEARNERS, range(options.seeds))
+    tasks = {f"{agent}-{n}-seed{seed}": (agent, n, seed, options.max_updates) for n, agent, seed in runs}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # before the runs, which take long
         (folder / "cliffwalk.csv").touch()
     except OSError as error:
         raise UserError(f"--output {folder} cannot be written: {error.strerror or error}.") from None
-    try:
-        outcomes = [found for _, found in run_all(solve, tasks, jobs, lambda task: _COST[task[0]] * 2.0 ** task[1])]
-    except WorkerFailed as error:
-        print(f"gpu-replay study cliffwalk: {error}", file=sys.stderr)
-        return 1
+    outcomes = [found for _, found in run_all(solve, tasks, jobs)]
     facts = {
         "seeds": f"{options.seeds}, at most {options.max_updates:,} updates each",
         "time": f"{time.perf_counter() - start:,.0f} s, {jobs} at a time, on {cpu_model()}",
@@ -103,29 +78,38 @@ def write_cliffwalk(folder: Path, outcomes: Sequence[Outcome], facts: Mapping[st
 
     facts: what the report should say about the run, name to text.
     """
-    cells = summarize(outcomes)
-    ordered = sorted(outcomes, key=lambda each: (list(LEARNERS).index(each.agent), each.states, each.seed))
+    import pandas as pd
+
+    runs = pd.DataFrame(outcomes)
+    runs["agent"] = pd.Categorical(runs["agent"], LEARNERS)
+    runs = runs.sort_values(["agent", "states", "seed"])
+    rows = runs.assign(converged=runs["converged"].astype(int))
+    cells = summarize(runs)
     return [
-        replace(folder / "cliffwalk.csv", lambda path: _write_runs(path, ordered)),
+        write_text(folder / "cliffwalk.csv", rows.to_csv(index=False, float_format="%.3f", lineterminator="\n")),
         _draw(folder / PICTURE, cells),
         write_text(folder / "cliffwalk.md", _report(cells, facts)),
     ]
 
 
-def summarize(outcomes: Sequence[Outcome]) -> Cells:
-    """The quartiles, agents in the order of the tables and numbers of states ascending."""
-    cells: Cells = {agent: {} for agent in LEARNERS}
-    for agent in LEARNERS:
-        for states in sorted({each.states for each in outcomes}):
-            group = [each for each in outcomes if (each.agent, each.states) == (agent, states)]
-            updates = sorted(each.updates if each.converged else np.inf for each in group)
-            # unlike np.quantile, np.interp leaves no NaN between infinite values
-            positions = np.array((0.25, 0.5, 0.75)) * (len(group) - 1)
-            cells[agent][states] = np.interp(positions, range(len(group)), updates)
-    return cells
+def summarize(runs: DataFrame) -> DataFrame:
+    """The quartiles of the updates: a line for each number of states, columns (quartile, agent).
+
+    Runs that did not converge count as infinite.
+    """
+    import pandas as pd
+
+    updates = runs["updates"].where(runs["converged"], np.inf)
+
+    def quartile(group: Series, share: float) -> float:
+        # unlike np.quantile, np.interp leaves no NaN between infinite values
+        return float(np.interp(share * (len(group) - 1), range(len(group)), group.sort_values()))
+
+    groups = updates.groupby([runs["states"], runs["agent"]], observed=True)
+    return pd.concat({share: groups.agg(quartile, share).unstack() for share in QUARTILES}, axis=1)
 
 
-def growth(values: Mapping[int, float]) -> tuple[float, bool] | None:
+def growth(values: Series) -> tuple[float, bool] | None:
     """The factor per state of an exponential fitted to n -> value, and whether that describes the values.
 
     It does when it fits better than a power of n and the factor is at least 1.2. None for fewer than four values.
@@ -134,90 +118,79 @@ def growth(values: Mapping[int, float]) -> tuple[float, bool] | None:
 
     if len(values) < 4:
         return None
-    sizes, logs = np.array(list(values)), np.log(list(values.values()))
+    sizes, logs = values.index, np.log(values)
     exponential, power = stats.linregress(sizes, logs), stats.linregress(np.log(sizes), logs)
     factor = float(np.exp(exponential.slope))
     return factor, factor >= 1.2 and exponential.rvalue**2 > power.rvalue**2
 
 
-def _write_runs(path: Path, outcomes: Sequence[Outcome]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Outcome)], lineterminator="\n")
-        writer.writeheader()
-        for each in outcomes:
-            writer.writerow({**asdict(each), "converged": int(each.converged), "seconds": f"{each.seconds:.3f}"})
-
-
-def _draw(path: Path, cells: Cells) -> Path:
+def _draw(path: Path, cells: DataFrame) -> Path:
     from matplotlib import rc_context
 
-    from gpu_replay.study import plots
+    from gpu_replay.console.figures import GREY, PALETTE, panels, save
+    from gpu_replay.study.plots import COLOURS, SHADE, STYLE
 
-    with rc_context(plots.STYLE):
-        figure, grid = plots.panels(1, 1, 7.6, 5.0)
+    colours = {**COLOURS, "oracle": PALETTE[0], "greedy": PALETTE[-1]}
+    with rc_context(STYLE):
+        figure, grid = panels(1, 1, 7.6, 5.0)
     axes = grid[0, 0]
-    sizes = {n: _transitions(n) for n in cells["oracle"]}
+    memory = _transitions(cells.index)
     # from top to bottom as the lines end
-    for agent, row in reversed(cells.items()):
-        finite = [n for n in row if np.isfinite(row[n][1])]
-        lower, median, upper = np.array([row[n] for n in finite]).reshape(-1, 3).T
-        memory, colour = [sizes[n] for n in finite], {**plots.COLOURS, **COLOURS}[agent]
-        axes.plot(memory, median, marker="o", markersize=3.5, linewidth=1.8, color=colour, label=_name(agent))
-        # an infinite quartile reaches beyond the picture
-        high = np.minimum(upper, 10 * median)
-        axes.fill_between(memory, lower, high, color=colour, alpha=plots.BAND, linewidth=0)
-    ends = [min(sizes.values()), max(sizes.values())]
-    axes.plot(ends, ends, color=plots.GREY, linestyle=":", linewidth=1.2, label="one pass through the memory")
+    for agent in reversed(cells[0.5].columns):
+        lower, median, upper = (cells[share][agent] for share in QUARTILES)
+        # an infinite median ends the line, an infinite quartile reaches beyond the picture
+        shown = np.isfinite(median)
+        high = np.minimum(upper, 10 * median)[shown]
+        look: Any = {"color": colours[agent], "marker": "o", "markersize": 3.5, "linewidth": 1.8}
+        axes.plot(memory[shown], median[shown], label=NAMES[agent], **look)
+        axes.fill_between(memory[shown], lower[shown], high, color=colours[agent], **SHADE)
+    ends = [memory.min(), memory.max()]
+    axes.plot(ends, ends, color=GREY, linestyle=":", linewidth=1.2, label="one pass through the memory")
     axes.set(xscale="log", yscale="log", xlabel="transitions in the memory, $2^{n+1} - 2$")
     axes.set_ylabel("updates until the values are right")
     axes.set_title("Blind Cliffwalk: median over seeds, band between the quartiles", fontsize="medium", pad=12)
     above = axes.secondary_xaxis("top")
-    shown = list(sizes)[:: 1 if len(sizes) <= 10 else 2]
-    above.set_xticks([sizes[n] for n in shown], [str(n) for n in shown])
+    shown = cells.index[:: 1 if len(cells) <= 10 else 2]
+    above.set_xticks(_transitions(shown), map(str, shown))
     above.minorticks_off()
     above.set_xlabel("states n")
     figure.legend(loc="outside right center", frameon=False)
-    return plots.save(figure, path)
+    return save(figure, path)
 
 
-def _report(cells: Cells, facts: Mapping[str, str]) -> str:
-    rows = [[str(n), f"{_transitions(n):,}", *[_quartiles(row[n]) for row in cells.values()]] for n in cells["oracle"]]
-    header = ["agent", "updates", "updates over the oracle's", "of uniform", "per transition"]
-    parts = [
-        "# Blind Cliffwalk",
-        INTRODUCTION,
-        f"![updates until convergence]({PICTURE})",
-        "## Updates until convergence",
-        "Median over seeds, quartiles in brackets; a run that did not converge counts as ∞.",
-        table(["n", "transitions", *map(_name, cells)], rows),
-        "## Growth",
-        GROWTH,
-        table(header, [_growth(cells, agent) for agent in cells]),
-        "## Conditions",
-        "\n".join(f"- {line}" for line in [*CONDITIONS, *[f"{name}: {text}" for name, text in facts.items()]]),
+def _report(cells: DataFrame, facts: Mapping[str, str]) -> str:
+    medians, agents = cells[0.5], list(cells[0.5])
+    rows = [
+        [str(n), f"{_transitions(n):,}", *[_quartiles(cells.loc[n].xs(agent, level=1)) for agent in agents]]
+        for n in cells.index
     ]
-    return "\n\n".join(parts) + "\n"
+    header = ["agent", "updates", "updates over the oracle's", "of uniform", "per transition"]
+    # the numbers of states at which every agent has a finite median
+    known = medians[np.isfinite(medians).all(axis=1)]
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        **PRIORITIZED,
+        picture=PICTURE,
+        updates=table(["n", "transitions", *[NAMES[agent] for agent in agents]], rows),
+        growth=table(header, [[NAMES[agent], *_growth(known, agent)] for agent in agents]),
+        facts=bullets(f"{name}: {text}" for name, text in facts.items()),
+    )
 
 
-def _growth(cells: Cells, agent: str) -> list[str]:
-    """A row of the table of growth, over the numbers of states at which every agent has a finite median."""
-    known = [n for n in cells[agent] if all(np.isfinite(row[n][1]) for row in cells.values())]
-    medians = {n: cells[agent][n][1] for n in known}
-    laws = map(growth, (medians, {n: median / cells["oracle"][n][1] for n, median in medians.items()}))
+def _growth(medians: DataFrame, agent: str) -> list[str]:
+    """An agent's cells in the table of growth."""
+    own = medians[agent]
+    laws = map(growth, (own, own / medians["oracle"]))
     told = [f"× {law[0]:.2f}, {'' if law[1] else 'not '}exponential" if law else "–" for law in laws]
-    shares = [f"{medians[n] / cells['uniform'][n][1]:.1%}" for n in known]
-    passes = [f"{medians[n] / _transitions(n):.2f}" for n in known]
-    return [_name(agent), *told, *[column[-1] if known else "–" for column in (shares, passes)]]
+    if medians.empty:
+        return [*told, "–", "–"]
+    last = own.iloc[-1]
+    return [*told, f"{last / medians['uniform'].iloc[-1]:.1%}", f"{last / _transitions(medians.index[-1]):.2f}"]
 
 
-def _quartiles(cell: NDArray[np.float64]) -> str:
+def _quartiles(cell: Series) -> str:
     lower, median, upper = ("∞" if np.isinf(value) else f"{value:,.0f}" for value in cell)
     return f"{median} [{lower}, {upper}]"
 
 
-def _transitions(states: int) -> int:
+def _transitions(states: Any) -> Any:
     return 2 ** (states + 1) - 2
-
-
-def _name(agent: str) -> str:
-    return "rank-based" if agent == "rank" else agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from typing import Any
 from gpu_replay.console.arguments import positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, StopRequest
-from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, agents, described
-from gpu_replay.study.workers import WorkerFailed, run_all
+from gpu_replay.study.settings import ENVIRONMENTS, METHODS, agents, described
+from gpu_replay.study.workers import run_all
 
 SEEDS = 5
 QUICK_SEEDS, QUICK_EPISODES = 2, 20
@@ -27,13 +28,6 @@ with which all three environments can be solved.
 --output receives episodes.csv (a line per episode), settings.json, pictures and report.md. Each run is one process with
 one thread. Ctrl-C ends the study; the same command again continues with the runs that are not finished, and gives what
 it would have given. On a finished study it writes the pictures and the report again."""
-
-# expected cost, for the order of the runs and the time that is left. Steps of an episode, mean over a tutorial run
-_STEPS = {"CartPole-v1": 180, "Acrobot-v1": 380, "MountainCar-v0": 200}
-# microseconds of a step without its updates: mostly the environment's own
-_STEP_COST = {"CartPole-v1": 60, "Acrobot-v1": 130, "MountainCar-v0": 60}
-# microseconds of an update with a hidden layer of 128
-_UPDATE_COST = {"none": 400, "uniform": 500, "proportional": 500, "rank": 800, "combined": 550, "hindsight": 1_500}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make the study as the flags say; returns the exit code. Raises UserError for what cannot be done."""
-    require("gymnasium", "matplotlib", "scipy", "tqdm", purpose="gpu-replay study")
+    require("gymnasium", "matplotlib", "pandas", "scipy", "tqdm", purpose="gpu-replay study")
     from gpu_replay.console.versions import cpu_cores, cpu_model, versions
     from gpu_replay.study.report import write_report
     from gpu_replay.study.results import StudyFolder
@@ -73,20 +67,15 @@ def run(options: argparse.Namespace) -> int:
     folder = StudyFolder(options.output)
     before = folder.claim(settings)
     if not folder.complete:
-        runs = {
-            RunId(name, method, seed): chosen[name] for name in chosen for method in methods for seed in range(seeds)
-        }
+        runs = list(itertools.starmap(RunId, itertools.product(chosen, methods, range(seeds))))
         finished = folder.finished(runs)
         if finished:
             print(f"{len(finished)} of {len(runs)} runs are there already.")
-        tasks = {str(run): (run, agent) for run, agent in runs.items() if run not in finished}
+        tasks = {run: (run, chosen[run.environment]) for run in runs if run not in finished}
         try:
             with StopRequest() as stop:
-                for (done, _), episodes in run_all(make_run, tasks, jobs, _expected_seconds, stop):
+                for done, episodes in run_all(make_run, tasks, jobs, stop):
                     folder.keep(done, episodes)
-        except WorkerFailed as error:
-            print(f"gpu-replay study: {error} The same command continues with the other runs.", file=sys.stderr)
-            return 1
         finally:
             folder.note({**settings, "wall_seconds": round(before + time.perf_counter() - began, 1)})
         if (kept := len(folder.finished(runs))) < len(runs):
@@ -96,15 +85,6 @@ def run(options: argparse.Namespace) -> int:
         print(folder.join(runs))
     print(*write_report(folder.path), sep="\n")
     return 0
-
-
-def _expected_seconds(task: tuple[Any, AgentSettings]) -> float:
-    """About how long a run takes."""
-    run, agent = task
-    sizes = zip(agent.hidden, agent.hidden[1:], strict=False)
-    update = _UPDATE_COST[run.method] + sum(a * b for a, b in sizes) * agent.batch_size / 2_000
-    step = _STEP_COST[run.environment] + update * agent.updates / agent.train_every
-    return _STEPS[run.environment] * step * 1e-6 * agent.episodes
 
 
 def _chosen(flag: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:

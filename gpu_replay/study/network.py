@@ -144,23 +144,13 @@ class Adam:
         self._rate = learning_rate
         self._first = np.zeros_like(self._values)
         self._second = np.zeros_like(self._values)
-        self._work = np.zeros_like(self._values)
         self._steps = 0
 
     def step(self, gradient: Floats) -> None:
         """Update the parameters once."""
         self._steps += 1
-        first, second, work = self._first, self._second, self._work
-        np.subtract(gradient, first, out=work)
-        work *= 1 - 0.9
-        first += work
-        second *= 0.999
-        np.multiply(gradient, gradient, out=work)
-        work *= 1 - 0.999
-        second += work
-        np.sqrt(second, out=work)
-        work *= 1 / math.sqrt(1 - 0.999**self._steps)
-        work += 1e-8
-        np.divide(first, work, out=work)
-        work *= self._rate / (1 - 0.9**self._steps)
-        self._values -= work
+        self._first += (gradient - self._first) * (1 - 0.9)
+        self._second *= 0.999
+        self._second += np.square(gradient) * (1 - 0.999)
+        scale = np.sqrt(self._second) * (1 / math.sqrt(1 - 0.999**self._steps)) + 1e-8
+        self._values -= self._first / scale * (self._rate / (1 - 0.9**self._steps))

@@ -3,54 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpu_replay.console.atomic_files import write_text
-from gpu_replay.console.markdown import table
+from gpu_replay.console.markdown import NOTHING, bullets, number, table
 from gpu_replay.study import analysis
-from gpu_replay.study.analysis import PAIRS, PREDICTORS, Correlation, Estimate, Point
+from gpu_replay.study.analysis import PAIRS, PREDICTORS, Correlation, Estimate
 from gpu_replay.study.plots import CURVES, draw_all
-from gpu_replay.study.results import Study, read_study
+from gpu_replay.study.results import read_study
 from gpu_replay.study.settings import METHODS
 
-REPORT = "report.md"
-NOTHING = "–"
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 TD_COLUMNS = {"td_mean": "mean", "td_median": "median", "td_max": "max", "td_std": "std", "q_mean": "mean Q"}
 SMOKE_RUN = "**A smoke run** (`--quick`): it shows that everything works, and nothing about the methods."
-QUESTION = (
-    "Does the i.i.d. property of the batch (few correlated pairs of states) or the size of the TD errors explain the "
-    "differences between the replay methods? The first predicts a negative ρ between correlated pairs and final "
-    "returns, the second a positive ρ between TD errors and final returns."
-)
-READING = (
-    "Spearman's ρ over the runs of all environments in which it is defined, ranked within each, with 95% bootstrap "
-    "intervals. *Fits* and *contradicts* need an interval that excludes 0, with and without the runs of hindsight, "
-    "whose TD errors belong to another task. *Closer*: |ρ| of correlated pairs minus |ρ| of this quantity, same runs."
-)
-METHODS_DIFFER = (
-    "Whether the methods differ at all: mean returns of the best and the worst method, the share of the variance of "
-    "the ranks of the final returns that lies between the methods, and its p-value by permutation."
-)
-BATCHES = "Correlated pairs of states (|r| > 0.8) per batch: mean over all updates of a run, then over seeds."
-CORRELATIONS = (
-    "Spearman's ρ between the final return and the mean of each quantity over all batches of the run, with 95% "
-    f"percentile bootstrap intervals ({analysis.RESAMPLES:,} resamples, seed {analysis.SEED}). *Over runs* resamples "
-    "the runs of an environment; *over method means* has one point per method and resamples the seeds of each; *p* is "
-    "exact, over all orders of the methods. The pool leaves out environments where ρ is undefined."
-)
-LIMITS = (
-    "A state of MountainCar-v0 has two components. The Pearson correlation of two such vectors is 1, -1 or undefined, "
-    "so counting correlated pairs says nothing about batches and stays out of the pool.",
-    "With hindsight the network also sees a goal, and four of five transitions of a batch are relabeled. TD errors and "
-    "Q values are those of another task, so correlations are given without it as well.",
-    "A method that learns sees other states and larger or smaller errors: a correlation can come from performance to "
-    "the batch as well as the other way, or from a third cause.",
-    "About 1 in 20 intervals misses 0 by chance alone, and bootstrap intervals from a few seeds are too narrow.",
-)
+TEMPLATE = Path(__file__).with_name("report.md")
 
 
 def write_report(folder: Path) -> list[Path]:
@@ -58,48 +31,28 @@ def write_report(folder: Path) -> list[Path]:
 
     Raises UserError for files that are missing or damaged.
     """
-    study = read_study(folder)
-    points = [analysis.summarize(run, columns) for run, columns in study.runs.items()]
+    settings, episodes = read_study(folder)
+    points = analysis.summarize(episodes)
     found = analysis.correlations(points)
-    pictures = draw_all(folder, study, points, found)
-    parts = [
-        "# Replay methods compared",
-        SMOKE_RUN if study.settings["quick"] else "",
-        _header(study),
-        "## The answer",
-        QUESTION,
-        READING,
-        _answer(points, found),
-        METHODS_DIFFER,
-        _differences(study, points),
-        "## Final performance",
-        f"Mean return of the last {analysis.LAST} episodes of a run, mean over seeds with its 95% interval.",
-        _by_method(study, points, lambda point: point.final),
-        "## The batches",
-        BATCHES,
-        _by_method(study, points, lambda point: point.means[PAIRS]),
-        "|TD error| within a batch and the mean Q value: means over all updates of a run, then over seeds.",
-        _td_errors(study, points),
-        "## What goes with performance",
-        CORRELATIONS,
-        _correlations(found),
-        _bullets(f"{each.place}, {PREDICTORS[each.predictor]}: {each.why_not}." for each in found if each.why_not),
-        "## Limits",
-        _bullets(LIMITS),
-        "## Settings",
-        *_settings(study.settings),
-        "## Pictures",
-        f"Curves: {CURVES}.",
-        *[f"![{path.stem}]({path.name})" for path in pictures],
-    ]
-    return [*pictures, write_text(folder / REPORT, "\n\n".join(filter(None, parts)) + "\n")]
-
-
-def number(value: float) -> str:
-    """Three significant digits, a dash for NaN."""
-    if np.isnan(value):
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+    pictures = draw_all(folder, episodes, points, found)
+    undefined = [f"{each.place}, {PREDICTORS[each.predictor]}: {each.why_not}." for each in found if each.why_not]
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        **_settings(settings),
+        last=analysis.LAST,
+        resamples=analysis.RESAMPLES,
+        seed=analysis.SEED,
+        answer=_answer(points, found),
+        differences=_differences(points),
+        finals=_by_method(points, "final"),
+        pairs=_by_method(points, PAIRS),
+        td_errors=_td_errors(points),
+        correlations=_correlations(found),
+        undefined=bullets(undefined),
+        curves=CURVES,
+        pictures="\n\n".join(f"![{path.stem}]({path.name})" for path in pictures),
+    )
+    # what has nothing to say leaves no gap
+    return [*pictures, write_text(folder / TEMPLATE.name, re.sub(r"\n{3,}", "\n\n", text))]
 
 
 def interval(found: Estimate | None, digits: int | None = None) -> str:
@@ -129,17 +82,7 @@ def verdict(found: Correlation) -> str:
     return "fits" if sign == (-1 if found.predictor == PAIRS else 1) else "contradicts"
 
 
-def _header(study: Study) -> str:
-    found = study.settings
-    kind = "tuned for each environment (`--tuned`)" if found["tuned"] else "those of the tutorial, the default"
-    return (
-        f"{len(study.methods)} methods, {len(study.environments)} environments, {len(found['seeds'])} seeds, "
-        f"{len(study.runs)} runs. Settings: {kind}. It took {found['wall_seconds'] / 60:.0f} minutes on {found['cpu']} "
-        f"(`--jobs {found['jobs']}`)."
-    )
-
-
-def _answer(points: Sequence[Point], found: Sequence[Correlation]) -> str:
+def _answer(points: DataFrame, found: Sequence[Correlation]) -> str:
     rows = []
     # with one environment there is no pool
     for each in [each for each in found if each.place is None] or found:
@@ -152,38 +95,26 @@ def _answer(points: Sequence[Point], found: Sequence[Correlation]) -> str:
     return table(header, rows)
 
 
-def _differences(study: Study, points: Sequence[Point]) -> str:
+def _differences(points: DataFrame) -> str:
     rows = []
-    for environment in study.environments:
-        share, p = analysis.method_share([point for point in points if point.environment == environment])
-        finals = {METHODS[name].name: _group(points, environment, name) for name in study.methods}
-        means = {name: float(np.mean([point.final for point in group])) for name, group in finals.items()}
-        order = sorted(means, key=lambda name: -means[name])
-        best, worst = (f"{number(means[name])} ({name})" for name in (order[0], order[-1]))
+    for environment, group in points.groupby("environment", observed=True):
+        share, p = analysis.method_share(group)
+        finals = group.groupby("method", observed=True)["final"].mean().sort_values(ascending=False, kind="stable")
+        best, worst = (f"{number(finals.iloc[at])} ({METHODS[finals.index[at]].name})" for at in (0, -1))
         rows.append([environment, best, worst, NOTHING if np.isnan(share) else f"{share:.0%}", p_value(p)])
     return table(["environment", "best", "worst", "share", "p"], rows)
 
 
-def _by_method(study: Study, points: Sequence[Point], value: Callable[[Point], float]) -> str:
+def _by_method(points: DataFrame, column: str) -> str:
     """Mean over seeds with its interval: a row for each method, a column for each environment."""
-
-    def cell(environment: str, method: str) -> str:
-        return interval(analysis.mean_over_seeds([value(point) for point in _group(points, environment, method)]))
-
-    rows = [[METHODS[name].name, *[cell(place, name) for place in study.environments]] for name in study.methods]
-    return table(["method", *study.environments], rows)
+    means = points.groupby(["method", "environment"], observed=True)[column].agg(analysis.mean_over_seeds).unstack()
+    rows = [[METHODS[method].name, *map(interval, row)] for method, row in zip(means.index, means.values, strict=True)]
+    return table(["method", *means.columns], rows)
 
 
-def _group(points: Sequence[Point], environment: str, method: str) -> list[Point]:
-    return [point for point in points if (point.environment, point.method) == (environment, method)]
-
-
-def _td_errors(study: Study, points: Sequence[Point]) -> str:
-    rows = []
-    for environment, method in ((place, name) for place in study.environments for name in study.methods):
-        group = _group(points, environment, method)
-        means = [number(float(np.mean([point.means[name] for point in group]))) for name in TD_COLUMNS]
-        rows.append([environment, METHODS[method].name, *means])
+def _td_errors(points: DataFrame) -> str:
+    means = points.groupby(["environment", "method"], observed=True)[list(TD_COLUMNS)].mean()
+    rows = [[place, METHODS[method].name, *map(number, row)] for (place, method), *row in means.itertuples()]
     return table(["environment", "method", *TD_COLUMNS.values()], rows)
 
 
@@ -196,23 +127,26 @@ def _correlations(found: Sequence[Correlation]) -> str:
     return table(["environment", "final return with", "over runs", "without hindsight", "over method means", "p"], rows)
 
 
-def _settings(found: dict[str, Any]) -> list[str]:
-    environments, versions = found["environments"], found["versions"].items()
-    names = list(next(iter(environments.values())))
+def _settings(found: dict[str, Any]) -> dict[str, str]:
+    """What the settings put into the template."""
+    environments, methods, seeds = found["environments"], found["methods"], found["seeds"]
+    kind = "tuned for each environment (`--tuned`)" if found["tuned"] else "those of the tutorial, the default"
+    header = (
+        f"{len(methods)} methods, {len(environments)} environments, {len(seeds)} seeds, "
+        f"{len(methods) * len(environments) * len(seeds)} runs. Settings: {kind}. It took "
+        f"{found['wall_seconds'] / 60:.0f} minutes on {found['cpu']} (`--jobs {found['jobs']}`)."
+    )
+    names = next(iter(environments.values()))
     rows = [[name, *[_value(agent[name]) for agent in environments.values()]] for name in names]
-    methods = [
-        "; ".join(f"{key} {_value(value)}" for key, value in method.items()) for method in found["methods"].values()
-    ]
-    return [
-        f"Versions: {', '.join(f'{name} {version}' for name, version in versions)}.",
-        table(["setting", *environments], rows),
-        _bullets([*methods, *found["notes"]]),
-    ]
+    told = ["; ".join(f"{key} {_value(value)}" for key, value in method.items()) for method in methods.values()]
+    return {
+        "smoke_run": SMOKE_RUN if found["quick"] else "",
+        "header": header,
+        "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        "settings": table(["setting", *environments], rows),
+        "notes": bullets([*told, *found["notes"]]),
+    }
 
 
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else NOTHING if value is None else json.dumps(value)
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)

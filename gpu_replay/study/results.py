@@ -6,57 +6,25 @@ to the settings it was begun with: figures of two agents never stand in one tabl
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import gzip
-import io
+import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
-from gpu_replay.study.run import Episode, RunId
+from gpu_replay.study.run import COLUMNS, KEYS, RunId
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 EPISODES, SETTINGS, PARTS = "episodes.csv", "settings.json", "runs"
-COLUMNS = tuple("return" if field.name == "total" else field.name for field in dataclasses.fields(Episode))
 # settings that may differ between the commands that work on one study
 _MAY_DIFFER = frozenset({"versions", "cpu", "jobs", "wall_seconds", "notes"})
-# versions that decide the results
-_DECISIVE = ("gpu_replay", "torch", "numpy", "gymnasium")
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Study:
-    """A finished study.
-
-    runs: in the order of the tables; name of a column to (episodes,) float64, NaN where nothing was measured.
-    """
-
-    settings: dict[str, Any]
-    runs: dict[RunId, dict[str, Floats]]
-
-    @property
-    def environments(self) -> list[str]:
-        return list(self.settings["environments"])
-
-    @property
-    def methods(self) -> list[str]:
-        return list(self.settings["methods"])
-
-    def column(self, environment: str, method: str, name: str) -> list[Floats]:
-        """One column of the runs of an environment and a method."""
-        return [
-            columns[name]
-            for run, columns in self.runs.items()
-            if (run.environment, run.method) == (environment, method)
-        ]
+# packages whose versions decide the results
+_VERSIONS = ("gpu_replay", "torch", "numpy", "gymnasium")
 
 
 class StudyFolder:
@@ -79,22 +47,22 @@ class StudyFolder:
         described, found = json.loads(json.dumps(described)), {}
         if (self.path / SETTINGS).exists():
             found = read_settings(self.path)
-            names = [name for name in {**described, **found} if name not in _MAY_DIFFER]
-            if differing := [name for name in names if found.get(name) != described.get(name)]:
+            before, now = (self._decisive(each) for each in (found, described))
+            if differing := [name for name in {**now, **before} if before.get(name) != now.get(name)]:
                 self._refuse(
                     f"a study with other settings (they differ in {', '.join(differing)}). Use its own command"
                 )
-            before, now = found.get("versions", {}), described["versions"]
-            changed = [
-                f"{each} {before.get(each)}, now {now[each]}" for each in _DECISIVE if before.get(each) != now[each]
-            ]
-            if changed and not self.complete:
-                self._refuse(f"a study made with {'; '.join(changed)}. Continue it with the old versions")
         elif (self.path / PARTS).exists() or self.complete:
             self._refuse(f"runs without {SETTINGS}. Remove them")
+        seconds = float(found.get("wall_seconds", 0.0))
         if not self.complete:
-            self.note({**described, "wall_seconds": found.get("wall_seconds", 0.0)})
-        return float(found.get("wall_seconds", 0.0))
+            self.note({**described, "wall_seconds": seconds})
+        return seconds
+
+    def _decisive(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What decides the figures; the versions of packages no longer do once all runs are made."""
+        versions = {} if self.complete else {name: settings.get("versions", {}).get(name) for name in _VERSIONS}
+        return versions | {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
 
     def _refuse(self, what: str) -> None:
         raise UserError(f"--output {self.path} holds {what}, or choose another folder.")
@@ -107,25 +75,22 @@ class StudyFolder:
         """Those of the runs whose file is there."""
         return {run for run in runs if self._part(run).exists()}
 
-    def keep(self, run: RunId, episodes: Sequence[Episode]) -> None:
-        """Write the file of a finished run."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([_cell(value) for value in dataclasses.astuple(episode)] for episode in episodes)
-        self._write(f"{PARTS}/{run}.csv", text.getvalue())
+    def keep(self, run: RunId, episodes: Sequence[Mapping[str, Any]]) -> None:
+        """Write the file of a finished run, with ten digits: more than a float32 has."""
+        import pandas as pd
+
+        table = pd.DataFrame(episodes, columns=COLUMNS)
+        self._write(f"{PARTS}/{run}.csv", table.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
 
     def join(self, runs: Iterable[RunId]) -> Path:
         """Write episodes.csv from the files of these finished runs, in their order; returns its path."""
-        lines = [",".join(COLUMNS) + "\n"]
-        for run in runs:
-            head, *rows = self._part(run).read_text(encoding="utf-8").splitlines(keepends=True)
-            if head != lines[0]:
-                raise UserError(
-                    f"{self._part(run)} is not the file of a run. Remove it and run the same command again."
-                )
-            lines += rows
-        return self._write(EPISODES, "".join(lines))
+        header, text = ",".join(COLUMNS) + "\n", ""
+        for part in map(self._part, runs):
+            head, found, rows = part.read_text(encoding="utf-8").partition(header)
+            if head or not found:
+                raise UserError(f"{part} is not the file of a run. Remove it and run the same command again.")
+            text += rows
+        return self._write(EPISODES, header + text)
 
     def _part(self, run: RunId) -> Path:
         return self.path / PARTS / f"{run}.csv"
@@ -151,34 +116,32 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def read_study(folder: Path) -> Study:
-    """Read settings.json and episodes.csv, or episodes.csv.gz. Raises UserError where one is missing or damaged."""
+def read_study(folder: Path) -> tuple[dict[str, Any], DataFrame]:
+    """Read settings.json and episodes.csv, or episodes.csv.gz. Raises UserError where one is missing or damaged.
+
+    returns: the settings, and the table: `KEYS` as categories in the order of the tables, numbers in all other columns,
+             NaN where nothing was measured.
+    """
+    import pandas as pd
+
     settings, path = read_settings(folder), _table(folder)
-    names = [name for name in COLUMNS if name not in ("environment", "method")]
-    rows: dict[RunId, list[list[float]]] = {}
+    orders = [list(settings["environments"]), list(settings["methods"]), settings["seeds"]]
+    kinds: dict[str, Any] = dict.fromkeys(COLUMNS, float)
+    kinds |= {name: pd.CategoricalDtype(order, ordered=True) for name, order in zip(KEYS, orders, strict=True)}
     try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        for row in csv.DictReader(io.StringIO(text.decode("utf-8"))):
-            run = RunId(row["environment"], row["method"], int(row["seed"]))
-            rows.setdefault(run, []).append([float(row[name] or "nan") for name in names])
-    except (OSError, EOFError) as error:
+        episodes = pd.read_csv(path, usecols=list(COLUMNS), dtype=kinds)
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not the table of a study, or damaged: {error}.") from None
-    runs = {}
-    for environment, agent in settings["environments"].items():
-        for run in (RunId(environment, method, seed) for method in settings["methods"] for seed in settings["seeds"]):
-            if len(rows.get(run, ())) != agent["episodes"]:
-                raise UserError(f"{path} holds {len(rows.get(run, ()))} of {agent['episodes']} episodes of {run}.")
-            runs[run] = dict(zip(names, np.array(rows[run]).T, strict=True))
-    return Study(settings, runs)
+    counts = episodes.value_counts(list(KEYS))
+    for run in itertools.starmap(RunId, itertools.product(*orders)):
+        found, wanted = counts.get(run, 0), settings["environments"][run.environment]["episodes"]
+        if found != wanted:
+            raise UserError(f"{path} holds {found} of {wanted} episodes of {run}.")
+    return settings, episodes
 
 
 def _table(folder: Path) -> Path:
     packed = folder / f"{EPISODES}.gz"
     return packed if packed.exists() else folder / EPISODES
-
-
-def _cell(value: float | str | None) -> str:
-    """A CSV cell: ten digits, more than a float32 has, and nothing for what was not measured."""
-    return "" if value is None else f"{value:.10g}" if isinstance(value, float) else str(value)

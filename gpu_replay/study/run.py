@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gpu_replay.console.seeds import stream_seed
-from gpu_replay.study.agent import Agent, UpdateResult, smooth_l1
-from gpu_replay.study.exploration import Explorer
-from gpu_replay.study.methods import Minibatch, make_memory
+from gpu_replay.study.agent import Agent, Explorer, smooth_l1
+from gpu_replay.study.methods import Floats, Memory, Minibatch
 from gpu_replay.study.settings import CORRELATED, AgentSettings
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
-# columns of episodes.csv that are means over the updates of an episode
+# columns of episodes.csv, explained at `make_run`: which run, and means over the updates of an episode
+KEYS = ("environment", "method", "seed")
 MEASURED = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
+COLUMNS = (*KEYS, "episode", "steps", "duration", "return", *MEASURED, "epsilon", "updates", "seconds")
 
 
-@dataclass(frozen=True)
-class RunId:
+class RunId(NamedTuple):
     """Which run; equal ids and settings give equal episodes."""
 
     environment: str
@@ -31,61 +30,36 @@ class RunId:
         return f"{self.environment}-{self.method}-seed{self.seed}"
 
 
-@dataclass(frozen=True)
-class Episode:
-    """A line of episodes.csv: what happened in one episode, and what its updates were like.
-
-    steps:            environment steps of the run so far.
-    duration:         steps of the episode.
-    total:            the sum of the environment's rewards (column `return`).
-    td_mean, td_median, td_max, td_std: of the absolute TD errors of a batch, means over the episode's updates.
-    correlated_pairs: of the states of a batch, mean over the episode's updates.
-    q_mean, q_max:    mean and largest of a batch's best values, max over actions of Q; means over the updates.
-    loss:             mean over the updates.
-    epsilon:          share of random actions at its end.
-    updates:          of the episode; without any, what is measured of them is None.
-    seconds:          of the run so far.
-    """
-
-    environment: str
-    method: str
-    seed: int
-    episode: int
-    steps: int
-    duration: int
-    total: float
-    td_mean: float | None
-    td_median: float | None
-    td_max: float | None
-    td_std: float | None
-    correlated_pairs: float | None
-    q_mean: float | None
-    q_max: float | None
-    loss: float | None
-    epsilon: float
-    updates: int
-    seconds: float
-
-
-def measured(updates: list[tuple[Minibatch, UpdateResult]]) -> dict[str, Any]:
+def measured(updates: list[tuple[Minibatch, Floats, Floats]]) -> dict[str, Any]:
     """The columns of an episode that describe its updates."""
     if not updates:
         return {**dict.fromkeys(MEASURED), "updates": 0}
-    errors = np.stack([result.td_error for _, result in updates])
-    best = np.stack([result.best_values for _, result in updates])
+    batches, td_errors, best_values = zip(*updates, strict=True)
+    errors, best = np.stack(td_errors), np.stack(best_values)
     columns = {
         **td_statistics(errors),
-        "correlated_pairs": correlated_pairs(np.stack([batch.states for batch, _ in updates]), CORRELATED),
+        "correlated_pairs": correlated_pairs(np.stack([batch.states for batch in batches]), CORRELATED),
         "q_mean": best,
         "q_max": best.max(axis=1),
-        "loss": np.stack([batch.weight for batch, _ in updates]) * smooth_l1(errors),
+        "loss": np.stack([batch.weight for batch in batches]) * smooth_l1(errors),
     }
     means = {name: float(np.mean(values, dtype=np.float64)) for name, values in columns.items()}
     return {**means, "updates": len(updates)}
 
 
-def make_run(run: RunId, settings: AgentSettings) -> list[Episode]:
-    """Train for the settings' number of episodes.
+def make_run(run: RunId, settings: AgentSettings) -> list[dict[str, Any]]:
+    """Train for the settings' number of episodes; returns a line of episodes.csv for each of them.
+
+    steps:            environment steps of the run so far.
+    duration:         steps of the episode.
+    return:           the sum of the environment's rewards.
+    td_mean, td_median, td_max, td_std: of the absolute TD errors of a batch, means over the episode's updates.
+    correlated_pairs: of the states of a batch, mean over the episode's updates.
+    q_mean, q_max:    mean and largest of a batch's best values, max over actions of Q; means over the updates.
+    loss:             mean over the updates.
+    epsilon:          share of random actions at the end of the episode.
+    updates:          of the episode; without any, what is measured of them is None.
+    seconds:          of the run so far.
 
     Everything random follows from the seed of the run: the environment's starts, the network's first values, random
     actions and draws. Methods with the same seed share the first three.
@@ -95,7 +69,7 @@ def make_run(run: RunId, settings: AgentSettings) -> list[Episode]:
     began = time.perf_counter()
     environment: Any = gymnasium.make(run.environment, disable_env_checker=True)
     size, actions = int(environment.observation_space.shape[0]), int(environment.action_space.n)
-    memory = make_memory(run.method, settings, run.environment, size, stream_seed(run.seed, "replay"))
+    memory = Memory(run.method, settings, run.environment, size, stream_seed(run.seed, "replay"))
     agent = Agent(settings, memory.width, actions, stream_seed(run.seed, "network"))
     explorer = Explorer(actions, settings.persistence, stream_seed(run.seed, "actions"))
     # some environments take seeds of 32 bits only
@@ -106,7 +80,7 @@ def make_run(run: RunId, settings: AgentSettings) -> list[Episode]:
         for episode in range(1, settings.episodes + 1):
             progress = (episode - 1) / max(settings.episodes - 1, 1)
             obs, _ = environment.reset(seed=first if episode == 1 else None)
-            updates: list[tuple[Minibatch, UpdateResult]] = []
+            updates: list[tuple[Minibatch, Floats, Floats]] = []
             total, duration, over = 0.0, 0, False
             while not over:
                 action = explorer.choose(settings.epsilon(steps))
@@ -121,17 +95,16 @@ def make_run(run: RunId, settings: AgentSettings) -> list[Episode]:
                 if steps % settings.train_every == 0 and steps >= first_update:
                     for _ in range(settings.updates):
                         batch = memory.sample(settings.batch_size, progress)
-                        result = agent.update(batch)
-                        memory.update_priorities(batch.keys, result.td_error)
-                        updates.append((batch, result))
+                        td_error, best = agent.update(batch)
+                        memory.update_priorities(batch.keys, td_error)
+                        updates.append((batch, td_error, best))
                 if settings.target_every is not None and steps % settings.target_every == 0:
                     agent.copy_to_target()
             if settings.target_every is None:
                 agent.copy_to_target()
             seconds = time.perf_counter() - began
-            facts = {**measured(updates), "epsilon": settings.epsilon(steps), "seconds": seconds}
-            key = (run.environment, run.method, run.seed, episode)
-            episodes.append(Episode(*key, steps, duration, total, **facts))
+            line = {"episode": episode, "steps": steps, "duration": duration, "return": total, **measured(updates)}
+            episodes.append({**run._asdict(), **line, "epsilon": settings.epsilon(steps), "seconds": seconds})
     finally:
         environment.close()
     return episodes

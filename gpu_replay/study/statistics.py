@@ -11,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
-# updates per matrix product, few enough to stay in the cache
-_BLOCK = 32
 
 
 def td_statistics(td_errors: Floats) -> dict[str, Floats]:
@@ -38,11 +36,6 @@ def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
     A vector whose components are all equal has no correlation with any other and is not counted. With D = 2 every
     other pair has |r| = 1.
     """
-    parts = np.split(states, range(_BLOCK, len(states), _BLOCK))
-    return np.concatenate([_correlated(part, above) for part in parts])
-
-
-def _correlated(states: Floats, above: float) -> NDArray[np.int64]:
     # components first: sums over a few of them are then sums of long rows
     centred = np.ascontiguousarray(states.transpose(0, 2, 1))
     constant = centred.max(axis=1) == centred.min(axis=1)
@@ -55,4 +48,4 @@ def _correlated(states: Floats, above: float) -> NDArray[np.int64]:
     centred /= np.where(constant, 1, length)[:, None]
     close = np.abs(centred.transpose(0, 2, 1) @ centred) > above
     # each pair stands twice in the matrix, and each vector once with itself
-    return np.array([np.count_nonzero(each) - np.count_nonzero(each.diagonal()) for each in close]) // 2
+    return (close.sum(axis=(1, 2)) - close.diagonal(axis1=1, axis2=2).sum(axis=1)) // 2

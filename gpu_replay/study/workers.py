@@ -6,80 +6,59 @@ import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gpu_replay.console.progress import progress_bar
 
-Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
+Name = TypeVar("Name")
 Result = TypeVar("Result")
-# seconds between two looks at `stop`
-_POLL = 0.5
-
-
-class WorkerFailed(RuntimeError):
-    """A run could not be made; the message names it and the reason."""
 
 
 def run_all(
     function: Callable[..., Result],
-    tasks: Mapping[str, Arguments],
+    tasks: Mapping[Name, tuple[Any, ...]],
     jobs: int,
-    cost: Callable[[Arguments], float],
     stop: Callable[[], object] = lambda: None,
-) -> Iterator[tuple[Arguments, Result]]:
-    """Call `function` with the arguments of every task and yield each result as it arrives, under a progress bar.
+) -> Iterator[tuple[Name, Result]]:
+    """Call `function` with the arguments of every task and yield each name and result as it arrives, under a bar.
 
-    tasks: name to arguments.
+    tasks: name to arguments, in the order in which they begin.
     jobs:  processes.
-    cost:  expected seconds of a task, up to a common factor: the longest go first, and the bar advances by it.
-    stop:  true when no more is wanted; runs under way are then killed.
+    stop:  true when no more is wanted, asked twice a second; runs under way are then killed.
 
-    Raises WorkerFailed when a task raises or its process dies.
+    Raises RuntimeError from what a task raised, with its traceback, and ChildProcessError when a process dies.
     """
-    names = sorted(tasks, key=lambda name: cost(tasks[name]), reverse=True)
     others = set(multiprocessing.active_children())
     # fresh interpreters: forked ones would inherit threads and locks in an undefined state
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(max(1, min(jobs, len(tasks))), context, _initialize)
-    form = "{percentage:3.0f}%|{bar}| {elapsed}, about {remaining} left{postfix}"
-    bar = progress_bar(sum(map(cost, tasks.values())), bar_format=form)
-    waiting = {}
+    pool = ProcessPoolExecutor(max(1, min(jobs, len(tasks))), multiprocessing.get_context("spawn"), _initialize)
+    # processes started here ignore Ctrl-C, which reaches every process of a terminal: the parent decides
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with _sigint_ignored():
-            waiting = {pool.submit(_call, function, name, tasks[name]): name for name in names}
-        while waiting and not stop():
-            for future in wait(waiting, _POLL, FIRST_COMPLETED).done:
-                arguments = tasks[waiting.pop(future)]
-                yield arguments, future.result()
-                bar.set_postfix_str(f"{len(waiting)} runs to go", refresh=False)
-                bar.update(cost(arguments))
-    except BrokenProcessPool:
-        if not stop():
-            raise WorkerFailed("a worker process was killed. Is there enough memory?") from None
+        waiting = {pool.submit(function, *arguments): name for name, arguments in tasks.items()}
     finally:
-        bar.close()
+        signal.signal(signal.SIGINT, previous)
+    try:
+        with progress_bar(len(tasks), unit="run") as bar:
+            while waiting and not stop():
+                for future in wait(waiting, 0.5, FIRST_COMPLETED).done:
+                    name, error = waiting.pop(future), future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        # a signal to all processes ends the workers first
+                        if stop():
+                            return
+                        raise ChildProcessError("a worker process was killed. Is there enough memory?")
+                    if error is not None:
+                        raise RuntimeError(f"the run {name} failed") from error
+                    yield name, future.result()
+                    bar.update()
+    finally:
         if waiting:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Processes started here ignore Ctrl-C, which reaches every process of a terminal: the parent decides."""
-    main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
-    try:
-        yield
-    finally:
-        if main:
-            signal.signal(signal.SIGINT, previous)
 
 
 def _initialize() -> None:
@@ -95,14 +74,3 @@ def _exit_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
-
-
-def _call(function: Callable[..., Result], name: str, arguments: tuple[Any, ...]) -> Result:
-    try:
-        return function(*arguments)
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise WorkerFailed(
-            f"the run {name} failed: {text} ({Path(place.filename).name}, line {place.lineno})."
-        ) from None

@@ -1,171 +1,286 @@
-"""Parallel environments as the agent sees them: on its device and with stacked frames, wherever the simulators run."""
+"""Actors on Ray, in processes of their own, here or on other machines, that step environments for one learner.
+
+An actor sends chunks of steps, each complete in itself. Where an episode goes on in the next chunk its last step is
+marked as truncated, with the next frame as its final one, so that every window of the chunk can be learned from: those
+that reach its end bootstrap from there, a few steps early. Chunks of several actors follow each other in the learner's
+buffer in any order. Only the stacks of the first frames of a chunk are shorter than they were when the actor saw them.
+
+Every actor has two calls of `collect` in flight, so that it steps on while the learner handles what it sent. The
+learner takes what has arrived, makes the updates that belong to it, and asks for more with its newest weights: it
+learns as often per step as with environments of its own. It waits only while nothing at all has arrived, never for one
+actor. An actor whose process or machine is gone is replaced; of what it sent nothing is lost.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from gpu_replay.training.environments import Environment, Step, joined
-from gpu_replay.training.pinned_transfer import PinnedTransfer
+from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.seeds import stream_seed
+from gpu_replay.console.versions import cpu_cores
+from gpu_replay.training.agent import Agent, Explorer
+from gpu_replay.training.environments import Actors
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.registry import CPU, EnvironmentId
+from gpu_replay.training.settings import Settings
 
-ALL = slice(None)
-
-
-class FrameStack:
-    """The newest `depth` frames of each of `E` environments, oldest first; zeros before an episode's first frame.
-
-    ALE's own stacks begin the same way, and so do the buffer's with `padding="zero"`. With a depth of 1 an observation
-    is the frame itself, without a stack axis. Never synchronises with the device.
-
-    A stack stays in the memory of `begin`: each `push` writes there, so that a captured graph goes on with it.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._frames: Tensor | None = None
-
-    def begin(self, frame: Tensor) -> Tensor:
-        """All environments were reset. frame: (E, *shape); returns (E, depth, *shape), or the frame at a depth of 1."""
-        if self.depth == 1:
-            return frame
-        before = torch.zeros((len(frame), self.depth - 1, *frame.shape[1:]), dtype=frame.dtype, device=frame.device)
-        self._frames = torch.cat((before, frame[:, None]), 1)
-        return self._frames
-
-    def push(self, frame: Tensor, ended: Tensor, rows: slice = ALL) -> Tensor:
-        """Add the next frames; where `ended`, (E,) bool, they are the first ones of new episodes.
-
-        rows: the environments whose frames these are, if not all; the others stay, and are not returned.
-        """
-        if self.depth == 1:
-            return frame
-        if self._frames is None:
-            raise RuntimeError("push needs the frames before; call begin first.")
-        cleared = ended.reshape(-1, *[1] * frame.dim())
-        stack = self._frames[rows]
-        return stack.copy_(torch.cat((stack[:, 1:].masked_fill(cleared, 0), frame[:, None]), 1))
-
-    def state(self) -> dict[str, Tensor]:
-        """The frames; empty at a depth of 1."""
-        return {} if self._frames is None else {"frames": self._frames}
-
-    def restore(self, frame: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Continue with the frames of `state`, of which `frame` is the newest."""
-        if self.depth == 1:
-            return frame
-        self._frames = state["frames"].to(frame.device, copy=True)
-        return self._frames
+EXTRA = 'pip install "gpu-replay[training,ray]"'
+# steps of each environment in a chunk: its end cuts windows short, and where frames are stacked its first ones have
+# stacks that are padded as those of a new episode
+CHUNK, CHUNK_OF_STACKS = 32, 128
+# calls of each actor that are under way
+IN_FLIGHT = 2
+# the shortest time between two copies of the weights
+WEIGHTS_SECONDS = 0.2
+# how long the learner waits for a chunk before it looks for signals, when there is nothing else to do
+PATIENCE = 0.2
+# an actor that ends so often before its first chunk would end the next time, too
+MOST_DEATHS = 3
+# frames compress 80 to 220 times at this level, in less than a hundredth of the time that the emulator takes for them;
+# smaller arrays are sent as they are
+LEVEL, SMALLEST = 1, 4096
 
 
 @dataclass(frozen=True)
-class DeviceStep:
-    """A step of all environments on the agent's device.
+class Chunk:
+    """What an actor sends.
 
-    step:  the same where the simulators run, for statistics that are kept there.
-    frame: (E, *shape) the newest frame, which the replay buffer stores.
-    obs:   (E, S, *shape) the observation to act on next; the frame itself where frames are not stacked.
-    reward, terminated, truncated: (E,) float32, bool, bool.
-    final_frame: (E, *shape) the last frame of each episode that ended, undefined in other rows; None if none ended.
+    steps:   obs, action, reward, terminated, truncated, `[T, E, ...]`, and final_obs, as `extend` takes them; arrays of
+             bytes are packed on their way.
+    returns, lengths: of the episodes that ended.
+    age:     of the weights that acted: updates, and seconds. On its way what the learner had when it sent them.
     """
 
-    step: Step
-    frame: Tensor
-    obs: Tensor
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    final_frame: Tensor | None
+    steps: dict[str, Any]
+    returns: list[float]
+    lengths: list[float]
+    age: tuple[float, float]
 
 
-class Actors:
-    """Environments, and the transfer of their steps to `device`.
+class Collector:
+    """`num_envs` environments, and a copy of the learner's network that acts in them.
 
-    home:  the device on which the simulators run, known after a `reset`.
-    parts: of the environments, which `send_to`, `fetch` and `push` step apart.
-    rows:  of each part among all environments.
-
-    Steps of environments on the device itself are passed through. From host memory each step is one copy out of pinned
-    memory, and its actions are one copy back.
+    seed: of the episodes and of the random actions.
     """
 
-    def __init__(self, environment: Environment, device: torch.device) -> None:
-        self.environment = environment
-        self.device = device
-        self.home = device
-        self.parts = environment.parts
-        size = environment.num_envs // len(self.parts)
-        self.rows = [slice(size * part, size * (part + 1)) for part in range(len(self.parts))]
-        self._stack = FrameStack(environment.spec.stack)
-        self._transfers: list[tuple[PinnedTransfer, PinnedTransfer]] = []
+    def __init__(self, environment: EnvironmentId, settings: Settings, num_envs: int, seed: int) -> None:
+        torch.set_num_threads(1)
+        # emulators get the cores that the network leaves: here one thread, since there is an actor for each core
+        alone = dataclasses.replace(settings, threads=cpu_cores())
+        self._actors = Actors(environment.make(num_envs, alone, CPU), CPU)
+        spec = self._actors.environment.spec
+        self._network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
+        self._explorer = Explorer(settings.persistence, num_envs, CPU, seed)
+        self._actors.reset(seed)
+        self._return, self._length = np.zeros(num_envs), np.zeros(num_envs)
 
-    def reset(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Start new episodes in all environments: their first frames, and the observations to act on."""
-        frame = self.environment.reset(seed)
-        self.home = frame.device
-        if frame.device.type != self.device.type:
-            if not self._transfers:
-                self._transfers = [self._make_transfers(frame[rows]) for rows in self.rows]
-            # no step is in flight that could use the same memory
-            frame = frame.to(self.device)
-        return frame, self._stack.begin(frame)
+    @torch.no_grad()
+    def collect(self, weights: Mapping[str, np.ndarray], made: tuple[float, float], epsilon: float) -> Chunk:
+        """Steps of all environments with these weights, `made` at this update and time of the learner."""
+        self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+        self._explorer.set_epsilon(epsilon)
+        actors, stack = self._actors, self._actors.stack
+        rows: dict[str, list[np.ndarray]] = {}
+        finals: list[Any] = []
+        returns: list[float] = []
+        lengths: list[float] = []
+        for _ in range(CHUNK if self._actors.environment.spec.stack == 1 else CHUNK_OF_STACKS):
+            obs, actions = stack.frame.numpy().copy(), self._explorer.choose(self._network(stack.obs))
+            actors.environment.send(actions)
+            step = actors.recv()
+            actors.push(step)
+            rows.setdefault("obs", []).append(obs)
+            rows.setdefault("action", []).append(actions.numpy())
+            for name in ("reward", "terminated", "truncated"):
+                rows.setdefault(name, []).append(getattr(step, name).numpy().copy())
+            ended = step.ended.numpy()
+            final = None if step.final_frame is None or not ended.any() else step.final_frame.numpy().copy()
+            finals.append(final)
+            self._return += rows["reward"][-1]
+            self._length += 1
+            returns += self._return[ended].tolist()
+            lengths += self._length[ended].tolist()
+            self._return[ended], self._length[ended] = 0, 0
+        goes_on = ~ended
+        finals[-1] = stack.frame.numpy().copy() if finals[-1] is None else finals[-1]
+        finals[-1][goes_on] = stack.frame.numpy()[goes_on]
+        rows["truncated"][-1] |= goes_on
+        packed = {name: pack(np.stack(each)) for name, each in rows.items()}
+        return Chunk({**packed, "final_obs": [pack(each) for each in finals]}, returns, lengths, made)
 
-    def send(self, actions: Tensor) -> None:
-        """Start a step with actions (E,) int64 on the agent's device."""
-        self.environment.send(actions)
 
-    def recv(self) -> DeviceStep:
-        """Wait for the step. Its frame and its observation are valid until the next one."""
-        steps = [part.recv() for part in self.parts]
-        there = joined([self._moved(step, part) for part, step in enumerate(steps)])
-        obs = self._stack.push(there.obs, there.terminated | there.truncated)
-        kept = there.reward, there.terminated, there.truncated, there.final_obs
-        return DeviceStep(joined(steps), there.obs, obs, *kept)
+def pack(array: np.ndarray | None) -> Any:
+    """An array as it is sent: bytes are compressed with Zstandard, all else stays."""
+    if array is None or array.dtype != np.uint8 or array.nbytes < SMALLEST:
+        return array
+    import zstandard
 
-    def send_to(self, part: int, actions: Tensor) -> None:
-        """Start a step of one part with its actions."""
-        self.parts[part].send(actions)
+    return array.shape, zstandard.ZstdCompressor(level=LEVEL).compress(array.tobytes())
 
-    def fetch(self, part: int) -> Step:
-        """Wait for the step of one part; on the agent's device, in memory that the next one of this part overwrites.
 
-        Out of host memory it is the same memory every time, with final frames that mean nothing where none ended.
+def unpack(packed: Any) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(packed, tuple):
+        return packed
+    import zstandard
+
+    shape, content = packed
+    return np.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(content)), np.uint8).reshape(shape)
+
+
+def check_actors(actors: str) -> None:
+    """Raise UserError unless `--actors` is a number or the address of a cluster, and what it needs is installed."""
+    if not re.fullmatch(r"[1-9]\d*|ray://[^/:]+:\d+", actors):
+        raise UserError(f"--actors must be a number such as 4, or ray://HOST:PORT; found {actors!r}.")
+    require("ray", "zstandard", purpose="--actors", extra=EXTRA)
+
+
+class Fleet:
+    """Ray actors that collect.
+
+    where:    a number of actors of a Ray of this machine, started here, or `ray://HOST:PORT`, where there is one for
+              each CPU of the cluster, at most one for each environment; its machines need this package, too.
+    num_envs: of each actor; by default `settings.num_envs` are divided among them.
+    restarts: of actors so far.
+    age:      of the weights with which chunks were collected, when they came, mean of all: updates, and seconds.
+
+    Raises UserError where Ray cannot be reached.
+    """
+
+    def __init__(
+        self, where: str, environment: EnvironmentId, settings: Settings, seed: int, num_envs: int | None = None
+    ) -> None:
+        import ray
+
+        self._ray, on_sigterm = ray, signal.getsignal(signal.SIGTERM)
+        # one that runs already is left as it is
+        self._started = not ray.is_initialized()
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            with warnings.catch_warnings():
+                # what matters of them, the errors below say
+                warnings.simplefilter("ignore")
+                if self._started and where.startswith("ray://"):
+                    ray.init(where, **quiet)
+                elif self._started:
+                    ray.init("local", num_cpus=int(where), num_gpus=0, include_dashboard=False, **quiet)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} For a "
+                "cluster with a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            ) from None
+        finally:
+            # Ray would end the process at once, with nothing written
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        self.count = max(1, min(settings.num_envs, cpus)) if where.startswith("ray://") else int(where)
+        self.num_envs = num_envs or max(1, settings.num_envs // self.count)
+        self.restarts = 0
+        self._make = ray.remote(num_cpus=1, num_gpus=0, max_restarts=0)(Collector).remote
+        self._of = environment, settings, self.num_envs
+        self._seed = seed
+        # the actor of each number, which of its kind it is, and its deaths since its last chunk
+        self._actors: list[Any] = [None] * self.count
+        self._lives, self._deaths = [-1] * self.count, [0] * self.count
+        self._pending: dict[Any, tuple[int, int]] = {}
+        # the newest weights, and the update and time of the learner when they were sent
+        self._weights: Any = None
+        self._made = (-1.0, -WEIGHTS_SECONDS)
+        self._ages, self._chunks = np.zeros(2), 0
+
+    @property
+    def age(self) -> tuple[float, float]:
+        """Mean age of the weights of all chunks."""
+        updates, seconds = (self._ages / max(self._chunks, 1)).tolist()
+        return updates, seconds
+
+    def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
+        """The chunks that have arrived, or the first within `wait` seconds; their actors go on with this epsilon.
+
+        Sends the agent's weights first, if they have changed and the last time is long enough ago.
+        Raises UserError for an actor whose environment or network fails, or that dies again and again at once.
         """
-        step = self._moved(self.parts[part].recv(), part)
-        if not self._transfers:
-            return step
-        return dataclasses.replace(step, final_obs=self._transfers[part][1].there["frame"])
+        ray, self._epsilon = self._ray, epsilon
+        self._publish(agent)
+        refs = list(self._pending)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        if not ready and wait:
+            ready, _ = ray.wait(refs, num_returns=1, timeout=wait)
+        found = []
+        for ref in ready:
+            number, life = self._pending.pop(ref)
+            try:
+                chunk: Chunk = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                raise UserError(f"actor {number} failed: {str(error).strip().splitlines()[-1]}") from error
+            except ray.exceptions.RayError as error:
+                # the other call of the same actor fails as well
+                if life == self._lives[number]:
+                    self._replace(number, str(error).strip().splitlines()[0])
+                continue
+            self._deaths[number] = 0
+            found.append(self._opened(chunk, agent.updates))
+            if life == self._lives[number]:
+                self._ask(number)
+        return found
 
-    def push(self, part: int, step: Step) -> Tensor:
-        """The observations of a part to act on after the step that was fetched."""
-        return self._stack.push(step.obs, step.terminated | step.truncated, self.rows[part])
+    def close(self) -> None:
+        """End the actors, and Ray if it was started here."""
+        for actor in self._actors:
+            if actor is not None:
+                self._ray.kill(actor)
+        if self._started:
+            self._ray.shutdown()
 
-    def _moved(self, step: Step, part: int) -> Step:
-        """A step of one part on the agent's device."""
-        if not self._transfers:
-            return step
-        steps, finals = self._transfers[part]
-        there = steps.copy(frame=step.obs, reward=step.reward, terminated=step.terminated, truncated=step.truncated)
-        final = None if step.final_obs is None else finals.copy(frame=step.final_obs)["frame"]
-        return Step(there["frame"], there["reward"], there["terminated"], there["truncated"], final)
+    def _publish(self, agent: Agent) -> None:
+        """Give the newest weights to calls from now on, and start the actors if this is the first time."""
+        (updates, sent), now = self._made, time.perf_counter()
+        if updates != agent.updates and now - sent >= WEIGHTS_SECONDS:
+            weights = {name: value.detach().cpu().numpy() for name, value in agent.online.state_dict().items()}
+            self._weights, self._made = self._ray.put(weights), (agent.updates, now)
+        if self._actors[0] is None:
+            for number in range(self.count):
+                self._start(number)
 
-    def state(self) -> dict[str, Any] | None:
-        """What `restore` needs, or None where the environments cannot continue in mid-episode."""
-        games = self.environment.state()
-        return None if games is None else {"games": games, "stack": self._stack.state()}
+    def _opened(self, chunk: Chunk, updates: int) -> Chunk:
+        """A chunk as it is used."""
+        steps = {name: unpack(value) for name, value in chunk.steps.items() if name != "final_obs"}
+        steps["final_obs"] = [unpack(each) for each in chunk.steps["final_obs"]]
+        age = (updates - chunk.age[0], time.perf_counter() - chunk.age[1])
+        self._ages += age
+        self._chunks += 1
+        return dataclasses.replace(chunk, steps=steps, age=age)
 
-    def restore(self, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Continue from a state, after a `reset`: the newest frames, and the observations to act on."""
-        frame = self.environment.restore(state["games"]).to(self.device)
-        return frame, self._stack.restore(frame, state["stack"])
+    def _start(self, number: int) -> None:
+        self._lives[number] += 1
+        self._actors[number] = self._make(
+            *self._of, stream_seed(self._seed, "actor", number + 100_000 * (self._lives[number] + 1))
+        )
+        for _ in range(IN_FLIGHT):
+            self._ask(number)
 
-    def _make_transfers(self, frame: Tensor) -> tuple[PinnedTransfer, PinnedTransfer]:
-        """One for steps, one for the final frames of those steps in which an episode ends."""
-        frames = {"frame": (tuple(frame.shape), frame.dtype)}
-        dtypes = {"reward": torch.float32, "terminated": torch.bool, "truncated": torch.bool}
-        rest = {name: ((len(frame),), dtype) for name, dtype in dtypes.items()}
-        return PinnedTransfer({**frames, **rest}, self.device), PinnedTransfer(frames, self.device)
+    def _ask(self, number: int) -> None:
+        call = self._actors[number].collect.remote
+        ref = call(self._weights, self._made, self._epsilon)
+        self._pending[ref] = number, self._lives[number]
+
+    def _replace(self, number: int, reason: str) -> None:
+        self._deaths[number] += 1
+        if self._deaths[number] == MOST_DEATHS:
+            raise UserError(f"actor {number} ended {MOST_DEATHS} times before its first chunk: {reason}")
+        print(f"actor {number} is gone ({reason}); another takes its place", file=sys.stderr)
+        self.restarts += 1
+        self._start(number)

@@ -14,17 +14,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
-from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import sync_folder
 from gpu_replay.checkpoint.manifest import MANIFEST, check_version
 
-VERSION = 1
+VERSION = 2
 REPLAY = "replay"
 STATE = "state"
 _NAME = re.compile(r"\d{12,}")
@@ -33,37 +34,29 @@ SEPARATOR = "/"
 COST = 40
 
 
+@dataclass(frozen=True)
 class SavedRun:
-    """A complete checkpoint, opened. Raises CheckpointError if it is damaged or of another version."""
+    """A complete checkpoint: its state, tensors in host memory, and the folder of the replay buffer if it has one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._checkpoint: Checkpoint = read_checkpoint(path / STATE)
-        check_version(f"{path / STATE} has version", self._checkpoint.manifest.get("version"), VERSION)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The state without its tensors."""
-        found = self._checkpoint.manifest.get("values")
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path / STATE} is not the state of a run.")
-        return found
-
-    @property
-    def replay(self) -> Path | None:
-        """The folder of the replay buffer, or None if it was not saved."""
-        folder = self.path / REPLAY
-        return folder if folder.is_dir() else None
-
-    def state(self) -> dict[str, Any]:
-        """The whole state as it was saved, with tensors in host memory."""
-        return unflatten(self.values, self._checkpoint.read_all())
+    state: dict[str, Any]
+    replay: Path | None
 
 
 def latest(folder: Path) -> SavedRun | None:
-    """The newest complete checkpoint in `folder`, or None. Raises CheckpointError if it is damaged."""
+    """The newest complete checkpoint in `folder`, or None.
+
+    Raises CheckpointError if it is damaged or of another version.
+    """
     complete = [path for path in _checkpoints(folder) if (path / STATE / MANIFEST).is_file()]
-    return SavedRun(max(complete, key=lambda path: int(path.name))) if complete else None
+    if not complete:
+        return None
+    path = max(complete, key=lambda path: int(path.name))
+    saved = read_checkpoint(path / STATE)
+    check_version(f"{path / STATE} has version", saved.manifest.get("version"), VERSION)
+    values = saved.manifest.get("values")
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path / STATE} is not the state of a run.")
+    return SavedRun(unflatten(values, saved.read_all()), path / REPLAY if (path / REPLAY).is_dir() else None)
 
 
 def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: TrajectoryReplayBuffer | None) -> None:
@@ -103,6 +96,7 @@ class CheckpointManager:
     folder:  of the checkpoints.
     every:   seconds between two of them; longer if saving is slow, so that it takes at most a fortieth of the time.
     collect: returns the step, the state, and the replay buffer or None to leave it out.
+    due:     when the next checkpoint should be written, by `time.perf_counter`.
     seconds: spent here, which is not part of the learning loop's.
 
     A save that fails is reported in one line and the run continues: the last complete checkpoint is still there.
@@ -118,11 +112,7 @@ class CheckpointManager:
         self._folder = folder
         self._every = every
         self._collect = collect
-        self._next = time.perf_counter() + every
-
-    def due(self) -> bool:
-        """Whether the next checkpoint should be written."""
-        return time.perf_counter() >= self._next
+        self.due = time.perf_counter() + every
 
     def save(self) -> None:
         """Write a checkpoint now."""
@@ -133,7 +123,7 @@ class CheckpointManager:
             print(f"gpu-replay train: no checkpoint was written: {error}", file=sys.stderr)
         now = time.perf_counter()
         self.seconds += now - began
-        self._next = now + max(self._every, COST * (now - began))
+        self.due = now + max(self._every, COST * (now - began))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,29 +1,8 @@
-"""`gpu-replay train`: the flags of a run, and the plan they describe."""
+"""Train a double DQN with prioritized replay.
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import time
-from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
-
-from gpu_replay.console.arguments import natural, positive_float, whole, widths
-from gpu_replay.console.errors import UserError, require
-from gpu_replay.training.branch import branched_plan
-from gpu_replay.training.ray_actors import check_actors
-from gpu_replay.training.registry import identify
-from gpu_replay.training.resume import given_device, given_settings, resumed_plan
-from gpu_replay.training.run_dir import RunDir
-from gpu_replay.training.session import Plan, run_plan
-from gpu_replay.training.settings import GAMES, PRESETS, Settings
-from gpu_replay.training.team import Team, join, launched_together
-
-DESCRIPTION = """\
-Train a double DQN with prioritized replay. ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with
-discrete actions and Box observations (CartPole-v1, Acrobot-v1, ...), or one of two games whose every step runs on the
-device of the buffer: catch and device-pong.
+ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with discrete actions and Box observations
+(CartPole-v1, Acrobot-v1, ...), or one of two games whose every step runs on the device of the buffer: catch and
+device-pong.
 
 Written to --output: progress.csv (a row every --log-every steps, flushed), curve.png (redrawn during the run),
 buffer.png (what the replay buffer holds at the end and how it is drawn from, as `gpu-replay inspect` shows it),
@@ -35,17 +14,50 @@ then 130 or 143, and bad input gives 2. A second Ctrl-C ends it at once.
 --output also holds checkpoint/, written at intervals and at the end, from which `gpu-replay train --resume --output
 DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random
 generators, statistics, best network, rows and replay buffer are the same as in an uninterrupted run. Running games of
-catch and device-pong continue. The state of emulators and Gymnasium environments is not checkpointed: they are reset
-with new seeds, and their running episodes are dropped.
+catch, device-pong and Gymnasium's classic control continue. Others, Atari among them, do not expose their state: they
+are reset with new seeds, and their running episodes are dropped.
 
 `--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start.
 
 `torchrun --nproc-per-node=2 -m gpu_replay train ENV` trains data-parallel: environments, batches, capacity and warm-up
-are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Such a run has no checkpoints."""
+are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Such a run has no checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+
+from gpu_replay import CheckpointError, Field, ReplayBuffer
+from gpu_replay.console.arguments import natural, positive_float, whole, widths
+from gpu_replay.console.errors import UserError, require
+from gpu_replay.training.actors import check_actors
+from gpu_replay.training.checkpoints import latest
+from gpu_replay.training.records import CHECKPOINT, SUMMARY, RunDir, read_rows
+from gpu_replay.training.registry import identify
+from gpu_replay.training.run import Plan, carry_out
+from gpu_replay.training.settings import PRESETS, TYPES, Settings, without_none
+from gpu_replay.training.team import Team, join, launched_together
+
+DESCRIPTION = __doc__
 FAMILIES = (
     "Defaults are listed for catch first, then, where they differ, for device-pong, Gymnasium environments with "
     "vectors or images as observations, Atari on a CPU or on CUDA, and device-pong on CUDA."
 )
+# how the values of a flag are read, and what stands for them in --help
+READERS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (whole, "N"), float: (float, "X"), tuple: (widths, "N,N")}
+# what saved networks, statistics and environments are made for: a run that goes on has the same
+SHAPES = ("network", "hidden", "layer_norm", "whiten", "num_envs", "return_window", "frame_size", "frame_stack")
+# what the saved replay buffer is made for: with another value a new one is filled
+BUFFER = ("capacity", "n_step", "gamma", "sampler", "alpha", "beta_start", "beta_end", "clip_reward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,16 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
     existing = run.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
-    resume = "continue the run in --output with its own settings; only --steps and --max-seconds may be raised"
+    resume = "continue the run in --output with its own settings; --steps may be raised, flags of this group given anew"
     existing.add_argument("--resume", action="store_true", help=resume)
     branch = "begin where the checkpoint in DIR is, with its settings but for those given here; DIR stays as it is"
     existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
-    run.add_argument("--checkpoint-every", type=positive_float, default=300.0, metavar="X", help=interval)
+    run.add_argument("--checkpoint-every", type=positive_float, metavar="X", help=interval)
     run.add_argument(
         "--checkpoint-replay",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
         "it continues to learn. The disk needs room for two checkpoints",
     )
@@ -78,28 +89,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actors += "the extra ray (default: environments in this process)"
     run.add_argument("--actors", metavar="N", help=actors)
     agent = parser.add_argument_group("the agent", FAMILIES)
-    types = get_type_hints(Settings)
     for field in dataclasses.fields(Settings):
-        flag = f"--{field.name.replace('_', '-')}"
+        kind = without_none(TYPES[field.name])
         text = f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")
-        kind = _given(types[field.name])
-        options: dict[str, Any] = {"default": None, "help": text, "dest": field.name}
+        options: dict[str, Any] = {"default": None, "help": text}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif kind is int:
-            options |= {"type": whole, "metavar": "N"}
-        elif kind is float:
-            options |= {"type": float, "metavar": "X"}
-        elif field.name == "hidden":
-            options |= {"type": widths, "metavar": "N,N"}
-        else:
+        elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
-        agent.add_argument(flag, **options)
-
-
-def _given(kind: Any) -> Any:
-    """The type of values that a flag gives: `bool` of `bool | None`."""
-    return next(each for each in get_args(kind) if each is not NoneType) if NoneType in get_args(kind) else kind
+        else:
+            options["type"], options["metavar"] = READERS[get_origin(kind) or kind]
+        agent.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
 def _defaults(field: dataclasses.Field[Any]) -> str:
@@ -127,46 +127,160 @@ def run(options: argparse.Namespace) -> int:
     if options.actors is not None:
         if options.source is not None:
             raise UserError("--from does not go with --actors, whose games have no common start.")
-        if (options.groups or 1) > 1:
-            raise UserError("--groups does not go with --actors, whose processes each step their own environments.")
         check_actors(options.actors)
-    if launched_together() and (options.resume or options.source is not None or options.actors is not None):
+    goes_on = options.resume or options.source is not None
+    together = launched_together()
+    if together and (goes_on or options.actors is not None):
         raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
-    plan = resumed_plan(options, began) if options.resume else _new_plan(options, began)
-    if isinstance(plan, str):
-        print(plan)
-        return 0
-    if launched_together():
-        plan = dataclasses.replace(plan, device=join(plan.device))
-        team = Team(plan.settings)
-        if team.size > 1:
-            plan = dataclasses.replace(plan, settings=team.share(), team=team)
-    return run_plan(plan)
+    if options.resume and options.output is None:
+        raise UserError("--resume needs --output DIR, the directory of the run to continue.")
+    with ExitStack() as stack:
+        run_dir = None
+        if options.resume:
+            if not options.output.is_dir():
+                raise UserError(f"--output {options.output} holds no run to resume: there is no such folder.")
+            run_dir = stack.enter_context(closing(RunDir(options.output, "resume")))
+        plan = continued(options) if goes_on else new(options)
+        done = "" if run_dir is None else _finished(run_dir, plan.settings.steps)
+        if done:
+            print(done)
+            return 0
+        team = None
+        if together:
+            plan = dataclasses.replace(plan, device=join(plan.device))
+            team = Team(plan.settings)
+        if run_dir is None and (team is None or team.rank == 0):
+            run_dir = stack.enter_context(closing(RunDir(plan.output, "replace" if options.overwrite else "refuse")))
+        return carry_out(plan, run_dir, team, options.max_seconds, began)
 
 
-def _new_plan(options: argparse.Namespace, began: float) -> Plan:
-    if options.source is not None:
-        suffix = "" if options.seed is None else f"-seed{options.seed}"
-        folder = options.output or Path("runs") / f"{options.source.name}{suffix}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return branched_plan(options, RunDir(folder, "refuse"), began)
+def new(options: argparse.Namespace) -> Plan:
+    """The plan of a new run."""
     if options.env is None:
         raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     device = given_device(options.device)
-    environment = identify(options.env)
-    seed = options.seed if options.seed is not None else 0
+    environment, seed = identify(options.env), 0 if options.seed is None else options.seed
+    settings = environment.settings(device, **given_settings(options))
+    if settings.bfloat16 is None:
+        half = settings.convolutional and (device.type == "cuda" or cpu_computes_in_bfloat16())
+        settings = dataclasses.replace(settings, bfloat16=half)
     default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    game = GAMES.get(environment.name, {}) if environment.kind == "atari" else {}
-    if options.actors is not None:
-        game = {**game, "groups": 1}
     return Plan(
-        environment=environment,
-        settings=Settings.for_family(environment.family(device), **{**game, **given_settings(options)}),
-        seed=seed,
-        device=device,
-        run_dir=RunDir(options.output or Path("runs") / default, "replace" if options.overwrite else "refuse"),
-        max_seconds=options.max_seconds,
-        checkpoint_every=options.checkpoint_every,
-        checkpoint_replay=options.checkpoint_replay,
-        began=began,
+        environment,
+        settings,
+        seed,
+        device,
+        output=options.output or Path("runs") / default,
         actors=options.actors,
+        checkpoint_every=300.0 if options.checkpoint_every is None else options.checkpoint_every,
+        checkpoint_replay=options.checkpoint_replay is not False,
     )
+
+
+def continued(options: argparse.Namespace) -> Plan:
+    """The plan to go on from a checkpoint: with `--resume` of the same run, with `--from` of a new one.
+
+    A resumed run has its own settings, and may have more steps. One that branches off has those that are given, and
+    else the same ones; the step, the networks, the optimiser, the replay buffer, the rows so far and the seconds are
+    those of the checkpoint, and the best network is chosen anew.
+
+    Raises UserError if there is no checkpoint, or if flags contradict it.
+    """
+    flag, source = ("--resume", options.output) if options.resume else ("--from", options.source)
+    try:
+        saved = latest(source / CHECKPOINT)
+        if saved is None:
+            raise UserError(f"{flag}: {source} holds no checkpoint, from which a run could go on. Start one anew.")
+        state, before = saved.state, Settings.from_dict(saved.state["settings"])
+    except (CheckpointError, KeyError) as error:
+        raise UserError(f"{flag}: {error}") from None
+    identity, progress, given = state["identity"], state["trainer"]["progress"], given_settings(options)
+    fixed = TYPES.keys() - {"steps"} if options.resume else set(SHAPES)
+    contradictions = [
+        f"--{name.replace('_', '-')} {value} (it has {getattr(before, name)})"
+        for name, value in given.items()
+        if name in fixed and value != getattr(before, name)
+    ]
+    if options.env is not None and identify(options.env).name != identity["env"]:
+        contradictions.append(f"{options.env} (the run is of {identity['env']})")
+    if options.resume:
+        steps = given.get("steps", before.steps)
+        if options.seed not in (None, identity["seed"]):
+            contradictions.append(f"--seed {options.seed} (it has {identity['seed']})")
+        if options.device is not None and str(given_device(options.device)) != identity["device"]:
+            contradictions.append(f"--device {options.device} (it has {identity['device']})")
+        if options.actors is not None and "actors" not in identity:
+            contradictions.append(f"--actors {options.actors} (it has none)")
+        if steps < before.steps:
+            contradictions.append(f"--steps {steps} (it has {before.steps}, which can only be raised)")
+    elif "actors" in identity:
+        raise UserError(f"--from {source} is a run with --actors, whose games have no common start to branch from.")
+    if contradictions:
+        raise UserError(
+            f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(contradictions)}. Leave "
+            "them out, or start another run."
+        )
+    settings = dataclasses.replace(before, **given)
+    if options.source is not None and settings.steps <= progress["step"]:
+        raise UserError(f"--steps {settings.steps} are done: {source} is at step {progress['step']}. Raise it.")
+    if options.max_seconds is not None and options.max_seconds <= progress["seconds"]:
+        raise UserError(
+            f"--max-seconds {options.max_seconds:g} is used up: the run has taken {progress['seconds']:.1f} s so far, "
+            "all its parts together. Raise it, or leave it out."
+        )
+    refilled = [name for name in BUFFER if getattr(settings, name) != getattr(before, name)]
+    if refilled and saved.replay is not None:
+        print(f"{flag}: a new replay buffer is filled, for another {', '.join(refilled)}", file=sys.stderr)
+        saved = dataclasses.replace(saved, replay=None)
+    actors = options.actors or identity.get("actors")
+    if actors is not None:
+        check_actors(actors)
+    output, seed = options.output, identity["seed"] if options.seed is None else options.seed
+    if options.source is not None:
+        # what was judged with other settings is no match for what comes
+        progress["solved"], state["evaluator"]["best"] = False, None
+        output = output or Path("runs") / f"{source.name}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    every, replay = options.checkpoint_every, options.checkpoint_replay
+    return Plan(
+        identify(identity["env"]),
+        settings,
+        seed,
+        given_device(identity["device"] if options.device is None else options.device),
+        output,
+        actors,
+        checkpoint_every=state["checkpoint_every"] if every is None else every,
+        checkpoint_replay=state["checkpoint_replay"] if replay is None else replay,
+        saved=saved,
+        rows=read_rows(source, progress["logged"]),
+    )
+
+
+def _finished(run_dir: RunDir, steps: int) -> str:
+    """A message if the run is complete and has none of so many steps left."""
+    summary = run_dir.read_json(SUMMARY)
+    if summary.get("stopped_by") == "solved":
+        return f"the run in {run_dir.path} is finished: solved after {summary.get('steps'):,} steps."
+    if summary.get("stopped_by") == "steps" and summary.get("steps", 0) >= steps:
+        return f"the run in {run_dir.path} is finished: all {steps:,} steps are done. Raise --steps to go on."
+    return ""
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the agent that were given as flags."""
+    return {name: value for name in TYPES if (value := getattr(options, name)) is not None}
+
+
+def given_device(name: str | None) -> torch.device:
+    """The device of `--device`, by default a GPU where there is one. Raises UserError if it is not available."""
+    try:
+        # a buffer knows what can be wrong with a device
+        return ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--device: {error}") from None
+
+
+def cpu_computes_in_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16; others only emulate it, at half the speed of float32."""
+    # new in torch 2.11
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,21 +1,28 @@
-"""The interface of environments: their specification, the result of a step, and the methods all of them have.
+"""The interface of environments, and `Actors`: environments as the agent sees them, on its device, frames stacked.
 
 `send` starts a step and `recv` returns it, so that emulators run while the network learns. An episode that ends is
-reset within the same step (same-step autoreset); its last observation is returned as `final_obs`, from which a
-truncated episode is bootstrapped. Environments return single frames; `actors` stacks them.
+reset within the same step (same-step autoreset); its last frame is returned as `final_frame`, from which a truncated
+episode is bootstrapped. Environments return single frames; `Actors` stacks them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu_replay import Field
+
+# of tensors in pinned memory, in bytes: enough for every dtype and for vector loads
+ALIGNMENT = 16
+# a mean return as good as a win, in games that end at 21
+PONG_WON = 18.0
 
 
 @dataclass(frozen=True)
@@ -47,36 +54,26 @@ class EnvironmentSpec:
 class Step:
     """One step of `E` environments.
 
-    obs:       (E, *shape) the newest frame; after the end of an episode the first one of the next.
-    reward:    (E,) float32.
+    frame:       (E, *shape) the newest frame; after the end of an episode the first one of the next.
+    reward:      (E,) float32.
     terminated, truncated: (E,) bool.
-    final_obs: (E, *shape) the last frame of each episode that ended, undefined in other rows; None if none ended.
+    final_frame: (E, *shape) the last frame of each episode that ended, undefined in other rows; None if none ended.
     """
 
-    obs: Tensor
+    frame: Tensor
     reward: Tensor
     terminated: Tensor
     truncated: Tensor
-    final_obs: Tensor | None
+    final_frame: Tensor | None
+
+    @property
+    def ended(self) -> Tensor:
+        """(E,) bool: where an episode ended."""
+        return self.terminated | self.truncated
 
 
-def joined(steps: Sequence[Step]) -> Step:
-    """The step of all environments, of the steps of parts that follow one another; a single one as it is."""
-    if len(steps) == 1:
-        return steps[0]
-    # where nothing ended any frames will do
-    finals = [step.obs if step.final_obs is None else step.final_obs for step in steps]
-    return Step(
-        obs=torch.cat([step.obs for step in steps]),
-        reward=torch.cat([step.reward for step in steps]),
-        terminated=torch.cat([step.terminated for step in steps]),
-        truncated=torch.cat([step.truncated for step in steps]),
-        final_obs=None if all(step.final_obs is None for step in steps) else torch.cat(finals),
-    )
-
-
-class Environment(ABC):
-    """`num_envs` parallel environments.
+class Environment(nn.Module):
+    """`num_envs` parallel environments; the `state_dict` is what they need to continue in mid-episode.
 
     on_device:  whether a step is work of the agent's device alone, on memory that stays where it is, so that it can be
                 captured in a CUDA graph.
@@ -87,6 +84,11 @@ class Environment(ABC):
     num_envs: int
     on_device: bool = False
     generators: Sequence[torch.Generator] = ()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the `state_dict` holds all that the environments need; simulators may not expose their state."""
+        return True
 
     @abstractmethod
     def reset(self, seed: int) -> Tensor:
@@ -100,19 +102,200 @@ class Environment(ABC):
     def recv(self) -> Step:
         """Wait for the step that `send` started."""
 
-    @property
-    def parts(self) -> Sequence[Environment]:
-        """Equal parts that are stepped apart, one after the other making up all environments; by default one."""
-        return (self,)
-
-    def state(self) -> dict[str, Tensor] | None:
-        """What `restore` needs to continue in mid-episode, or None where the simulator does not expose its state."""
-        return None
-
-    def restore(self, state: Mapping[str, Tensor]) -> Tensor:
-        """Continue from a state; returns the current frames. Raises RuntimeError where `state` gives none."""
-        raise RuntimeError(f"{self.spec.name} cannot continue in mid-episode; reset it instead.")
-
-    @abstractmethod
     def close(self) -> None:
         """Release what the environments hold."""
+
+
+class FrameStack(nn.Module):
+    """The newest `depth` frames of each of `E` environments, oldest first; zeros before an episode's first frame.
+
+    ALE's own stacks begin the same way, and so do the buffer's with `padding="zero"`. Never synchronises with the
+    device. The frames stay where they are, so that a captured graph goes on with them.
+
+    frame: (E, *shape) the newest frames.
+    obs:   (E, depth, *shape) all frames, or the newest ones without a stack axis at a depth of 1.
+    """
+
+    frames: Tensor
+
+    def __init__(self, depth: int, num_envs: int, frame: Field, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("frames", torch.zeros((num_envs, depth, *frame.shape), dtype=frame.dtype, device=device))
+        self.frame = self.frames[:, -1]
+        self.obs = self.frames if depth > 1 else self.frame
+
+    def begin(self, frame: Tensor) -> None:
+        """All environments were reset. frame: (E, *shape)."""
+        self.frames.zero_()
+        self.frames[:, -1] = frame
+
+    def push(self, frame: Tensor, ended: Tensor) -> None:
+        """Add the next frames; where `ended`, (E,) bool, they are the first ones of new episodes."""
+        if self.frames.shape[1] > 1:
+            older = self.frames[:, 1:].masked_fill(ended.reshape(-1, *[1] * frame.dim()), 0)
+            self.frames[:, :-1] = older
+        self.frames[:, -1] = frame
+
+
+class EpisodeStatistics(nn.Module):
+    """Returns and lengths of the last `window` finished episodes of `E` environments, and of the running ones.
+
+    They are on the device of the rewards. `read` synchronises with it, `push` does not.
+    """
+
+    returns: Tensor
+    lengths: Tensor
+    finished: Tensor
+    count: Tensor
+
+    def __init__(self, num_envs: int, window: int, device: torch.device) -> None:
+        super().__init__()
+        self._window = window
+        self.register_buffer("returns", torch.zeros(num_envs, device=device))
+        self.register_buffer("lengths", torch.zeros(num_envs, device=device))
+        # the extra row receives the writes of episodes that have not ended
+        self.register_buffer("finished", torch.zeros((window + 1, 2), device=device))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    def push(self, reward: Tensor, ended: Tensor) -> None:
+        """reward: (E,) float32; ended: (E,) bool."""
+        self.returns += reward
+        self.lengths += 1
+        place = self.count + torch.cumsum(ended, 0) - 1
+        # if more episodes end than the window holds only the last ones write: one row has one writer
+        total = self.count + ended.sum()
+        kept = ended & (place >= total - self._window)
+        row = torch.where(kept, place % self._window, self._window)
+        self.finished[row] = torch.stack((self.returns, self.lengths), 1)
+        self.count.copy_(total)
+        self.returns *= ~ended
+        self.lengths *= ~ended
+
+    def finish(self, returns: Sequence[float], lengths: Sequence[float]) -> None:
+        """Count episodes that others have added up."""
+        for row in zip(returns, lengths, strict=True):
+            self.finished[int(self.count) % self._window] = torch.tensor(row)
+            self.count += 1
+
+    def abandon(self) -> None:
+        """Discard the running episodes, whose environments were reset before they ended."""
+        self.returns.zero_()
+        self.lengths.zero_()
+
+    def read(self) -> tuple[int, float, float]:
+        """Number of finished episodes, and mean return and length of the last ones (NaN before the first)."""
+        count = int(self.count)
+        rows = self.finished[: min(count, self._window)]
+        if not len(rows):
+            return 0, float("nan"), float("nan")
+        mean_return, mean_length = rows.mean(0).tolist()
+        return count, mean_return, mean_length
+
+
+class PinnedTransfer:
+    """Copies the same set of tensors from host memory to a device, call after call, in one transfer each.
+
+    shapes: name to (shape, dtype) of each tensor.
+
+    there:  what was copied last, by name, in memory that stays where it is, so that captured graphs read from it;
+            zeros at first. The next copy comes after all that the current stream was given before it.
+
+    A copy from pageable memory would block the host until the device has finished all earlier work; one from pinned
+    memory is queued like a kernel, so the host can step emulators while the network still learns. Host memory is
+    double-buffered: a call waits for the copy of the one before the last.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        parts, size = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            nbytes = math.prod(shape) * dtype.itemsize
+            parts[name] = (slice(size, size + nbytes), shape, dtype)
+            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+        def views(memory: Tensor) -> dict[str, Tensor]:
+            return {name: memory[rows].view(dtype).view(shape) for name, (rows, shape, dtype) in parts.items()}
+
+        cuda = device.type == "cuda"
+        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._views = [views(memory) for memory in self._host]
+        self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]
+        self._slot = 0
+        self.there = views(self._device)
+
+    def copy(self, **values: Tensor) -> dict[str, Tensor]:
+        """Bring host tensors of the named shapes and dtypes to the device; returns `there`."""
+        self._slot = 1 - self._slot
+        copied = self._copied[self._slot]
+        if copied is not None:
+            copied.synchronize()
+        for name, value in values.items():
+            self._views[self._slot][name].copy_(value)
+        self._device.copy_(self._host[self._slot], non_blocking=True)
+        if copied is not None:
+            copied.record()
+        return self.there
+
+
+class Actors:
+    """Environments, the transfer of their steps to `device`, and there the stacks of their frames.
+
+    statistics: of the episodes, counted with each `push`, or None.
+
+    Steps of environments on the device itself are passed through. From host memory each step is one copy out of pinned
+    memory, and another with the last frames where episodes ended.
+    """
+
+    def __init__(
+        self, environment: Environment, device: torch.device, statistics: EpisodeStatistics | None = None
+    ) -> None:
+        spec, count = environment.spec, environment.num_envs
+        self.environment = environment
+        self.device = device
+        self.statistics = statistics
+        self.stack = FrameStack(spec.stack, count, spec.observation, device)
+        self._transfers: tuple[PinnedTransfer, PinnedTransfer] | None = None
+        if device.type != "cpu" and not environment.on_device:
+            self._transfers = self._make_transfers()
+
+    def reset(self, seed: int) -> None:
+        """Start new episodes in all environments; `stack` holds their first frames."""
+        self.stack.begin(self.environment.reset(seed).to(self.device))
+
+    def recv(self) -> Step:
+        """Wait for the step that `environment.send` started; on the device of the agent, valid until the next one.
+
+        From host memory it is the same memory every time, with final frames that mean nothing where none ended.
+        """
+        step = self.environment.recv()
+        if self._transfers is None:
+            return step
+        steps, finals = self._transfers
+        there = steps.copy(frame=step.frame, reward=step.reward, terminated=step.terminated, truncated=step.truncated)
+        if step.final_frame is not None:
+            finals.copy(frame=step.final_frame)
+        return Step(**there, final_frame=finals.there["frame"])
+
+    def push(self, step: Step) -> None:
+        """Count a step that was received, and stack its frames."""
+        ended = step.ended
+        if self.statistics is not None:
+            self.statistics.push(step.reward, ended)
+        self.stack.push(step.frame, ended)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What environments need to continue in mid-episode."""
+        return {"environment": self.environment.state_dict(), "stack": self.stack.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, after a `reset`."""
+        self.environment.load_state_dict(state["environment"])
+        self.stack.load_state_dict(state["stack"])
+
+    def _make_transfers(self) -> tuple[PinnedTransfer, PinnedTransfer]:
+        """One for steps, one for the final frames of those steps in which an episode ends."""
+        spec, count = self.environment.spec, self.environment.num_envs
+        frame = {"frame": ((count, *spec.observation.shape), spec.observation.dtype)}
+        dtypes = {"reward": torch.float32, "terminated": torch.bool, "truncated": torch.bool}
+        rest = {name: ((count,), dtype) for name, dtype in dtypes.items()}
+        return PinnedTransfer({**frame, **rest}, self.device), PinnedTransfer(frame, self.device)

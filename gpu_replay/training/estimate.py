@@ -1,39 +1,4 @@
-"""`gpu-replay estimate`: the bytes that a buffer would take, from its fields or from an environment."""
-
-from __future__ import annotations
-
-import argparse
-import re
-from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
-
-from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
-from gpu_replay.console.arguments import positive, whole
-from gpu_replay.console.errors import UserError
-from gpu_replay.engines.placement import check_placement
-from gpu_replay.engines.storage import check_capacity, check_device, estimate, size_table, sizes_by_place
-from gpu_replay.engines.trajectory_storage import stream_sizes
-from gpu_replay.fields import STORABLE, check_fields
-from gpu_replay.ops._backend import Backend, choose
-from gpu_replay.spaces import step_fields
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.registry import EnvironmentId, identify, make_environment
-from gpu_replay.training.settings import Settings
-from gpu_replay.training.vector_envs import spaces
-
-SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
-    "uniform": Uniform(),
-    "proportional": Proportional(),
-    "rank": RankBased(),
-    "latest": Latest(),
-    "combined": Combined(Proportional()),
-}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
-DESCRIPTION = """\
-Print the bytes that a buffer would take, per field, and whether they are free.
+"""Print the bytes that a buffer would take, per field, and whether they are free.
 
 With --env also what `gpu-replay train` would take there.
 
@@ -41,151 +6,65 @@ examples:
   gpu-replay estimate --capacity 1e6 --env Pendulum-v1
   gpu-replay estimate --capacity 1e6 --env pong --stack 4 --num-envs 64
   gpu-replay estimate --capacity 1e6 --num-envs 64 --field obs=84x84:uint8 --field action=int64
-With --num-envs it is a trajectory buffer, which stores each frame once."""
+With --num-envs it is a trajectory buffer, which stores each frame once.
+"""
 
+from __future__ import annotations
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    parser.add_argument("--capacity", type=whole, required=True, metavar="N", help="transitions, such as 1e6")
-    what = parser.add_mutually_exclusive_group(required=True)
-    field = "one field, such as obs=84x84:uint8; a scalar has no shape: action=int64. Repeat for more"
-    what.add_argument("--field", action="append", type=_field, metavar="NAME=SHAPE:DTYPE", help=field)
-    what.add_argument("--env", metavar="ENV", help="the fields of an environment: pong, Pendulum-v1, catch, ...")
-    stack = "frames of an observation; a trajectory buffer stores each once all the same (default: 1)"
-    parser.add_argument("--stack", type=positive, default=1, metavar="S", help=stack)
-    parser.add_argument("--frame-size", type=positive, metavar="N", help="side of an Atari frame (default: 84)")
-    envs = "of a trajectory buffer, which stores each observation once; without it, of a transition buffer"
-    parser.add_argument("--num-envs", type=positive, metavar="E", help=envs)
-    parser.add_argument(
-        "--autoreset",
-        choices=("next_step", "same_step", "disabled"),
-        default="next_step",
-        help="of a trajectory buffer: whether it keeps final observations (default: next_step, it does not)",
-    )
-    parser.add_argument("--sampler", choices=SAMPLERS, default="proportional", help="default: proportional")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
-    pinned = "cpu: the fields of a buffer on a GPU in pinned host memory"
-    parser.add_argument("--storage-device", metavar="DEVICE", help=pinned)
-    parser.add_argument("--storage-path", metavar="DIR", help="the fields of a buffer on the CPU in a file there")
+import argparse
+from contextlib import closing
+from functools import partial
 
+import torch
 
-def _field(text: str) -> tuple[str, Field]:
-    """`obs=84x84:uint8` as a name and a Field; `action=int64` and `action=:int64` are scalars."""
-    found = re.fullmatch(r"([^=]+)=(?:(\d+(?:x\d+)*)?:)?(\w+)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SHAPE:DTYPE, such as obs=84x84:uint8 or action=int64")
-    name, shape, dtype = found.groups()
-    if dtype not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    sides = tuple(int(side) for side in shape.split("x")) if shape else ()
-    try:
-        return name, Field(sides, DTYPES[dtype])
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+from gpu_replay import Field, TrajectoryReplayBuffer
+from gpu_replay.console import sizes
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.sizes import report, stream_bytes
+from gpu_replay.training.host_envs import spaces
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.registry import CPU, EnvironmentId, identify
+
+DESCRIPTION = __doc__
+add_arguments = sizes.add_arguments
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the sizes; returns the exit code. Raises UserError for bad input."""
-    sampler = SAMPLERS[options.sampler]
-    if options.frame_size is not None and options.env is None:
-        raise UserError("--frame-size is of Atari's frames; with --field name the shape: --field obs=84x84:uint8.")
-    try:
-        device = check_device(options.device)
-        placement = check_placement(device, options.storage_device, options.storage_path)
-        capacity = check_capacity(options.capacity)
-        backend = choose(device)
-        found = identify(options.env) if options.env else None
-        observation, action = ({}, {}) if found is None else _spaces(found, options.frame_size or 84)
-        if options.num_envs is not None:
-            fields = _named(options.field) if found is None else {**observation, **action}
-            capacity -= capacity % options.num_envs
-            sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
-        else:
-            fields = check_fields(_named(options.field)) if found is None else _classic(observation, action)
-            sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(str(error)) from None
-    total = sum(sizes.values())
-    kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
-    print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
-    places = sizes_by_place(sizes, placement, {*fields, "alignment"})
-    for place, held, _ in places:
-        print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
-    print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
-    if found is not None:
-        print(_of_trainer(found, options, capacity, device, backend))
-    for place, held, free in places:
-        if free is not None:
-            part = "its part" if placement.apart else "the buffer"
-            fits = "fits" if sum(held.values()) <= free else "does not fit"
-            print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}")
-    return 0
+    if options.env is None:
+        if options.frame_size is not None:
+            raise UserError("--frame-size is of Atari's frames; with --field name the shape: --field obs=84x84:uint8.")
+        return report(options, None, lambda capacity, device: "")
+    found = identify(options.env)
+    return report(options, partial(_stored, found, options.frame_size or 84), partial(_of_trainer, found, options))
 
 
-def _named(pairs: Sequence[tuple[str, Field]]) -> dict[str, Field]:
-    fields: dict[str, Field] = {}
-    for name, field in pairs:
-        if name in fields:
-            raise ValueError(f"--field {name} is given twice.")
-        fields[name] = field
-    return fields
-
-
-def _spaces(found: EnvironmentId, side: int) -> tuple[dict[str, Field], dict[str, Field]]:
-    """The fields of an observation and of an action of one environment, as they are stored."""
+def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
+    """The fields of a step of one environment."""
     if found.kind == "gymnasium":
-        fields = step_fields(*spaces(found.name))
-    else:
-        frame = (
-            Field((side, side), torch.uint8)
-            if found.kind == "atari"
-            else Catch(1, torch.device("cpu")).spec.observation
-        )
-        fields = {"obs": frame, "action": Field((), torch.int64)}
-    observation = {name: field for name, field in fields.items() if _is_observation(name)}
-    return observation, {name: field for name, field in fields.items() if name not in observation}
+        # of any spaces, also those that the agent cannot use
+        fields = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), device="cpu").fields
+        return {name: fields[name] for name in fields if name.partition(".")[0] in ("obs", "action")}
+    with closing(found.make(1, found.settings(CPU, frame_size=side), CPU)) as environment:
+        frame = environment.spec.observation
+    return {"obs": Field(frame.shape, frame.dtype), "action": Field((), torch.int64)}
 
 
-def _classic(observation: dict[str, Field], action: dict[str, Field]) -> dict[str, Field]:
-    """The five classic fields, as `ReplayBuffer.from_spaces` makes them."""
-    after = {f"next_{name}": field for name, field in observation.items()}
-    return {**observation, **action, "reward": Field((), torch.float32), **after, "terminated": Field((), torch.bool)}
-
-
-def _is_observation(name: str) -> bool:
-    return name.removeprefix("next_").partition(".")[0] == "obs"
-
-
-def _stacked(fields: dict[str, Field], stack: int) -> dict[str, Field]:
-    """The fields of transitions whose observations are stacks; a trajectory buffer stores each frame once."""
-    if stack == 1:
-        return fields
-    return {
-        name: replace(field, shape=(stack, *field.shape)) if _is_observation(name) else field
-        for name, field in fields.items()
-    }
-
-
-def _of_trainer(
-    found: EnvironmentId, options: argparse.Namespace, capacity: int, device: torch.device, backend: Backend
-) -> str:
+def _of_trainer(found: EnvironmentId, options: argparse.Namespace, capacity: int, device: torch.device) -> str:
     """What the trainer would take with this capacity, or why it would not begin, as a sentence."""
     changes = {"frame_size": options.frame_size, "num_envs": options.num_envs}
     if options.stack != 1:
         changes["frame_stack"] = options.stack
+    given = {name: value for name, value in changes.items() if value is not None}
     try:
-        given = {name: value for name, value in changes.items() if value is not None}
-        family = found.family(device)
-        environment = make_environment(found, 1, Settings.for_family(family, **given), torch.device("cpu"))
-        environment.close()
-        settings = Settings.for_family(family, capacity=capacity, **given)
+        with closing(found.make(1, found.settings(device, **given), CPU)) as environment:
+            spec = environment.spec
+        settings = found.settings(device, **given, capacity=capacity)
     except UserError as error:
         return f"`gpu-replay train` cannot learn here: {error}"
-    spec, envs = environment.spec, settings.num_envs
+    envs = settings.num_envs
     fields = {"obs": spec.observation, "action": Field((), torch.int64)}
-    kept = max(capacity - capacity % envs, envs)
-    sampler = SAMPLERS[settings.sampler]
-    buffer = sum(stream_sizes(kept, envs, fields, "same_step", sampler, backend).values())
+    buffer = stream_bytes(capacity, envs, fields, settings.sampler, device)
     network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
     # the target network, gradients and Adam's two moments beside the weights
     learned = 5 * sum(part.nbytes for part in network.parameters())

@@ -7,7 +7,6 @@ long ones.
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,14 +16,10 @@ import torch
 
 from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.console.seeds import Stream, stream_seed
-from gpu_replay.training.actors import Actors
-from gpu_replay.training.environments import Environment
-from gpu_replay.training.exploration import greedy_actions
+from gpu_replay.training.agent import greedy_actions
+from gpu_replay.training.environments import Actors, Environment
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
-
-CONFIRMATIONS = 3
-STANDARD_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Best:
-    """The network with the best evaluation so far, and the evaluation on fresh seeds by which `stop_at` was reached."""
+    """The network with the best evaluation so far, and its evaluation on fresh seeds if that solved the environment."""
 
     network: QNetwork
     step: int
     evaluation: Evaluation
-    solved: bool
-    fresh: Evaluation | None = None
+    fresh: Evaluation | None
+
+    @property
+    def solved(self) -> bool:
+        """Whether this network solved the environment."""
+        return self.fresh is not None
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -67,54 +66,31 @@ class Evaluator:
     ) -> None:
         self.best: Best | None = None
         self.seconds = 0.0
+        stop_at = settings.stop_at
+        self.threshold = environment.spec.reward_threshold if stop_at is None else stop_at
         self._stop = stop
-        self._environment = environment
         self._actors = Actors(environment, device)
         self._settings = settings
-        self._device = device
         self._seed = seed
         self._count = 0
 
     def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
         """Evaluate `network` and keep a copy if it is the best so far; returns whether the environment is solved, too.
 
-        Solved: this evaluation reaches the environment's threshold, and the mean of three more on other seeds exceeds
-        it by three standard errors, so that a run does not end by chance. With `stop_at`: this evaluation reaches it,
-        and so does one more on other seeds, which is then that of `final`.
+        Solved: this evaluation reaches the threshold, and so does one more on fresh seeds, which is then what `final`
+        returns.
         """
         count = self._count + 1
-        result = self._play(network, "evaluation", count)
-        fresh = None
-        solved = self._reaches(result.return_mean)
-        if solved and self._settings.stop_at is not None:
-            fresh = self._play(network, "confirmation", count)
-            solved = self._reaches(fresh.return_mean)
-        elif solved:
-            solved = self._confirmed(network, count)
+        result, fresh = self._play(network, "evaluation", count), None
+        if self._reaches(result):
+            second = self._play(network, "confirmation", count)
+            fresh = second if self._reaches(second) else None
         # an interrupted evaluation does not count: the resumed run repeats it
         self._count = count
-        candidate = Best(copy.deepcopy(network), step, result, solved, fresh if solved else None)
+        candidate = Best(copy.deepcopy(network), step, result, fresh)
         if self.best is None or candidate.rank > self.best.rank:
             self.best = candidate
-        return result, solved
-
-    @property
-    def threshold(self) -> float | None:
-        """The mean return at which the environment counts as solved, or None."""
-        stop_at = self._settings.stop_at
-        return self._environment.spec.reward_threshold if stop_at is None else stop_at
-
-    def _reaches(self, return_mean: float) -> bool:
-        threshold = self.threshold
-        return threshold is not None and return_mean >= threshold
-
-    def _confirmed(self, network: QNetwork, count: int) -> bool:
-        first = CONFIRMATIONS * count
-        results = [self._play(network, "confirmation", first + i) for i in range(CONFIRMATIONS)]
-        mean = sum(result.return_mean for result in results) / CONFIRMATIONS
-        variance = sum(result.return_std**2 + (result.return_mean - mean) ** 2 for result in results) / CONFIRMATIONS
-        episodes = sum(result.episodes for result in results)
-        return self._reaches(mean - STANDARD_ERRORS * math.sqrt(variance / episodes))
+        return result, candidate.solved
 
     def final(self) -> Evaluation | None:
         """Evaluate the best network on episodes that were not used to choose it; None without a best network."""
@@ -122,61 +98,53 @@ class Evaluator:
             return None if self.best is None else self.best.fresh
         return self._play(self.best.network, "final", 0)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The number of evaluations, and the best network."""
         best = None
         if self.best is not None:
-            best = vars(self.best) | {
-                "network": self.best.network.state_dict(),
-                "evaluation": asdict(self.best.evaluation),
-                "fresh": None if self.best.fresh is None else asdict(self.best.fresh),
-            }
+            fresh = None if self.best.fresh is None else asdict(self.best.fresh)
+            network, evaluation = self.best.network.state_dict(), asdict(self.best.evaluation)
+            best = {"network": network, "step": self.best.step, "evaluation": evaluation, "fresh": fresh}
         return {"count": self._count, "seconds": self.seconds, "best": best}
 
-    def restore(self, state: Mapping[str, Any], network: QNetwork) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], network: QNetwork) -> None:
         """Continue from a state; `network` has the right architecture and is only copied."""
-        self._count = state["count"]
-        self.seconds = state["seconds"]
-        self.best = None
-        best = state["best"]
+        self._count, self.seconds, best = state["count"], state["seconds"], state["best"]
         if best is not None:
             copied = copy.deepcopy(network)
             copied.load_state_dict(best["network"])
-            fresh = best.get("fresh")
-            evaluations = Evaluation(**best["evaluation"]), None if fresh is None else Evaluation(**fresh)
-            self.best = Best(copied, best["step"], evaluations[0], best["solved"], evaluations[1])
+            fresh = None if best["fresh"] is None else Evaluation(**best["fresh"])
+            self.best = Best(copied, best["step"], Evaluation(**best["evaluation"]), fresh)
 
-    def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
-        began = time.perf_counter()
-        try:
-            return self._episodes(network, stream, index)
-        finally:
-            self.seconds += time.perf_counter() - began
+    def _reaches(self, evaluation: Evaluation) -> bool:
+        return self.threshold is not None and evaluation.return_mean >= self.threshold
 
     @torch.no_grad()
-    def _episodes(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
-        settings = self._settings
-        seed = stream_seed(self._seed, stream, index)
-        generator = torch.Generator(device=self._device).manual_seed(seed)
-        _, obs = self._actors.reset(seed)
-        # accumulated on the device of the environments
-        returns = torch.zeros(self._environment.num_envs, device=self._actors.home)
+    def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
+        began = time.perf_counter()
+        settings, actors, seed = self._settings, self._actors, stream_seed(self._seed, stream, index)
+        generator = torch.Generator(device=actors.device).manual_seed(seed)
+        actors.reset(seed)
+        returns = torch.zeros(actors.environment.num_envs, device=actors.device)
         lengths = torch.zeros_like(returns)
         running = torch.ones_like(returns, dtype=torch.bool)
-        for _ in range(settings.eval_max_steps):
-            self._stop.check()
-            self._actors.send(greedy_actions(network(obs), settings.eval_epsilon, generator))
-            arrival = self._actors.recv()
-            step = arrival.step
-            returns += step.reward * running
-            lengths += running
-            running &= ~(step.terminated | step.truncated)
-            if not running.any():
-                break
-            obs = arrival.obs
+        try:
+            for _ in range(settings.eval_max_steps):
+                self._stop.check()
+                values = network(actors.stack.obs)
+                actors.environment.send(greedy_actions(values, settings.eval_epsilon, generator))
+                step = actors.recv()
+                actors.push(step)
+                returns += step.reward * running
+                lengths += running
+                running &= ~step.ended
+                if not running.any():
+                    break
+        finally:
+            self.seconds += time.perf_counter() - began
         return Evaluation(
             return_mean=float(returns.mean()),
             return_std=float(returns.std(correction=0)),
             length_mean=float(lengths.mean()),
-            episodes=self._environment.num_envs,
+            episodes=len(returns),
         )

@@ -1,7 +1,7 @@
-"""Q networks: an MLP for vectors, stacks of convolutions or a cosine transform for images.
+"""Q networks: an MLP for vectors, a stack of convolutions or a cosine transform for images.
 
-Networks take observations as they are stored: they scale integers by the field's `scale`, map vectors with bounds to
-[-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
+Networks take observations as they are stored: `prepare` scales integers by the field's `scale`, maps vectors with
+bounds to [-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
 
 The cosine transform keeps the lowest frequencies of each image, and MLPs learn from those. Where a few things move
 before an empty background, that is far faster than from pixels: an object that moves by a pixel changes all inputs a
@@ -12,28 +12,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpu_replay import Field
 from gpu_replay.console.errors import UserError
-from gpu_replay.fields import Field
 from gpu_replay.training.settings import Settings
 
 # (channels, kernel, stride) of each convolution
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "mlp": (),
     "cosine": (),
-    "compact": ((16, 8, 4), (32, 4, 2)),
     "fine": ((16, 8, 4), (32, 3, 1)),
-    "small": ((16, 6, 3), (32, 4, 2), (32, 3, 1)),
     "nature": ((32, 8, 4), (64, 4, 2), (64, 3, 1)),
 }
-
-
 # frequencies of the cosine transform, down and across
 FREQUENCIES = (4, 12)
 
@@ -65,8 +59,40 @@ class CosineTransform(nn.Module):
         return torch.cat((spectrum[:, 1:] - spectrum[:, :-1], spectrum[:, -1:]), 1).flatten(1)
 
 
+class Conv(nn.Conv2d):
+    """A convolution that computes in the dtype of what comes in."""
+
+    bias: Tensor
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (B, channels, height, width)."""
+        weight, bias = self.weight.to(images.dtype), self.bias.to(images.dtype)
+        return functional.conv2d(images, weight, bias, self.stride)
+
+
+class Hidden(nn.Linear):
+    """A layer that computes in `computes`, whatever comes in."""
+
+    def __init__(self, features: int, width: int, computes: torch.dtype) -> None:
+        super().__init__(features, width)
+        self.computes = computes
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features: (B, features); returns (B, width)."""
+        weight, bias = self.weight.to(self.computes), self.bias.to(self.computes)
+        return functional.linear(features.to(self.computes), weight, bias)
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm in float32, whatever comes in."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features: (B, width); returns (B, width) float32."""
+        return super().forward(features.float())
+
+
 class QNetwork(nn.Module):
-    """Action values of a batch of observations.
+    """Action values of a batch of observations, as a value and centred advantages (Wang et al. 2016).
 
     observation: the field that stores them; images are (channels, height, width).
     bounds:      (low, high) of a vector observation where both are finite, else None.
@@ -76,16 +102,15 @@ class QNetwork(nn.Module):
 
     centre: Tensor
     stretch: Tensor
-    offset: Tensor
-    gain: Tensor
 
     def __init__(
         self, observation: Field, num_actions: int, settings: Settings, bounds: tuple[Tensor, Tensor] | None = None
     ) -> None:
         super().__init__()
         self.scale = observation.scale if observation.scale is not None else 1.0
-        self.dueling = settings.dueling
-        self.convolutions, features = _convolutions(settings.network, observation.shape)
+        convolutions, features = _convolutions(settings.network, observation.shape)
+        # the gradient of a convolution takes a third of the time on a CPU, and cuDNN transposes nothing
+        self.convolutions = convolutions.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.cosines = CosineTransform(observation.shape) if settings.network == "cosine" else None
         self.whitens = settings.whiten and settings.network != "mlp" and len(observation.shape) == 3
         if self.cosines is not None:
@@ -95,116 +120,60 @@ class QNetwork(nn.Module):
             # the same for all channels, which are frames of one stack
             centre, stretch = torch.zeros(observation.shape[1:]), torch.ones(())
         else:
+            bounds = None if len(self.convolutions) else bounds
             centre, stretch = _normalisation(observation.shape, bounds)
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
-        # whitened is offset + gain * stored
-        for name, like in (("offset", centre), ("gain", stretch)):
-            self.register_buffer(name, torch.empty_like(like), persistent=False)
-        _fold(self)
-        self.register_load_state_dict_post_hook(_fold)
+        half = settings.bfloat16 is True and len(self.convolutions) > 0
+        # of convolutions and hidden layers; norms and the last layer compute in float32
+        self.dtype = torch.bfloat16 if half else torch.float32
         self.normalises = bounds is not None and not self.whitens
         layers: list[nn.Module] = []
         for width in settings.hidden:
-            norm: list[nn.Module] = [nn.LayerNorm(width)] if settings.layer_norm else []
-            layers += [nn.Linear(features, width), *norm, nn.ReLU()]
+            norm: list[nn.Module] = [Norm(width)] if settings.layer_norm else []
+            layers += [Hidden(features, width, self.dtype), *norm, nn.ReLU(inplace=True)]
             features = width
-        layers.append(nn.Linear(features, num_actions + (1 if settings.dueling else 0)))
-        self.head = nn.Sequential(*layers)
-        # weights that may be bfloat16: of convolutions and hidden layers, not of norms and of the last layer
-        last = f"head.{len(layers) - 1}."
-        halved = [name for name, layer in self.named_modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
-        names = [f"{name}.{part}" for name in halved if f"{name}." != last for part in ("weight", "bias")]
-        self._halved = frozenset(names if settings.bfloat16 and len(self.convolutions) else ())
+        self.hidden = nn.Sequential(*layers)
+        self.last = nn.Linear(features, num_actions + 1)
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs: (B, *shape) as stored or as sampled; returns (B, actions) float32."""
-        return self.forward_with(self.prepare(obs), self.lowered())
+        return self.values(self.prepare(obs))
+
+    def lower(self) -> None:
+        """Keep weights as they are computed with, of a network that does not learn."""
+        for layer in (*self.convolutions, *self.hidden):
+            if isinstance(layer, (Conv, Hidden)):
+                layer.to(self.dtype)
+
+    def values(self, prepared: Tensor) -> Tensor:
+        """prepared: from `prepare`; returns (B, actions) float32."""
+        found = self.last(self.hidden(self.convolutions(prepared).flatten(1)).float())
+        value, advantage = found[:, :1], found[:, 1:]
+        return value + advantage - advantage.mean(1, keepdim=True)
 
     def prepare(self, obs: Tensor) -> Tensor:
         """What the first layer takes: scaled, mapped, transformed or whitened, of the dtype in which it computes.
 
-        It depends on no weight, so the networks of one run share it. Images are prepared channels last: on a CPU the
-        gradient of a convolution then takes a third of the time, and cuDNN would transpose those of bfloat16, and what
-        comes out of them, before each convolution.
+        It depends on no weight, so the networks of one run share it. Images are prepared channels last.
         """
-        if self.cosines is not None:
-            return (self._frequencies(self.cosines, obs) - self.centre) * self.stretch
-        if not len(self.convolutions):
-            return self._scaled(obs)
-        half = self._half_on(obs.device)
-        if obs.device.type != "cpu":
-            return self._in_one_pass(obs, torch.bfloat16 if half else torch.float32)
-        obs = _channels_last(obs)
         scale = 1.0 if obs.is_floating_point() else self.scale
-        prepared = obs.float()
-        if self.whitens:
-            # over pixels of all channels, which lie side by side
-            offset = self.offset[..., None].expand(*self.offset.shape, obs.shape[1]).contiguous()
-            torch.addcmul(offset, _pixels(prepared), self._gain_of(obs), out=_pixels(prepared))
-        elif scale != 1.0:
-            prepared = prepared.mul_(scale) if prepared is not obs else prepared * scale
-        return prepared.to(torch.bfloat16) if half else prepared
-
-    def lowered(self) -> list[Tensor]:
-        """The weights as the layers compute with them, in the order of `parameters`.
-
-        Convolutions and hidden layers compute in bfloat16 where that is set; weights of float32 are the parameters
-        themselves, but for kernels, which are copies that are channels last, as images are.
-        """
-        lowered = []
-        for name, weight in self.named_parameters():
-            half = self._half_on(weight.device) and name in self._halved
-            dtype = torch.bfloat16 if half else torch.float32
-            layout = torch.channels_last if weight.dim() == 4 else torch.preserve_format
-            lowered.append(weight.to(dtype, memory_format=layout))
-        return lowered
-
-    def forward_with(self, prepared: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """prepared: from `prepare`; weights: from `lowered`; returns (B, actions) float32."""
-        found, rest = prepared, iter(weights)
-        for layer in self.convolutions:
-            if isinstance(layer, nn.Conv2d):
-                found = functional.conv2d(found, next(rest), next(rest), layer.stride)
-            else:
-                found = functional.relu_(found)
-        found = found.flatten(1)
-        for layer in self.head:
-            if isinstance(layer, nn.Linear):
-                weight = next(rest)
-                found = functional.linear(found.to(weight.dtype), weight, next(rest))
-            elif isinstance(layer, nn.LayerNorm):
-                found = functional.layer_norm(found.float(), layer.normalized_shape, next(rest), next(rest), layer.eps)
-            else:
-                found = functional.relu_(found)
-        if not self.dueling:
-            return found
-        value, advantage = found[:, :1], found[:, 1:]
-        return value + advantage - advantage.mean(1, keepdim=True)
-
-    def _frequencies(self, cosines: CosineTransform, obs: Tensor) -> Tensor:
-        """The transform of images as stored or as sampled."""
-        found: Tensor = cosines(obs.float())
-        return found if obs.is_floating_point() else found * self.scale
-
-    def _scaled(self, obs: Tensor) -> Tensor:
-        """Vectors, or images as an MLP takes them."""
-        if not obs.is_floating_point():
-            obs = obs.float() * self.scale
-        return (obs.float() - self.centre) * self.stretch if self.normalises else obs
-
-    def _in_one_pass(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Images channels last, scaled and whitened: a GPU reads each number once, as stored, and writes it once."""
-        prepared = torch.empty_like(images, dtype=dtype, memory_format=torch.channels_last)
-        if self.whitens:
-            return torch.addcmul(self.offset, images, self._gain_of(images), out=prepared)
-        if images.is_floating_point():
-            return prepared.copy_(images)
-        return torch.mul(images, self.scale, out=prepared)
-
-    def _gain_of(self, images: Tensor) -> Tensor:
-        """What images are multiplied by when they are whitened: sampled ones may be scaled already."""
-        return self.stretch if images.is_floating_point() else self.gain
+        if self.cosines is not None:
+            return (self.cosines(obs.float()) * scale - self.centre) * self.stretch
+        if not len(self.convolutions):
+            obs = obs if obs.is_floating_point() else obs.float() * scale
+            return (obs.float() - self.centre) * self.stretch if self.normalises else obs
+        # whitened is offset + gain * stored
+        offset, gain = -self.centre * self.stretch, self.stretch * scale
+        if obs.device.type != "cpu":
+            # a GPU reads each number once, as stored, and writes it once
+            prepared = torch.empty_like(obs, dtype=self.dtype, memory_format=torch.channels_last)
+            return torch.addcmul(offset, obs, gain, out=prepared)
+        pixels = _channels_last(obs).float().permute(0, 2, 3, 1)
+        # over the pixels of all channels, which lie side by side
+        offset = offset[..., None].expand(*offset.shape, pixels.shape[-1]).contiguous()
+        prepared = torch.addcmul(offset, pixels, gain, out=pixels if obs.dtype == torch.uint8 else None)
+        return prepared.permute(0, 3, 1, 2).to(self.dtype)
 
     @torch.no_grad()
     def whiten(self, obs: Tensor) -> None:
@@ -215,36 +184,16 @@ class QNetwork(nn.Module):
         """
         if not self.whitens:
             return
+        scale = 1.0 if obs.is_floating_point() else self.scale
         if self.cosines is not None:
-            deviation, mean = torch.std_mean(self._frequencies(self.cosines, obs), 0, correction=0)
-            self._whiten_by(mean, deviation)
-            return
-        images = obs.float() * (1.0 if obs.is_floating_point() else self.scale)
-        mean = images.mean((0, 1))
-        self._whiten_by(mean, (images - mean).square().mean().sqrt())
-
-    def _whiten_by(self, mean: Tensor, deviation: Tensor) -> None:
+            deviation, mean = torch.std_mean(self.cosines(obs.float()) * scale, 0, correction=0)
+        else:
+            images = obs.float() * scale
+            mean = images.mean((0, 1))
+            deviation = (images - mean).square().mean().sqrt()
         self.centre.copy_(mean)
         # what never changes stays finite
         self.stretch.copy_(1 / deviation.clamp(min=1e-3))
-        _fold(self)
-
-    def _half_on(self, device: torch.device) -> bool:
-        """Whether convolutions and hidden layers compute in bfloat16."""
-        return bool(self._halved) and (device.type != "cpu" or cpu_has_bfloat16())
-
-
-@torch.no_grad()
-def _fold(network: QNetwork, _: object = None) -> None:
-    """Renew what follows from centre, stretch and scale, in its place, where captured graphs read it."""
-    torch.mul(network.centre, -network.stretch, out=network.offset)
-    torch.mul(network.stretch, network.scale, out=network.gain)
-
-
-@cache
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU can run convolutions in bfloat16, if only by emulation."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -259,11 +208,6 @@ def _channels_last(images: Tensor) -> Tensor:
         plane.copy_(images[:, channel])
         packed.bitwise_left_shift_(8).bitwise_or_(plane)
     return packed.view(torch.uint8).view(count, height, width, channels).permute(0, 3, 1, 2)
-
-
-def _pixels(images: Tensor) -> Tensor:
-    """Channels-last images as contiguous (B, height, width, channels)."""
-    return images.permute(0, 2, 3, 1)
 
 
 def _normalisation(shape: tuple[int, ...], bounds: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -292,6 +236,6 @@ def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int
             raise UserError(
                 f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use a smaller one or mlp."
             )
-        layers += [nn.Conv2d(channels, out_channels, kernel, stride), nn.ReLU()]
+        layers += [Conv(channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
         channels, height, width = out_channels, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     return nn.Sequential(*layers), channels * height * width

@@ -1,4 +1,7 @@
-"""`gpu-replay play`: episodes of a trained agent as a video."""
+"""Play episodes with the greedy policy of a trained network and write them as a video: Atari games in the console's
+colours, resolution and speed; Gymnasium environments as they render themselves; the board of catch.
+CHECKPOINT is the output folder of `gpu-replay train`, or the network.safetensors in it. Prints return and length.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,34 @@ import json
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from gpu_replay.console.arguments import natural, positive, share
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import progress_bar
 from gpu_replay.console.seeds import stream_seed
-from gpu_replay.training.actors import Actors
-from gpu_replay.training.environments import EnvironmentSpec
-from gpu_replay.training.exploration import greedy_actions
+from gpu_replay.training.agent import greedy_actions
+from gpu_replay.training.environments import Actors, EnvironmentSpec
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.registry import EnvironmentId, identify
-from gpu_replay.training.rendering import CPU, RenderedEnvironment, make_rendered
-from gpu_replay.training.run_dir import NETWORK
+from gpu_replay.training.records import NETWORK
+from gpu_replay.training.registry import CPU, EnvironmentId, identify
+from gpu_replay.training.rendering import RenderedEnvironment
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.video import Video, check_output, write_video
 
 VIDEO = "episode.gif"
-DESCRIPTION = """\
-Play episodes with the greedy policy of a trained network and write them as a video: Atari games in the console's
-colours, resolution and speed; Gymnasium environments as they render themselves; the board of catch.
-CHECKPOINT is the output folder of `gpu-replay train`, or the network.safetensors in it. Prints return and length."""
+# the last picture of an episode is shown for so long
+PAUSE_SECONDS = 0.7
+DESCRIPTION = __doc__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", type=Path, help="output folder of a run, or its network file")
-    output = f".gif, or .mp4 if ffmpeg is installed (default: {VIDEO} beside the network)"
+    output = f".gif, or .mp4 if imageio[ffmpeg] is installed (default: {VIDEO} beside the network)"
     add("--output", type=Path, metavar="FILE", help=output)
     add("--episodes", type=positive, default=1, metavar="N", help="number of episodes (default: 1)")
     add("--seed", type=natural, default=0, metavar="N", help="seed of the episodes (default: 0)")
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(output)
     environment, settings, step = described(path)
     torch.set_num_threads(settings.threads)
-    with closing(make_rendered(environment, settings)) as rendered:
+    with closing(environment.rendered(settings)) as rendered:
         network = load(path, rendered.spec, settings)
         video = Video(rendered.fps, options.scale if options.scale is not None else rendered.scale)
         epsilon = settings.eval_epsilon if options.epsilon is None else options.epsilon
@@ -63,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
             total, length, ended = play(network, rendered, video, seed, epsilon, limit)
             print(f"episode {episode + 1}: return {total:g}, length {length:,}{'' if ended else ', cut off'}")
             video.hold()
-    write_video(video, output)
-    print(f"written to {output}: {video.seconds:.0f} s, {output.stat().st_size / 1e6:.2f} MB")
+    video.write(output)
+    print(f"written to {output}: {len(video.images) / video.fps:.0f} s, {output.stat().st_size / 1e6:.2f} MB")
     return 0
 
 
@@ -73,22 +75,71 @@ def play(
     network: QNetwork, rendered: RenderedEnvironment, video: Video, seed: int, epsilon: float, max_steps: int
 ) -> tuple[float, int, bool]:
     """Add one episode to the video; returns its return, its length, and whether it ended before `max_steps`."""
-    actors = Actors(rendered, CPU)
-    generator = torch.Generator().manual_seed(seed)
-    _, obs = actors.reset(seed)
+    actors, generator = Actors(rendered, CPU), torch.Generator().manual_seed(seed)
+    actors.reset(seed)
     video.add(rendered.picture)
     total = 0.0
     with progress_bar(max_steps, unit="step", leave=False, disable=not sys.stderr.isatty()) as bar:
         for length in range(1, max_steps + 1):
-            actors.send(greedy_actions(network(obs), epsilon, generator))
-            arrival = actors.recv()
+            rendered.send(greedy_actions(network(actors.stack.obs), epsilon, generator))
+            step = actors.recv()
+            actors.push(step)
             video.add(rendered.picture)
-            total += float(arrival.step.reward)
+            total += float(step.reward)
             bar.update()
-            if bool(arrival.step.terminated | arrival.step.truncated):
+            if bool(step.ended):
                 return total, length, True
-            obs = arrival.obs
     return total, max_steps, False
+
+
+class Video:
+    """Pictures with 256 colours at most: all that a GIF can show, and a third of the memory.
+
+    fps:   pictures per second.
+    scale: magnification in the file; a pixel becomes a square of this side.
+    """
+
+    def __init__(self, fps: float, scale: int) -> None:
+        self.fps, self.scale = fps, scale
+        self.images: list[Any] = []
+
+    def add(self, picture: np.ndarray) -> None:
+        """picture: (height, width, 3) uint8, of one size in a video."""
+        from PIL import Image
+
+        self.images.append(Image.fromarray(picture).convert("P", palette=Image.Palette.ADAPTIVE))
+
+    def hold(self) -> None:
+        """Hold the last picture for PAUSE_SECONDS."""
+        self.images += self.images[-1:] * round(self.fps * PAUSE_SECONDS)
+
+    def write(self, path: Path) -> None:
+        """Write a video in the format of the file's suffix. Raises OSError if that fails."""
+        width, height = self.images[0].size
+        # nearest neighbours, the default of images with a palette
+        shown = (image.resize((width * self.scale, height * self.scale)) for image in self.images)
+        if path.suffix.lower() == ".mp4":
+            import imageio  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+            # players need an even width and height
+            with imageio.get_writer(path, fps=self.fps, macro_block_size=2, quality=8) as file:
+                for image in shown:
+                    file.append_data(np.asarray(image.convert("RGB")))
+            return
+        # a GIF counts in hundredths of a second: delays alternate between two values that give the right mean
+        ends = np.round(np.arange(len(self.images) + 1) * 100 / self.fps).astype(int)
+        delays = (np.diff(ends) * 10).tolist()
+        next(shown).save(path, "GIF", save_all=True, append_images=shown, duration=delays, loop=0)
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError unless a video can be written there with what is installed."""
+    if path.suffix.lower() not in (".gif", ".mp4"):
+        raise UserError(f"--output {path} must end in .gif or .mp4.")
+    if path.suffix.lower() == ".mp4":
+        require("imageio", "imageio_ffmpeg", purpose="an .mp4", extra='pip install "imageio[ffmpeg]", or write a .gif')
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: there is no folder {path.parent}.")
 
 
 def described(path: Path) -> tuple[EnvironmentId, Settings, int]:

@@ -1,38 +1,90 @@
-"""Environments by name (`pong`, `CartPole-v1`, `catch`, `device-pong`), and the family whose default settings apply."""
+"""Environments by name (`pong`, `CartPole-v1`, `catch`, `device-pong`): default settings, environments, pictures."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 
 from gpu_replay.console.errors import UserError, require
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.device_pong import DevicePong
+from gpu_replay.training.device_games import Catch, DevicePong
 from gpu_replay.training.environments import Environment
-from gpu_replay.training.settings import Family, Settings
-from gpu_replay.training.vector_envs import Groups, is_image, make_atari, make_gymnasium, spaces
+from gpu_replay.training.host_envs import is_image, make_atari, make_gymnasium, spaces
+from gpu_replay.training.rendering import RenderedAtari, RenderedBoard, RenderedEnvironment, RenderedGymnasium
+from gpu_replay.training.settings import GAMES, Family, Settings
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What to do with environments of one kind.
+
+    family: of the name, and of whether the agent's device is a GPU; its default settings apply.
+    make:   of the name, the number of environments, the settings, the device, and whether nothing else computes
+            while they step.
+    render: of the name and the settings.
+    """
+
+    family: Callable[[str, bool], Family]
+    make: Callable[[str, int, Settings, torch.device, bool], Environment]
+    render: Callable[[str, Settings], RenderedEnvironment]
+
+
+KINDS: dict[str, Kind] = {
+    "catch": Kind(
+        lambda _, cuda: "catch",
+        lambda _, count, settings, device, alone: Catch(count, device),
+        lambda _, settings: RenderedBoard(Catch(1, CPU), fps=8.0, pixels=20, gaps=True),
+    ),
+    "device-pong": Kind(
+        lambda _, cuda: "device-pong-cuda" if cuda else "device-pong",
+        lambda _, count, settings, device, alone: DevicePong(count, device, settings.frame_size, settings.frame_stack),
+        # the pictures that the agent sees
+        lambda _, settings: RenderedBoard(
+            DevicePong(1, CPU, settings.frame_size, settings.frame_stack), fps=15.0, pixels=336 // settings.frame_size
+        ),
+    ),
+    "atari": Kind(
+        lambda _, cuda: "atari-cuda" if cuda else "atari",
+        lambda name, count, settings, device, alone: make_atari(name, count, settings, alone=alone),
+        RenderedAtari,
+    ),
+    "gymnasium": Kind(
+        lambda name, cuda: "image" if is_image(spaces(name)[0]) else "vector",
+        lambda name, count, settings, device, alone: make_gymnasium(name, count),
+        lambda name, settings: RenderedGymnasium(name),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class EnvironmentId:
-    """A known environment. `name` is the ROM name for Atari, the registered id for Gymnasium."""
+    """A known environment. `name` is the ROM name for Atari, the registered id for Gymnasium; `kind` one of KINDS."""
 
     name: str
-    kind: Literal["catch", "device-pong", "atari", "gymnasium"]
+    kind: str
 
-    def family(self, device: torch.device) -> Family:
-        """The family whose defaults apply on `device`."""
-        if self.kind == "catch":
-            return "catch"
-        if self.kind == "device-pong":
-            return "device-pong-cuda" if device.type == "cuda" else "device-pong"
-        if self.kind == "atari":
-            return "atari-cuda" if device.type == "cuda" else "atari"
-        return "image" if is_image(spaces(self.name)[0]) else "vector"
+    def settings(self, device: torch.device, **changes: Any) -> Settings:
+        """The defaults for this environment on `device`, with `changes` on top."""
+        family = KINDS[self.kind].family(self.name, device.type == "cuda")
+        game = GAMES.get(self.name, {}) if self.kind == "atari" else {}
+        return Settings.for_family(family, **{**game, **changes})
+
+    def make(self, num_envs: int, settings: Settings, device: torch.device, *, alone: bool = False) -> Environment:
+        """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory.
+
+        alone: whether nothing else computes while they step, as in evaluations.
+        """
+        return KINDS[self.kind].make(self.name, num_envs, settings, device, alone)
+
+    def rendered(self, settings: Settings) -> RenderedEnvironment:
+        """An environment that renders itself. Raises UserError if it cannot."""
+        return KINDS[self.kind].render(self.name, settings)
 
 
 def identify(name: str) -> EnvironmentId:
@@ -40,10 +92,8 @@ def identify(name: str) -> EnvironmentId:
 
     Raises UserError that names the closest known names, or the missing package.
     """
-    if name == "catch":
-        return EnvironmentId("catch", "catch")
-    if name == "device-pong":
-        return EnvironmentId("device-pong", "device-pong")
+    if name in ("catch", "device-pong"):
+        return EnvironmentId(name, name)
     require("gymnasium", purpose=f"environment {name!r}")
     import gymnasium
 
@@ -65,37 +115,6 @@ def identify(name: str) -> EnvironmentId:
     near = difflib.get_close_matches(name, [*sorted(known), "catch", "device-pong"], n=3, cutoff=0.6)
     hint = f"Did you mean {' or '.join(near)}?" if near else "Try pong, CartPole-v1 or catch."
     raise UserError(f"unknown environment {name!r}. {hint}")
-
-
-def make_environment(
-    environment: EnvironmentId,
-    num_envs: int,
-    settings: Settings,
-    device: torch.device,
-    *,
-    alone: bool = False,
-    groups: int = 1,
-) -> Environment:
-    """`num_envs` parallel environments: Catch and DevicePong on `device`, all others in host memory.
-
-    alone:  whether nothing else computes while they step, as in evaluations.
-    groups: equal parts that are stepped apart; a divisor of `num_envs`.
-
-    Raises UserError for several groups where nothing steps while the agent acts.
-    """
-    if groups > 1 and environment.kind != "atari":
-        raise UserError(
-            f"--groups {groups} needs an Atari game, whose emulators play on threads of their own; {environment.name} "
-            "has none. Leave it out."
-        )
-    if environment.kind == "catch":
-        return Catch(num_envs, device)
-    if environment.kind == "device-pong":
-        return DevicePong(num_envs, device, settings.frame_size, settings.frame_stack)
-    if environment.kind == "atari":
-        parts = [make_atari(environment.name, num_envs // groups, settings, alone=alone) for _ in range(groups)]
-        return parts[0] if groups == 1 else Groups(parts)
-    return make_gymnasium(environment.name, num_envs)
 
 
 def _rom_name(name: str) -> str:

@@ -11,20 +11,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay.console.errors import UserError
-from gpu_replay.training.catch import Catch
-from gpu_replay.training.device_pong import DevicePong
 from gpu_replay.training.environments import Environment, Step
-from gpu_replay.training.registry import EnvironmentId
+from gpu_replay.training.host_envs import make_atari, make_gymnasium
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.vector_envs import make_atari, make_gymnasium
 
-CPU = torch.device("cpu")
 # the console shows sixty frames a second, and the agent acts on every fourth
 ATARI_FPS = 15.0
-CATCH_FPS = 8.0
-CATCH_PIXELS = 20
-DEVICE_PONG_FPS = 15.0
-DEVICE_PONG_PIXELS = 4
 # colours of an empty cell, and of the ball and the paddles
 GROUND = np.array((24, 28, 38), dtype=np.uint8)
 BODY = np.array((236, 196, 86), dtype=np.uint8)
@@ -39,12 +31,12 @@ class RenderedEnvironment(Environment):
     """
 
     picture: np.ndarray
-    fps: float
     scale = 1
 
-    def __init__(self, played: Environment) -> None:
-        self.spec = played.spec
-        self.num_envs = played.num_envs
+    def __init__(self, played: Environment, fps: float) -> None:
+        super().__init__()
+        self.spec, self.num_envs = played.spec, played.num_envs
+        self.fps = fps
         self._played = played
 
     def send(self, actions: Tensor) -> None:
@@ -56,19 +48,6 @@ class RenderedEnvironment(Environment):
         self._played.close()
 
 
-def make_rendered(environment: EnvironmentId, settings: Settings) -> RenderedEnvironment:
-    """An environment that renders itself. Raises UserError if it cannot."""
-    if environment.kind == "catch":
-        return RenderedBoard(Catch(1, CPU), CATCH_FPS, CATCH_PIXELS, gaps=True)
-    if environment.kind == "device-pong":
-        # the pictures that the agent sees
-        played = DevicePong(1, CPU, settings.frame_size, settings.frame_stack)
-        return RenderedBoard(played, DEVICE_PONG_FPS, DEVICE_PONG_PIXELS * 84 // settings.frame_size)
-    if environment.kind == "atari":
-        return RenderedAtari(environment.name, settings)
-    return RenderedGymnasium(environment.name)
-
-
 class RenderedBoard(RenderedEnvironment):
     """A game whose observations are its picture: Catch and DevicePong, drawn cell by cell.
 
@@ -76,8 +55,7 @@ class RenderedBoard(RenderedEnvironment):
     """
 
     def __init__(self, played: Environment, fps: float, pixels: int, gaps: bool = False) -> None:
-        super().__init__(played)
-        self.fps = fps
+        super().__init__(played, fps)
         self._pixels, self._gaps = pixels, gaps
 
     def reset(self, seed: int) -> Tensor:
@@ -103,13 +81,12 @@ class RenderedBoard(RenderedEnvironment):
 
 
 class RenderedAtari(RenderedEnvironment):
-    """An Atari game in full resolution and colour, beside the frames that the agent sees."""
+    """An Atari game in the console's colours."""
 
-    fps = ATARI_FPS
     scale = 2
 
     def __init__(self, game: str, settings: Settings) -> None:
-        super().__init__(make_atari(game, 1, settings))
+        super().__init__(make_atari(game, 1, settings), ATARI_FPS)
         self._screen = make_atari(game, 1, settings, screen=True)
 
     def reset(self, seed: int) -> Tensor:
@@ -143,30 +120,30 @@ class RenderedGymnasium(RenderedEnvironment):
     """A Gymnasium environment, rendered by itself."""
 
     def __init__(self, name: str) -> None:
-        self._gymnasium = make_gymnasium(name, 1, rendered=True)
-        super().__init__(self._gymnasium)
-        self.fps = self._gymnasium.fps
+        played = make_gymnasium(name, 1, rendered=True)
+        super().__init__(played, played.fps)
+        self._pictures = played.pictures
 
     def reset(self, seed: int) -> Tensor:
         """Start an episode. Raises UserError if it cannot be rendered."""
         import gymnasium
 
         try:
-            obs = self._played.reset(seed)
+            frame = self._played.reset(seed)
         except (gymnasium.error.Error, ImportError) as error:
             raise UserError(f"{self.spec.name} cannot be drawn: {' '.join(str(error).split())}") from None
         self._show(-1)
-        return obs
+        return frame
 
     def recv(self) -> Step:
         """Wait for the step."""
         step = self._played.recv()
         # after the last picture of an episode came the first of the next
-        self._show(-2 if bool(step.terminated[0] | step.truncated[0]) else -1)
+        self._show(-2 if bool(step.ended[0]) else -1)
         return step
 
     def _show(self, place: int) -> None:
-        picture = self._gymnasium.pictures()[place]
+        picture = self._pictures()[place]
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise UserError(f'{self.spec.name} cannot be drawn: it has no render_mode "rgb_array".')
         self.picture = picture
@@ -174,5 +151,4 @@ class RenderedGymnasium(RenderedEnvironment):
 
 def _last_frame(step: Step) -> Tensor:
     """The frame that the action led to, also at the end of an episode."""
-    ended = bool(step.terminated[0] | step.truncated[0])
-    return step.final_obs if ended and step.final_obs is not None else step.obs
+    return step.final_frame if step.final_frame is not None and bool(step.ended[0]) else step.frame

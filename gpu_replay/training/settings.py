@@ -10,7 +10,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gpu_replay.console.errors import UserError
 
@@ -28,9 +29,6 @@ class Settings:
 
     steps: int = setting(25_000, "environment steps of the run, all environments together", 1)
     num_envs: int = setting(32, "environments stepped in parallel; their streams decorrelate each batch", 1)
-    groups: int = setting(
-        1, "Atari: parts of the environments; emulators of one play while the device acts for another; same results", 1
-    )
     capacity: int = setting(50_000, "transitions kept; old ones remain useful while rewards are rare", 1, 2**31 - 1)
     warmup: int = setting(1_000, "transitions stored before learning starts, so that the first batches are diverse", 1)
     batch_size: int = setting(64, "transitions of one update", 1)
@@ -41,15 +39,12 @@ class Settings:
     learning_rate: float = setting(1e-3, "Adam's step size at the start; a small MLP tolerates a large one", 0)
     learning_rate_end: float = setting(1e-3, "Adam's step size at the end of --steps, reached linearly", 0)
     adam_eps: float = setting(1.5e-4, "Rainbow's value: prevents huge steps on rare gradients", 0)
-    max_grad_norm: float = setting(10.0, "gradients are clipped to this norm, as in dueling networks", 0)
     gamma: float = setting(0.99, "discount per step", 0, 1)
     n_step: int = setting(3, "steps until bootstrapping: rewards propagate faster, and the bias stays small", 1)
-    double: bool = setting(True, "double Q-learning: the online network chooses, the target network evaluates")
-    dueling: bool = setting(True, "separate streams for value and advantage")
-    network: Literal["mlp", "cosine", "compact", "fine", "small", "nature"] = setting(
+    network: Literal["mlp", "cosine", "fine", "nature"] = setting(
         "mlp",
-        "mlp for vectors; for images cosine (an MLP on low frequencies), compact (conv 16/32), fine (16/32, the second "
-        "without a stride), small (16/32/32) or nature (32/64/64)",
+        "mlp for vectors; for images cosine (an MLP on low frequencies), fine (conv 16/32, the second without a "
+        "stride) or nature (conv 32/64/64)",
     )
     hidden: tuple[int, ...] = setting((128, 128), "widths of the fully connected layers")
     layer_norm: bool = setting(False, "LayerNorm before each ReLU of the fully connected layers, as in PQN")
@@ -58,7 +53,6 @@ class Settings:
         "images: subtract the mean of the warm-up and scale all pixels, or each frequency, to a deviation of 1",
     )
     target_every: int = setting(200, "updates between copies to the target network", 1)
-    target_tau: float = setting(1.0, "share of the online network in each copy; 1 is a hard copy", 0, 1)
     ema_updates: int = setting(
         0, "updates over which the weights that are evaluated and saved are averaged, exponentially; 0: the latest", 0
     )
@@ -74,22 +68,19 @@ class Settings:
     alpha: float = setting(0.6, "exponent of priorities: 0 is uniform, 1 fully proportional", 0)
     beta_start: float = setting(0.4, "importance-sampling exponent at the start", 0)
     beta_end: float = setting(1.0, "importance-sampling exponent at the end of --steps: unbiased near convergence", 0)
-    newest: int = setting(1, "newest transitions in every batch of the combined sampler", 1)
     clip_reward: bool = setting(False, "learn from the sign of rewards; reported returns are never clipped")
     bfloat16: bool | None = setting(
-        False, "convolutions and hidden layers in bfloat16, the last layer in float32; auto: on a CPU, what is faster"
+        False,
+        "convolutions and hidden layers in bfloat16, the last layer in float32; auto: on a GPU, and on a CPU with "
+        "instructions for it",
     )
     graph: bool = setting(True, "CUDA: an update, or a whole step of games on the device, is one graph of launches")
     threads: int = setting(
         1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1, 1024
     )
-    helper: bool = setting(
-        False, "CPU, images: a second thread computes next values, for cores that emulators leave idle; same results"
-    )
     frame_size: int = setting(84, "side of an Atari frame in pixels", 36)
-    frame_stack: int = setting(4, "newest Atari frames stacked into one observation", 1)
+    frame_stack: int = setting(1, "newest frames of Atari or device-pong stacked into one observation", 1)
     sticky: float = setting(0.0, "Atari: probability that the emulator repeats an action (ALE's v5 ids: 0.25)", 0, 1)
-    reduced_actions: bool = setting(True, "Pong: only NOOP, RIGHT, LEFT; the other three are duplicates")
     eval_every: int = setting(5_000, "environment steps between evaluations, which choose the best network", 1)
     eval_from: float | None = setting(
         None, "mean training return below which no evaluation is played before the last; auto: none, 8 for pong"
@@ -97,9 +88,11 @@ class Settings:
     eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1)
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
-    early_stop: bool = setting(True, "stop when the environment is solved: two evaluations, the second a longer one")
+    early_stop: bool = setting(
+        True, "stop when the environment is solved: two evaluations reach its threshold, the second on fresh seeds"
+    )
     stop_at: float | None = setting(
-        None, "solved is a mean return of this, in two evaluations; auto: the environment's threshold, 18 for pong"
+        None, "mean return at which the environment is solved; auto: what the environment itself says"
     )
     return_window: int = setting(100, "finished training episodes in the reported means of return and length", 1)
     log_every: int = setting(500, "environment steps between rows of progress.csv", 1)
@@ -107,29 +100,11 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            flag = f"--{field.name.replace('_', '-')}"
-            if field.name == "hidden":
-                if not value or any(width < 1 for width in value):
-                    raise UserError(f"{flag} must name widths of at least 1, such as 128,128; found {value!r}.")
-                continue
-            if value is None and "None" not in str(field.type):
-                raise TypeError(f"{flag} must have a value; found None")
-            if value is None or isinstance(value, (bool, str)):
-                continue
-            low, high = field.metadata["at_least"], field.metadata["at_most"]
-            if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-                bound = (
-                    "finite" if low is None else f"at least {low:,}" if high is None else f"from {low:,} to {high:,}"
-                )
-                raise UserError(f"{flag} must be {bound}; found {value}.")
+            wanted = _wanted(value, TYPES[field.name], field.metadata["at_least"], field.metadata["at_most"])
+            if wanted:
+                raise UserError(f"--{field.name.replace('_', '-')} must be {wanted}; found {value!r}.")
         if self.persistence == 1:
             raise UserError("--persistence must be less than 1: the first random action would be repeated for ever.")
-        if self.num_envs % self.groups:
-            raise UserError(f"--groups {self.groups} must divide --num-envs {self.num_envs}.")
-        if self.warmup > self.capacity:
-            raise UserError(
-                f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: learning would never start."
-            )
         # steps whose windows are incomplete, or whose stacks are partly overwritten
         unusable = (self.n_step + self.frame_stack) * self.num_envs
         if self.warmup + unusable > self.capacity:
@@ -141,8 +116,6 @@ class Settings:
         if self.warmup < drawn:
             what = "--batch-size" if drawn == self.batch_size else "--batch-size times --updates, with --shared-draw,"
             raise UserError(f"--warmup {self.warmup} must be at least {what} {drawn}.")
-        if self.sampler == "combined" and self.newest > self.batch_size:
-            raise UserError(f"--newest {self.newest} does not fit in --batch-size {self.batch_size}.")
 
     @property
     def convolutional(self) -> bool:
@@ -160,18 +133,6 @@ class Settings:
         learning_steps = max(0, self.steps - self.warmup)
         return max(1, learning_steps // self.num_envs * self.updates)
 
-    def epsilon(self, step: int) -> float:
-        """The share of random actions at environment step `step`."""
-        if step < self.epsilon_steps:
-            return self.epsilon_start + (self.epsilon_end - self.epsilon_start) * step / self.epsilon_steps
-        late = min((step - self.epsilon_steps) / max(self.epsilon_late_steps - self.epsilon_steps, 1), 1.0)
-        return self.epsilon_end * (1 + (self.epsilon_late - 1) * late)
-
-    def learning_rate_at(self, step: int) -> float:
-        """Adam's step size at environment step `step`."""
-        progress = min(step / self.steps, 1.0)
-        return self.learning_rate + (self.learning_rate_end - self.learning_rate) * progress
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
         return dataclasses.asdict(self)
@@ -179,31 +140,50 @@ class Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
         """The inverse of `to_dict`, also through JSON. Raises UserError for unknown names and values of other types."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - set(TYPES))
         if unknown:
             raise UserError(f"unknown settings: {', '.join(unknown)}.")
-        plain: dict[str, Any] = dict(values)
-        try:
-            if "hidden" in plain:
-                plain["hidden"] = tuple(plain["hidden"])
-            return cls(**plain)
-        except TypeError as error:
-            raise UserError(f"the settings are not those of a run: {error}.") from None
+        # JSON has no tuples
+        plain: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+        return cls(**plain)
 
     @classmethod
     def for_family(cls, family: Family, **changes: Any) -> Settings:
-        """The defaults of a family of environments, with `changes` on top; one group where that many do not go."""
-        found = {**PRESETS[family], **changes}
-        if "groups" not in changes and found.get("num_envs", cls.num_envs) % found.get("groups", 1):
-            found["groups"] = 1
-        return cls(**found)
+        """The defaults of a family of environments, with `changes` on top."""
+        return cls(**{**PRESETS[family], **changes})
+
+
+# the type of each setting: one of Python's, perhaps or None, choices, or widths
+TYPES: dict[str, Any] = get_type_hints(Settings)
+
+
+def without_none(kind: Any) -> Any:
+    """`bool` of `bool | None`."""
+    return next(each for each in get_args(kind) if each is not NoneType) if NoneType in get_args(kind) else kind
+
+
+def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str:
+    """What a setting of this type must be, if this is not it."""
+    if value is None and NoneType in get_args(kind):
+        return ""
+    kind = without_none(kind)
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        fits = isinstance(value, tuple) and value and all(type(each) is int and each >= 1 for each in value)
+        return "" if fits else "widths of at least 1, such as 128,128"
+    # an int is a float too, and a bool is no int
+    if type(value) is not kind and (type(value), kind) != (int, float):
+        return f"of type {kind.__name__}"
+    if kind is bool or (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
+        return ""
+    return "finite" if low is None else f"at least {low}" if high is None else f"from {low:,} to {high:,}"
 
 
 # what each family changes, and why
 _IMAGES: dict[str, Any] = {
     "hidden": (512,),  # as in DQN (Mnih et al. 2015)
-    "bfloat16": None,  # timed at the start; the best action differs in 2% of states, where values nearly tie
+    "bfloat16": None,  # the best action differs in 2% of states, where values nearly tie
     "target_every": 500,  # with a small step size the target may lag more
     "epsilon_end": 0.05,  # below that, Pong gets stuck in endless rallies until the score is positive
     "eval_epsilon": 0.01,  # a greedy policy can loop forever
@@ -212,6 +192,7 @@ _IMAGES: dict[str, Any] = {
 _ATARI: dict[str, Any] = {
     **_IMAGES,
     "steps": 1_500_000,  # twenty minutes of Pong on two cores, which needs half of them
+    "frame_stack": 4,  # as in DQN
     "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
     "capacity": 200_000,  # more does not help Pong
     "learning_rate": 2.5e-4,  # with 5e-4 Pong stayed between +6 and +10 until it fell below 8e-5
@@ -238,7 +219,6 @@ _DEVICE_PONG: dict[str, Any] = {
     "ema_updates": 500,  # single networks of the same minute differ by six points
     "epsilon_end": 0.02,  # a random step can cost a rally of fifty
     "eval_max_steps": 4_000,  # a perfect player needs a thousand
-    "stop_at": 18.0,  # as good as won: the game ends at 21
     "return_window": 30,  # games
 }
 PRESETS: dict[Family, dict[str, Any]] = {
@@ -289,7 +269,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "warmup": 10_000,  # ten games of Pong
         "updates": 3,  # six samples a step: with fewer learning starts later, more only cost time
         "shared_draw": True,  # three draws took 8% of the loop, one shared draw 5%
-        "network": "fine",  # compact leaves 3x3 cells of 42 pixels, and Pong stayed near +10
+        "network": "fine",  # with a stride of 2 it left 3x3 cells of 42 pixels, and Pong stayed near +10
         "hidden": (256,),  # half the parameters of the largest layer
         "frame_size": 42,  # a third of the work of 84, and the ball is still visible
         "epsilon_steps": 100_000,  # games get longer from then on
@@ -303,7 +283,6 @@ PRESETS: dict[Family, dict[str, Any]] = {
         **_ATARI,
         "steps": 2_000_000,  # fewer updates a step than on a CPU
         "num_envs": 128,  # saturates sixteen cores
-        "groups": 2,  # while the device acts for one, emulators of the other have the cores
         "warmup": 20_000,  # twenty games of Pong
         "batch_size": 256,  # smaller batches are bound by launches
         # sixteen samples a step. The 46,000 to 74,000 updates with which Pong was won on a CPU are made after 0.8M to
@@ -328,10 +307,9 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "log_every": 100_000,  # forty rows
     },
 }
-# what single games add to their family
+# what single games of Atari add to their family
 GAMES: dict[str, dict[str, Any]] = {
     "pong": {
-        "stop_at": 18.0,  # as good as won: the game ends at 21
         "eval_from": 8.0,  # of 870 s until a win 390 were evaluations, most of networks that could not reach 18
     }
 }

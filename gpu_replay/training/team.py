@@ -38,12 +38,9 @@ class Team:
     def share(self) -> Settings:
         """The settings of one rank. Raises UserError where environments or batches cannot be divided."""
         whole, size = self.settings, self.size
-        for name, parts in (("num_envs", whole.groups), ("batch_size", 1)):
-            if getattr(whole, name) % (size * parts):
-                flag, each = f"--{name.replace('_', '-')}", "" if parts == 1 else f" with --groups {parts} each"
-                raise UserError(
-                    f"{flag} {getattr(whole, name)} cannot be divided among {size} ranks{each}; give a multiple."
-                )
+        for flag, value in (("--num-envs", whole.num_envs), ("--batch-size", whole.batch_size)):
+            if value % size:
+                raise UserError(f"{flag} {value} cannot be divided among {size} ranks; give a multiple.")
         return dataclasses.replace(
             whole,
             num_envs=whole.num_envs // size,

@@ -1,0 +1,376 @@
+"""One picture of what a buffer holds and how it is drawn from, of a buffer in memory or of a checkpoint on disk.
+
+Of a checkpoint only what is known of the rows is read, and of the fields the few rows that are shown as pictures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.checkpoint.config import field_from, sampler_from
+from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint
+from gpu_replay.checkpoint.joint import KIND, JointCheckpoint, Share
+from gpu_replay.checkpoint.shards import Part
+from gpu_replay.checkpoint.state import BufferState
+from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.errors import CheckpointError
+from gpu_replay.fields import Field
+from gpu_replay.ops.mass import MassRule
+from gpu_replay.ops.ranks import cumulative_masses
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# pictures in each row of the contact sheet, groups of ages, and characters in a line of words
+_SHOWN, _GROUPS, _WIDTH = 12, 60, 84
+# tensors of one number a row
+_OF_ROWS = ("masses", "marks", "times_sampled")
+_SHOWN_SETTINGS = ("num_envs", "stack", "n_step", "gamma", "autoreset")
+_GREY, _BLUE, _RED = "#8A8A8A", "#0072B2", "#D55E00"
+
+
+@dataclass(frozen=True)
+class BufferReport:
+    """What is known of a buffer, its live rows from the newest to the oldest.
+
+    settings:    of a trajectory buffer.
+    fields:      with the bytes that each takes.
+    priority:    (n,) float64, 0 of rows that cannot be drawn; None without priorities.
+    probability: (n,) float64 of drawing each row once.
+    sampled:     (n,) how often each was drawn.
+    keys:        (n,) int64.
+    rows:        gives rows of a field by their slots.
+    """
+
+    name: str
+    capacity: int
+    added: int
+    sampler: Any
+    settings: dict[str, Any]
+    fields: dict[str, Field]
+    priority: np.ndarray | None
+    probability: np.ndarray
+    sampled: np.ndarray
+    keys: np.ndarray
+    counters: dict[str, int]
+    rows: Callable[[str, np.ndarray], Tensor]
+
+    @property
+    def entropy(self) -> float:
+        """Of the draw, in nats."""
+        held = self.probability[self.probability > 0]
+        return float(-(held * np.log(held)).sum())
+
+    @property
+    def effective(self) -> float:
+        """Rows that would be as varied if they were drawn alike."""
+        return float(1 / max((self.probability**2).sum(), 1e-300)) if self.probability.any() else 0.0
+
+    @property
+    def drawable(self) -> int:
+        """Rows that can be drawn."""
+        return int((self.probability > 0).sum())
+
+    @property
+    def most_entropy(self) -> float:
+        """That of a uniform draw from the same rows."""
+        return math.log(max(self.drawable, 1))
+
+    def lines(self) -> list[str]:
+        """What is stored and how it is drawn, in words."""
+        size = len(self.keys)
+        sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
+        lines = [
+            f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
+            f"{self.sampler}",
+            *([", ".join(f"{name}={value}" for name, value in self.settings.items())] if self.settings else []),
+            *(
+                f"  {name}: {list(field.shape)} {str(field.dtype).removeprefix('torch.')}, {_bytes(sizes[name])}"
+                for name, field in self.fields.items()
+            ),
+            f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} rows",
+            f"{self.drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
+            f"entropy {self.entropy:.2f} nats of {self.most_entropy:.2f} in a uniform draw",
+            f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
+            f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut to the "
+            f"largest mass {self.counters['SATURATED']:,}",
+        ]
+        return lines
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"
+
+
+def of_buffer(state: BufferState) -> BufferReport:
+    """The contents of a buffer in memory, whose lock is held."""
+    counters = state.lasting()
+    views = state.views(counters["ADDED"])
+
+    def rows(name: str, slots: np.ndarray) -> Tensor:
+        stored = views[name]
+        return stored[torch.from_numpy(slots).to(stored.device)].cpu()
+
+    return _report(state.config, counters, views, rows)
+
+
+def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
+    """The contents of a checkpoint, or of the newest one of a run. Raises CheckpointError for anything else."""
+    folder = Path(path)
+    if not (folder / "manifest.json").is_file():
+        found = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
+        if not found:
+            raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
+        folder = found[-1].parent
+    saved = read_checkpoint(folder)
+    try:
+        manifest = saved.manifest
+        if manifest["settings"]["kind"] == KIND:
+            return _of_ranks(JointCheckpoint(folder))
+        known = {name: saved.read(name) for name in saved.tensor_names if name in _OF_ROWS}
+
+        def slots_of(part: Part) -> tuple[Any, Tensor]:
+            return slice(None), torch.arange(part.start, part.stop)
+
+        def rows(name: str, slots: np.ndarray) -> Tensor:
+            return _stored_rows(saved, [name], slots_of, slots)
+
+        return _report(manifest["settings"], manifest["counters"], known, rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
+
+
+def _of_ranks(joint: JointCheckpoint) -> BufferReport:
+    """All that several ranks saved, numbered as `ReplayBuffer.load` numbers it."""
+    share, saved = Share(1, 0, joint.capacity), joint.checkpoint
+    counters = joint.counters(share)
+    written = min(counters["ADDED"], joint.capacity)
+    known = {}
+    for name in _OF_ROWS:
+        if joint.tensor_name(0, name) in saved.tensor_names:
+            known[name] = torch.empty(written, dtype=saved.shape_of(joint.tensor_name(0, name))[0], device="cpu")
+    joint.fill(known, share)
+
+    def rows(name: str, slots: np.ndarray) -> Tensor:
+        ranks = {joint.tensor_name(rank, name): rank for rank in range(joint.ranks)}
+        return _stored_rows(saved, ranks, lambda part: joint.slots_of(part, ranks[part.name], share), slots)
+
+    return _report(joint.config, counters, known, rows)
+
+
+def _stored_rows(
+    saved: Checkpoint, names: Collection[str], slots_of: Callable[[Part], tuple[Any, Tensor]], slots: np.ndarray
+) -> Tensor:
+    """The rows at these slots of stored tensors; only the files that hold some are read.
+
+    slots_of: which rows of a part are live, and their slots.
+    """
+    wanted = torch.from_numpy(slots)
+    dtype, shape = saved.shape_of(next(iter(names)))
+    out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
+
+    def holds(part: Part) -> bool:
+        return part.name in names and bool(torch.isin(slots_of(part)[1], wanted).any())
+
+    def use(part: Part, stored: Tensor) -> None:
+        live, at = slots_of(part)
+        row, place = (at[:, None] == wanted).nonzero(as_tuple=True)
+        out[place] = stored[live][row]
+
+    saved.read_parts(holds, Part.empty, use)
+    return out
+
+
+def _report(
+    config: Mapping[str, Any],
+    counters: dict[str, int],
+    known: Mapping[str, Tensor],
+    rows: Callable[[str, np.ndarray], Tensor],
+) -> BufferReport:
+    sampler = sampler_from(config["sampler"])
+    plan, capacity, added = plan_of(sampler), config["capacity"], counters["ADDED"]
+    first = max(counters["FIRST"], added - capacity)
+    keys = np.arange(added - 1, first - 1, -1)
+    slots = torch.from_numpy(keys % capacity)
+
+    def column(name: str) -> np.ndarray:
+        return known[name].cpu()[slots].numpy()
+
+    weights = np.ones(len(keys), dtype=np.int64)
+    priority = None
+    if plan.prioritized:
+        weights = column("masses")
+        rule = plan.rule(capacity)
+        priority = np.where(weights > 0, rule.priorities(np.maximum(weights, 1)), 0.0)
+        if plan.kind == "rank":
+            # the largest code first, among equal ones the smallest key
+            order = np.lexsort((keys, -weights))[: int((weights > 0).sum())]
+            weights = np.zeros(len(keys), dtype=np.int64)
+            weights[order] = np.diff(cumulative_masses(max(1, len(order)), plan.alpha), prepend=0)[: len(order)]
+        elif isinstance(rule, MassRule) and rule.alpha == 0:
+            priority = None
+    elif "marks" in known:
+        weights = column("marks")
+    total = weights.sum(dtype=np.float64)
+    return BufferReport(
+        name=config["kind"],
+        capacity=capacity,
+        added=added,
+        sampler=sampler,
+        settings={name: config[name] for name in _SHOWN_SETTINGS if name in config},
+        fields={name: field_from(described) for name, described in config["fields"].items()},
+        priority=priority,
+        probability=weights / total if total else weights * 0.0,
+        sampled=column("times_sampled"),
+        keys=keys,
+        counters=counters,
+        rows=lambda name, chosen: rows(f"fields.{name}", chosen % capacity),
+    )
+
+
+def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
+    """Draw the picture into a file whose suffix says its format: .png, .pdf or .svg. Needs matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"a picture of a buffer needs matplotlib: pip install matplotlib ({error}).") from error
+    pictures = _pictures(report)
+    # fixed margins in inches: finding them took as long as all the rest
+    width, height, row_height = 11.0, 7.0, 1.25
+    full_height = height + row_height * len(pictures)
+    figure = Figure(figsize=(width, full_height))
+    sides = {"left": 0.7 / width, "right": 1 - 0.15 / width}
+    low, high = (full_height - height + 0.55) / full_height, 1 - 0.35 / full_height
+    grid = figure.add_gridspec(2, 2, bottom=low, top=high, hspace=0.36, wspace=0.16, **sides)
+    panel = grid[0, 0].subgridspec(2, 1, height_ratios=[3, 1])
+    text = figure.add_subplot(panel[0])
+    text.axis("off")
+    lines = [part for line in report.lines() for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ")]
+    text.text(-0.1, 1.1, "\n".join(lines), va="top", family="monospace", fontsize=7)
+    _draw_spread(figure.add_subplot(panel[1]), report)
+    _draw_priorities(figure.add_subplot(grid[0, 1]), report)
+    share = report.probability * report.drawable
+    _draw_by_age(figure.add_subplot(grid[1, 0]), share, "chance of a row to be drawn, by age", "1 = uniform draw")
+    _draw_by_age(figure.add_subplot(grid[1, 1]), report.sampled, "draws of a row so far, by age", "draws")
+    for row, (title, image) in enumerate(reversed(pictures.items())):
+        box = (0.15 / width, (row_height * row + 0.05) / full_height, 1 - 0.3 / width, (row_height - 0.3) / full_height)
+        axes = figure.add_axes(box, anchor="W")
+        axes.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255)
+        axes.set_title(title, loc="left", fontsize=8)
+        axes.axis("off")
+    figure.savefig(path, dpi=110)
+
+
+def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(up, fontsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def _draw_spread(axes: Axes, report: BufferReport) -> None:
+    """Effective sample size and entropy as shares of those of a uniform draw."""
+    most = max(report.drawable, 1)
+    bars = {
+        f"effective sample size: {report.effective:,.0f} of {report.drawable:,}": report.effective / most,
+        f"entropy: {report.entropy:.2f} of {report.most_entropy:.2f} nats": report.entropy
+        / max(report.most_entropy, 1e-9),
+    }
+    axes.barh([1, 0], [1, 1], color="#E6E6E6")
+    axes.barh([1, 0], list(bars.values()), color=_BLUE)
+    for place, words in zip((1, 0), bars, strict=True):
+        axes.text(0.01, place, words, va="center", fontsize=8, bbox={"color": "white", "alpha": 0.75, "pad": 1.5})
+    _titled(axes, "how evenly rows are drawn (full bar: a uniform draw)", "")
+    axes.set(xlim=(0, 1), xticks=[], yticks=[])
+    axes.set_frame_on(False)
+
+
+def _draw_priorities(axes: Axes, report: BufferReport) -> None:
+    if report.priority is None:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "this sampler has no priorities", ha="center", color=_GREY)
+        return
+    held = report.priority[report.priority > 0]
+    if held.size:
+        low, high = held.min(), held.max()
+        axes.hist(
+            held, bins=np.geomspace(low, high * (1 + 1e-9) if high > low else low * 1.1, 60).tolist(), color=_BLUE
+        )
+    axes.set(xscale="log", yscale="log")
+    axes.minorticks_off()
+    _titled(axes, "priorities of rows that can be drawn", "priority", "rows")
+
+
+def _draw_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None:
+    """Mean, and from the tenth to the ninetieth of a hundred, of groups of rows of about one age."""
+    from matplotlib.ticker import EngFormatter
+
+    _titled(axes, title, "age in rows (the newest is 0)", label)
+    if not len(values):
+        return
+    groups = np.array_split(values.astype(np.float64), min(_GROUPS, len(values)))
+    ages = np.cumsum([len(group) for group in groups]) - 1
+    low, high = (np.array([np.quantile(group, share) for group in groups]) for share in (0.1, 0.9))
+    axes.fill_between(ages, low, high, color=_BLUE, alpha=0.2, linewidth=0, label="10% to 90% of rows")
+    axes.plot(ages, [group.mean() for group in groups], color=_BLUE, label="mean")
+    if "uniform" in label:
+        axes.axhline(1, color=_RED, linewidth=0.8, linestyle="--", label="uniform draw")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(fontsize=7, frameon=False, loc="upper left" if "uniform" not in label else "upper right")
+
+
+def _pictures(report: BufferReport) -> dict[str, np.ndarray]:
+    """Strips of the drawn rows with the largest priorities and of random rows, of the first field of images, if any."""
+    names = [name for name, field in report.fields.items() if _is_image(field)]
+    if not names or not len(report.keys):
+        return {}
+    size = len(report.keys)
+    chosen = {"random rows": np.random.default_rng(0).choice(size, min(_SHOWN, size), replace=False)}
+    # new rows begin with the largest priority: what was drawn has one that was learned
+    drawn = np.flatnonzero((report.probability > 0) & (report.sampled > 0))
+    if report.priority is not None and drawn.size:
+        largest = drawn[np.argsort(-report.priority[drawn], kind="stable")[:_SHOWN]]
+        high, low = report.priority[largest[[0, -1]]]
+        chosen = {f"rows drawn before with the largest priorities, {high:.3g} to {low:.3g}": largest, **chosen}
+    return {
+        f"{names[0]} of {title}": _strip(report.rows(names[0], report.keys[places]).numpy())
+        for title, places in chosen.items()
+    }
+
+
+def _is_image(field: Field) -> bool:
+    return field.dtype == torch.uint8 and len(field.shape) in (2, 3) and min(sorted(field.shape)[-2:]) >= 8
+
+
+def _strip(frames: np.ndarray) -> np.ndarray:
+    """The frames side by side, with white between them; dark ones brightened."""
+    peak = int(frames.max(initial=0))
+    if 0 < peak < 128:
+        frames = (frames.astype(np.uint16) * 255 // peak).astype(np.uint8)
+    images = [_as_image(frame) for frame in frames]
+    gap = np.full((images[0].shape[0], max(1, images[0].shape[1] // 20), *images[0].shape[2:]), 255, np.uint8)
+    return np.concatenate([part for image in images for part in (image, gap)][:-1], axis=1)
+
+
+def _as_image(frame: np.ndarray) -> np.ndarray:
+    """(height, width), or (height, width, 3), of a frame with its channels first or last."""
+    if frame.ndim == 2:
+        return frame
+    if frame.shape[0] < frame.shape[2]:
+        frame = frame.transpose(1, 2, 0)
+    return frame if frame.shape[2] == 3 else frame[..., -1]

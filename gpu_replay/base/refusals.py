@@ -1,0 +1,90 @@
+"""Uses that look right and are not, refused with what to do instead: forks, spawned processes, wrong calls."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+_INSTEAD = (
+    "its copy would add rows that nobody sees and draw what others draw. Let actors in other processes send their "
+    "steps through a queue to the process of the buffer, as gpu_replay/examples/async_actors.py does, or make a buffer "
+    "in that process."
+)
+# all buffers of this process
+_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+Made = TypeVar("Made", bound=Callable[..., None])
+
+
+class ForkedLock:
+    """Stands in the place of a buffer's lock in a process that was forked from that of the buffer."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError(f"this process was forked from the one that made the buffer: {_INSTEAD}")
+
+    def __exit__(self, *_: object) -> None:
+        """Never entered, so never left."""
+
+
+def refuse_in_forks(buffer: Any) -> None:
+    """From now on every call of this buffer raises RuntimeError in processes that are forked from this one."""
+    _buffers.add(buffer)
+
+
+def _replace_locks() -> None:
+    for buffer in _buffers:
+        buffer._lock = ForkedLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_replace_locks)
+
+
+def refuse_for_spawned() -> None:
+    """Raise RuntimeError while the arguments of a process that is being started are pickled."""
+    if get_spawning_popen() is not None:
+        raise RuntimeError(f"a buffer was given to a process that is being started: {_INSTEAD}")
+
+
+if TYPE_CHECKING:
+    class_only = classmethod
+else:
+
+    class class_only(classmethod):
+        """A class method that makes a new buffer: TypeError when it is called on one that is there."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+            bound = super().__get__(None, owner)
+            if instance is None:
+                return bound
+
+            @wraps(bound)
+            def refuse(*_: object, **__: object) -> NoReturn:
+                name, instead = owner.__name__, ", or change this one with `load_state_dict(state)`"
+                raise TypeError(
+                    f"{self.__name__} makes another buffer and leaves this one as it is: write "
+                    f"`buffer = {name}.{self.__name__}(...)`{instead * hasattr(owner, 'load_state_dict')}."
+                )
+
+            return refuse
+
+
+def names_from_spaces(fields: str) -> Callable[[Made], Made]:
+    """A constructor whose last positional argument is `fields` says so to who gives it two spaces."""
+
+    def decorate(init: Made) -> Made:
+        @wraps(init)
+        def checked(self: Any, *given: Any, **settings: Any) -> None:
+            if len(given) > len(fields.split(", ")):
+                raise TypeError(
+                    f"{type(self).__name__} takes ({fields}) and settings by name; found {len(given)} arguments. "
+                    f"Gymnasium's spaces go to {type(self).__name__}.from_spaces."
+                )
+            init(self, *given, **settings)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,178 @@
+"""What a trajectory buffer is given, checked: one step or many of them, and final observations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay import validation
+from gpu_replay.fields import DICTIONARIES, Field, refuse_names
+from gpu_replay.ops.eligibility import GivenFinals, StreamShape
+
+
+class StepInput:
+    """Checks values and brings them into the form in which the engine of one buffer stores them.
+
+    fields:        of a step, by name.
+    observations:  names of those that observations are made of, and that have final ones.
+    plain_dtypes:  the NumPy dtypes that are stored as they are.
+    reads_all:     whether final observations of terminated episodes are read too, not only of truncated ones.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        observations: Iterable[str],
+        shape: StreamShape,
+        plain_dtypes: Mapping[str, np.dtype[Any]],
+        device: torch.device,
+        *,
+        on_host: bool,
+        reads_all: bool,
+    ) -> None:
+        self._fields = fields
+        self._observations = list(observations)
+        self._shape = shape
+        self._num_envs = shape.num_envs
+        self._plain_dtypes = plain_dtypes
+        self._device = device
+        self._on_host = on_host
+        self._reads_all = reads_all
+
+    def step(self, name: str, given: Any, field: Field, stream: torch.cuda.Stream | None) -> Any:
+        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is.
+
+        stream: the one that is current on a GPU.
+        """
+        wanted = (self._num_envs, *field.shape)
+        if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
+            return given
+        if not self._on_host and validation.is_plain(given, field.dtype, self._device) and given.shape == wanted:
+            if stream is not None:
+                given.record_stream(stream)
+            return given
+        value = (validation.as_array if self._on_host else validation.as_tensor)(name, given, self._device)
+        if tuple(value.shape) != wanted:
+            raise ValueError(
+                f"field {name!r} needs shape {list(wanted)}, one step of each of the {self._num_envs} environments; "
+                f"found {list(value.shape)}."
+            )
+        return validation.as_field(name, value, field, None, self._device, on_host=self._on_host)
+
+    def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
+        """The final observations as `[E, *shape]` of each observation field, or None where none came."""
+        if not given:
+            return None
+        self._refuse_unread()
+        self._check_names(given)
+        if not self._shape.finals:
+            return None
+        # the rows that will be read, where the device need not be asked for them
+        ended = None
+        if self._on_host or (terminated.is_cpu and truncated.is_cpu):
+            over = self.reads_final(terminated, truncated)
+            ended = torch.from_numpy(over) if self._on_host else over
+        kept: dict[str, Any] = {}
+        for name in self._observations:
+            asked, field = f"final_{name}", self._fields[name]
+            kept[name] = validation.as_final(asked, given[name], field, self._num_envs, ended, self._device)
+            if self._on_host:
+                kept[name] = validation.numpy_view(asked, kept[name])
+        return kept
+
+    def _refuse_unread(self) -> None:
+        """Raise ValueError where no final observation is ever read."""
+        if self._shape.next_step:
+            raise ValueError(
+                'a buffer with autoreset="next_step" takes no final_obs: there the step after an ending brings the '
+                'final observation. An environment that gives it with the ending itself is autoreset="same_step" '
+                '(or "disabled"); make the buffer with that.'
+            )
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        """Raise KeyError unless there is one final observation for each observation field."""
+        if given.keys() != set(self._observations):
+            found, wanted = ({f"final_{name}": None for name in names} for names in (given, self._observations))
+            refuse_names(found, wanted)
+
+    def reads_final(self, terminated: Any, truncated: Any) -> Any:
+        """Of which steps, by these flags, the final observation will be read."""
+        return truncated & ~terminated if not self._reads_all else truncated | terminated
+
+    def steps(self, name: str, given: Any, field: Field, steps: int | None) -> Any:
+        """The value as `[T, E, *shape]` of the field's dtype: a tensor, or an array for the host engine."""
+        wanted = (self._num_envs, *field.shape)
+        plain = type(given) in (np.ndarray, np.memmap) and given.dtype == self._plain_dtypes[name]
+        as_numbers = validation.as_array if self._on_host else validation.as_tensor
+        value: Any = given if plain else as_numbers(name, given, self._device)
+        if value.ndim == 0 or tuple(value.shape[1:]) != wanted:
+            alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
+            hint = " Add the axis of the environments: value[:, None]." if alone else ""
+            raise ValueError(
+                f"field {name!r} needs shape [T, {', '.join(map(str, wanted))}]: T steps of each of the "
+                f"{self._num_envs} environments; found {list(value.shape)}.{hint}"
+            )
+        if steps is not None and len(value) != steps:
+            raise ValueError(f"field {name!r} has {len(value)} steps where the others of this extend have {steps}.")
+        if len(value) == 0:
+            raise ValueError("extend needs at least one step (T >= 1); found fields with 0 steps.")
+        if self._on_host:
+            return validation.as_stored(name, value, field.dtype)
+        return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
+
+    def many_finals(self, given: Any, read: np.ndarray) -> GivenFinals | None:
+        """The final observations that will be read, where `read`, (T, E) bool, says so; None where none are kept."""
+        self._refuse_unread()
+        observations, count = self._observations, len(read)
+        by_step = isinstance(given, (list, tuple)) or (isinstance(given, np.ndarray) and given.dtype == object)
+        if not by_step:
+            given = validation.final_columns(given, observations, count)
+            self._check_names(given)
+        if not self._shape.finals:
+            return None
+        if not by_step:
+            return self._final_columns(given, read)
+        if len(given) != count:
+            raise ValueError(f"'final_obs' needs {count} steps; found {len(given)}.")
+        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if given[step] is not None]
+        rows = {}
+        for name in observations:
+            field = self._fields[name]
+            rows[name] = torch.zeros((len(steps) * self._num_envs, *field.shape), dtype=field.dtype, device="cpu")
+        place = np.full(count, -1)
+        place[steps] = np.arange(len(steps))
+        for number, step in enumerate(steps):
+            columns = validation.final_columns(given[step], observations, self._num_envs)
+            self._check_names(columns)
+            part = slice(number * self._num_envs, (number + 1) * self._num_envs)
+            for name, value in columns.items():
+                rows[name][part] = self._final_rows(name, value, read[step])
+        return GivenFinals(rows, place)
+
+    def _final_columns(self, given: dict[str, Any], read: np.ndarray) -> GivenFinals:
+        """Of whole columns `[T, E, *shape]`, or object arrays [T, E], the steps in which some are read."""
+        count, steps = len(read), np.flatnonzero(read.any(axis=1))
+        place = np.full(count, -1)
+        place[steps] = np.arange(len(steps))
+        rows = {}
+        for name, value in given.items():
+            if isinstance(value, DICTIONARIES):
+                raise TypeError(f"'final_{name}' must be an array of {count} steps; found a dictionary.")
+            whole = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
+            shape = (count, self._num_envs, *self._fields[name].shape)
+            if tuple(whole.shape) != shape[: 2 if whole.dtype == object else None]:
+                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(whole.shape)}.")
+            some = whole[steps] if isinstance(whole, np.ndarray) else whole[torch.from_numpy(steps)]
+            flat = some.reshape(-1, *some.shape[2:])
+            rows[name] = self._final_rows(name, flat, read[steps].reshape(-1))
+        return GivenFinals(rows, place)
+
+    def _final_rows(self, name: str, value: Any, read: np.ndarray) -> Tensor:
+        """Rows of one observation field, of the field's dtype, on the CPU or the buffer's device."""
+        asked, field = f"final_{name}", self._fields[name]
+        rows = validation.as_final(asked, value, field, len(read), torch.from_numpy(read), self._device)
+        return validation.computed(rows)

@@ -1,0 +1,147 @@
+"""The bytes that a buffer would take, from the flags of a command: of each field, where, and whether they are free."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
+from gpu_replay.console.arguments import positive, whole
+from gpu_replay.console.errors import UserError
+from gpu_replay.engines.placement import check_placement
+from gpu_replay.engines.storage import check_capacity, check_device, estimate, size_table, sizes_by_place
+from gpu_replay.engines.trajectory_storage import stream_sizes
+from gpu_replay.fields import STORABLE, check_fields
+from gpu_replay.ops._backend import choose
+
+SAMPLERS: dict[str, Uniform | Proportional | RankBased | Latest | Combined] = {
+    "uniform": Uniform(),
+    "proportional": Proportional(),
+    "rank": RankBased(),
+    "latest": Latest(),
+    "combined": Combined(Proportional()),
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in STORABLE}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--capacity", type=whole, required=True, metavar="N", help="transitions, such as 1e6")
+    what = parser.add_mutually_exclusive_group(required=True)
+    field = "one field, such as obs=84x84:uint8; a scalar has no shape: action=int64. Repeat for more"
+    what.add_argument("--field", action="append", type=_field, metavar="NAME=SHAPE:DTYPE", help=field)
+    what.add_argument("--env", metavar="ENV", help="the fields of an environment: pong, Pendulum-v1, catch, ...")
+    stack = "frames of an observation; a trajectory buffer stores each once all the same (default: 1)"
+    parser.add_argument("--stack", type=positive, default=1, metavar="S", help=stack)
+    parser.add_argument(
+        "--frame-size", type=positive, metavar="N", help="side of a frame of Atari or device-pong (default: 84)"
+    )
+    envs = "of a trajectory buffer, which stores each observation once; without it, of a transition buffer"
+    parser.add_argument("--num-envs", type=positive, metavar="E", help=envs)
+    parser.add_argument(
+        "--autoreset",
+        choices=("next_step", "same_step", "disabled"),
+        default="next_step",
+        help="of a trajectory buffer: whether it keeps final observations (default: next_step, it does not)",
+    )
+    parser.add_argument("--sampler", choices=SAMPLERS, default="proportional", help="default: proportional")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
+    pinned = "cpu: the fields of a buffer on a GPU in pinned host memory"
+    parser.add_argument("--storage-device", metavar="DEVICE", help=pinned)
+    parser.add_argument("--storage-path", metavar="DIR", help="the fields of a buffer on the CPU in a file there")
+
+
+def _field(text: str) -> tuple[str, Field]:
+    """`obs=84x84:uint8` as a name and a Field; `action=int64` and `action=:int64` are scalars."""
+    found = re.fullmatch(r"([^=]+)=(?:(\d+(?:x\d+)*)?:)?(\w+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SHAPE:DTYPE, such as obs=84x84:uint8 or action=int64")
+    name, shape, dtype = found.groups()
+    if dtype not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    sides = tuple(int(side) for side in shape.split("x")) if shape else ()
+    try:
+        return name, Field(sides, DTYPES[dtype])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def stream_bytes(capacity: int, num_envs: int, fields: Mapping[str, Field], sampler: str, device: torch.device) -> int:
+    """Bytes of a trajectory buffer of about this capacity, in same-step autoreset mode."""
+    kept = max(capacity - capacity % num_envs, num_envs)
+    return sum(stream_sizes(kept, num_envs, fields, "same_step", SAMPLERS[sampler], choose(device)).values())
+
+
+def report(
+    options: argparse.Namespace,
+    stored: Callable[[], Mapping[str, Field]] | None,
+    more: Callable[[int, torch.device], str],
+) -> int:
+    """Print the sizes; returns the exit code. Raises UserError for bad input.
+
+    stored: gives the fields of a step of an environment, or None where they are those of `--field`.
+    more:   of the capacity and the device, a line for an environment.
+    """
+    sampler = SAMPLERS[options.sampler]
+    try:
+        device = check_device(options.device)
+        placement = check_placement(device, options.storage_device, options.storage_path)
+        capacity = check_capacity(options.capacity)
+        backend = choose(device)
+        fields = check_fields(_named(options.field)) if stored is None else dict(stored())
+        if options.num_envs is not None:
+            capacity -= capacity % options.num_envs
+            sizes = stream_sizes(capacity, options.num_envs, fields, options.autoreset, sampler, backend)
+        else:
+            fields = fields if stored is None else _classic(fields)
+            sizes = estimate(capacity, _stacked(fields, options.stack), sampler, backend)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(str(error)) from None
+    total = sum(sizes.values())
+    kind = "transitions" if options.num_envs is None else f"steps of {options.num_envs} environments"
+    print(f"{capacity:,} {kind}, sampler {options.sampler}, on {device}")
+    places = sizes_by_place(sizes, placement, {*fields, "alignment"})
+    for place, held, _ in places:
+        print(size_table(held) if not placement.apart else f"{place}:\n{size_table(held)}")
+    print(f"the buffer alone takes {total:,} bytes, {total / capacity:,.1f} per transition")
+    if stored is not None:
+        print(more(capacity, device))
+    for place, held, free in places:
+        if free is not None:
+            part = "its part" if placement.apart else "the buffer"
+            fits = "fits" if sum(held.values()) <= free else "does not fit"
+            print(f"{free / 1e9:.3f} GB are free {place}: {part} {fits}")
+    return 0
+
+
+def _named(pairs: Sequence[tuple[str, Field]]) -> dict[str, Field]:
+    fields: dict[str, Field] = {}
+    for name, field in pairs:
+        if name in fields:
+            raise ValueError(f"--field {name} is given twice.")
+        fields[name] = field
+    return fields
+
+
+def _classic(step: Mapping[str, Field]) -> dict[str, Field]:
+    """The five classic fields, as `ReplayBuffer.from_spaces` makes them, of those of a step."""
+    after = {f"next_{name}": field for name, field in step.items() if _is_observation(name)}
+    return {**step, "reward": Field((), torch.float32), **after, "terminated": Field((), torch.bool)}
+
+
+def _is_observation(name: str) -> bool:
+    return name.removeprefix("next_").partition(".")[0] == "obs"
+
+
+def _stacked(fields: dict[str, Field], stack: int) -> dict[str, Field]:
+    """The fields of transitions whose observations are stacks; a trajectory buffer stores each frame once."""
+    if stack == 1:
+        return fields
+    return {
+        name: replace(field, shape=(stack, *field.shape)) if _is_observation(name) else field
+        for name, field in fields.items()
+    }

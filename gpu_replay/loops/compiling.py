@@ -1,0 +1,205 @@
+"""Compiles loops with Numba where it is installed; elsewhere, and under NUMBA_DISABLE_JIT=1, they run as Python.
+
+A loop is a function over arrays and numbers. Those that buffers call are decorated with `loop(signature)`; functions
+that only loops call, with `inner`. Machine code is kept on disk under a name that contains a digest of all loops as
+they were loaded, so that no loop ever meets the code of other sources, whatever the times of the files say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# all files with loops: the digest is of all of them, whichever a process happens to use
+_FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
+# seconds of compiling after which a terminal is told why nothing happens
+_PATIENCE = 2.0
+
+_inner: set[Callable[..., Any]] = set()
+_lock = threading.Lock()
+_seconds = 0.0
+_told = False
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # another thread of the parent may have held it
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+@cache
+def compiler() -> Any:
+    """Numba; None where it is not installed, not made for the installed NumPy, or told not to compile."""
+    try:
+        found: Any = import_module("numba")
+    except ImportError:
+        return None
+    return None if found.config.DISABLE_JIT else found
+
+
+def inner(function: Function) -> Function:
+    """A function that only loops call: it becomes a part of theirs.
+
+    Numba counts the references to each array that is passed, which takes a nanosecond or two: what is called for every
+    row of a batch takes numbers.
+    """
+    _inner.add(function)
+    return function
+
+
+def loop(*signatures: str, **options: bool) -> Callable[[Callable[..., Any]], Loop]:
+    """A loop that buffers call, through `ready()`.
+
+    signatures: types of the arguments, as Numba writes them. options: `nogil=True` for loops that threads share.
+    """
+    return lambda function: Loop(function, signatures, options)
+
+
+class Loop:
+    """A function over arrays that is compiled when it is first asked for."""
+
+    def __init__(self, function: Callable[..., Any], signatures: tuple[str, ...], options: dict[str, bool]) -> None:
+        self.function = function
+        self._signatures, self._options = signatures, options
+        self._ready: Callable[..., Any] | None = None
+
+    def ready(self) -> Callable[..., Any]:
+        """What to call: machine code, or the function itself where nothing is compiled.
+
+        Another thread imports Numba and compiles while this one waits: a signal handler that raises ends the waiting,
+        and leaves nothing half done.
+        """
+        if self._ready is None:
+            _wait_for(self._compile)
+        return self._ready or self.function
+
+    def _compile(self) -> None:
+        with _lock:
+            if self._ready is not None:
+                return
+            if compiler() is None:
+                self._ready = self.function
+                return
+            made = None
+            try:
+                made = self._dispatcher(cache=True)
+                self._ready = self._compiled(made)
+            except Exception:
+                # whatever a damaged file, a full disk or a folder that cannot be written leads to: an error of the loop
+                # itself comes again without a cache
+                if made is not None:
+                    _remove(made, f"*{made.py_func.__qualname__}-*")
+                self._ready = self._compiled(self._dispatcher(cache=False))
+            else:
+                if made.stats.cache_misses:
+                    _remove(made, f"*.{self.function.__name__}_*-*", made.py_func.__qualname__)
+
+    def _dispatcher(self, *, cache: bool) -> Any:
+        function = _linked(self.function)
+        function.__qualname__ = f"{self.function.__name__}_{_digest()}"
+        return compiler().njit(error_model="numpy", cache=cache, **self._options)(function)
+
+    def _compiled(self, made: Any) -> Callable[..., Any]:
+        for signature in self._signatures:
+            made.compile(signature)
+        made.disable_compile()
+        return made
+
+
+def _remove(made: Any, pattern: str, name: str = " ") -> None:
+    """Remove what is kept of a loop under this pattern, but not what belongs to this name."""
+    with suppress(OSError):
+        for kept in Path(made.stats.cache_path).glob(pattern):
+            if f"{name}-" not in kept.name:
+                kept.unlink()
+
+
+def _linked(function: Any) -> FunctionType:
+    """A copy of a function that calls compiled copies of inner functions."""
+    known = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        if isinstance(known.get(name), FunctionType) and known[name] in _inner:
+            known[name] = _part(known[name])
+    made = FunctionType(function.__code__, known, function.__name__)
+    made.__module__ = function.__module__
+    return made
+
+
+@cache
+def _part(function: FunctionType) -> Any:
+    return compiler().njit(error_model="numpy", inline="always")(_linked(function))
+
+
+def compile_all() -> dict[str, float]:
+    """Compile every loop, or load it from the cache; returns seconds by name."""
+    seconds = {}
+    for module in _modules():
+        for each in vars(module).values():
+            if isinstance(each, Loop):
+                begin = time.perf_counter()
+                each.ready()
+                seconds[f"{module.__name__.split('.')[-1]}.{each.function.__name__}"] = time.perf_counter() - begin
+    return seconds
+
+
+def _wait_for(work: Callable[[], None]) -> None:
+    """Run this in a thread of its own and raise what it raises; tell a terminal where that takes long."""
+    global _seconds, _told
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    begin = time.perf_counter()
+    thread = threading.Thread(target=run, name="gpu_replay compiling")
+    thread.start()
+    thread.join(max(0.0, _PATIENCE - _seconds))
+    if thread.is_alive() and not _told and sys.stderr.isatty():
+        _told = True
+        print("gpu_replay compiles its loops for this machine, once; they are kept for later runs.", file=sys.stderr)
+    thread.join()
+    _seconds += time.perf_counter() - begin
+    if errors:
+        raise errors[0]
+
+
+def _modules() -> list[ModuleType]:
+    return [import_module(f"gpu_replay.loops.{name}") for name in _FILES]
+
+
+@cache
+def _digest() -> str:
+    """Of the code of all loops as it was loaded, and of the numbers that they take from their modules."""
+    parts: list[str] = []
+    for module in _modules():
+        for name, value in sorted(vars(module).items()):
+            value = value.function if isinstance(value, Loop) else value
+            if isinstance(value, FunctionType):
+                parts.append(f"{name} {_described(value.__code__)}")
+            elif isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("__"):
+                parts.append(f"{name} {value!r}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _described(code: CodeType) -> str:
+    constants = [_described(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames}"

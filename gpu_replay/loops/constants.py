@@ -1,0 +1,47 @@
+"""Numbers that loops share with the operations around them."""
+
+from __future__ import annotations
+
+
+class Counter:
+    """Places in the counters, (COUNT,) int64; `kernels/constants.py` has the same.
+
+    Plain ints: indexing an array with a member of an enum takes five times as long.
+    """
+
+    ADDED = 0  # transitions ever added: the next key
+    FIRST = 1  # smallest key that `clear` has not forgotten
+    RANDOM = 2  # Philox blocks consumed
+    STEP = 3  # samples drawn, the position of the beta schedule
+    MAX_MASS = 4  # largest mass ever given, 0 before any
+    PENDING_MAX_MASS = 5  # largest mass given by the add in progress
+    STALE = 6  # priority updates of keys that were not live
+    REJECTED = 7  # non-finite priorities
+    SATURATED = 8  # priorities whose mass was cut to the limit
+    SEED = 9  # of the Philox stream, as 64 bits
+    TICKET = 10  # programs of the launch in progress that have finished
+    LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
+    HIGHEST = 12  # largest mass seen by the add in progress, 0 between adds
+    ELIGIBLE = 13  # starts of a trajectory buffer that can be drawn
+    FINALS = 14  # final observations of a trajectory buffer ever kept
+    COUNT = 15
+
+
+class Flag:
+    """Bits of what is known about a stored step. Plain ints, as in `Counter`."""
+
+    TERMINATED = 1
+    TRUNCATED = 2
+    DEAD = 4  # carries the final observation of an episode and nothing else: never a start
+    FINAL = 8  # ended, and its final observation is there; known of truncated steps, or of all for hindsight
+    CUT = 16  # the stream was broken from outside after this step
+
+
+# the smallest mass of nothing
+NO_MASS = 2**63 - 1
+# in the place of an extreme of a block of leaves that must be found again
+DIRTY = -1
+# children of a node of a tree on the host, as the exponent of 2
+SHIFT = 4
+# nodes of the root of a tree on the host, at most: they are added up one by one
+ROOT_LIMIT = 256

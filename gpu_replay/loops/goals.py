@@ -1,0 +1,85 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""Goals that later steps of the same episode achieved: looked up without walking along it, and put in place."""
+
+from __future__ import annotations
+
+from gpu_replay.loops.compiling import loop
+from gpu_replay.loops.constants import Flag
+
+_FINAL = Flag.FINAL
+
+
+@loop(
+    "(int64[::1], int64[::1], float64[::1], boolean, boolean, uint8[::1], int32[::1], int32[::1], int32[::1],"
+    " int32[::1], int64, int64, int64, boolean[::1], int64[::1], int64[::1])"
+)
+def choose_goals(
+    slots, rows, doubles, last, episode, flags, depth, spans, parted, final, num_envs, oldest, newest,
+    known, sources, places,
+):  # fmt: skip
+    """Choose the goals of (K,) rows of a batch.
+
+    slots:   (B,) of the batch. doubles: (K,) in [0, 1). last, episode: the strategies; else "future".
+    flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
+    known:   (K,) bool, false where the observation after the row's own step is not stored.
+    sources: (K,) slots of the steps in whose observations the goals stand; any slot where there is none.
+    places:  (K,) rows of kept final observations in which they stand instead, else -1; or nothing without these.
+    returns: whether all are known.
+    """
+    steps, complete = flags.size // num_envs, True
+    last_line = newest % steps
+    for row in range(rows.size):
+        slot = slots[rows[row]]
+        line, behind = slot // num_envs, int(depth[slot])
+        env, age = slot - line * num_envs, last_line - line
+        age += steps if age < 0 else 0
+        if behind < steps - age:
+            # the first step of the episode has not been overwritten
+            first = slot - behind * num_envs
+            span = spans[first + flags.size if first < 0 else first]
+        else:
+            span = parted[env]
+        # steps after this one whose goals are known; less than none where its own is not
+        ahead = span - 1 - behind if span >= 0 else age - 1 + (flags[last_line * num_envs + env] & _FINAL != 0)
+        ahead = min(ahead, age)
+        known[row] = ahead >= 0
+        complete = complete and ahead >= 0
+        chosen = ahead = max(ahead, 0)
+        if not last:
+            back = min(behind, max(newest - oldest - age, 0)) if episode else 0
+            width = back + ahead + 1
+            chosen = min(int(doubles[row] * width), width - 1) - back
+        line += chosen
+        line += steps if line < 0 else -steps if line >= steps else 0
+        place = line * num_envs + env
+        pooled = places.size > 0 and flags[place] & _FINAL != 0
+        if places.size:
+            places[row] = final[place] if pooled else -1
+        line += 0 if pooled else 1
+        sources[row] = (0 if line == steps else line) * num_envs + env
+    return complete
+
+
+@loop(
+    "(int64[::1], boolean[::1], int64, uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1],"
+    " uint8[:, ::1])"
+)
+def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, after, wanted):
+    """Give (K,) rows of a batch their goals where they are known, and say what the user's functions are called with.
+
+    stack: frames S. goals: (K, bytes) as sampled.
+    desired, next_desired, next_achieved: (B * S, bytes) stacks of the batch.
+    after, wanted: (K, bytes), what was achieved after the steps, and the goals that the rows have now.
+    """
+    for row in range(rows.size):
+        place, last = rows[row] * stack, (rows[row] + 1) * stack - 1
+        if known[row]:
+            for frame in range(place, place + stack):
+                for byte in range(goals.shape[1]):
+                    desired[frame, byte] = goals[row, byte]
+                    next_desired[frame, byte] = goals[row, byte]
+        for byte in range(goals.shape[1]):
+            wanted[row, byte] = desired[last, byte]
+        for byte in range(after.shape[1]):
+            after[row, byte] = next_achieved[last, byte]

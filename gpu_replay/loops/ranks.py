@@ -1,0 +1,216 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""The order of all slots that can be drawn by rank: changed slot by slot, and drawn from.
+
+A slot comes before those with smaller codes, and before those with the same code and larger keys. Slots stand in
+blocks: all slots of a block come before all of the next one, but within a block they are sorted only when one of its
+ranks is drawn.
+
+codes, slots: (blocks, width) int64 and int32, the slots of each block and their codes, then what is free.
+block_of:     (slots,) int32, the block of each slot, -1 for slots without a rank.
+fences:       (blocks,) int64, for each block in order a code, and in `fence_keys` a key, that none of its slots comes
+              before.
+listed:       (blocks,) int64, the blocks in order.
+sizes:        (blocks,) int64, how many slots each block has.
+state:        (COUNT,) int64, at the places below.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_replay.loops.compiling import inner, loop
+from gpu_replay.loops.tree import spread
+
+# how many slots have a rank; how many blocks are in order, the first of all; the next key when the order was brought up
+# to date, or -1 where it must be made anew; how many of the newest slots were left out then
+RANKED, BLOCKS, ADDED, SKIPPED, COUNT = range(5)
+# rows for which each step is taken together, so that the processor waits for the memory of several at once
+_TOGETHER = 64
+_ORDER = "int64[:, ::1], int32[:, ::1], int32[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1]"
+
+
+@inner
+def _key_of(slot, added, head, capacity):
+    """The key of a slot where the next key is `added` and takes the slot `head`."""
+    return added - head + np.int64(slot) - (capacity if slot >= head else 0)
+
+
+@inner
+def _read_ahead(blocks, begin, stop, entries, sizes, step):
+    """Read every `step`-th entry of these blocks, to have their memory at hand; returns a number without a meaning."""
+    found = 0
+    for at in range(begin, stop):
+        for entry in range(0, sizes[blocks[at]], step):
+            found ^= entries[blocks[at], entry]
+    return found
+
+
+@loop(f"(int64[::1], {_ORDER})")
+def remove(changed, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Take these (B,) slots out of the order, those that are in it."""
+    blocks = np.empty(_TOGETHER + 1, dtype=np.int64)
+    for begin in range(0, changed.size, _TOGETHER):
+        stop = min(begin + _TOGETHER, changed.size)
+        for at in range(begin, stop):
+            blocks[at - begin] = max(block_of[changed[at]], 0)
+        blocks[_TOGETHER] = _read_ahead(blocks, 0, stop - begin, slots, sizes, 16)
+        for at in range(begin, stop):
+            slot = changed[at]
+            block, entry = block_of[slot], 0
+            if block < 0:
+                continue
+            while slots[block, entry] != slot:
+                entry += 1
+            # the last slot of the block takes the place
+            sizes[block] -= 1
+            last = sizes[block]
+            codes[block, entry], slots[block, entry] = codes[block, last], slots[block, last]
+            block_of[slot] = -1
+            state[RANKED] -= 1
+
+
+@inner
+def _find_blocks(codes, keys, begin, stop, fences, fence_keys, blocks, places):
+    """The places in order of the blocks where slots with these codes and keys belong, for rows `begin` to `stop`."""
+    places[begin:stop] = 0
+    left = blocks
+    while left > 1:
+        half = left >> 1
+        for at in range(begin, stop):
+            middle = places[at] + half
+            reached = (fences[middle] > codes[at]) | ((fences[middle] == codes[at]) & (fence_keys[middle] <= keys[at]))
+            places[at] = middle if reached else places[at]
+        left -= half
+
+
+@inner
+def _sort(codes, slots, size, added, head, capacity):
+    """Sort the first `size` slots of a block by insertion: few are out of place."""
+    for entry in range(1, size):
+        code = codes[entry]
+        if codes[entry - 1] > code:
+            continue
+        slot, place = slots[entry], entry
+        key = _key_of(slot, added, head, capacity)
+        while place > 0 and codes[place - 1] <= code:
+            if codes[place - 1] == code and _key_of(slots[place - 1], added, head, capacity) < key:
+                break
+            codes[place], slots[place] = codes[place - 1], slots[place - 1]
+            place -= 1
+        codes[place], slots[place] = code, slot
+
+
+@inner
+def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Give the later half of a full block to a new one, the next in order; nothing if this code and key come after all
+    of it, so that slots that come one after the other fill their blocks.
+    """
+    block, other, width = listed[place], state[BLOCKS], codes.shape[1]
+    _sort(codes[block], slots[block], width, added, head, block_of.size)
+    for later in range(other, place + 1, -1):
+        listed[later] = listed[later - 1]
+        fences[later], fence_keys[later] = fences[later - 1], fence_keys[later - 1]
+    stay, last = width // 2, codes[block, width - 1]
+    if last > code or (last == code and _key_of(slots[block, width - 1], added, head, block_of.size) < key):
+        stay = width
+        fences[place + 1], fence_keys[place + 1] = code, key
+    else:
+        fences[place + 1] = codes[block, stay]
+        fence_keys[place + 1] = _key_of(slots[block, stay], added, head, block_of.size)
+    for entry in range(stay, width):
+        slot = slots[block, entry]
+        codes[other, entry - stay], slots[other, entry - stay], block_of[slot] = codes[block, entry], slot, other
+    listed[place + 1], sizes[block], sizes[other], state[BLOCKS] = other, stay, width - stay, other + 1
+
+
+@loop(f"(int64[::1], int64, int64, int64, int64[::1], {_ORDER})")
+def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Bring these (B,) slots, all but the first `done`, into the order: those that have a code and are not in it.
+
+    added:   the next key. skipped: how many of the newest slots are left out. leaves: the codes of all slots.
+    returns: how many are done; fewer than B where no block is free any more.
+    """
+    capacity, width, head = block_of.size, codes.shape[1], added % block_of.size
+    wanted, keys, places = np.empty((3, _TOGETHER), dtype=np.int64)
+    for begin in range(done, changed.size, _TOGETHER):
+        count = min(_TOGETHER, changed.size - begin)
+        for at in range(count):
+            slot = changed[begin + at]
+            wanted[at], keys[at] = leaves[slot], _key_of(slot, added, head, capacity)
+        _find_blocks(wanted, keys, 0, count, fences, fence_keys, state[BLOCKS], places)
+        for at in range(count):
+            slot = changed[begin + at]
+            if wanted[at] == 0 or block_of[slot] >= 0 or keys[at] >= added - skipped:
+                continue
+            while sizes[listed[places[at]]] == width:
+                if state[BLOCKS] == sizes.size:
+                    return begin + at
+                _divide(
+                    places[at], wanted[at], keys[at], added, head,
+                    codes, slots, block_of, fences, fence_keys, listed, sizes, state,
+                )  # fmt: skip
+                _find_blocks(wanted, keys, at, count, fences, fence_keys, state[BLOCKS], places)
+            block = listed[places[at]]
+            codes[block, sizes[block]], slots[block, sizes[block]], block_of[slot] = wanted[at], slot, block
+            sizes[block] += 1
+            state[RANKED] += 1
+    return changed.size
+
+
+@loop("(int64[::1], int64, float64[::1], boolean, int64[::1], int64[::1])")
+def draw(sums, count, doubles, stratified, ranks, masses):
+    """Draw (B,) of the first `count` ranks, counted from 0, by (B,) float64 in [0, 1).
+
+    sums: the masses of all ranks up to each. masses: (B,) int64, those of the drawn ranks.
+    """
+    spread(sums[count - 1], doubles, stratified, masses)
+    ranks[:] = 0
+    left = count
+    while left > 1:
+        half = left >> 1
+        for row in range(ranks.size):
+            middle = ranks[row] + half
+            ranks[row] = middle if sums[middle - 1] <= masses[row] else ranks[row]
+        left -= half
+    for row in range(ranks.size):
+        rank = ranks[row]
+        masses[row] = sums[rank] - (sums[rank - 1] if rank > 0 else 0)
+
+
+@loop(f"(int64[::1], int64, {_ORDER})")
+def locate(ranks, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Replace (B,) ascending ranks, counted from 0, by the slots that have them. added: the next key."""
+    blocks, head = np.empty(ranks.size + 1, dtype=np.int64), added % block_of.size
+    row, before, last = 0, 0, -1
+    for place in range(state[BLOCKS]):
+        block = listed[place]
+        after = before + sizes[block]
+        while row < ranks.size and ranks[row] < after:
+            blocks[row] = block
+            ranks[row] -= before
+            row += 1
+        before = after
+    for begin in range(0, ranks.size, _TOGETHER):
+        stop = min(begin + _TOGETHER, ranks.size)
+        blocks[-1] = _read_ahead(blocks, begin, stop, codes, sizes, 8)
+        blocks[-1] = _read_ahead(blocks, begin, stop, slots, sizes, 16)
+        for row in range(begin, stop):
+            block = blocks[row]
+            if block != last:
+                _sort(codes[block], slots[block], sizes[block], added, head, block_of.size)
+                last = block
+            ranks[row] = slots[block, ranks[row]]
+
+
+@loop(f"(int64[::1], int64, {_ORDER})")
+def list_all(ranked, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Write all (n,) slots that have a rank in order. added: the next key."""
+    done, head = 0, added % block_of.size
+    for place in range(state[BLOCKS]):
+        block = listed[place]
+        size = sizes[block]
+        _sort(codes[block], slots[block], size, added, head, block_of.size)
+        for entry in range(size):
+            ranked[done + entry] = slots[block, entry]
+        done += size

@@ -1,0 +1,64 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""The ring of transitions: rows counted in, draws counted."""
+
+from __future__ import annotations
+
+from gpu_replay.loops.compiling import loop
+from gpu_replay.loops.constants import Counter
+from gpu_replay.loops.tree import assign_range, highest_of
+
+_ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
+_MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
+# where the mass of a row without one of its own is found
+FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
+
+
+@loop(
+    "(int64, int64[::1], int64, int64, int64, int64, int64[::1], int32[::1], int64[::1], int64[::1], int64[::1],"
+    " int64[::1], int64[::1])"
+)
+def append(
+    rows, masses, largest, saturated, source, first_mass, counters, times_sampled, flat, starts, low, high, noted
+):  # fmt: skip
+    """Count rows in whose fields were written: masses, sums, counters.
+
+    rows:       how many follow the newest; of more than fit the last ones stay.
+    masses:     (rows,) given with them, of which `largest` is the largest and `saturated` were cut, or nothing.
+    source:     of masses that were not given; `first_mass` is the fixed one, or that before any other.
+    flat, ...:  the tree, or nothing.
+    """
+    capacity, added = times_sampled.size, counters[_ADDED]
+    skipped = max(0, rows - capacity)
+    head = (added + skipped) % capacity
+    mass = first_mass
+    if source == LARGEST_EVER and counters[_MAX_MASS]:
+        mass = counters[_MAX_MASS]
+    elif source == LARGEST_STORED:
+        stored = highest_of(flat, high)
+        mass = stored if stored else first_mass
+    begin, left, at = head, rows - skipped, skipped
+    while left:
+        stop = min(begin + left, capacity)
+        times_sampled[begin:stop] = 0
+        if flat.size:
+            assign_range(flat, starts, low, high, noted, begin, stop, mass, masses[at:])
+        left -= stop - begin
+        at += stop - begin
+        begin = 0
+    counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
+    counters[_SATURATED] += saturated
+    counters[_ADDED] = added + rows
+
+
+@loop("(int64[::1], int64, int64[::1], int32[::1], int64[::1])")
+def finish(slots, blocks, counters, times_sampled, keys):
+    """Count a sample of (B,) slots, which took so many blocks of random words, and find its (B,) keys."""
+    capacity, added = times_sampled.size, counters[_ADDED]
+    head = added % capacity
+    for row in range(slots.size):
+        slot = slots[row]
+        times_sampled[slot] += 1
+        keys[row] = added - head + slot - (capacity if slot >= head else 0)
+    counters[_RANDOM] += blocks
+    counters[_STEP] += 1

@@ -1,0 +1,189 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""Steps of all environments enter the ring, one after the other: which starts they complete, and which they cost.
+
+A step completes the window that began `n_step` steps before it in each environment, or all open windows where an
+episode ends, and takes away the starts that it overwrites and those that lose a frame of their stack.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_replay.loops.compiling import inner, loop
+from gpu_replay.loops.constants import Counter, Flag
+from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
+from gpu_replay.loops.tree import assign, highest_of, sum_above
+from gpu_replay.loops.windows import window_reward
+
+_ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
+_MAX_MASS, _SATURATED, _REJECTED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED
+_TERMINATED, _TRUNCATED, _DEAD, _FINAL, _CUT = Flag.TERMINATED, Flag.TRUNCATED, Flag.DEAD, Flag.FINAL, Flag.CUT
+_ENDED = Flag.TERMINATED | Flag.TRUNCATED
+
+
+@loop(
+    "(boolean[::1], boolean[::1], int64[::1], int64[::1], int64[::1], int64, int64, boolean, int32[::1], int64[:, ::1])"
+)
+def plan_finals(terminated, truncated, place_of, owner, counters, num_envs, steps, all_endings, places, moves):
+    """Choose rows of the pool for the final observations that come with T steps; nothing is changed.
+
+    terminated, truncated: (T * E,). owner: (F,) keys of the steps whose final observations the pool holds.
+    place_of:    (T,) which E of the given rows are those of a step, -1 where none came.
+    steps:       of the ring. all_endings: whether those of terminated episodes are kept too.
+    places:      (T * E,) gets the row of the pool, -1 where none is kept.
+    moves:       (2, T * E) gets given rows, and the rows of the pool that they go to.
+    returns:     how many are kept; a row of the pool may be named more than once, and the last one counts.
+
+    A row is free when the step that owns it has been overwritten. Rows are taken in turn, so the oldest come first.
+    """
+    finals, first, kept = owner.size, counters[_ADDED] // num_envs, 0
+    keys = np.empty(terminated.size, dtype=np.int64)
+    for number in range(terminated.size):
+        at = number // num_envs
+        ended = terminated[number] or truncated[number] if all_endings else truncated[number] and not terminated[number]
+        places[number] = -1
+        if not ended or place_of[at] < 0:
+            continue
+        place = (counters[_FINALS] + kept) % finals
+        owned_by = owner[place] if kept < finals else keys[kept - finals]
+        oldest = max(counters[_FIRST] // num_envs, first + at + 1 - steps)
+        if owned_by < oldest * num_envs:
+            keys[kept] = (first + at) * num_envs + number % num_envs
+            moves[0, kept], moves[1, kept] = place_of[at] * num_envs + number % num_envs, place
+            places[number] = place
+            kept += 1
+    return kept
+
+
+@inner
+def _sum_touched(flat, starts, touched, begin, num_envs, steps):
+    """Give the ancestors of the touched lines of the ring their sums; the first of these lines is `begin`."""
+    line = 0
+    while line < touched.size:
+        if not touched[line]:
+            line += 1
+            continue
+        row = begin + line if begin + line < steps else begin + line - steps
+        stop = row
+        # lines that follow each other, as far as the seam of the ring
+        while line < touched.size and touched[line] and stop < steps:
+            line += 1
+            stop += 1
+        sum_above(flat, starts, row * num_envs, stop * num_envs)
+
+
+@loop(
+    "(boolean[::1], boolean[::1], float32[::1], int64[::1], int32[::1], int64, int64[::1],"
+    " uint8[::1], int32[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1],"
+    " float32[::1], float64[::1], float32[::1], int32[::1], int32[::1], int64[::1],"
+    " int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])"
+)
+def add_steps(
+    terminated, truncated, own_rewards, masses, places, saturated, settings,
+    flags, depth, pending, final, owner, spans, parted,
+    rewards, powers, sums, lengths, times_sampled, counters,
+    flat, starts, low, high, noted, ones, one_starts,
+):  # fmt: skip
+    """Add T steps of E environments; all that is known of the ring changes in this one call.
+
+    terminated, truncated, own_rewards: (T * E,) of the steps.
+    masses:    (T * E,) given with the steps, 0 for a priority that is no number; or nothing.
+    places:    (T * E,) as `plan_finals` gives them; or nothing where no final observations came.
+    saturated: how many masses were cut.
+    settings:  environments, frames of a stack, whether the step after an ending carries the final observation, mass of
+               starts without one, and where that is found instead if it is there.
+    flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
+    rewards:   (slots,) of the ring. powers: (n_step + 1,) of gamma.
+    sums, lengths: (slots,) discounted rewards and steps of the windows of starts that can be drawn.
+    flat, starts, low, high, noted: a tree, of masses where there are any, else of ones.
+    ones, one_starts: a tree of ones beside it, or nothing.
+    """
+    envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[3], settings[4]
+    slots, n = flags.size, powers.size - 1
+    steps, count, lines, hindsight = slots // envs, terminated.size // envs, n + 1, spans.size > 0
+    first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
+    # lines of the ring whose masses change: from the oldest start that may be completed to the newest that loses a
+    # frame
+    touched = np.zeros(min(steps, count + n + stack), dtype=np.bool_)
+    begin = 0 if touched.size == steps else (first - n) % steps
+    for at in range(count):
+        step = first + at
+        row, line = step % steps, step % lines
+        base, last = row * envs, (row - 1 if row else steps - 1) * envs
+        oldest, here = max(counters[_FIRST] // envs, step + 1 - steps), row if touched.size == steps else n + at
+        initial, largest, more, rejected = first_mass, 0, 0, 0
+        if source == LARGEST_EVER:
+            initial = counters[_MAX_MASS]
+        elif source == LARGEST_STORED:
+            initial = highest_of(flat, high)
+        if initial == 0:
+            initial = first_mass
+        for env in range(envs):
+            slot, previous, own = base + env, last + env, at * envs + env
+            before, behind, gone = flags[previous], np.int64(depth[previous]) + 1, depth[slot] == 0
+            # a step that was broken off from outside is followed by a first one, in every mode
+            dead = next_step and before & _ENDED != 0 and before & _CUT == 0
+            over = before & (_DEAD | _CUT) != 0 if next_step else before & (_ENDED | _CUT) != 0
+            reach = 0 if over or step == 0 else min(behind, deepest)
+            flag = _DEAD if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED
+            if hindsight:
+                # the first step of an episode is overwritten: what is left of it is found by its environment
+                if gone:
+                    parted[env] = spans[slot]
+                if reach == 0 and step > 0:
+                    span = behind - 1 + (before & _FINAL != 0)
+                    if behind < steps:
+                        spans[(row - behind) % steps * envs + env] = span
+                    else:
+                        parted[env] = span
+                if dead and steps > 1:
+                    # the final observation of the step before has come
+                    flags[previous] = before | _FINAL
+                spans[slot] = -1
+            if places.size and places[own] >= 0:
+                flag |= _FINAL
+                final[slot] = places[own]
+                owner[places[own]] = step * envs + env
+                counters[_FINALS] += 1
+            flags[slot], depth[slot], times_sampled[slot], rewards[slot] = flag, reach, 0, own_rewards[own]
+            pending[line * envs + env] = masses[own] if masses.size else 0
+            rejected += masses.size > 0 and masses[own] == 0 and not dead
+            # the observation of a step ends the full windows, an ending or its final observation all windows
+            closing, waited = flag & (_TERMINATED | _FINAL) != 0, dead and before & _ENDED == _TRUNCATED
+            youngest = 0 if closing else 1 if waited else n
+            completed = 0 if dead and not waited else max(0, min(n, steps) + 1 - youngest)
+            # first the starts that the step costs, then those that it completes
+            for turn in range(-min(stack, steps) if step >= steps else 0, completed):
+                age = turn + 1 if turn < 0 else youngest + turn
+                start = slot - age * envs
+                start += slots if start < 0 else -slots if start >= slots else 0
+                if turn < 0:
+                    # overwritten, or without the first frame of its stack; a deep stack lost that steps ago
+                    if depth[start] < -age:
+                        continue
+                    mass = 0
+                else:
+                    # of another episode, or without its stack, and so are all before it
+                    if age > reach or step - age - min(reach - age, stack - 1) < oldest:
+                        break
+                    mass = pending[(line - age if line >= age else line - age + lines) * envs + env]
+                    largest = max(largest, mass)
+                    mass = mass if mass > 0 else initial
+                    length = age + 1 if closing and age < n else age
+                    sums[start], lengths[start] = window_reward(rewards, powers, start, length, envs), length
+                held = assign(flat, low, high, noted, start, mass)
+                if held != mass:
+                    more += min(mass, 1) - min(held, 1)
+                    place = here - age
+                    touched[place + touched.size if place < 0 else place if place < steps else place - steps] = True
+                    if ones.size:
+                        ones[start] = min(mass, 1)
+        counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
+        counters[_ELIGIBLE] += more
+        counters[_REJECTED] += rejected
+        counters[_ADDED] += envs
+    counters[_SATURATED] += saturated
+    _sum_touched(flat, starts, touched, begin, envs, steps)
+    if ones.size:
+        _sum_touched(ones, one_starts, touched, begin, envs, steps)

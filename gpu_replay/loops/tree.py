@@ -1,0 +1,370 @@
+# mypy: ignore-errors
+# (types are what Numba infers)
+"""The masses of all slots and the sums above them: drawn by, changed, summed up.
+
+A tree is four arrays of int64: `flat`, all levels end to end, leaves first, each padded to whole blocks of 16;
+`starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
+block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
+
+`noted` is where an order of ranks is told of changes: first a count, then that many slots; the count is larger than the
+room where there were more. Nothing where no order is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu_replay.loops.compiling import inner, loop
+from gpu_replay.loops.constants import DIRTY, NO_MASS, SHIFT, Counter
+
+_STALE, _SATURATED, _MAX_MASS = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS
+# numbers that a cache holds; of a larger tree so many rows are asked for together
+_FAR, _TOGETHER = 2**18, 64
+_TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
+
+
+# changes
+
+
+@inner
+def note(noted, slot):
+    """Tell the order that a slot has changed."""
+    if noted.size:
+        count = noted[0]
+        if count < noted.size - 1:
+            noted[1 + count] = slot
+        noted[0] = min(count + 1, noted.size)
+
+
+@inner
+def assign(flat, low, high, noted, slot, mass):
+    """Give a slot its mass without the sums above it; returns the mass that it had."""
+    held = flat[slot]
+    if held != mass:
+        flat[slot] = mass
+        if low.size:
+            low[slot >> SHIFT] = DIRTY
+        if high.size:
+            high[slot >> SHIFT] = DIRTY
+        note(noted, slot)
+    return held
+
+
+@inner
+def sum_above(flat, starts, begin, stop):
+    """Give the ancestors of the slots from `begin` to `stop` their sums."""
+    for level in range(1, starts.size - 1):
+        below, above = starts[level - 1], starts[level]
+        begin, stop = begin >> SHIFT, (stop + 15) >> SHIFT
+        for node in range(begin, stop):
+            place, total = below + (node << SHIFT), 0
+            for child in range(place, place + 16):
+                total += flat[child]
+            flat[above + node] = total
+
+
+@inner
+def note_range(low, high, noted, begin, stop):
+    """Mark the extremes of these slots' blocks, and tell the order that they have changed."""
+    if low.size:
+        low[begin >> SHIFT : (stop + 15) >> SHIFT] = DIRTY
+    if high.size:
+        high[begin >> SHIFT : (stop + 15) >> SHIFT] = DIRTY
+    if noted.size:
+        count = noted[0]
+        for slot in range(begin, min(stop, begin + noted.size - 1 - count)):
+            noted[1 + count + slot - begin] = slot
+        noted[0] = min(count + stop - begin, noted.size)
+
+
+@inner
+def assign_range(flat, starts, low, high, noted, begin, stop, mass, masses):
+    """Give the slots from `begin` to `stop` these masses, or `mass` without any, and their ancestors the sums."""
+    if masses.size:
+        flat[begin:stop] = masses[: stop - begin]
+    else:
+        flat[begin:stop] = mass
+    note_range(low, high, noted, begin, stop)
+    sum_above(flat, starts, begin, stop)
+
+
+@loop(f"({_TREE})")
+def build(flat, starts, low, high):
+    """Make all sums anew from the leaves, and look for all extremes again."""
+    low[:] = DIRTY
+    high[:] = DIRTY
+    sum_above(flat, starts, 0, starts[1])
+
+
+@inner
+def lowest_of(flat, low):
+    """The smallest mass that is not 0, NO_MASS when there is none."""
+    found = NO_MASS
+    for block in range(low.size):
+        if low[block] == DIRTY:
+            least = NO_MASS
+            for slot in range(block << SHIFT, (block + 1) << SHIFT):
+                if flat[slot] > 0:
+                    least = min(least, flat[slot])
+            low[block] = least
+        found = min(found, low[block])
+    return found
+
+
+@inner
+def highest_of(flat, high):
+    """The largest mass, 0 when there is none."""
+    found = 0
+    for block in range(high.size):
+        if high[block] == DIRTY:
+            most = 0
+            for slot in range(block << SHIFT, (block + 1) << SHIFT):
+                most = max(most, flat[slot])
+            high[block] = most
+        found = max(found, high[block])
+    return found
+
+
+@loop("(int64[::1], int64[::1])")
+def lowest(flat, low):
+    """As `lowest_of`."""
+    return lowest_of(flat, low)
+
+
+@loop("(int64[::1], int64[::1])")
+def highest(flat, high):
+    """As `highest_of`."""
+    return highest_of(flat, high)
+
+
+# priorities
+
+
+@loop(*(f"({real}[::1], float64, float64, float64, float64[::1])" for real in ("float32", "float64")))
+def shifted(priorities, eps, clip, least, numbers):
+    """min(|priority| + eps, clip), at least `least`, of (B,) finite priorities."""
+    for row in range(priorities.size):
+        numbers[row] = max(min(abs(np.float64(priorities[row])) + eps, clip), least)
+
+
+@loop("(float64[::1], int64[::1])")
+def rounded(powers, masses):
+    """The (B,) masses of (B,) powers."""
+    for row in range(powers.size):
+        # the cast truncates, which is the floor of a positive number
+        masses[row] = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
+
+
+@loop(f"(int64[::1], int64[::1], int64, int64, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
+def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, starts, low, high, noted):
+    """Give live keys, those from `first` to `added`, their masses; the last of a repeated key wins.
+
+    keys, masses: (B,), masses uncut. limit: what they are cut to. sparse: whether slots without mass keep none.
+    counters: count the largest mass given, keys that were not live, and masses that were cut.
+    """
+    batch, levels, lap = keys.size, starts.size - 1, first - first % capacity
+    # many rows: all sums made anew take less than the way up from each
+    anew = 2 * (levels - 1) * batch >= capacity
+    stale, largest, changed = 0, 0, noted[0] if noted.size else 0
+    for row in range(batch):
+        key = keys[row]
+        if key < first or key >= added:
+            stale += 1
+            continue
+        slot = key - lap
+        slot -= capacity if slot >= capacity else 0
+        held, mass = flat[slot], min(masses[row], limit)
+        if sparse and held == 0:
+            continue
+        largest = max(largest, masses[row])
+        flat[slot] = mass
+        if low.size:
+            low[slot >> SHIFT] = DIRTY
+        if high.size:
+            high[slot >> SHIFT] = DIRTY
+        if noted.size:
+            if changed < noted.size - 1:
+                noted[1 + changed] = slot
+            changed = min(changed + 1, noted.size)
+        if not anew:
+            node = slot
+            for level in range(1, levels):
+                node >>= SHIFT
+                flat[starts[level] + node] += mass - held
+    if noted.size:
+        noted[0] = changed
+    if anew:
+        sum_above(flat, starts, 0, capacity)
+    counters[_STALE] += stale
+    if largest > limit or largest > counters[_MAX_MASS]:
+        # only what has won counts: from the last row on, a leaf is negative once its winner has been found
+        largest = 0
+        for row in range(batch - 1, -1, -1):
+            key = keys[row]
+            if first <= key < added and flat[key % capacity] > 0:
+                largest = max(largest, min(masses[row], limit))
+                counters[_SATURATED] += masses[row] > limit
+                flat[key % capacity] *= -1
+        for row in range(batch):
+            key = keys[row]
+            if first <= key < added:
+                flat[key % capacity] = abs(flat[key % capacity])
+        counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
+
+
+# draws
+
+
+@inner
+def total_of(flat, starts):
+    """The total mass."""
+    total = 0
+    for node in range(starts[starts.size - 2], starts[starts.size - 1]):
+        total += flat[node]
+    return total
+
+
+@inner
+def locate_all(flat, starts, rests, slots):
+    """The (B,) slots on which (B,) targets fall, which are overwritten; level by level for the whole batch, so that
+    the processor waits for the memory of several rows at once.
+    """
+    top = starts.size - 2
+    base = starts[top]
+    prefix = np.empty(starts[top + 1] - base, dtype=np.int64)
+    total = 0
+    for node in range(prefix.size):
+        total += flat[base + node]
+        prefix[node] = total
+    for row in range(slots.size):
+        # the first node whose inclusive prefix sum exceeds the target
+        rest, below, above = rests[row], 0, prefix.size - 1
+        while below < above:
+            middle = (below + above) >> 1
+            over = prefix[middle] <= rest
+            below = middle + 1 if over else below
+            above = above if over else middle
+        slots[row] = below
+        rests[row] = rest - prefix[below] + flat[base + below]
+    far, touched = flat.size > _FAR, 0
+    for begin in range(0, slots.size, _TOGETHER):
+        end = min(begin + _TOGETHER, slots.size)
+        for level in range(top - 1, -1, -1):
+            base = starts[level]
+            if far and level == 0:
+                # all of it is on its way before the first of it is waited for
+                for row in range(begin, end):
+                    place = base + (slots[row] << SHIFT)
+                    touched |= flat[place] | flat[place + 8]
+            for row in range(begin, end):
+                place, rest = base + (slots[row] << SHIFT), rests[row]
+                # which half of the 16 children, of 8, of 4 and of 2, chosen without a branch
+                half = flat[place] + flat[place + 1] + flat[place + 2] + flat[place + 3]
+                half += flat[place + 4] + flat[place + 5] + flat[place + 6] + flat[place + 7]
+                over = rest >= half
+                rest -= half if over else 0
+                place += 8 if over else 0
+                half = flat[place] + flat[place + 1] + flat[place + 2] + flat[place + 3]
+                over = rest >= half
+                rest -= half if over else 0
+                place += 4 if over else 0
+                half = flat[place] + flat[place + 1]
+                over = rest >= half
+                rest -= half if over else 0
+                place += 2 if over else 0
+                half = flat[place]
+                over = rest >= half
+                rests[row] = rest - half if over else rest
+                slots[row] = place + 1 - base if over else place - base
+    return touched
+
+
+@loop("(int64[::1], int64[::1], int64, int64, int64[::1], int64[::1])")
+def locate(flat, starts, offset, total, targets, slots):
+    """The (B,) slots on which (B,) targets fall, which are overwritten.
+
+    offset: mass of the slots before target 0; after the last slot targets go on with the first.
+    """
+    for row in range(slots.size):
+        targets[row] += offset
+        if targets[row] >= total:
+            targets[row] -= total
+    locate_all(flat, starts, targets, slots)
+
+
+@inner
+def spread(mass, doubles, stratified, targets):
+    """(B,) targets in [0, mass), one in each of B equal parts of it, or anywhere, by (B,) float64 in [0, 1)."""
+    batch = doubles.size
+    if not stratified:
+        for row in range(batch):
+            # a wide product may round up to the width
+            targets[row] = min(np.int64(doubles[row] * mass), mass - 1)
+        return
+    each, part = mass // batch, mass % batch
+    begin, left = 0, 0
+    for row in range(batch):
+        # stratum i begins at i * each + i * part // batch
+        left += part
+        over = left >= batch
+        width = each + 1 if over else each
+        left -= batch if over else 0
+        # a stratum without width takes the unit that it starts in
+        targets[row] = begin + max(min(np.int64(doubles[row] * width), width - 1), 0)
+        begin += width
+
+
+@loop("(int64, float64[::1], boolean, int64[::1])")
+def targets(mass, doubles, stratified, found):
+    """As `spread`."""
+    spread(mass, doubles, stratified, found)
+
+
+@loop(
+    "(int64[::1], int64[::1], int64[::1], float64[::1], boolean, boolean, int64, int64, int64, int64[::1],"
+    " float32[::1], float64[::1])"
+)
+def draw(flat, starts, low, doubles, stratified, of_all, offset, mass, total, slots, probability, ratio):
+    """Draw by mass.
+
+    doubles:     (B,) float64 in [0, 1). of_all: whether the largest weight is that of the smallest stored mass.
+    offset:      mass of the slots before target 0. mass, total: what is drawn from, and all there is; 0 for all.
+    slots:       (B,) int64. probability: (B,) float32.
+    ratio:       (B,) float64, the mass that has the largest weight over these masses.
+    returns:     the total mass; nothing is drawn where that is 0.
+    """
+    if total == 0:
+        total = total_of(flat, starts)
+        mass = total
+    if mass == 0:
+        return mass
+    targets = np.empty(slots.size, dtype=np.int64)
+    spread(mass, doubles, stratified, targets)
+    if offset:
+        for row in range(slots.size):
+            targets[row] += offset
+            if targets[row] >= total:
+                targets[row] -= total
+    locate_all(flat, starts, targets, slots)
+    least = lowest_of(flat, low) if of_all else NO_MASS
+    for row in range(slots.size):
+        targets[row] = flat[slots[row]]
+        least = min(least, targets[row])
+    for row in range(slots.size):
+        probability[row] = targets[row] / mass
+        ratio[row] = least / targets[row]
+    return mass
+
+
+@loop("(int64[::1], int64[::1], int64)")
+def mass_before(flat, starts, slot):
+    """The mass of the slots below `slot`."""
+    mass, node = 0, slot
+    for level in range(starts.size - 2):
+        base = starts[level]
+        for each in range(base + (node >> SHIFT << SHIFT), base + node):
+            mass += flat[each]
+        node >>= SHIFT
+    for each in range(starts[starts.size - 2], starts[starts.size - 2] + node):
+        mass += flat[each]
+    return mass

@@ -1,0 +1,352 @@
+"""Draws: by mass, uniformly, by rank on a device, and the newest.
+
+By mass: a target is an integer in [0, total). Stratum `i` of `B` is [i * (T // B) + i * (T % B) // B, the same of
+i + 1); the target inside it is its start plus floor(u * width) for a 53-bit double `u`: one multiplication and no
+addition in floating point, so that no device can round differently. The slot drawn is the one whose inclusive prefix
+sum, in slot order, first exceeds the target; a slot of mass 0 cannot be it. Schaul et al. 2016, "Prioritized Experience
+Replay", section 3.3.
+
+Starts of a trajectory buffer: a tree of ones beside the tree of masses makes a uniform draw the same search: rank `r`
+among the eligible starts is a target in its total. Rotated by the mass before the oldest slot, targets run from the
+oldest key to the newest, so that leaving out the newest steps means drawing below a smaller total.
+
+Uniformly, without replacement: row `i` of a batch is the image of `i` under a random permutation of the stored
+transitions: a Feistel network over a rectangle that just covers them, walked on until the image falls inside. It costs
+O(B) whatever is stored, needs no memory, and gives the same integers everywhere. Luby and Rackoff 1988; Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay.loops import random as random_loops
+from gpu_replay.loops import tree as tree_loops
+from gpu_replay.ops.counters import NO_MASS, blocks_for
+from gpu_replay.ops.launch import Launch
+from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
+
+
+class DrawRange(NamedTuple):
+    """What can be drawn from one tree.
+
+    total:  mass of all slots; `mass` of those that can be drawn; `offset` of the slots before target 0.
+    """
+
+    offset: int
+    mass: int
+    total: int
+
+
+# all mass, whatever it is
+ALL = DrawRange(0, 0, 0)
+
+
+def draw_range(tree: MassTree, head: int, skipped: int, *, by_key: bool) -> DrawRange:
+    """Host: all mass but that of the newest `skipped` slots.
+
+    head:   slot of the next key; the slots from it on hold the oldest keys.
+    by_key: whether targets ascend with keys instead of slots; without effect on what can be drawn.
+    """
+    total, mass_before, arrays = tree.total(), tree_loops.mass_before.ready(), tree.host[:2]
+    if not skipped and not by_key:
+        return DrawRange(0, total, total)
+    before = mass_before(*arrays, head)
+    offset = before % max(total, 1)
+    if not skipped:
+        return DrawRange(offset, total, total)
+    end = (head - skipped) % tree.slots
+    newest = before - mass_before(*arrays, end) + (total if end > head else 0)
+    return DrawRange(offset, total - newest, total)
+
+
+def slots_in(tree: MassTree, drawn: DrawRange, targets: np.ndarray) -> np.ndarray:
+    """Host: the (B,) slots on which (B,) targets in [0, mass) fall; the targets are overwritten."""
+    slots = np.empty(targets.size, dtype=np.int64)
+    tree_loops.locate.ready()(*tree.host[:2], drawn.offset, drawn.total, targets, slots)
+    return slots
+
+
+def stratified_targets(total: int, doubles: np.ndarray) -> np.ndarray:
+    """Place one target in each of `B` equal parts of the total mass.
+
+    total:   mass units, > 0.
+    doubles: (B,) float64 in [0, 1), 53 random bits each, the only source of randomness.
+    returns: (B,) int64, ascending, each in [0, total).
+    """
+    targets = np.empty(doubles.size, dtype=np.int64)
+    tree_loops.targets.ready()(total, doubles, True, targets)
+    return targets
+
+
+class MassDraw(NamedTuple):
+    """(B,) int64 slots, float32 probabilities and float64 ratios: the mass that has the largest weight over theirs.
+
+    mass: what was drawn from; where that is 0 the others are not filled.
+    """
+
+    slots: np.ndarray
+    probability: np.ndarray
+    ratio: np.ndarray
+    mass: int
+
+
+def draw_by_mass(
+    tree: MassTree, doubles: np.ndarray, *, stratified: bool, of_all: bool = False, within: DrawRange = ALL
+) -> MassDraw:
+    """Host: draw one slot for each of (B,) float64 in [0, 1).
+
+    of_all: whether the largest weight is that of the smallest stored mass, of a tree that keeps it, or of the batch.
+    """
+    batch, (flat, starts, low, *_) = doubles.size, tree.host
+    found = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
+    return MassDraw(*found, tree_loops.draw.ready()(flat, starts, low, doubles, stratified, of_all, *within, *found))
+
+
+def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
+    """(lowest / mass) ** beta as (B,) float32: (N * P) ** -beta over the largest that it could be."""
+    return weights_of(lowest / masses, beta)
+
+
+def weights_of(ratio: np.ndarray, beta: float) -> np.ndarray:
+    """ratio ** beta as (B,) float32, of (B,) float64 ratios, which are overwritten."""
+    np.log2(ratio, ratio)
+    ratio *= beta
+    return np.exp2(ratio, ratio).astype(np.float32)
+
+
+# measured over 200,000 keys: pairs of places are uniform to the noise after 8 rounds from 31 transitions on, and after
+# 16 to 24 rounds over 5 or 6, where the two halves of the network have two or three values each
+ROUNDS = 8
+ROUNDS_OF_FEW = 32
+FEW = 64
+# each round hashes with a random multiplier and a random addend (multiply-shift, Dietzfelbinger 1996)
+PERMUTATION_WORDS = 2 * ROUNDS_OF_FEW
+
+
+def independent_ranks(count: int, doubles: np.ndarray) -> np.ndarray:
+    """One independent number in [0, count) for each of (B,) float64 in [0, 1); count > 0; returns (B,) int64."""
+    ranks = np.empty(doubles.size, dtype=np.int64)
+    tree_loops.targets.ready()(count, doubles, False, ranks)
+    return ranks
+
+
+def slots_of(ages: np.ndarray, first: int, capacity: int) -> np.ndarray:
+    """Host: slots of the live keys `first + ages`."""
+    slots = ages + first % capacity
+    slots -= (slots >= capacity) * capacity
+    return slots
+
+
+def permuted_ranks(count: int, batch: int, words: np.ndarray, begin: int = 0, size: int = 2**62) -> np.ndarray:
+    """The first `batch` places of a random permutation of [0, count), count < 2**31.
+
+    words:   (PERMUTATION_WORDS,) uint64, the only source of randomness.
+    begin:   what places are counted from, around a ring of `size`.
+    returns: (batch,) int64, distinct; batch <= count.
+    """
+    # the sides of a rectangle that just covers them
+    wide = math.isqrt(count - 1) + 1
+    sides = wide, -(-count // wide)
+    ranks, taken = np.empty(batch, dtype=np.int64), 2 * ROUNDS if count >= FEW else PERMUTATION_WORDS
+    random_loops.permuted_ranks.ready()(count, begin, size, *sides, words[:taken].view(np.int64), ranks)
+    return ranks
+
+
+def uniform_blocks(drawn: int, replacement: bool) -> int:
+    """Philox blocks that `drawn` uniform draws take; none where all rows are the newest."""
+    return blocks_for(drawn if replacement else PERMUTATION_WORDS) if drawn else 0
+
+
+def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
+    """(B,) int64 slots of (B,) int64 targets; on a device a few operations of torch for each level."""
+    if not targets.numel():
+        return targets
+    if tree.backend == "host":
+        drawn = draw_range(tree, 0, 0, by_key=False)
+        return torch.from_numpy(slots_in(tree, drawn, targets.clone().numpy()))
+    rest, node = targets.clone(), torch.zeros_like(targets)
+    for level in reversed(tree.levels):
+        masses = level.view(-1, tree.fanout)[node]  # (B, fanout)
+        prefix = masses.cumsum(1)
+        step = (prefix <= rest[:, None]).sum(1).clamp_(max=tree.fanout - 1)[:, None]
+        rest -= (prefix - masses).gather(1, step).squeeze(1)
+        node = node * tree.fanout + step.squeeze(1)
+    return node
+
+
+def lowest_mass(tree: MassTree) -> Tensor:
+    """The smallest mass that is not 0 as int64 without dimensions, NO_MASS without one; on a device all are read."""
+    if tree.backend == "host":
+        return torch.tensor(tree.lowest())
+    masses = tree.masses
+    return torch.where(masses > 0, masses, NO_MASS).min()
+
+
+# parts that one step of the search for a rank divides what is left into
+_BASE = 32
+
+
+def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> int:
+    """Items of one program, a power of two: `gpu` on a GPU whatever the count, as another number is a kernel more.
+
+    Under the interpreter, where each program instance costs about 1 ms, all of `count`, but no more than `most`.
+    """
+    return min(most, 1 << (count - 1).bit_length()) if interpreted else gpu
+
+
+def reciprocal(divisor: int) -> int:
+    """What a kernel takes to divide by it: see `kernels/division.py`."""
+    return (2**63 - 1) // divisor
+
+
+class LeafBlocks(NamedTuple):
+    """The blocks of a tree's leaves, the programs that look for an extreme in them, and the blocks of each."""
+
+    blocks: int
+    programs: int
+    per_program: int
+
+
+def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
+    """How a launch looks for the smallest or largest mass of a tree."""
+    blocks = tree.levels[0].numel() // tree.edge
+    each = per_program(32, blocks, interpreted, most=256)
+    return LeafBlocks(blocks, -(-blocks // each), each)
+
+
+class DeviceDraws(NamedTuple):
+    """What a draw kernel gives back; `batch` numbers each.
+
+    slots, keys: int64.
+    probability: float32.
+    value:       of a draw by priority the masses, int64, 0 where a row was not drawn by it, of which the gather that
+                 follows makes weights; of a uniform draw the weights, float32 ones.
+    words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
+    """
+
+    slots: Tensor
+    keys: Tensor
+    probability: Tensor
+    value: Tensor
+    words: Tensor | None
+
+
+class DrawLaunch(NamedTuple):
+    """How batches of one size are drawn.
+
+    launch: one launch a call; takes the list of ranks, `RankList`, or ().
+    drawn:  rows that are not the newest.
+    moves:  blocks by which the launch moves the random stream on, and the schedule by one; None where the gather does.
+    """
+
+    launch: Callable[[tuple[Tensor, ...]], DeviceDraws]
+    drawn: int
+    moves: int | None
+
+
+def digits_for(slots: int) -> int:
+    """Steps of a search for one of so many ranks."""
+    digits = 1
+    while _BASE**digits < slots:
+        digits += 1
+    return digits
+
+
+def draws_per_program(by: str, starts: bool, batch: int, interpreted: bool) -> int:
+    """Draws of one program: few of a search, so that a small batch spreads over a GPU, and one a thread without."""
+    if by == "uniform" and not starts:
+        return per_program(128, batch, interpreted)
+    # for each of four warps two, or of a tree four, whose nodes have half as many children as a warp has words
+    return per_program(8 if by == "rank" else 16, batch, interpreted)
+
+
+def plan_draw(
+    by: Literal["mass", "uniform", "rank"],
+    counters: Tensor,
+    times_sampled: Tensor,
+    drawn: int,
+    batch: int,
+    capacity: int,
+    *,
+    tree: MassTree | None = None,
+    starts: MassTree | None = None,
+    sums: Tensor | None = None,
+    sparse: bool = False,
+    skipped: int = 0,
+    shifted: bool = False,
+    stratified: bool = True,
+    lowest_of_all: bool = False,
+    replacement: bool = False,
+) -> DrawLaunch:
+    """Device: `drawn` draws and the newest for the rest of the batch; one launch a call.
+
+    tree:    of masses, to draw by mass.
+    starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
+    sums:    of the masses of the ranks up to each, to draw by rank. The lists must lack the skipped slots.
+    sparse:  whether stored slots exist that cannot be drawn.
+    skipped: slots of the newest keys that are left out; less than all.
+    shifted: whether `batch` random words are taken after the draw's own.
+    """
+    from gpu_replay.kernels.draw import draw_kernel
+
+    device, by_priority = counters.device, by != "uniform" and drawn > 0
+    if not by_priority:
+        by, replacement = "uniform", replacement or drawn == 0
+    if sparse and starts is None and (by == "uniform" or drawn < batch):
+        raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
+    interpreted = device.type == "cpu"
+    levels: tuple[Tensor, ...] = ()
+    if by == "uniform":
+        levels = () if starts is None else starts.levels
+    elif by == "mass" and tree is not None:
+        levels = tree.levels
+    low: tuple[Tensor, ...] = ()
+    leaves = LeafBlocks(0, 0, 1)
+    if by == "mass" and lowest_of_all and tree is not None:
+        if tree.low is None:
+            raise RuntimeError("this tree was made without its smallest masses.")
+        low, leaves = (tree.low,), leaf_blocks(tree, interpreted)
+    newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
+    own = blocks_for(drawn) if by_priority else uniform_blocks(drawn, replacement)
+    draws = draws_per_program(by, sparse, batch, interpreted)
+    programs = -(-batch // draws)
+    launch = Launch(
+        draw_kernel,
+        programs + leaves.programs,
+        BY=by,
+        FANOUT=fanout_for("triton"),
+        EDGE=edge_for("triton"),
+        DRAWS=draws,
+        DIGITS=digits_for(capacity) if by == "rank" else 0,
+        BASE=_BASE,
+        BLOCKS=leaves.per_program,
+        STRATIFIED=by_priority and stratified,
+        REPLACEMENT=replacement,
+        SKIPS=skipped > 0,
+        LOWEST_OF_ALL=by_priority and lowest_of_all,
+    )
+    reciprocals = reciprocal(max(drawn, 1)), reciprocal(capacity)
+    numbers = (drawn, batch, capacity, skipped, *reciprocals, leaves.blocks, programs, own)
+    dtype = torch.int64 if by_priority else torch.float32
+
+    def draw(ranked: tuple[Tensor, ...] = ()) -> DeviceDraws:
+        found = DeviceDraws(
+            torch.empty(batch, dtype=torch.int64, device=device),
+            torch.empty(batch, dtype=torch.int64, device=device),
+            torch.empty(batch, dtype=torch.float32, device=device),
+            torch.empty(batch, dtype=dtype, device=device),
+            torch.empty(1, dtype=torch.int64, device=device) if shifted else None,
+        )
+        words = () if found.words is None else (found.words,)
+        ranks = () if sums is None or not by_priority else (sums, *ranked)
+        launch(levels, newest, low, ranks, counters, (*found[:4], times_sampled), words, *numbers)
+        return found
+
+    return DrawLaunch(draw, drawn, None if by_priority else own + blocks_for(batch if shifted else 0))

@@ -1,0 +1,195 @@
+"""Draws by rank: the masses of ranks, and on the host the order of a buffer's slots, exact at every draw.
+
+The masses are integers that fall as 1 / rank ** alpha, made once, so that host and device draw from the same. The order
+is sorted once and then brought up to date with what has changed, as `loops/ranks.py` says.
+
+Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import numpy as np
+
+from gpu_replay.loops import ranks as loops
+from gpu_replay.ops.counters import Counter
+
+# the total of all ranks stays below 2**62, and a mass is a whole float64
+_TOTAL_BITS = 61
+_MASS_BITS = 52
+# when a larger share of all slots has changed, sorting anew takes less
+_CHANGED = 8
+
+
+def cumulative_masses(slots: int, alpha: float) -> np.ndarray:
+    """(slots,) int64: entry `r` is the sum of the masses of the ranks from 1 to r + 1.
+
+    With `n` ranked transitions their total is entry n - 1, and rank `r + 1` is drawn where the first entry above a
+    target in [0, total) is entry `r`.
+    """
+    return np.cumsum(rank_masses(slots, alpha))
+
+
+def rank_masses(slots: int, alpha: float) -> np.ndarray:
+    """(slots,) int64 masses of the ranks from 1 on, at least 1 each."""
+    share = np.arange(1, slots + 1, dtype=np.float64)
+    np.log2(share, out=share)
+    share *= -alpha
+    np.exp2(share, out=share)
+    bits = min(_MASS_BITS, int(np.floor(_TOTAL_BITS - np.log2(share.sum()))))
+    share *= float(2**bits)
+    share += 0.5
+    # the cast truncates, which is the floor of a positive number
+    masses = share.astype(np.int64)
+    np.maximum(masses, 1, out=masses)
+    return masses
+
+
+class RankedRows(NamedTuple):
+    """`B` draws by rank.
+
+    slots:  (B,) int64. masses: (B,) int64, of the ranks that were drawn.
+    total:  mass of all ranks; `last` that of the lowest rank.
+    """
+
+    slots: np.ndarray
+    masses: np.ndarray
+    total: int
+    last: int
+
+
+def noted_slots(slots: int) -> int:
+    """Changes that are noted between two draws, at most."""
+    return slots // _CHANGED + 64
+
+
+def _block_shape(slots: int) -> tuple[int, int]:
+    """Blocks, twice as many as must be, and the slots of one at most.
+
+    A draw sums up the sizes of all blocks and sorts one for each of its rows: 64 slots of a million.
+    """
+    width = max(8, 1 << max(0, (slots.bit_length() + 1) // 2 - 4))
+    return 2 * slots // width + 2, width
+
+
+def host_ranks_bytes(slots: int) -> int:
+    """Bytes of the `HostRanks` of a buffer."""
+    blocks, width = _block_shape(slots)
+    return blocks * (width * 12 + 32) + slots * 12 + (noted_slots(slots) + 1 + loops.COUNT) * 8
+
+
+class HostRanks:
+    """Who has which rank in one buffer, and the draws from it.
+
+    leaves:   (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
+    noted:    where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
+    """
+
+    def __init__(self, leaves: np.ndarray, counters: np.ndarray, alpha: float) -> None:
+        slots = leaves.size
+        self._leaves, self._counters = leaves, counters
+        self._sums = cumulative_masses(slots, alpha)
+        self.noted = np.zeros(noted_slots(slots) + 1, dtype=np.int64)
+        blocks, width = _block_shape(slots)
+        # unlike zeros, these may be in large pages of memory
+        self._order = (
+            np.full((blocks, width), 0, dtype=np.int64),
+            np.full((blocks, width), 0, dtype=np.int32),
+            np.full(slots, -1, dtype=np.int32),
+            np.full(blocks, 0, dtype=np.int64),
+            np.full(blocks, 0, dtype=np.int64),
+            np.full(blocks, 0, dtype=np.int64),
+            np.full(blocks, 0, dtype=np.int64),
+            np.full(loops.COUNT, -1, dtype=np.int64),
+        )
+        self._state = self._order[-1]
+        self._allowed: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of table, order and notes."""
+        return host_ranks_bytes(self._leaves.size)
+
+    def restricted_to(self, leaves: np.ndarray) -> HostRanks:
+        """The same for draws from those slots alone that have a code among these; it is the same code."""
+        restricted = copy.copy(self)
+        restricted._allowed = leaves
+        return restricted
+
+    def draw(self, doubles: np.ndarray, *, stratified: bool, skipped: int = 0) -> RankedRows:
+        """Draw one row for each of (B,) float64 in [0, 1); something can be drawn.
+
+        stratified: from each of B equal parts of the mass. skipped: slots with the newest keys that are left out.
+        """
+        added, state = self._counters.item(Counter.ADDED), self._state
+        changed = self._changes(added, skipped)
+        # until it is done: whatever interrupts it, the next draw sorts anew
+        state[loops.ADDED] = -1
+        self._renew(changed, added, skipped)
+        listed = None
+        if self._allowed is not None:
+            listed = self._list(added)
+            listed = listed[self._allowed[listed] > 0]
+        count = state.item(loops.RANKED) if listed is None else listed.size
+        ranks, masses = np.empty((2, doubles.size), dtype=np.int64)
+        loops.draw.ready()(self._sums, count, doubles, stratified, ranks, masses)
+        slots = self._located(ranks, added) if listed is None else listed[ranks]
+        self.noted[0], state[loops.SKIPPED], state[loops.ADDED] = 0, skipped, added
+        total, before = self._sums.item(count - 1), self._sums.item(count - 2) if count > 1 else 0
+        return RankedRows(slots, masses, total, total - before)
+
+    def _changes(self, added: int, skipped: int) -> np.ndarray | None:
+        """The slots whose code or key, or whether they are left out, is not what it was; None where all may be."""
+        count, before = self.noted.item(0), self._state.item(loops.ADDED)
+        first = min(before - self._state.item(loops.SKIPPED), added - skipped)
+        if before < 0 or count + added - first >= self.noted.size:
+            return None
+        return np.concatenate((self.noted[1 : count + 1], np.arange(first, added) % self._leaves.size))
+
+    def _renew(self, changed: np.ndarray | None, added: int, skipped: int) -> None:
+        """Bring the order up to date, without the newest `skipped` slots."""
+        if changed is None:
+            # by age, so that among equal codes the smaller key comes first
+            slots = np.arange(added, added + self._leaves.size - skipped) % self._leaves.size
+            codes = self._leaves[slots]
+            self._fill(slots[np.argsort(-codes, kind="stable")[: np.count_nonzero(codes)]], added)
+        elif changed.size:
+            loops.remove.ready()(changed, *self._order)
+            insert, done = loops.insert.ready(), 0
+            while (done := insert(changed, done, added, skipped, self._leaves, *self._order)) < changed.size:
+                self._fill(self._list(added), added)
+
+    def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
+        """The slots that have these (B,) ranks, counted from 0."""
+        # sorted already where draws are stratified
+        rows, slots = ranks.argsort(kind="stable"), np.empty_like(ranks)
+        ordered = ranks[rows]
+        loops.locate.ready()(ordered, added, *self._order)
+        slots[rows] = ordered
+        return slots
+
+    def _list(self, added: int) -> np.ndarray:
+        """The (n,) slots that have a rank in order."""
+        listed = np.empty(self._state.item(loops.RANKED), dtype=np.int64)
+        loops.list_all.ready()(listed, added, *self._order)
+        return listed
+
+    def _fill(self, listed: np.ndarray, added: int) -> None:
+        """Make all blocks anew of (n,) slots in order, each five eighths full."""
+        codes, slots, block_of, fences, fence_keys, order, sizes, state = self._order
+        width, count = codes.shape[1], listed.size
+        each = width * 5 // 8
+        blocks = max(1, -(-count // each))
+        block = np.arange(count) // each
+        places = block * (width - each) + np.arange(count)
+        firsts = listed[::each]
+        codes.reshape(-1)[places], slots.reshape(-1)[places] = self._leaves[listed], listed
+        block_of.fill(-1)
+        block_of[listed] = block
+        order[:blocks], sizes[:blocks] = np.arange(blocks), each
+        sizes[blocks - 1] = count - (blocks - 1) * each
+        fences[: firsts.size] = self._leaves[firsts]
+        fence_keys[: firsts.size] = added - 1 - (added - 1 - firsts) % self._leaves.size
+        state[loops.RANKED], state[loops.BLOCKS] = count, blocks

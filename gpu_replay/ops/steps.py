@@ -1,0 +1,114 @@
+"""Host: steps of all environments enter the ring of a trajectory buffer, and the rules of eligibility apply to them.
+
+The rules are those of `eligibility.py`, whose kernel does the same on a device. All that a step changes beside the
+fields is changed by one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import starmap
+from typing import NamedTuple
+
+import numpy as np
+
+from gpu_replay.loops import steps as loops
+from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
+from gpu_replay.ops.eligibility import GivenFinals, Streams
+from gpu_replay.ops.mass import Rule
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.ring import plain
+
+_NOTHING = np.zeros(0, dtype=np.int64)
+_NOWHERE = np.zeros(0, dtype=np.int32)
+
+
+def entering(rule: Rule, initial: str | float | None) -> tuple[int, int]:
+    """Mass of starts that enter without a priority of their own, and where the loop finds it if it is there.
+
+    initial: of the sampler; None where there are no masses.
+    """
+    if initial is None:
+        # every start counts one
+        return 1, FIXED
+    if isinstance(initial, str):
+        return rule.mass(1.0), LARGEST_EVER if initial == "running" else LARGEST_STORED
+    return rule.mass(float(initial)), FIXED
+
+
+class KeptFinals(NamedTuple):
+    """Which final observations a call keeps.
+
+    places: (T * E,) int32 row of the pool of each step, -1 where none is kept; or nothing.
+    given, pool: (k,) given rows, and the distinct rows of the pool that they go to.
+    """
+
+    places: np.ndarray
+    given: np.ndarray
+    pool: np.ndarray
+
+
+_NONE_KEPT = KeptFinals(_NOWHERE, _NOTHING, _NOTHING)
+
+
+class HostSteps:
+    """Adds steps to what is known of one ring: streams, trees, counters and windows.
+
+    trees:   of masses, and of ones for eligible starts; either or both.
+    entering: mass of starts without a priority of their own, and where it is found instead, as `entering` says.
+    rewards, times_sampled: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
+    sums, lengths: (slots,) float32 discounted rewards and int32 steps of the windows of eligible starts, found when
+             they are complete: looking a window up with every draw means a trip to memory for each of its steps.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        trees: tuple[MassTree | None, MassTree | None],
+        entering: tuple[int, int],
+        counters: np.ndarray,
+        rewards: np.ndarray,
+        powers: np.ndarray,
+        times_sampled: np.ndarray,
+    ) -> None:
+        self._add, self._plan = loops.add_steps.ready(), loops.plan_finals.ready()
+        self._shape = shape = streams.shape
+        self._counters, self._owner = counters, streams.owner.numpy()
+        self.sums, self.lengths = np.zeros(shape.slots, np.float32), np.zeros(shape.slots, np.int32)
+        tree, ones = trees if trees[0] is not None else trees[::-1]
+        if tree is None:
+            raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *entering], dtype=np.int64)
+        windows = rewards, powers, self.sums, self.lengths, times_sampled, counters
+        known = [each.numpy().reshape(-1) for each in streams.tensors]
+        self._known = settings, *known, *windows, *tree.host, *((_NOTHING, _NOTHING) if ones is None else ones.host[:2])
+        self._tree = tree
+
+    def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals | None) -> KeptFinals:
+        """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""
+        if finals is None or not (terminated.any() or truncated.any()):
+            return _NONE_KEPT
+        shape, rows = self._shape, terminated.size
+        places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
+        ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
+        count = self._plan(plain(terminated), plain(truncated), plain(finals.place), *ring, places, moves)
+        # of a row of the pool that is taken more than once the last one stays
+        given, pool = moves[:, max(0, count - shape.finals) : count]
+        return KeptFinals(places, given, pool) if count else _NONE_KEPT
+
+    def added(
+        self,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        rewards: np.ndarray,
+        masses: np.ndarray | None,
+        saturated: int,
+        kept: KeptFinals,
+    ) -> Iterator[object]:
+        """What adds (T, E) or (E,) steps when it is read, in one call, for `ring.commit`.
+
+        masses: of all of them, or None. saturated: how many of these were cut.
+        """
+        given = _NOTHING if masses is None else plain(masses)
+        steps = plain(terminated), plain(truncated), plain(rewards), given, kept.places, saturated
+        return starmap(self._add, ((*steps, *self._known),))

@@ -1,0 +1,217 @@
+"""The agent: how it acts, and how it learns from a sampled batch.
+
+Mnih et al. 2015 (DQN), van Hasselt et al. 2016 (double), Schaul et al. 2016 (prioritized).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from gpu_replay import Batch
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.settings import Settings
+
+# gradients are clipped to this norm, as in dueling networks
+MAX_GRAD_NORM = 10.0
+
+
+@torch.no_grad()
+def greedy_actions(values: Tensor, epsilon: float | Tensor, generator: torch.Generator) -> Tensor:
+    """values: (E, actions); returns (E,) int64: the best actions, or random ones with probability `epsilon`.
+
+    epsilon: a number, or a tensor () that a captured graph reads anew in each replay.
+    """
+    greedy = values.argmax(1)
+    if not isinstance(epsilon, Tensor) and epsilon <= 0:
+        return greedy
+    count, actions = values.shape
+    chance = torch.rand(count, generator=generator, device=values.device)
+    random = torch.randint(actions, (count,), generator=generator, device=values.device)
+    return torch.where(chance < epsilon, random, greedy)
+
+
+class Explorer(nn.Module):
+    """Epsilon-greedy actions in `E` environments, each random one repeated in the next step with some probability.
+
+    Where one random action undoes the one before (Acrobot, MountainCar) independent ones lead nowhere: of 30 random
+    episodes of Acrobot-v1 none reached the goal within its 500 steps, and 13 did with each action repeated with
+    probability 0.8. In the long run a share `epsilon` of all actions is random, whatever the persistence.
+
+    Never synchronises with the device, and all that moves on lies in memory that stays where it is, or in the
+    generator: a captured graph goes on.
+
+    Dabney et al. 2021, "Temporally-Extended Epsilon-Greedy Exploration", with a geometric duration.
+    """
+
+    begin: Tensor
+    random: Tensor
+    exploring: Tensor
+
+    def __init__(self, persistence: float, num_envs: int, device: torch.device, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self._persistence = persistence
+        # the probability to begin to explore
+        self.register_buffer("begin", torch.zeros((), device=device))
+        self.register_buffer("random", torch.zeros(num_envs, dtype=torch.int64, device=device))
+        self.register_buffer("exploring", torch.zeros(num_envs, dtype=torch.bool, device=device))
+
+    def set_epsilon(self, epsilon: float) -> None:
+        """The share of random actions from now on, also of a captured graph; 0 before the first call."""
+        # what makes exploring steps a share `epsilon` of all
+        self.begin.fill_(epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence))
+
+    @torch.no_grad()
+    def choose(self, values: Tensor) -> Tensor:
+        """values: (E, actions); returns (E,) int64 actions."""
+        if self._persistence <= 0:
+            return greedy_actions(values, self.begin, self.generator)
+        count, actions = values.shape
+        fresh = torch.randint(actions, (count,), generator=self.generator, device=values.device)
+        chance = torch.rand((2, count), generator=self.generator, device=values.device)
+        persisting = self.exploring & (chance[0] < self._persistence)
+        self.random.copy_(torch.where(persisting, self.random, fresh))
+        # without exploration nothing persists
+        self.exploring.copy_((persisting | (chance[1] < self.begin)) & (self.begin > 0))
+        return torch.where(self.exploring, self.random, values.argmax(1))
+
+    def get_extra_state(self) -> Tensor:
+        """The state of the generator."""
+        return self.generator.get_state()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on with that generator."""
+        self.generator.set_state(state)
+
+
+class Agent(nn.Module):
+    """The online network, its target copy, the average that is judged, and the optimiser.
+
+    average: makes the gradients of these weights the mean over all ranks of a run, in place; None in a run of one.
+    judged:  the network to evaluate and to save: the average of the online one over the last updates, where it is kept.
+             Near a plateau the policy of single networks changes from update to update, and that of their mean does
+             not (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging").
+    updates: steps of the optimiser so far.
+
+    Only `means` synchronises with the device.
+    """
+
+    sums: Tensor
+
+    def __init__(
+        self,
+        network: QNetwork,
+        settings: Settings,
+        device: torch.device,
+        num_envs: int,
+        seed: int,
+        average: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.online = network.to(device)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.averaged = copy.deepcopy(self.target) if settings.ema_updates else None
+        self.target.lower()
+        self.explorer = Explorer(settings.persistence, num_envs, device, seed)
+        self.updates = 0
+        self._target_every = settings.target_every
+        self._average_gradients = average
+        # a CUDA graph needs the step size and the step count on the device
+        cuda = device.type == "cuda"
+        rate = torch.tensor(settings.learning_rate, device=device) if cuda else settings.learning_rate
+        self._weights = list(self.online.parameters())
+        self._optimizer = torch.optim.Adam(self._weights, rate, eps=settings.adam_eps, fused=True, capturable=cuda)
+        self._averages = [] if self.averaged is None else list(self.averaged.parameters())
+        self._move_average = get_ema_multi_avg_fn(1 - 1 / max(settings.ema_updates, 1))
+        # of loss, absolute TD error and value since the last `means`, and of how many updates
+        self.register_buffer("sums", torch.zeros(3, device=device))
+        self._summed = 0
+
+    @property
+    def judged(self) -> QNetwork:
+        """The network to evaluate and to save."""
+        return self.online if self.averaged is None else self.averaged
+
+    @torch.no_grad()
+    def act(self, obs: Tensor) -> Tensor:
+        """obs: (E, *shape) on the agent's device; returns (E,) int64, explored with the epsilon of `explorer`."""
+        return self.explorer.choose(self.online(obs))
+
+    def whiten(self, obs: Tensor) -> None:
+        """Fit the networks' whitening to these observations, before the first update."""
+        for network in (self.online, self.target, self.judged):
+            network.whiten(obs)
+
+    def update(self, batch: Batch) -> Tensor:
+        """A step of the optimiser on an importance-weighted Huber loss; returns (B,) absolute TD errors.
+
+        batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`,
+               where the online network chooses the action and the target network values it.
+
+        Runs on the device alone, so that it can be captured in a CUDA graph; `after_updates` follows on the host.
+        """
+        with torch.no_grad():
+            next_obs = self.online.prepare(batch.next_obs)
+            best = self.online.values(next_obs).argmax(1, keepdim=True)
+            target = batch.reward + batch.discount * self.target.values(next_obs).gather(1, best).squeeze(1)
+        chosen = self.online(batch.obs).gather(1, batch.action[:, None]).squeeze(1)
+        loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
+        for weight, gradient in zip(self._weights, torch.autograd.grad(loss, self._weights), strict=True):
+            weight.grad = gradient
+        if self._average_gradients is not None:
+            self._average_gradients(self._weights)
+        nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM)
+        self._optimizer.step()
+        with torch.no_grad():
+            if self.averaged is not None:
+                self._move_average(self._averages, self._weights, 0)
+            td_error = (target - chosen).abs()
+            self.sums += torch.stack((loss, td_error.mean(), chosen.mean()))
+        return td_error
+
+    @torch.no_grad()
+    def after_updates(self, count: int) -> None:
+        """Count the updates of a step, and copy to the target network when due."""
+        before, self.updates = self.updates, self.updates + count
+        self._summed += count
+        if self.updates // self._target_every > before // self._target_every:
+            for target, weight in zip(self.target.parameters(), self._weights, strict=True):
+                target.copy_(weight)
+
+    def follow(self, learning_rate: float, epsilon: float) -> None:
+        """Set the step size of the following updates and the share of random actions, also of captured graphs."""
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
+        self.explorer.set_epsilon(epsilon)
+
+    def means(self) -> tuple[float, float, float]:
+        """Mean loss, absolute TD error and value since the last call; NaN without updates in between."""
+        if self._summed == 0:
+            return (float("nan"),) * 3
+        loss, td_error, value = (self.sums / self._summed).tolist()
+        self.sums.zero_()
+        self._summed = 0
+        return loss, td_error, value
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a module does not know: counts, and the moments of the optimiser."""
+        moments = self._optimizer.state_dict()["state"]
+        named = {str(place): each for place, each in moments.items()}
+        return {"updates": self.updates, "summed": self._summed, "moments": named}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on with these; the settings of the optimiser stay."""
+        self.updates, self._summed = state["updates"], state["summed"]
+        groups = self._optimizer.state_dict()["param_groups"]
+        moments = {int(place): each for place, each in state["moments"].items()}
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})

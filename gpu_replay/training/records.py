@@ -1,0 +1,336 @@
+"""The files of a run: its folder and lock, rows of progress.csv, TensorBoard events, curve, network and summary."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay.console import figures
+from gpu_replay.console.atomic_files import replace, write_text
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.progress import progress_bar
+from gpu_replay.training.environments import EnvironmentSpec
+from gpu_replay.training.evaluation import Evaluation
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.settings import Settings
+
+PROGRESS = "progress.csv"
+CURVE = "curve.png"
+BUFFER = "buffer.png"
+NETWORK = "network.safetensors"
+SETTINGS = "settings.json"
+SUMMARY = "summary.json"
+TENSORBOARD = "tensorboard"
+CHECKPOINT = "checkpoint"
+FILES = (PROGRESS, CURVE, BUFFER, NETWORK, SETTINGS, SUMMARY)
+# columns of progress.csv with statistics of the replay buffer
+REPLAY_STATS = (
+    *("effective_sample_size", "entropy", "mean_priority", "max_priority", "mean_age", "max_age"),
+    *("mean_times_sampled", "stale_updates", "rejected_priorities", "saturated_priorities"),
+)
+# columns of whole numbers
+COUNTS = frozenset({"step", "episodes", "updates", "stored"})
+# drawing takes about half a second, so the curve is drawn rarely
+CURVE_SECONDS = 30.0
+
+
+class RunDir:
+    """The folder of one run, locked while it goes on. A folder that is not there is made by `open`, not before.
+
+    existing: what to do with a run that is already there: "refuse" it, "replace" it, or "resume" it.
+
+    Raises UserError if the folder holds a run that is refused, or one that is going on.
+    """
+
+    def __init__(self, path: Path, existing: Literal["refuse", "replace", "resume"]) -> None:
+        self.path = path
+        self._existing = existing
+        self._lock: int | None = None
+        if path.is_dir():
+            self._enter()
+
+    def open(self) -> None:
+        """Make the folder and remove the previous run; of a run that is resumed, only its summary.
+
+        Raises UserError if the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._enter()
+            (self.path / SUMMARY).unlink(missing_ok=True)
+            if self._existing != "resume":
+                for name in FILES:
+                    (self.path / name).unlink(missing_ok=True)
+                for name in (TENSORBOARD, CHECKPOINT):
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+        except OSError as error:
+            raise UserError(f"--output {self.path} cannot be written: {error.strerror or error}.") from None
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
+        write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What `write_json` wrote; empty if there is no such file, or another."""
+        try:
+            return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _enter(self) -> None:
+        """Lock the folder, until the process ends however it does (Windows has no such lock), and see what is in it."""
+        if self._lock is None and sys.platform != "win32":
+            import fcntl
+
+            self._lock = os.open(self.path, os.O_RDONLY)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # a file system without locks goes without
+                if isinstance(error, BlockingIOError):
+                    self.close()
+                    raise UserError(
+                        f"--output {self.path}: a run in it is still going on. Wait for its end, or choose another."
+                    ) from None
+        present = [name for name in (*FILES, CHECKPOINT) if (self.path / name).exists()]
+        if present and self._existing == "refuse":
+            self.close()
+            raise UserError(
+                f"--output {self.path} already holds a run ({', '.join(present)}). Continue it with --resume, replace "
+                "it with --overwrite, or choose another directory."
+            )
+
+
+class Recorder:
+    """Writes what a run is doing to `folder`, and shows a progress bar on standard error.
+
+    progress.csv is flushed after each row and the other files are replaced atomically, so that a run which is killed
+    keeps everything written so far.
+
+    rows: of progress.csv, those of earlier parts of the run first.
+    step: of the checkpoint from which a run goes on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: EnvironmentSpec,
+        settings: Settings,
+        seed: int,
+        *,
+        rows: Sequence[Mapping[str, float]] = (),
+        step: int = 0,
+    ) -> None:
+        self.rows = list(rows)
+        self._folder, self._spec, self._settings = folder, spec, settings
+        self._title = f"{spec.name}, seed {seed}"
+        replace(folder / PROGRESS, self._write_rows)
+        self._events = _summary_writer(folder, int(self.rows[-1]["step"]) + 1 if self.rows else 0)
+        self._bar = progress_bar(settings.steps, unit="step", initial=min(step, settings.steps))
+        self._drawn = time.perf_counter()
+
+    def close(self) -> None:
+        """Close the bar and the files."""
+        self._bar.close()
+        if self._events is not None:
+            self._events.close()
+
+    def advance(self, step: int) -> None:
+        """Update the bar."""
+        self._bar.update(min(step, self._settings.steps) - self._bar.n)
+
+    def row(self, row: Mapping[str, float]) -> None:
+        """Write the row, show it beside the bar, and draw the curve if it was last drawn long ago."""
+        self.rows.append(row)
+        with (self._folder / PROGRESS).open("a", newline="", encoding="utf-8") as file:
+            out = csv.DictWriter(file, row)
+            if len(self.rows) == 1:
+                out.writeheader()
+            out.writerow(_formatted(row))
+        if self._events is not None:
+            for name, value in row.items():
+                # TensorBoard has no use for NaN
+                if name != "step" and not math.isnan(value):
+                    tag = f"replay/{name}" if name in REPLAY_STATS else name
+                    self._events.add_scalar(tag, value, int(row["step"]))
+        self._bar.set_postfix_str(
+            f"return {row['return_mean']:.4g} at ε {row['epsilon']:.2g}, length {row['length_mean']:.4g}, "
+            f"{row['updates_per_second']:.0f} upd/s",
+            refresh=False,
+        )
+        if time.perf_counter() - self._drawn > CURVE_SECONDS:
+            self.draw()
+
+    def evaluated(self, step: int, evaluation: Evaluation, best: QNetwork | None) -> None:
+        """Print the evaluation above the bar, and save the network if it is the best so far."""
+        self._bar.write(
+            f"step {step:>9,}: evaluation return {evaluation.return_mean:.2f} ± {evaluation.return_std:.2f}, "
+            f"length {evaluation.length_mean:.0f}{', best so far' if best is not None else ''}",
+            file=sys.stderr,
+        )
+        if best is not None:
+            self.save(best, step)
+
+    def save(self, network: QNetwork, step: int) -> None:
+        """Write the weights; the metadata of the file holds everything needed to rebuild the network."""
+        from safetensors.torch import save
+
+        field = self._spec.stacked
+        metadata = {
+            "env": self._spec.name,
+            "step": str(step),
+            "actions": str(self._spec.num_actions),
+            "observation": json.dumps({"shape": field.shape, "dtype": str(field.dtype), "scale": field.scale}),
+            "settings": json.dumps(self._settings.to_dict()),
+        }
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+        replace(self._folder / NETWORK, lambda path: path.write_bytes(save(weights, metadata)))
+
+    def draw(self) -> None:
+        """Write the learning curve so far."""
+        stop_at = self._settings.stop_at
+        threshold = self._spec.reward_threshold if stop_at is None else stop_at
+        draw_curve(self._folder / CURVE, self._title, self.rows, threshold, self._settings)
+        self._drawn = time.perf_counter()
+
+    def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
+        """Write the picture of the replay buffer."""
+        replace(self._folder / BUFFER, buffer.plot)
+
+    def _write_rows(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            if self.rows:
+                out = csv.DictWriter(file, self.rows[0])
+                out.writeheader()
+                out.writerows(_formatted(row) for row in self.rows)
+
+
+def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
+    """The rows of progress.csv up to step `last`; none where there is no such file."""
+    if not (folder / PROGRESS).is_file():
+        return []
+    with (folder / PROGRESS).open(newline="", encoding="utf-8") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return [row for row in rows if row["step"] <= last]
+
+
+def _formatted(row: Mapping[str, float]) -> dict[str, int | str]:
+    """A row as text for progress.csv."""
+    return {name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _summary_writer(folder: Path, purge_step: int) -> Any:
+    """A writer of TensorBoard events, or None if TensorBoard is not installed.
+
+    purge_step: events of earlier parts of a run are dropped from this step on.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Readers take the files of one folder in the order of their names, which begin with the second in which each was
+    # made; files of the same second follow in no useful order, and the dropped events could come last.
+    events = folder / TENSORBOARD
+    seconds = [int(file.name.split(".")[3]) for file in events.glob("events.out.tfevents.*")]
+    while int(time.time()) in seconds:
+        time.sleep(0.05)
+    return SummaryWriter(str(events), purge_step=purge_step or None)
+
+
+def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
+    """How good, exploring as well, how fast, how its actors were, where."""
+    solved = f"solved, the mean return reached {summary['reward_threshold']}"
+    reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}.get(
+        summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
+    )
+    quality = "not evaluated yet"
+    if summary["eval_return_mean"] is not None:
+        kind = "fresh" if summary["eval_fresh"] else "evaluation"
+        quality = (
+            f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
+            f"{summary['eval_episodes']} {kind} episodes, network of step {summary['best_step']:,}"
+        )
+    persistence = summary["persistence"]
+    persisting = f", each repeated with probability {persistence:g}" if persistence and summary["epsilon"] else ""
+    actors = ""
+    if "actors" in summary:
+        actors = (
+            f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced; "
+            f"their weights were {summary['weights_age']:.0f} updates ({summary['weights_seconds']:.2f} s) old\n"
+        )
+    return (
+        f"{summary['env']}, {reason}: {quality}\n"
+        f"training episodes explore: return {summary['train_return_mean']:.2f} with "
+        f"{summary['epsilon']:.3g} of the actions random{persisting}\n"
+        f"{summary['steps']:,} steps and {summary['updates']:,} updates in {summary['wall_seconds']:.1f} s: "
+        f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s, "
+        f"replay {summary['replay_share']:.1%} of the learning loop\n"
+        f"{actors}written to {folder}"
+    )
+
+
+def draw_curve(
+    path: Path, title: str, rows: Sequence[Mapping[str, float]], threshold: float | None, settings: Settings
+) -> None:
+    """Return, episode length and what training explores with over environment steps, as a PNG.
+
+    rows:      of progress.csv.
+    threshold: the return at which the environment counts as solved, or None.
+    """
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    # fixed margins: finding them takes as long as all the rest
+    sides = {"left": 0.105, "right": 0.98, "bottom": 0.07, "top": 0.95, "hspace": 0.08}
+    figure, axes = figures.panels(3, 1, 8, 7, sharex=True, gridspec_kw={"height_ratios": [3, 2.2, 1], **sides})
+    figure.set_layout_engine("none")
+    returns, lengths, random = axes[:, 0]
+    greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
+    names = f"training, which explores: mean of the last {settings.return_window} episodes", f"evaluation, {greedy}"
+    steps = [row["step"] for row in rows]
+    judged = [row for row in rows if not math.isnan(row["eval_return_mean"])]
+    panels = ((returns, "return_mean", "return of an episode"), (lengths, "length_mean", "steps in an episode"))
+    for axes, column, label in panels:
+        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label=names[0])
+        if judged:
+            points = [row["step"] for row in judged], [row[f"eval_{column}"] for row in judged]
+            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label=names[1])
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    if threshold is not None:
+        returns.axhline(threshold, color="tab:green", linestyle="--", linewidth=1, label=f"solved at {threshold:g}")
+    returns.set_title(title)
+    returns.legend(loc="best", fontsize="small")
+    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
+    random.plot(steps, [row["epsilon"] for row in rows], color="tab:purple", label=f"random actions{repeated}")
+    random.set(ylim=(0, 1.05), ylabel="ε of training")
+    random.legend(loc="upper right", fontsize="small")
+    random.grid(alpha=0.3)
+    random.set_xlabel("environment steps")
+    random.xaxis.set_major_formatter(EngFormatter())
+    lengths.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+    figure.align_ylabels()
+    figures.save(figure, path)

@@ -1,0 +1,279 @@
+"""Carries out a plan: makes environments, buffer and trainer, runs the loop, and writes what is left of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_replay import (
+    CheckpointError,
+    Combined,
+    Field,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.console.errors import UserError
+from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
+from gpu_replay.console.seeds import stream_seed
+from gpu_replay.console.versions import device_name, versions
+from gpu_replay.training.actors import Fleet
+from gpu_replay.training.checkpoints import CheckpointManager, SavedRun
+from gpu_replay.training.environments import Environment, EnvironmentSpec
+from gpu_replay.training.evaluation import Evaluation, Evaluator
+from gpu_replay.training.records import CHECKPOINT, SETTINGS, SUMMARY, Recorder, RunDir, closing_lines
+from gpu_replay.training.registry import EnvironmentId
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.team import Team
+from gpu_replay.training.train import Trainer, beta_schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    output:   the folder of the run.
+    actors:   `--actors`, checked; None steps environments in this process.
+    checkpoint_every: seconds between checkpoints, `checkpoint_replay` whether they include the replay buffer.
+    saved:    the checkpoint from which the run goes on, or None.
+    rows:     of progress.csv up to there.
+    """
+
+    environment: EnvironmentId
+    settings: Settings
+    seed: int
+    device: torch.device
+    output: Path
+    actors: str | None
+    checkpoint_every: float
+    checkpoint_replay: bool
+    saved: SavedRun | None = None
+    rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What settings.json and checkpoints say of a run beside its settings."""
+        found = {"env": self.environment.name, "seed": self.seed, "device": str(self.device)}
+        return found if self.actors is None else found | {"actors": self.actors}
+
+
+def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds: float | None, began: float) -> int:
+    """Run the plan and write all its files; returns the exit code. Raises UserError for what cannot be made.
+
+    run_dir: of the rank that evaluates and writes; None on others.
+    """
+    settings = plan.settings if team is None else team.share()
+    earlier = {} if plan.saved is None else plan.saved.state
+    torch.set_num_threads(settings.threads)
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+
+    def wall_seconds() -> float:
+        return float(earlier.get("wall_seconds", 0.0)) + time.perf_counter() - began
+
+    with StopRequest() as stop, ExitStack() as stack:
+        fleet = None
+        if plan.actors is not None:
+            # new episodes in each part; as many environments each as the buffer has streams
+            part = earlier["trainer"]["progress"]["resumed"] + 1 if earlier else 0
+            seed = stream_seed(plan.seed, "actor", part)
+            fleet = Fleet(plan.actors, plan.environment, settings, seed, earlier.get("streams"))
+            stack.enter_context(closing(fleet))
+        count = settings.num_envs if fleet is None else fleet.num_envs
+        environment = plan.environment.make(count, settings, plan.device)
+        stack.enter_context(closing(environment))
+        judging = settings.eval_episodes if run_dir is not None else 1
+        evaluation = plan.environment.make(judging, settings, plan.device, alone=True)
+        stack.enter_context(closing(evaluation))
+        evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
+        trainer = _make_trainer(plan, settings, environment, evaluator, fleet, team)
+        if run_dir is None:
+            return EXIT_CODES.get(trainer.run(None, stop, max_seconds), 0)
+        run_dir.open()
+        ranks = {} if team is None else {"ranks": team.size}
+        run_dir.write_json(SETTINGS, plan.identity | ranks | plan.settings.to_dict())
+        recorder = Recorder(run_dir.path, environment.spec, settings, plan.seed, rows=plan.rows, step=trainer.step)
+        stack.enter_context(closing(recorder))
+        if evaluator.best is not None:
+            # the file may hold a later network, from after the checkpoint
+            recorder.save(evaluator.best.network, evaluator.best.step)
+
+        def collect() -> tuple[int, dict[str, Any], TrajectoryReplayBuffer | None]:
+            """The content of a checkpoint."""
+            state = {
+                "identity": plan.identity,
+                "settings": settings.to_dict(),
+                "streams": environment.num_envs,
+                "checkpoint_every": plan.checkpoint_every,
+                "checkpoint_replay": plan.checkpoint_replay,
+                "wall_seconds": wall_seconds(),
+                "trainer": trainer.state_dict(),
+                "evaluator": evaluator.state_dict(),
+            }
+            return trainer.step, state, trainer.buffer if plan.checkpoint_replay else None
+
+        checkpoints = None
+        if team is None:
+            checkpoints = CheckpointManager(run_dir.path / CHECKPOINT, plan.checkpoint_every, collect)
+        try:
+            reason = trainer.run(recorder, stop, max_seconds, checkpoints)
+        except ValueError:
+            # TD errors that are not finite are no priorities
+            if all(bool(each.isfinite().all()) for each in trainer.agent.online.parameters()):
+                raise
+            raise UserError(
+                f"the network's weights are not finite after {trainer.step} steps: training diverged. Lower "
+                f"--learning-rate; {run_dir.path} has the run so far."
+            ) from None
+        fresh: Evaluation | None = None
+        try:
+            stop.check()
+            fresh = evaluator.final()
+        except Stopped as stopped:
+            reason = stopped.reason
+        if evaluator.best is None:
+            recorder.save(trainer.agent.judged, trainer.step)
+        summary = summarize(trainer, fresh, reason, plan.seed, wall_seconds())
+        run_dir.write_json(SUMMARY, summary)
+        recorder.draw()
+        recorder.draw_buffer(trainer.buffer)
+    print(closing_lines(summary, run_dir.path))
+    return EXIT_CODES.get(reason, 0)
+
+
+def _make_trainer(
+    plan: Plan,
+    settings: Settings,
+    environment: Environment,
+    evaluator: Evaluator,
+    fleet: Fleet | None,
+    team: Team | None,
+) -> Trainer:
+    """The trainer, and with it the evaluator, in the state of the run that goes on."""
+    saved, seed = plan.saved, plan.seed if team is None else team.seed(plan.seed)
+    try:
+        if saved is not None and saved.replay is not None:
+            buffer = TrajectoryReplayBuffer.load(saved.replay, plan.device)
+        else:
+            beta, samples = beta_schedule(plan.settings), 0
+            if saved is not None:
+                # a new buffer begins where the schedule was
+                samples = saved.state["trainer"]["samples"]
+                beta = LinearSchedule(beta(samples), beta.end, max(1, beta.steps - samples))
+            seed, count = stream_seed(seed, "replay"), environment.num_envs
+            buffer = make_buffer(environment.spec, settings, beta, plan.device, seed, count)
+    except MemoryError as error:
+        raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None
+    except CheckpointError as error:
+        raise UserError(f"the checkpoint of {plan.output}: {error}") from None
+    trainer = Trainer(environment, evaluator, buffer, settings, seed=plan.seed, team=team, fleet=fleet)
+    if saved is not None:
+        trainer.load_state_dict(saved.state["trainer"], filled=saved.replay is not None)
+        evaluator.load_state_dict(saved.state["evaluator"], trainer.agent.online)
+    return trainer
+
+
+def make_buffer(
+    spec: EnvironmentSpec, settings: Settings, beta: LinearSchedule, device: torch.device, seed: int, num_envs: int
+) -> TrajectoryReplayBuffer:
+    """An empty buffer, in which each frame is stored once. Raises MemoryError if it does not fit."""
+    prioritized = Proportional(alpha=settings.alpha, beta=beta)
+    samplers: dict[str, Uniform | Proportional | RankBased | Combined] = {
+        "uniform": Uniform(),
+        "proportional": prioritized,
+        "rank": RankBased(alpha=settings.alpha, beta=beta),
+        "combined": Combined(prioritized),
+    }
+    return TrajectoryReplayBuffer(
+        settings.capacity,
+        num_envs,
+        {"obs": sampled_field(spec.observation, settings, device), "action": Field((), torch.int64)},
+        stack=spec.stack,
+        n_step=settings.n_step,
+        gamma=settings.gamma,
+        autoreset="same_step",
+        # as stacks of ALE and of the agent begin
+        padding="zero",
+        sampler=samplers[settings.sampler],
+        device=device,
+        seed=seed,
+    )
+
+
+def sampled_field(frame: Field, settings: Settings, device: torch.device) -> Field:
+    """The field that stores frames, with the dtype in which `sample` returns them.
+
+    Frames are sampled as stored where the network makes a pass over them anyway, in which it scales: on a CPU, where a
+    quarter of the bytes then leave the buffer, and both together took 836 µs instead of 894 µs for a batch of 64 with
+    two stacks of 42x42 frames each; and on any device where it whitens or has convolutions, which want channels last.
+    Elsewhere the gather scales integers, without a pass of its own.
+    """
+    passes = settings.whiten or settings.convolutional
+    if frame.dtype.is_floating_point or device.type == "cpu" or passes:
+        return Field(frame.shape, frame.dtype)
+    return dataclasses.replace(frame, sample_dtype=torch.float32)
+
+
+def summarize(
+    trainer: Trainer, fresh: Evaluation | None, stopped_by: str, seed: int, wall_seconds: float
+) -> dict[str, Any]:
+    """The figures of a run.
+
+    fresh: evaluation of the best network on episodes that were not used to choose it; without it (an interrupted run)
+           the evaluation by which it was chosen is reported, and `eval_fresh` is false.
+
+    Rates are over `wall_seconds`, which include evaluations, start-up and all parts of a resumed run. `time_split` is
+    in seconds of the learning loop, extrapolated from timed steps on CUDA; `replay_share` is the share of replay in it.
+    """
+    evaluator, progress, settings = trainer.evaluator, trainer.progress, trainer.settings
+    best, last, shares = evaluator.best, trainer.last_row, trainer.watch.shares()
+    reported = fresh if fresh is not None or best is None else best.evaluation
+    loop_seconds = max(progress.mark[2], 1e-9)
+    summary = {
+        "env": trainer.environment.spec.name,
+        "seed": seed,
+        "device": str(trainer.device),
+        "device_name": device_name(trainer.device),
+        "stopped_by": stopped_by,
+        "steps": progress.step,
+        "updates": trainer.agent.updates,
+        "episodes": last["episodes"],
+        "wall_seconds": wall_seconds,
+        "eval_return_mean": None if reported is None else reported.return_mean,
+        "eval_return_std": None if reported is None else reported.return_std,
+        "eval_length_mean": None if reported is None else reported.length_mean,
+        "eval_episodes": 0 if reported is None else reported.episodes,
+        "eval_fresh": fresh is not None,
+        "best_step": progress.step if best is None else best.step,
+        "solved": best is not None and best.solved,
+        "reward_threshold": evaluator.threshold,
+        "train_return_mean": last["return_mean"],
+        "train_length_mean": last["length_mean"],
+        "epsilon": last["epsilon"],
+        "persistence": settings.persistence,
+        "eval_epsilon": settings.eval_epsilon,
+        "steps_per_second": progress.step / wall_seconds,
+        "updates_per_second": trainer.agent.updates / wall_seconds,
+        "replay_share": shares["replay"],
+        "time_split": {part: share * loop_seconds for part, share in shares.items()},
+        "loop_seconds": loop_seconds,
+        "evaluation_seconds": evaluator.seconds,
+        "checkpoint_seconds": progress.checkpoint_seconds,
+        "resumed": progress.resumed,
+        "replay_bytes": trainer.buffer.nbytes,
+        "versions": versions(),
+    }
+    fleet = trainer.fleet
+    if fleet is not None:
+        updates, seconds = fleet.age
+        summary |= {"actors": fleet.count, "envs_of_an_actor": fleet.num_envs, "actor_restarts": fleet.restarts}
+        summary |= {"weights_age": updates, "weights_seconds": seconds}
+    return summary

@@ -1,0 +1,442 @@
+"""The learning loop, from top to bottom: act, learn while the environments run, store; evaluate, log and save when due.
+
+On CUDA an update is one graph wherever environments are. Where they are on the device as well, a whole step with its
+updates is one, and the host only counts and sets what changes with the counts. Of environments on the host, what comes
+between the arrival of a step and the next actions is another graph: statistics, the add, the stacks and the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_replay import Batch, LinearSchedule, TrajectoryReplayBuffer
+from gpu_replay.console.interrupt import Stopped, StopRequest
+from gpu_replay.console.seeds import stream_seed
+from gpu_replay.training.actors import Fleet
+from gpu_replay.training.agent import Agent
+from gpu_replay.training.checkpoints import CheckpointManager
+from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Step
+from gpu_replay.training.evaluation import Evaluator
+from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.progress import Progress, Stopwatch
+from gpu_replay.training.records import REPLAY_STATS, Recorder
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.team import Team
+
+# batches to which the whitening of images is fitted
+WHITENING_BATCHES = 16
+NAN = float("nan")
+
+
+class Trainer:
+    """One run of the agent; `evaluator` plays in environments of its own.
+
+    buffer: of this run, empty or filled by an earlier part of it.
+    team:   the ranks that share the run, of whose settings these are a share; None for a run of one process.
+    fleet:  the actors that play in processes of their own; `environment` then only describes theirs.
+
+    Raises UserError if the network does not fit the environment.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        evaluator: Evaluator,
+        buffer: TrajectoryReplayBuffer,
+        settings: Settings,
+        *,
+        seed: int,
+        team: Team | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        spec, count, device = environment.spec, environment.num_envs, buffer.device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, "network"))
+            network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
+        average = None
+        if team is not None:
+            # all ranks have one network; whatever else is random is their own
+            seed, average = team.seed(seed), team.average
+        self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
+        self.buffer, self.fleet = buffer, fleet
+        self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), average)
+        self.watch = Stopwatch(device)
+        self._beta = beta_schedule(settings if team is None else team.settings)
+        self._rate = LinearSchedule(settings.learning_rate, settings.learning_rate_end, settings.steps)
+        self._early = LinearSchedule(settings.epsilon_start, settings.epsilon_end, settings.epsilon_steps)
+        least = settings.epsilon_end * settings.epsilon_late
+        late_steps = max(settings.epsilon_late_steps - settings.epsilon_steps, 1)
+        self._late = LinearSchedule(settings.epsilon_end, least, late_steps)
+        self.progress = Progress(next_evaluation=settings.eval_every, next_row=settings.log_every)
+        self.statistics = EpisodeStatistics(count, settings.return_window, device)
+        self._seed, self._team = seed, team
+        self._actors = Actors(environment, device, self.statistics)
+        self._actions = torch.zeros(count, dtype=torch.int64, device=device)
+        self._arrived: Step
+        # updates that share a draw, rows of it, and draws of a step
+        self._together = settings.updates_a_sample
+        self._draw_size, self._draws = settings.batch_size * self._together, settings.updates // self._together
+        self._graphs: dict[str, Callable[[], Any]] = {}
+        self.last_row: Mapping[str, float] = {}
+        self._ages: list[tuple[float, float]] = []
+        self._began = time.perf_counter()
+        self._records: Recorder | None = None
+        self._checkpoints: CheckpointManager | None = None
+        self._begin(stream_seed(seed, "training"))
+        if settings.graph and device.type == "cuda":
+            self.capture()
+
+    @property
+    def step(self) -> int:
+        """Steps of all environments together so far, of all ranks."""
+        return self.progress.step
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, evaluations and earlier parts included."""
+        return self.progress.seconds + time.perf_counter() - self._began
+
+    def epsilon(self, step: int) -> float:
+        """The share of random actions at environment step `step`."""
+        settings = self.settings
+        return self._early(step) if step < settings.epsilon_steps else self._late(step - settings.epsilon_steps)
+
+    # the loop
+
+    def run(
+        self,
+        records: Recorder | None,
+        stop: StopRequest,
+        max_seconds: float | None = None,
+        checkpoints: CheckpointManager | None = None,
+    ) -> str:
+        """Learn until the steps or seconds are used up, the environment is solved, or a signal arrives.
+
+        records:     of the rank that evaluates and writes; None on others.
+        checkpoints: saved when due and at the end of the loop, before the closing evaluation and row: a resumed run
+                     continues as if it had never stopped.
+
+        Returns why it ended: "steps", "max_seconds", "solved", or the name of the signal.
+        """
+        self._began = time.perf_counter()
+        self._records, self._stop, self._limit, self._checkpoints = records, stop, max_seconds, checkpoints
+        if records is not None and records.rows:
+            self.last_row = records.rows[-1]
+        if checkpoints is not None:
+            checkpoints.seconds = self.progress.checkpoint_seconds
+        while True:
+            try:
+                reason = self._between_steps()
+            except Stopped as stopped:
+                reason = stopped.reason
+            if self._team is not None:
+                reason = self._team.agree(reason)
+            if reason:
+                break
+            self.advance()
+            if records is not None:
+                records.advance(self.progress.step)
+        self._save()
+        try:
+            stop.check()
+            if self.progress.evaluated != self.progress.step:
+                self._evaluate()
+        except Stopped as stopped:
+            reason = stopped.reason
+        if self.progress.logged != self.progress.step or not self.last_row:
+            self._log()
+        return reason
+
+    def _between_steps(self) -> str:
+        """What is due before the next step; returns why the run ends, or nothing."""
+        progress, settings = self.progress, self.settings
+        # an evaluation or row that an interruption skipped comes first
+        if progress.step >= progress.next_evaluation and self.agent.updates:
+            # reading the return waits for the device
+            if settings.eval_from is None or self.statistics.read()[1] >= settings.eval_from:
+                self._evaluate()
+            progress.next_evaluation += settings.eval_every
+        if progress.step >= progress.next_row:
+            progress.next_row += settings.log_every
+            self._log()
+        if progress.solved and settings.early_stop:
+            return "solved"
+        if progress.step >= settings.steps:
+            return "steps"
+        if self._limit is not None and self.seconds >= self._limit:
+            return "max_seconds"
+        if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due:
+            self._save()
+        self._stop.check()
+        return ""
+
+    def advance(self) -> None:
+        """One step of all environments with its updates; of a fleet, what has come, or the updates that are owed."""
+        progress, settings, agent = self.progress, self.settings, self.agent
+        stride = self.environment.num_envs * (1 if self._team is None else self._team.size)
+        # the warm-up is counted on the host: asking the buffer would wait for the device
+        learns = progress.added - progress.lost - self._open_windows >= settings.warmup and settings.updates > 0
+        self.watch.begin()
+        # the actions after this step are random that often
+        agent.follow(self._rate(progress.step), self.epsilon(progress.step + stride))
+        if learns and settings.whiten and not agent.updates:
+            self._fit_whitening()
+        if self.fleet is not None:
+            self._take_or_learn(self.fleet, learns)
+            return
+        if not (learns and self._replayed("a step with its updates")):
+            self._play(self._learn if learns else None)
+        if learns:
+            agent.after_updates(settings.updates)
+        progress.added += self.environment.num_envs
+        progress.step += stride
+
+    def _play(self, learn: Callable[[], None] | None) -> None:
+        """Send the actions, learn while emulators run, receive the step and answer it."""
+        self.environment.send(self._actions)
+        self.watch.lap("env")
+        if learn is not None:
+            learn()
+        self._arrived = self._actors.recv()
+        self.watch.lap("env")
+        if not self._replayed("acting and adding"):
+            self._answer()
+
+    def _answer(self) -> None:
+        """Store the step that arrived, and choose the next actions."""
+        step, stack = self._arrived, self._actors.stack
+        self.buffer.add(
+            # the frame in which the actions were chosen
+            obs=stack.frame,
+            action=self._actions,
+            reward=step.reward.sign() if self.settings.clip_reward else step.reward,
+            terminated=step.terminated,
+            truncated=step.truncated,
+            final_obs=step.final_frame,
+        )
+        self.watch.lap("replay")
+        self._actors.push(step)
+        self.watch.lap("env")
+        self._actions.copy_(self.agent.act(stack.obs))
+        self.watch.lap("act")
+
+    def _learn(self) -> None:
+        """The updates of one step of all environments."""
+        for _ in range(self._draws):
+            if not self._replayed("the learning step"):
+                self._learn_from(self.buffer.sample(self._draw_size))
+
+    def _learn_from(self, batch: Batch) -> None:
+        """The updates that share a draw.
+
+        Priorities are updated here, in the order of the updates, and not returned to `capture` in the order of rows:
+        the latest TD error of a key that was drawn twice is the one that counts.
+        """
+        self.watch.lap("replay")
+        # adjacent rows come from adjacent strata of the distribution, so each update takes rows at a stride
+        parts = [batch[part :: self._together] for part in range(self._together)]
+        td_errors = [self.agent.update(part) for part in parts]
+        self.watch.lap("learn")
+        if self.settings.sampler != "uniform":
+            self.buffer.update_priorities(torch.cat([part.key for part in parts]), torch.cat(td_errors))
+            self.watch.lap("replay")
+
+    # graphs
+
+    def capture(self) -> None:
+        """Make graphs of what a step repeats, after a few more calls; on a CPU they are calls.
+
+        Captured steps go on with the memory of what they work on, so nothing may be restored once there are any.
+        """
+        capture = self.buffer.capture
+        generators = (self.agent.explorer.generator, *self.environment.generators)
+
+        def learn_with(first: Batch) -> None:
+            self._learn_from(first)
+            for _ in range(self._draws - 1):
+                self._learn_from(self.buffer.sample(self._draw_size))
+
+        def whole(first: Batch) -> None:
+            self._play(lambda: learn_with(first))
+
+        if self.environment.on_device and self._draws:
+            self._graphs["a step with its updates"] = capture(self._draw_size, whole, generators=generators)
+        elif not self.environment.on_device:
+            self._graphs["the learning step"] = capture(self._draw_size, self._learn_from)
+            if self.fleet is None:
+                self._graphs["acting and adding"] = capture(None, self._answer, generators=generators)
+
+    def _replayed(self, name: str) -> bool:
+        """Make the captured call of this name; returns whether it was made.
+
+        One that cannot be captured is named on standard error, and made of calls from then on.
+        """
+        step = self._graphs.get(name)
+        if step is None or self.watch.looks_inside:
+            return False
+        try:
+            step()
+        except RuntimeError as error:
+            # what is wrong with the call itself is raised again by the calls
+            print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
+            del self._graphs[name]
+            return False
+        return True
+
+    # actors in processes of their own
+
+    def _take_or_learn(self, fleet: Fleet, learns: bool) -> None:
+        """Take what has come, or make the updates of as many steps as there are environments."""
+        progress, settings = self.progress, self.settings
+        if not learns:
+            progress.owed = 0
+        if progress.owed >= settings.num_envs:
+            progress.owed -= settings.num_envs
+            self._learn()
+            self.agent.after_updates(settings.updates)
+            return
+        chunks = fleet.receive(self.agent, self.epsilon(progress.step))
+        self.watch.lap("env")
+        for chunk in chunks:
+            steps = chunk.steps
+            reward = np.sign(steps["reward"]) if settings.clip_reward else steps["reward"]
+            self.buffer.extend(**{**steps, "reward": reward})
+            self.statistics.finish(chunk.returns, chunk.lengths)
+            self._ages.append(chunk.age)
+            count = int(reward.size)
+            progress.added += count
+            progress.step += count
+            progress.owed += count
+        self.watch.lap("replay")
+
+    # what is done now and then
+
+    def _begin(self, seed: int) -> None:
+        """Start new episodes, and choose the first actions."""
+        self._actors.reset(seed)
+        self.agent.follow(self._rate(self.progress.step), self.epsilon(self.progress.step))
+        self._actions.copy_(self.agent.act(self._actors.stack.obs))
+
+    @property
+    def _open_windows(self) -> int:
+        """Steps whose n-step windows are not complete yet."""
+        return self.settings.n_step * self.environment.num_envs
+
+    def _fit_whitening(self) -> None:
+        """Fit the whitening to the warm-up, before the first update."""
+        batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
+        obs = torch.cat(batches)
+        self.agent.whiten(obs if self._team is None else self._team.of_first(obs))
+
+    def _evaluate(self) -> None:
+        progress, records = self.progress, self._records
+        if records is not None:
+            evaluation, progress.solved = self.evaluator.evaluate(self.agent.judged, progress.step)
+            progress.evaluation = dataclasses.asdict(evaluation)
+            best = self.evaluator.best
+            improved = best is not None and best.step == progress.step
+            records.evaluated(progress.step, evaluation, best.network if best is not None and improved else None)
+        progress.evaluated = progress.step
+
+    def _log(self) -> None:
+        progress, settings = self.progress, self.settings
+        episodes, return_mean, length_mean = self.statistics.read()
+        loss, td_error, value = self.agent.means()
+        updates, seconds = self.agent.updates, self.seconds
+        last_step, last_updates, last_seconds = progress.mark
+        # evaluations and checkpoints are not learning time
+        loop_seconds = seconds - self.evaluator.seconds - progress.checkpoint_seconds
+        elapsed = max(loop_seconds - last_seconds, 1e-9)
+        progress.mark, progress.logged = (progress.step, updates, loop_seconds), progress.step
+        evaluation, progress.evaluation = progress.evaluation or {}, None
+        # this waits for the device, as reading the means of losses has
+        stats = self.buffer.stats()
+        ages, self._ages = self._ages, []
+        weights_age, weights_seconds = np.mean(ages, 0).tolist() if ages else (NAN, NAN)
+        self.last_row = {
+            "step": progress.step,
+            "seconds": seconds,
+            "episodes": episodes,
+            "return_mean": return_mean,
+            "length_mean": length_mean,
+            "loss": loss,
+            "td_error": td_error,
+            "beta": NAN if settings.sampler == "uniform" else self._beta(updates // self._together),
+            "epsilon": self.epsilon(progress.step),
+            "updates_per_second": (updates - last_updates) / elapsed,
+            "steps_per_second": (progress.step - last_step) / elapsed,
+            "updates": updates,
+            "value_mean": value,
+            "learning_rate": self._rate(progress.step),
+            "stored": min(progress.added, self.buffer.capacity),
+            "eval_return_mean": evaluation.get("return_mean", NAN),
+            "eval_return_std": evaluation.get("return_std", NAN),
+            "eval_length_mean": evaluation.get("length_mean", NAN),
+            **{name: float(getattr(stats, name)) for name in REPLAY_STATS},
+            # of actors in processes of their own
+            "weights_age": weights_age,
+            "weights_seconds": weights_seconds,
+            "actor_restarts": NAN if self.fleet is None else self.fleet.restarts,
+        }
+        if self._records is not None:
+            self._records.row(self.last_row)
+
+    def _save(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.save()
+            self.progress.checkpoint_seconds = self._checkpoints.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs except the content of the replay buffer; tensors are not copies."""
+        games = None if self.fleet is not None or not self.environment.resumable else self._actors.state_dict()
+        updates = self.agent.updates
+        whitening = WHITENING_BATCHES if self.settings.whiten and updates else 0
+        return {
+            "progress": dataclasses.asdict(self.progress) | {"seconds": self.seconds},
+            "samples": updates // self._together + whitening,
+            "agent": self.agent.state_dict(),
+            "statistics": self.statistics.state_dict(),
+            "part_seconds": dict(self.watch.seconds),
+            "actions": self._actions,
+            "actors": games,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, filled: bool) -> None:
+        """Continue from the state of another trainer.
+
+        filled: whether this trainer was made with that one's replay buffer. Otherwise the warm-up of the buffer is
+                repeated, with the agent as it is.
+
+        Environments that have a state continue in mid-episode. Others start new episodes, on seeds that the run has not
+        used, and the last steps of the unfinished episodes are not learned from.
+        """
+        self.progress = progress = Progress(**state["progress"])
+        progress.resumed += 1
+        if not filled:
+            progress.added = progress.lost = 0
+        self.agent.load_state_dict(state["agent"])
+        self.statistics.load_state_dict(state["statistics"])
+        self.watch.seconds = dict(state["part_seconds"])
+        self._began = time.perf_counter()
+        if state["actors"] is not None:
+            self._actors.load_state_dict(state["actors"])
+            self._actions.copy_(state["actions"])
+            return
+        self._begin(stream_seed(self._seed, "training", progress.resumed))
+        self.statistics.abandon()
+        self.buffer.begin_episodes()
+        # windows that were open are never completed
+        progress.lost += self._open_windows
+
+
+def beta_schedule(settings: Settings) -> LinearSchedule:
+    """Of importance sampling: it advances by one with each sample, and ends with the planned number of them."""
+    samples = max(1, settings.planned_updates // settings.updates_a_sample)
+    return LinearSchedule(settings.beta_start, settings.beta_end, samples)

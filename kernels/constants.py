@@ -1,0 +1,43 @@
+"""Places in the counters and the bits of a step's flags, as `loops/constants.py` has them; a test holds them equal.
+
+Kernels import triton and loops numba, so both are written down twice.
+"""
+
+import triton
+import triton.language as tl
+
+ADDED = tl.constexpr(0)
+FIRST = tl.constexpr(1)
+RANDOM = tl.constexpr(2)
+STEP = tl.constexpr(3)
+MAX_MASS = tl.constexpr(4)
+PENDING_MAX_MASS = tl.constexpr(5)
+STALE = tl.constexpr(6)
+REJECTED = tl.constexpr(7)
+SATURATED = tl.constexpr(8)
+SEED = tl.constexpr(9)
+TICKET = tl.constexpr(10)
+LOWEST = tl.constexpr(11)
+HIGHEST = tl.constexpr(12)
+ELIGIBLE = tl.constexpr(13)
+FINALS = tl.constexpr(14)
+
+NO_MASS = tl.constexpr(2**63 - 1)
+DIRTY = tl.constexpr(-1)
+
+TERMINATED = tl.constexpr(1)
+TRUNCATED = tl.constexpr(2)
+DEAD = tl.constexpr(4)
+FINAL = tl.constexpr(8)
+CUT = tl.constexpr(16)
+
+
+@triton.jit
+def is_last(counters_ptr, programs):
+    """Whether this is the last of so many programs to come here: then it alone may change what the others have read."""
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    last = tl.atomic_add(counters_ptr + TICKET, 1) == programs - 1
+    if last:
+        tl.store(counters_ptr + TICKET, 0)
+    return last

@@ -1,0 +1,200 @@
+"""The draw of a batch: slots by mass, uniformly or by rank, and the newest."""
+
+import triton
+import triton.language as tl
+
+from .constants import ADDED, FIRST, LOWEST, NO_MASS, RANDOM, SEED, STEP, is_last
+from .division import divided, remainder
+from .random import floor_of_product, permuted_rank, words_at
+from .ranks import rank_at
+from .tree import descend, draw_range, find_lowest, from_oldest, newest_eligible, root_of
+
+
+@triton.jit
+def key_in_slot(slot, added, head, capacity):
+    """The live key in a slot: the largest below `added` that belongs there; head: the slot of `added`."""
+    key = slot + (added - head)
+    return tl.where(slot >= head, key - capacity, key)
+
+
+@triton.jit
+def stratified_target(draw, strata, per_strata, total, word):
+    """A point in each draw's own part of the total mass; strata: the number of parts, with its reciprocal."""
+    whole, part = divided(total, strata, per_strata)
+    share, rest = divided(draw * part, strata, per_strata)
+    # the next stratum begins a unit later where another share of the rest is full
+    width = whole + (rest + part >= strata).to(tl.int64)
+    return draw * whole + share + floor_of_product(word, width)
+
+
+@triton.jit
+def target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED: tl.constexpr):
+    """A point in the total mass for each of the first `drawn` draws, from the words of the stream."""
+    word = words_at(draw, tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED))
+    if STRATIFIED:
+        target = stratified_target(draw, drawn.to(tl.int64), per_drawn, total, word)
+    else:
+        target = floor_of_product(word, total)
+    # rows that draw nothing look for the first unit of mass
+    return tl.where(draw < drawn, target, 0)
+
+
+@triton.jit
+def uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT: tl.constexpr):
+    """A number in [0, count) for each draw by chance, distinct ones unless REPLACEMENT."""
+    block, seed = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + SEED)
+    if REPLACEMENT:
+        rank = floor_of_product(words_at(draw, block, seed), count)
+    else:
+        rank = permuted_rank(draw, by_chance, count, block, seed)
+    return rank
+
+
+@triton.jit(
+    do_not_specialize=[
+        "drawn",
+        "batch",
+        "capacity",
+        "skipped",
+        "per_drawn",
+        "per_capacity",
+        "blocks",
+        "draw_programs",
+        "blocks_drawn",
+    ]
+)
+def draw_kernel(
+    levels,
+    starts,
+    low,
+    ranks,
+    counters_ptr,
+    outputs,
+    words,
+    drawn,
+    batch,
+    capacity,
+    skipped,
+    per_drawn,
+    per_capacity,
+    blocks,
+    draw_programs,
+    blocks_drawn,
+    BY: tl.constexpr,
+    FANOUT: tl.constexpr,
+    EDGE: tl.constexpr,
+    DRAWS: tl.constexpr,
+    DIGITS: tl.constexpr,
+    BASE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STRATIFIED: tl.constexpr,
+    REPLACEMENT: tl.constexpr,
+    SKIPS: tl.constexpr,
+    LOWEST_OF_ALL: tl.constexpr,
+):
+    """Draw `drawn` slots and take the newest for the rest of the batch, none of them among the newest `skipped`.
+
+    levels: of the tree of masses for BY "mass"; of eligible starts, or () where all stored slots can be drawn, for
+            "uniform".
+    starts: levels of the tree of eligible starts, of which the newest are taken; () takes the newest stored slots.
+    low:    with LOWEST_OF_ALL for "mass": smallest masses of blocks of EDGE leaves, in which further
+            programs look.
+    ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can
+            be drawn: none of the newest `skipped` slots.
+    outputs: slots, keys, probabilities (1 from row `drawn` on), masses or weights, and how often slots were sampled.
+    words:  words[0], if given, becomes the block of the stream after the words of the draws, which are `blocks_drawn`
+            blocks; `batch` more words are then taken as well.
+    per_...: reciprocals, see `division.py`.
+
+    A uniform draw has weights 1, and its last program moves stream and schedule on. The others leave masses, 0 in rows
+    that were not drawn, and in counters[LOWEST] the smallest mass of the batch or, with LOWEST_OF_ALL, of all slots,
+    for the launch that makes the weights and moves stream and schedule on.
+
+    A graph replayed after a `clear` may ask for more than there is: keys then repeat or mean nothing, and all of it
+    stays inside.
+    """
+    UNIFORM: tl.constexpr = BY == "uniform"
+    program = tl.program_id(0).to(tl.int64)
+    if program < draw_programs:
+        draw = program * DRAWS + tl.arange(0, DRAWS)
+        by_chance = draw < drawn
+        added = tl.load(counters_ptr + ADDED)
+        block, step = tl.load(counters_ptr + RANDOM), tl.load(counters_ptr + STEP)
+        head = remainder(added, capacity, per_capacity)
+        newest = tl.maximum(added - batch + draw, 0)
+        if len(words) > 0:
+            if program == 0:
+                tl.store(words[0], block + blocks_drawn)
+        if len(levels) > 0:
+            # all that no other load has to be waited for
+            root = root_of(levels, draw, FANOUT)
+            if SKIPS or UNIFORM:
+                total, before, within = draw_range(levels, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+            else:
+                within = tl.sum(root[0] + root[1], axis=1)
+
+        if UNIFORM:
+            if len(levels) > 0:
+                count = tl.maximum(tl.max(within, axis=0), 1)
+            else:
+                oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
+                count = tl.maximum(added - oldest, 1)
+            rank = uniform_rank(draw, by_chance, count, counters_ptr, REPLACEMENT)
+            if len(levels) > 0:
+                if SKIPS:
+                    rank = from_oldest(rank, before, total)
+                last = from_oldest(tl.maximum(within - batch + draw, 0), before, total)
+                slot, _ = descend(levels, root, tl.where(by_chance, rank, last), FANOUT)
+            else:
+                slot = remainder(tl.where(by_chance, oldest + rank, newest), capacity, per_capacity)
+            chance = 1.0 / count.to(tl.float64)
+            value = tl.full([DRAWS], 1.0, tl.float32)
+        else:
+            if BY == "mass":
+                target = target_in(within, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
+                if SKIPS:
+                    target = from_oldest(target, before, total)
+                slot, mass = descend(levels, root, target, FANOUT)
+                chance = mass.to(tl.float64) / tl.maximum(within, 1).to(tl.float64)
+                lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+            else:
+                sums_ptr, ages_ptr, count_ptr = ranks
+                count = tl.maximum(tl.load(count_ptr), 1)
+                total = tl.load(sums_ptr + count - 1)
+                target = target_in(total, draw, drawn, per_drawn, counters_ptr, STRATIFIED)
+                rank = rank_at(sums_ptr, target, count, DIGITS, BASE)
+                # nothing comes before rank 1
+                mass = tl.load(sums_ptr + rank) - tl.load(sums_ptr + (rank - 1), mask=rank > 0, other=0)
+                slot = head + tl.load(ages_ptr + rank)
+                slot = tl.where(slot >= capacity, slot - capacity, slot)
+                chance = mass.to(tl.float64) / total.to(tl.float64)
+                lowest = tl.min(tl.where(by_chance, mass, NO_MASS), axis=0)
+                if LOWEST_OF_ALL:
+                    # that of the last rank
+                    lowest = total - tl.load(sums_ptr + count - 2, mask=count > 1, other=0)
+            if len(low) == 0:
+                tl.atomic_min(counters_ptr + LOWEST, lowest, sem="relaxed")
+            # only the last programs have newest rows
+            if (program + 1) * DRAWS > drawn:
+                if len(starts) > 0:
+                    last = newest_eligible(starts, draw, batch, head, skipped, capacity, FANOUT, SKIPS)
+                else:
+                    last = remainder(newest, capacity, per_capacity)
+                slot = tl.where(by_chance, slot, last)
+            value = tl.where(by_chance, mass, 0)
+
+        live = draw < batch
+        tl.store(outputs[0] + draw, slot, mask=live)
+        tl.store(outputs[1] + draw, key_in_slot(slot, added, head, capacity), mask=live)
+        tl.store(outputs[2] + draw, tl.where(by_chance, chance, 1.0).to(tl.float32), mask=live)
+        tl.store(outputs[3] + draw, value, mask=live)
+        tl.atomic_add(outputs[4] + slot, tl.full(slot.shape, 1, tl.int32), mask=live, sem="relaxed")
+        if UNIFORM:
+            if is_last(counters_ptr, draw_programs):
+                tl.store(counters_ptr + STEP, step + 1)
+                moved = block + blocks_drawn
+                if len(words) > 0:
+                    moved += (batch + 3) // 4
+                tl.store(counters_ptr + RANDOM, moved)
+    elif len(low) > 0:
+        find_lowest(low[0], levels[0], program - draw_programs, blocks, counters_ptr, EDGE, BLOCKS)

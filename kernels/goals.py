@@ -1,0 +1,89 @@
+"""Rows of a batch that get another goal, and where it stands: a few numbers of each row's episode say it."""
+
+import triton
+import triton.language as tl
+
+from .constants import ADDED, FINAL, FIRST, RANDOM, SEED, is_last
+from .random import ROUNDS_OF_FEW, floor_of_product, permuted_rank, words_at
+
+
+@triton.jit(do_not_specialize=["count", "batch", "envs", "steps", "finals", "moved"])
+def choose_goals_kernel(
+    keys_ptr,
+    streams,
+    counters_ptr,
+    outputs,
+    count,
+    batch,
+    envs,
+    steps,
+    finals,
+    moved,
+    LAST: tl.constexpr,
+    EPISODE: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """`count` random rows of the batch; of each whether its goal is known, and the slot or the kept row of the new one.
+
+    Steps are counted from the row's own one, those before it with a minus. LAST: take the last step of the episode;
+    EPISODE: any stored one; else one from the row's own on. The last program moves the stream on by `moved` blocks. A
+    replayed graph may have drawn slots that are not live: all of it stays inside.
+
+    streams: flags, depths, spans, spans of parted episodes, rows of final observations. outputs: rows, known, slots,
+    and, where final observations are kept, their rows.
+    """
+    flags_ptr, depth_ptr, spans_ptr, parted_ptr, final_ptr = streams
+    draw = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
+    live = draw < count
+    added = tl.load(counters_ptr + ADDED)
+    block = tl.load(counters_ptr + RANDOM)
+    seed = tl.load(counters_ptr + SEED)
+    capacity = envs.to(tl.int64) * steps
+    row = permuted_rank(draw, live, batch.to(tl.int64), block, seed)
+    # rows past the end look at slot 0 and write nothing; slots and steps have 31 bits
+    slot = (tl.maximum(tl.load(keys_ptr + row, mask=live, other=0), 0) % capacity).to(tl.int32)
+    line = slot // envs
+    env = slot - line * envs
+    newest = (added % capacity).to(tl.int32) // envs - 1
+    newest = tl.where(newest < 0, steps - 1, newest)
+    age = newest - line
+    age = tl.where(age < 0, age + steps, age)
+    depth = tl.load(depth_ptr + slot, mask=live, other=0)
+    # the first step of the episode has not been overwritten
+    whole = depth < steps - age
+    first = line - tl.where(whole, depth, 0)
+    first = tl.where(first < 0, first + steps, first) * envs + env
+    span = tl.load(spans_ptr + first, mask=live & whole, other=0)
+    span = tl.where(whole, span, tl.load(parted_ptr + env, mask=live & (whole == 0), other=0))
+    last = tl.load(flags_ptr + (newest * envs + env), mask=live, other=0).to(tl.int32)
+    running = age - 1 + ((last & FINAL) != 0).to(tl.int32)
+    # steps after this one whose goals are known; less than none where its own is not
+    ahead = tl.minimum(tl.where(span >= 0, span - 1 - depth, running), age)
+    known = ahead >= 0
+    ahead = tl.maximum(ahead, 0)
+    chosen = ahead
+    if not LAST:
+        back = ahead * 0
+        if EPISODE:
+            oldest = tl.maximum(tl.load(counters_ptr + FIRST), added - capacity)
+            stored = (added - oldest).to(tl.int32) // envs
+            back = tl.minimum(depth, tl.maximum(stored - 1 - age, 0))
+        word = words_at(draw, block + ROUNDS_OF_FEW // 2, seed)
+        chosen = floor_of_product(word, (back + ahead + 1).to(tl.int64)).to(tl.int32) - back
+    # in 64 bits, since the line may be up to two laps on
+    line = line.to(tl.int64) + chosen
+    line = tl.where(line < 0, line + steps, line)
+    line = tl.where(line < steps, line, line - steps)
+    after = tl.where(line + 1 < steps, line + 1, 0)
+    if len(outputs) > 3:
+        place = line * envs + env
+        pooled = (tl.load(flags_ptr + place, mask=live, other=0).to(tl.int32) & FINAL) != 0
+        kept = tl.load(final_ptr + place, mask=live & pooled, other=0)
+        kept = tl.minimum(tl.maximum(kept, 0), finals - 1)
+        tl.store(outputs[3] + draw, tl.where(pooled, kept, -1).to(tl.int64), mask=live)
+        after = tl.where(pooled, line, after)
+    tl.store(outputs[0] + draw, row, mask=live)
+    tl.store(outputs[1] + draw, known, mask=live)
+    tl.store(outputs[2] + draw, after * envs + env, mask=live)
+    if is_last(counters_ptr, tl.num_programs(0)):
+        tl.store(counters_ptr + RANDOM, block + moved)

@@ -1,0 +1,42 @@
+"""Ranks: codes in order of age, to be sorted, and the search for the rank of a target."""
+
+import triton
+import triton.language as tl
+
+from .constants import ADDED, NO_MASS, TICKET
+
+
+@triton.jit(do_not_specialize=["capacity", "skipped"])
+def arrange_kernel(codes_ptr, arranged_ptr, count_ptr, counters_ptr, capacity, skipped, SLOTS: tl.constexpr):
+    """arranged[age] = code of the slot with the key of that age, the oldest first; 0 for the newest `skipped` slots.
+
+    count[0] = how many codes are not 0.
+    """
+    age = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    slot = tl.load(counters_ptr + ADDED) % capacity + age
+    slot = tl.where(slot >= capacity, slot - capacity, slot)
+    # code 0: comes after all that can be drawn
+    code = tl.load(codes_ptr + slot, mask=age < capacity - skipped, other=0)
+    tl.store(arranged_ptr + age, code, mask=age < capacity)
+    # the upper half of the ticket adds up the counts of the programs
+    mine = (tl.sum((code > 0).to(tl.int64), axis=0) << 32) + 1
+    done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
+    if (done & 0xFFFFFFFF) == tl.num_programs(0):
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(count_ptr, done >> 32)
+
+
+@triton.jit
+def rank_at(sums_ptr, target, count, DIGITS: tl.constexpr, BASE: tl.constexpr):
+    """The first ranks whose sum of masses exceeds (DRAWS,) targets, one digit of the rank after the other."""
+    digit = tl.arange(0, BASE).to(tl.int64)
+    rank = target * 0
+    for place in tl.static_range(DIGITS):
+        # the last rank of every part into which this digit divides what is left
+        last = rank[:, None] + (digit[None, :] + 1) * (BASE ** (DIGITS - 1 - place)) - 1
+        # there are no ranks past the end, so no target passes them
+        total = tl.load(sums_ptr + last, mask=last < count, other=NO_MASS)  # [DRAWS, BASE]
+        passed = tl.sum((total <= target[:, None]).to(tl.int64), axis=1)
+        rank += passed * (BASE ** (DIGITS - 1 - place))
+    # where nothing is ranked the draw stays inside
+    return tl.minimum(rank, count - 1)

@@ -1,0 +1,280 @@
+"""Which starts of a trajectory buffer can be drawn, step by step, and the final observations kept for them."""
+
+import triton
+import triton.language as tl
+
+from .constants import (
+    ADDED,
+    CUT,
+    DEAD,
+    DIRTY,
+    ELIGIBLE,
+    FINAL,
+    FINALS,
+    FIRST,
+    HIGHEST,
+    PENDING_MAX_MASS,
+    REJECTED,
+    SATURATED,
+    TERMINATED,
+    TICKET,
+    TRUNCATED,
+)
+from .division import remainder
+from .priorities import initial_mass, mass_of, raise_max_mass
+from .ring import programs_of, tile_at
+
+
+@triton.jit
+def assign(levels, extremes, eligible, slot, new, touched, SHIFT: tl.constexpr, EDGE: tl.constexpr):
+    """Give the touched slots new masses, 0 where they cannot be drawn, and all nodes above them the differences.
+
+    eligible: the levels of a second tree, of ones, or nothing. Returns how many more can be drawn.
+    """
+    old = tl.load(levels[0] + slot, mask=touched, other=0)
+    changed = touched & (new != old)
+    change = tl.where(changed, new - old, 0)
+    more = tl.where(changed, (new > 0).to(tl.int64) - (old > 0).to(tl.int64), 0)
+    # copies of a thread's slot in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(levels[0] + slot, new, mask=changed)
+    for level in tl.static_range(1, len(levels)):
+        tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=changed, sem="relaxed")
+    if len(eligible) > 0:
+        tl.store(eligible[0] + slot, tl.minimum(new, 1), mask=changed)
+        for level in tl.static_range(1, len(eligible)):
+            tl.atomic_add(eligible[level] + (slot >> (SHIFT * level)), more, mask=changed, sem="relaxed")
+    for each in tl.static_range(len(extremes)):
+        tl.store(extremes[each] + slot // EDGE, tl.full(slot.shape, DIRTY, tl.int64), mask=changed)
+    return tl.sum(tl.sum(more, axis=1), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["envs", "capacity", "stack", "n_step", "finals", "per_capacity", "per_lines", "per_finals"]
+)
+def add_step_kernel(
+    levels,
+    extremes,
+    eligible,
+    rule,
+    streams,
+    step,
+    counters_ptr,
+    times_sampled_ptr,
+    keys_ptr,
+    envs,
+    capacity,
+    stack,
+    n_step,
+    finals,
+    per_capacity,
+    per_lines,
+    per_finals,
+    SHIFT: tl.constexpr,
+    EDGE: tl.constexpr,
+    ENVS: tl.constexpr,
+    AGES: tl.constexpr,
+    FRAMES: tl.constexpr,
+    ORDERED: tl.constexpr,
+    SOURCE: tl.constexpr,
+    NEXT_STEP: tl.constexpr,
+    WITH_FINALS: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
+):
+    """Add the flags of the step just written, take away the starts that it costs, and add those that it completes.
+
+    A program has ENVS environments, and alone touches their slots; sums above them change by atomics. It looks at the
+    last AGES starts of each, which the step may complete, and FRAMES that may lose a frame of their stack. The last
+    program to finish moves the ring on.
+
+    levels:   of the masses, or of the eligible tree where there are no masses; else `eligible` are those of the latter.
+    rule:     see `mass_of`, () without masses.
+    streams:  flags, depth, pending, final, owner, spans and parted of `ops.eligibility.Streams`.
+    step:     terminated and truncated of each environment, and its priority where given.
+    per_...:  reciprocals for `remainder`.
+    """
+    flags_ptr, depth_ptr, pending_ptr, final_ptr, owner_ptr, spans_ptr, parted_ptr = streams
+    terminated_ptr, truncated_ptr = step[0], step[1]
+    MASSES: tl.constexpr = len(rule) > 0
+    GIVEN: tl.constexpr = len(step) > 2
+    program = tl.program_id(0).to(tl.int64)
+    env = program * ENVS + tl.arange(0, ENVS)
+    named = env < envs
+    added = tl.load(counters_ptr + ADDED)
+    oldest = tl.maximum(tl.load(counters_ptr + FIRST), added + envs - capacity)
+    # slot of the first environment, and its place among the pending masses
+    lines = envs.to(tl.int64) * (n_step + 1)
+    head = remainder(added, capacity, per_capacity)
+    line = remainder(added, lines, per_lines)
+    slot = head + env
+    previous = tl.where(head > 0, head, capacity) - envs + env
+    # environments past the end do nothing
+    before = tl.load(flags_ptr + previous, mask=named, other=0).to(tl.int32)
+    # it stops counting before the sum with a window is more than a 32-bit number
+    depth = tl.minimum(tl.load(depth_ptr + previous, mask=named, other=0), 2147483646 - n_step) + 1
+    terminated = tl.load(terminated_ptr + env, mask=named, other=0).to(tl.int32)
+    truncated = tl.load(truncated_ptr + env, mask=named, other=0).to(tl.int32)
+    flags = terminated * TERMINATED | truncated * TRUNCATED
+    over = before & (TERMINATED | TRUNCATED | CUT)
+    if NEXT_STEP:
+        # a step that was broken off from outside is followed by a first one
+        dead = ((before & (TERMINATED | TRUNCATED)) != 0) & ((before & CUT) == 0)
+        flags = tl.where(dead, DEAD, flags)
+        over = before & (DEAD | CUT)
+    behind = depth.to(tl.int64)
+    # nothing comes before the very first step
+    depth = tl.where((over != 0) | (added == 0), 0, depth)
+
+    kept = env * 0
+    if WITH_FINALS:
+        # rows go by the order of the environments: those that programs before this one want come first
+        wants = kept
+        for block in range(program):
+            # all of them exist
+            others = block * ENVS + tl.arange(0, ENVS)
+            if HINDSIGHT:
+                wants += (tl.load(truncated_ptr + others) | tl.load(terminated_ptr + others)).to(tl.int64)
+            else:
+                wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
+        wanted = flags == TRUNCATED
+        if HINDSIGHT:
+            # a terminated window needs no final observation, but its goal may be wanted
+            wanted = flags != 0
+        rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
+        few = wanted & (rank < finals)
+        # before the barrier, as all that the last program changes
+        finals_kept = tl.load(counters_ptr + FINALS)
+        place = remainder(finals_kept, finals, per_finals) + rank
+        place = tl.where(place < finals, place, place - finals)
+        # owners are in the order of their keys, so the free rows come first
+        owner = tl.load(owner_ptr + place, mask=few, other=0)
+        free = few & (owner < oldest)
+        # copies of a thread's row in other threads have been read before it changes
+        tl.debug_barrier()
+        tl.store(owner_ptr + place, added + env, mask=free)
+        tl.store(final_ptr + slot, place.to(tl.int32), mask=free)
+        flags = tl.where(free, flags | FINAL, flags)
+        kept = free.to(tl.int64)
+
+    initial = tl.full([], 1, tl.int64)
+    if MASSES:
+        initial = initial_mass(rule, counters_ptr, SOURCE)
+    own = env * 0
+    if GIVEN:
+        priority = tl.load(step[2] + env, mask=named, other=0).to(tl.float64)
+        own, saturated = mass_of(priority, rule, ORDERED)
+        rejected = named & (own == 0) & ((flags & DEAD) == 0)
+        tl.atomic_add(counters_ptr + REJECTED, tl.sum(rejected.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
+
+    if HINDSIGHT:
+        # the first step of an episode is overwritten: what is left of it is found by its environment
+        gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
+        parted = tl.load(parted_ptr + env, mask=named, other=0)
+        parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
+        # the span of the episode that this step leaves behind; before the very first step no flags are set
+        leaves = named & (over != 0)
+        span = (behind - 1).to(tl.int32) + ((before & FINAL) != 0).to(tl.int32)
+        held = leaves & (behind * envs < capacity)
+        parted = tl.where(leaves & (held == 0), span, parted)
+        first = tl.where(held, head - behind * envs, 0)
+        first = tl.where(first < 0, first + capacity, first) + env
+
+    # in a ring of one step these are the slots that were read above
+    tl.debug_barrier()
+    if HINDSIGHT:
+        tl.store(parted_ptr + env, parted, mask=named)
+        tl.store(spans_ptr + slot, tl.full([ENVS], -1, tl.int32), mask=named)
+        tl.store(spans_ptr + first, span, mask=held)
+        if NEXT_STEP:
+            # the final observation of the step before this dead one has come
+            tl.store(flags_ptr + previous, (before | FINAL).to(tl.uint8), mask=named & dead & (previous != slot))
+    tl.store(flags_ptr + slot, flags.to(tl.uint8), mask=named)
+    tl.store(depth_ptr + slot, depth, mask=named)
+    tl.store(pending_ptr + line + env, own, mask=named)
+    tl.store(times_sampled_ptr + slot, tl.full([ENVS], 0, tl.int32), mask=named)
+    tl.store(keys_ptr + env, added + env, mask=named)
+
+    more = tl.full([], 0, tl.int64)
+    # the slots that the step takes count among the starts it may complete; the ones after them lose a frame
+    if FRAMES > 0:
+        if added >= capacity:
+            ahead = (1 + tl.arange(0, FRAMES))[:, None].to(tl.int64)
+            near = (ahead < stack) & (ahead * envs < capacity) & named[None, :]
+            # the ring wraps at most once, here and below
+            later = head + ahead * envs
+            later = tl.where(later < capacity, later, later - capacity) + env[None, :]
+            # a deep stack lost its first frame steps ago
+            lost = near & (tl.load(depth_ptr + later, mask=near, other=-1) >= ahead)
+            nothing = tl.full([FRAMES, ENVS], 0, tl.int64)
+            more += assign(levels, extremes, eligible, later, nothing, lost, SHIFT, EDGE)
+
+    # the observation of this step ends the full windows, an ending or its final observation all windows
+    full = (flags & DEAD) == 0
+    closing = (flags & (TERMINATED | FINAL)) != 0
+    waited = (full == 0) & ((before & (TERMINATED | TRUNCATED)) == TRUNCATED)
+    age = tl.arange(0, AGES)[:, None].to(tl.int64)
+    back = age * envs
+    early = closing[None, :] | (waited[None, :] & (age > 0))
+    chosen = ((age == n_step) & (full | waited)[None, :]) | ((age < n_step) & early)
+    chosen = chosen & named[None, :] & (depth[None, :] >= age)
+    # the first frame of the stack is stored
+    frames = tl.minimum(depth[None, :] - age, stack - 1)
+    chosen = chosen & (added - back - frames * envs >= oldest)
+    # the masses of this step have just been made
+    its_line = tl.where(line >= back, line, line + lines) - back
+    given = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
+    given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
+    new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
+    earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
+    touched = chosen | (named[None, :] & (age == 0))
+    more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT, EDGE)
+    tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
+    if MASSES:
+        tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
+
+    # every thread has read the counters before the last program changes them
+    tl.debug_barrier()
+    # the upper half of the ticket adds up what the programs keep
+    mine = (tl.sum(kept, axis=0) << 32) + 1
+    done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
+    if (done & 0xFFFFFFFF) == tl.num_programs(0):
+        tl.store(counters_ptr + TICKET, 0)
+        tl.store(counters_ptr + HIGHEST, 0)
+        if MASSES:
+            raise_max_mass(counters_ptr)
+        if WITH_FINALS:
+            tl.store(counters_ptr + FINALS, finals_kept + (done >> 32))
+        tl.store(counters_ptr + ADDED, added + envs)
+
+
+@triton.jit(do_not_specialize=["envs", "capacity"])
+def keep_finals_kernel(
+    inputs,
+    pools,
+    flags_ptr,
+    final_ptr,
+    counters_ptr,
+    envs,
+    capacity,
+    LAYOUT: tl.constexpr,
+):
+    """pools[f][final[slot]] = inputs[f][e] for the environments whose final observation `add_step_kernel` kept."""
+    envs = envs.to(tl.int64)
+    first = (tl.load(counters_ptr + ADDED) - envs) % capacity
+    # the program's number among those of the current field
+    local = tl.program_id(0).to(tl.int64)
+    for f in tl.static_range(len(LAYOUT.widths)):
+        programs = programs_of(envs, f, LAYOUT)
+        if (local >= 0) & (local < programs):
+            env, column = tile_at(local, f, LAYOUT)
+            # environments past the end keep nothing
+            flags = tl.load(flags_ptr + first + env, mask=env < envs, other=0).to(tl.int32)
+            kept = (flags & FINAL) != 0
+            place = tl.load(final_ptr + first + env, mask=kept, other=0).to(tl.int64)
+            live = kept[:, None] & (column < LAYOUT.widths[f])[None, :]
+            # rows that are not kept may hold anything, and are not read
+            values = tl.load(inputs[f] + env[:, None] * LAYOUT.widths[f] + column[None, :], mask=live, other=0)
+            target = pools[f] + place[:, None] * LAYOUT.widths[f] + column[None, :]
+            tl.store(target, values.to(pools[f].dtype.element_ty), mask=live)
+        local -= programs

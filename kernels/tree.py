@@ -1,0 +1,133 @@
+"""The search of a tree of masses: which slot a target falls on, and what lies before a slot."""
+
+import triton
+import triton.language as tl
+
+from .constants import LOWEST, NO_MASS
+
+
+@triton.jit
+def halves(level, node, FANOUT: tl.constexpr):
+    """Both halves of the children of (DRAWS,) nodes: [DRAWS, FANOUT // 2] each.
+
+    A warp has the 16-byte words of half of four rows, so that no row is shared by two warps, which would pass sums
+    through shared memory; with halves there are fewer sums to pass on than with rows as they are. The last block of a
+    level is padded with zeros: every place exists.
+    """
+    HALF: tl.constexpr = FANOUT // 2
+    place = node[:, None] * FANOUT + tl.arange(0, HALF)[None, :]
+    return tl.load(level + place), tl.load(level + (place + HALF))
+
+
+@triton.jit
+def root_of(levels, draw, FANOUT: tl.constexpr):
+    """Both halves of the root, once for each draw, so that all that is made of them is where its draw is."""
+    return halves(levels[len(levels) - 1], draw * 0, FANOUT)
+
+
+@triton.jit
+def descend(levels, root, target, FANOUT: tl.constexpr):
+    """The slots on which (DRAWS,) targets fall, and their masses; a slot for any target, wherever it lies.
+
+    root: see `root_of`.
+    """
+    rest = target
+    node = target * 0
+    mass = target * 0
+    for level in tl.static_range(len(levels)):
+        if level == 0:
+            first, second = root
+        else:
+            first, second = halves(levels[len(levels) - 1 - level], node, FANOUT)
+        # the half in which a target lies, then the child
+        skipped = tl.sum(first, axis=1)
+        beyond = rest >= skipped
+        rest -= tl.where(beyond, skipped, 0)
+        masses = tl.where(beyond[:, None], second, first)
+        prefix = tl.cumsum(masses, axis=1)
+        passed = prefix <= rest[:, None]
+        before, step = tl.min(tl.where(passed, NO_MASS, prefix - masses), axis=1, return_indices=True)
+        # a tree without mass is descended along its first nodes, which exist
+        found = before < NO_MASS
+        node = node * FANOUT + tl.where(found, tl.where(beyond, FANOUT // 2, 0) + step, 0)
+        rest -= tl.where(found, before, 0)
+        if level == len(levels) - 1:
+            mass = tl.where(found, tl.min(tl.where(passed, NO_MASS, prefix), axis=1) - before, 0)
+    return node, mass
+
+
+@triton.jit
+def masses_before(levels, root, slot, FANOUT: tl.constexpr):
+    """Numbers whose sums are the masses of the slots below (DRAWS,) slots: [DRAWS, FANOUT // 2]."""
+    HALF: tl.constexpr = FANOUT // 2
+    child = tl.arange(0, HALF)[None, :]
+    node = slot
+    for level in tl.static_range(len(levels)):
+        if level == len(levels) - 1:
+            first, second = root
+        else:
+            first, second = halves(levels[level], node // FANOUT, FANOUT)
+        below = (node % FANOUT)[:, None]
+        masses = tl.where(child < below, first, 0) + tl.where(child + HALF < below, second, 0)
+        if level == 0:
+            found = masses
+        else:
+            found += masses
+        node = node // FANOUT
+    return found
+
+
+@triton.jit
+def draw_range(levels, root, draw, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
+    """All mass, the mass before the slot of the oldest key, and the mass of all but the newest `skipped` slots.
+
+    Each (DRAWS,) times the same. head: slot of the next key; the slots from it on hold the oldest keys. Sums come after
+    all that is loaded.
+    """
+    start = head + draw * 0
+    to_head = masses_before(levels, root, start, FANOUT)
+    if SKIPS:
+        last = start + capacity - skipped
+        last = tl.where(last >= capacity, last - capacity, last)
+        to_last = masses_before(levels, root, last, FANOUT)
+    total = tl.sum(root[0] + root[1], axis=1)
+    before = tl.sum(to_head, axis=1)
+    within = total
+    if SKIPS:
+        newest = before - tl.sum(to_last, axis=1)
+        within = total - tl.where(last > start, newest + total, newest)
+    return total, before, within
+
+
+@triton.jit
+def from_oldest(target, before, total):
+    """Targets counted from the oldest key, as the tree counts them: from slot 0."""
+    target += before
+    return tl.where(target >= total, target - total, target)
+
+
+@triton.jit
+def newest_eligible(eligible, draw, batch, head, skipped, capacity, FANOUT: tl.constexpr, SKIPS: tl.constexpr):
+    """The slots of the newest eligible starts, for the last draws of a batch; eligible: levels of a tree of ones."""
+    root = root_of(eligible, draw, FANOUT)
+    total, before, within = draw_range(eligible, root, draw, head, skipped, capacity, FANOUT, SKIPS)
+    slot, _ = descend(eligible, root, from_oldest(tl.maximum(within - batch + draw, 0), before, total), FANOUT)
+    return slot
+
+
+@triton.jit
+def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, EDGE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Bring the smallest masses of a program's blocks of EDGE leaves into counters[LOWEST]."""
+    block = program * BLOCKS + tl.arange(0, BLOCKS)
+    # blocks past the end hold no mass
+    low = tl.load(low_ptr + block, mask=block < blocks, other=NO_MASS)
+    dirty = low < 0
+    leaf = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
+    # only blocks that changed are read again
+    leaves = tl.load(leaves_ptr + leaf, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
+    found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
+    low = tl.where(dirty, found, low)
+    # copies of a thread's block in other threads have been read before it changes
+    tl.debug_barrier()
+    tl.store(low_ptr + block, low, mask=dirty)
+    tl.atomic_min(counters_ptr + LOWEST, tl.min(low, axis=0), sem="relaxed")

@@ -1,0 +1,250 @@
+"""What stands in a batch of a trajectory buffer, put together from steps that are stored once, in one launch.
+
+Frames of stacks are moved as `ring.py` moves rows; only where a frame comes from takes some looking up, which every
+program does for its own, once for several pieces of them.
+"""
+
+import triton
+import triton.language as tl
+
+from .constants import CUT, DEAD, FINAL, SEED, TERMINATED, TRUNCATED
+from .random import words_at
+from .ring import as_sampled, gather_rows
+from .weights import weigh
+
+
+@triton.jit
+def later(slot, ages, num_envs, steps):
+    """The slots `ages` steps after some, in a ring of so many steps; no age counts for more than one lap."""
+    slots = num_envs * steps
+    slot += tl.minimum(ages, steps - 1) * num_envs
+    return tl.where(slot >= slots, slot - slots, slot)
+
+
+@triton.jit
+def earlier(slot, ages, num_envs, steps):
+    """The slots `ages` steps before some; no age counts for more than one lap."""
+    slot -= tl.minimum(ages, steps - 1) * num_envs
+    return tl.where(slot < 0, slot + num_envs * steps, slot)
+
+
+@triton.jit
+def window_from(
+    flags_ptr,
+    rewards,
+    start,
+    left,
+    named,
+    num_envs,
+    steps,
+    N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    REWARDED: tl.constexpr,
+):
+    """The windows of N steps at most that begin in the slots `start`; TOGETHER steps are loaded at once.
+
+    rewards: pointers to those of all steps and to the powers of gamma, and of windows that are not known to be whole to
+             `left`, the steps that are stored from each start on.
+    returns: their lengths; flags and slots of their last steps; if REWARDED their discounted rewards, float64.
+    """
+    PARTIAL: tl.constexpr = len(rewards) > 2
+    ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
+    length = start * 0
+    last = start
+    found = length.to(tl.uint8)
+    reward = length.to(tl.float64)
+    open = named
+    for begin in range(0, N, TOGETHER):
+        for ahead in tl.static_range(TOGETHER):
+            age = begin + ahead
+            # what lies behind an ending is loaded as well, so that no load waits for another
+            slot = later(start, age, num_envs, steps)
+            flag = tl.load(flags_ptr + slot, mask=named, other=0)
+            open = open & (age < N)
+            if PARTIAL:
+                open = open & (age < left)
+            if REWARDED:
+                power = tl.load(rewards[1] + tl.minimum(age, N))
+                given = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
+                reward += tl.where(open, given, 0.0) * power
+            length += open.to(tl.int64)
+            last = tl.where(open, slot, last)
+            found = tl.where(open, flag, found)
+            open = open & ((flag & ENDS) == 0)
+    return length, found, last, reward
+
+
+@triton.jit
+def shifts_of(item, span, block, seed, kind, MOST: tl.constexpr):
+    """Rows and columns, from -MOST to MOST, by which the pictures of some items move; `span` items move alike.
+
+    block: of the first word. kind: 0 for obs, 1 for next_obs.
+    """
+    word = words_at(item // span, block, seed) >> (kind * 32).to(tl.uint64)
+    down = ((word & 0xFFFF) * (2 * MOST + 1) >> 16).to(tl.int32) - MOST
+    right = ((word >> 16 & 0xFFFF) * (2 * MOST + 1) >> 16).to(tl.int32) - MOST
+    return down, right
+
+
+@triton.jit
+def moved_column(column, down, right, HEIGHT: tl.constexpr, SIDE: tl.constexpr):
+    """Where in a frame of pictures HEIGHT x SIDE a moved one finds its (COLUMNS,) values: [ROWS, COLUMNS]."""
+    picture = column // (HEIGHT * SIDE) * (HEIGHT * SIDE)
+    y = (column % (HEIGHT * SIDE) // SIDE)[None, :] + down[:, None]
+    x = (column % SIDE)[None, :] + right[:, None]
+    y = tl.minimum(tl.maximum(y, 0), HEIGHT - 1)
+    x = tl.minimum(tl.maximum(x, 0), SIDE - 1)
+    return picture[None, :] + y * SIDE + x
+
+
+@triton.jit(do_not_specialize=["batch", "num_envs", "steps", "span", "together", "blocks_drawn"])
+def gather_windows_kernel(
+    sources,
+    pools,
+    outputs,
+    next_outputs,
+    pending,
+    slots_ptr,
+    streams,
+    rewards,
+    words,
+    counters_ptr,
+    numbers,
+    batch,
+    num_envs,
+    steps,
+    span,
+    together,
+    blocks_drawn,
+    beta: tl.float64,
+    STACKED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    STACK: tl.constexpr,
+    N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    NEXT_STEP: tl.constexpr,
+    ZERO: tl.constexpr,
+    SHIFT: tl.constexpr,
+    HINDSIGHT: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    """Stacks of the starts in `slots`, the other fields there, and what their n-step windows come to.
+
+    sources, pools: the ring, and the kept final observations or ().
+    outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.
+    streams:   flags, depths and rows of final observations of all steps.
+    rewards:   those of all steps, the powers of gamma and, of the steps of sequences, whose windows may not be whole,
+               how many steps are stored from each on: see `window_from`.
+    numbers:   outputs for reward and discount and, unless they are those of single steps, terminated and truncated.
+    words:     words[0] is the block of the stream by which pictures are moved; () moves none.
+
+    The first STACKED of the fields are observations: frame `j` of item `i` is row `i * STACK + j` of an output.
+    Programs of their `obs` and `next_obs` alternate, since most frames of the one are frames of the other: the second
+    finds them in the cache. Heights and sides in LAYOUT are those of pictures that a random shift moves, 0 where it
+    does not; `span` successive items are moved alike. A program moves `together` pieces of its frames one after the
+    other, having looked up once where they lie. With HINDSIGHT `next_obs` is the final observation of every
+    ending for which one is kept. With DRAWS the first programs make the weights of as many draws each, one for `span`
+    items: see `weigh`.
+    """
+    flags_ptr, depth_ptr, final_ptr = streams
+    PARTIAL: tl.constexpr = len(rewards) > 2
+    batch = batch.to(tl.int64)
+    num_envs = num_envs.to(tl.int64)
+    steps = steps.to(tl.int64)
+    ENDING: tl.constexpr = TERMINATED | TRUNCATED
+    KNOWN: tl.constexpr = FINAL if HINDSIGHT else 0
+    KINDS: tl.constexpr = 2
+    # the program's number among those of the weights, then among those of the current field
+    local = tl.program_id(0).to(tl.int64)
+    if DRAWS > 0:
+        local = weigh(pending, counters_ptr, local, batch // span, blocks_drawn, beta, DRAWS)
+    for f in tl.static_range(STACKED):
+        parts = (LAYOUT.chunks[f] + together - 1) // together if LAYOUT.chunks[f] > 1 else 1
+        programs = (batch * STACK + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * parts * KINDS
+        if (local >= 0) & (local < programs):
+            kind = local % KINDS
+            # no launch has more than 2^31 programs
+            piece = (local // KINDS).to(tl.int32)
+            row = (piece // parts).to(tl.int64) * LAYOUT.rows[f] + tl.arange(0, LAYOUT.rows[f])
+            named = row < batch * STACK
+            item = row // STACK
+            age = STACK - 1 - row % STACK
+            # rows past the batch look at slot 0 and write nothing
+            newest = tl.load(slots_ptr + item, mask=named, other=0)
+            depth = tl.load(depth_ptr + newest, mask=named, other=0).to(tl.int64)
+            output = outputs[f]
+            pooled = row < 0
+            if kind == 1:
+                output = next_outputs[f]
+                left = item
+                if PARTIAL:
+                    left = tl.load(rewards[2] + item, mask=named, other=0)
+                length, flag, last, _ = window_from(
+                    flags_ptr, rewards, newest, left, named, num_envs, steps, N, TOGETHER, False
+                )
+                stays = ((flag & TERMINATED) != 0) & ((flag & KNOWN) == 0)
+                if PARTIAL:
+                    # the observation after the window is not there, so that the last one stands in its place
+                    stays = stays | ((flag & (CUT | DEAD)) != 0) | (length >= left)
+                if not NEXT_STEP:
+                    final = ((flag & ENDING) == TRUNCATED) | ((flag & KNOWN) != 0)
+                    stays = stays | final
+                    if PARTIAL:
+                        final = final & ((flag & FINAL) != 0)
+                    # the newest frame is a kept final observation, the others are one step closer
+                    pooled = final & (age == 0)
+                    age = tl.where(final, tl.maximum(age - 1, 0), age)
+                newest = later(last, tl.where(stays, 0, 1), num_envs, steps)
+                depth += length - stays.to(tl.int64)
+            slot = earlier(newest, tl.minimum(age, depth), num_envs, steps)
+            present = named
+            if ZERO:
+                present = named & (age <= depth)
+            if len(pools) > 0:
+                place = tl.load(final_ptr + newest, mask=pooled & named, other=0).to(tl.int64)
+                present = present & ~pooled
+            if SHIFT > 0 and LAYOUT.heights[f] > 0:
+                seed = tl.load(counters_ptr + SEED)
+                down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
+            # where the frames lie is known: what follows asks for nothing but them
+            begin = 0
+            end = 1
+            if LAYOUT.chunks[f] > 1:
+                begin = piece % parts * together
+                end = tl.minimum(begin + together, LAYOUT.chunks[f])
+            for chunk in range(begin, end):
+                column = chunk * LAYOUT.columns[f] + tl.arange(0, LAYOUT.columns[f])
+                inside = column[None, :]
+                if SHIFT > 0 and LAYOUT.heights[f] > 0:
+                    inside = moved_column(column, down, right, LAYOUT.heights[f], LAYOUT.sides[f])
+                within = (column < LAYOUT.widths[f])[None, :]
+                read = present[:, None] & within
+                values = tl.load(sources[f] + (slot[:, None] * LAYOUT.widths[f] + inside), mask=read, other=0)
+                if len(pools) > 0:
+                    if kind == 1:
+                        chosen = (pooled & named)[:, None] & within
+                        finals = tl.load(pools[f] + (place[:, None] * LAYOUT.widths[f] + inside), mask=chosen, other=0)
+                        values = tl.where(chosen, finals, values)
+                values = as_sampled(values, output, LAYOUT.scales[f], LAYOUT.wide[f])
+                written = named[:, None] & within
+                tl.store(output + (row[:, None] * LAYOUT.widths[f] + column[None, :]), values, mask=written)
+        local -= programs
+    local = gather_rows(sources, outputs, slots_ptr, batch, local, STACKED, LAYOUT)
+    if local >= 0:
+        item = local * ITEMS + tl.arange(0, ITEMS)
+        live = item < batch
+        start = tl.load(slots_ptr + item, mask=live, other=0)
+        left = item
+        if PARTIAL:
+            left = tl.load(rewards[2] + item, mask=live, other=0)
+        length, flag, last, reward = window_from(
+            flags_ptr, rewards, start, left, live, num_envs, steps, N, TOGETHER, True
+        )
+        terminated = (flag & TERMINATED) != 0
+        discount = tl.load(rewards[1] + length, mask=live & ~terminated, other=0.0)
+        tl.store(numbers[0] + item, reward.to(tl.float32), mask=live)
+        tl.store(numbers[1] + item, discount.to(tl.float32), mask=live)
+        if len(numbers) > 2:
+            tl.store(numbers[2] + item, terminated, mask=live)
+            tl.store(numbers[3] + item, (flag & TRUNCATED) != 0, mask=live)

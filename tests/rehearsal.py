@@ -1,0 +1,425 @@
+"""Runs a module as on a machine with a GPU, without one: `PYTHONPATH=tests python -m rehearsal MODULE [ARGUMENT ...]`.
+
+Tensors that are asked for on "cuda" lie in the memory of the host and say that they do not; kernels are interpreted;
+streams do at once what they are given, events read the clock, and graphs repeat what was done while they were captured.
+It shows that a program for a GPU runs to its end, so that no typing mistake waits for one. Nothing that it measures
+means anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from gpu_replay import ops
+from gpu_replay.bench import frames, kernel_inputs, main, peers_suite, runner, timing
+
+GPU = torch.device("cuda", 0)
+NAME = "No GPU, a rehearsal"
+MEMORY = 2**34
+REFUSED = "operation not permitted when stream is capturing"
+UNREGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+# waits for the device, which no graph can
+_WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+_GETTERS: dict[Any, Callable[[bool], Any]] = {
+    Tensor.device.__get__: lambda on_gpu: GPU if on_gpu else torch.device("cpu"),
+    vars(torch._C.TensorBase)["is_cuda"].__get__: lambda on_gpu: on_gpu,
+    vars(torch._C.TensorBase)["is_cpu"].__get__: lambda on_gpu: not on_gpu,
+    Tensor.get_device: lambda on_gpu: 0 if on_gpu else -1,
+}
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+
+
+def _on_gpu(value: object) -> bool:
+    return isinstance(value, Tensor) and getattr(value, "_on_gpu", False)
+
+
+def _named(value: object) -> str | None:
+    """The kind of device that an argument names, None for another argument."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] in ("cuda", "cpu")):
+        return torch.device(value).type
+    return None
+
+
+class Rehearsal(TorchFunctionMode):
+    """Keeps account of which tensors would be on the GPU; one for each thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch on the host; its results are where they would be."""
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return torch.device(*args, **kwargs)
+        if func in _GETTERS:
+            return _GETTERS[func](_on_gpu(args[0]))
+        if func is Tensor.is_pinned:
+            return getattr(args[0], "_pinned", False) or Driver.has(args[0])
+        if func in (Tensor.numpy, Tensor.__array__) and _on_gpu(args[0]):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        given, structure = tree_flatten((args, kwargs))
+        places = [place for place in map(_named, given) if place]
+        if func in (Tensor.cpu, Tensor.cuda):
+            places = ["cpu" if func is Tensor.cpu else "cuda"]
+            func, args, kwargs = Tensor.to, (args[0], places[0]), {}
+            given, structure = tree_flatten((args, kwargs))
+        here = places[0] == "cuda" if places else any(map(_on_gpu, given))
+        args, kwargs = structure.unflatten(["cpu" if _named(value) else value for value in given])
+        pinned = kwargs.pop("pin_memory", False) or func is Tensor.pin_memory
+        found = args[0].clone() if func is Tensor.pin_memory else func(*args, **kwargs)
+        if func is Tensor.to and found is args[0] and here != _on_gpu(found):
+            # to another device it is always a copy
+            found = found.clone()
+        written = args[:1] if func is _SET_DATA and here else ()
+        for tensor in tree_leaves((found, written)):
+            if isinstance(tensor, Tensor):
+                vars(tensor).update(_on_gpu=here, _pinned=pinned)
+        return found
+
+
+class _Recorder(TorchDispatchMode):
+    """Makes calls, and keeps them for a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WAITING:
+            raise RuntimeError(REFUSED)
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and not self._graph.has(generator):
+            raise RuntimeError(UNREGISTERED)
+        if func._schema.is_mutable:
+            self._graph.save((args, kwargs))
+        found = func(*args, **kwargs)
+        self._graph.calls.append(functools.partial(_again, func, args, kwargs, found))
+        return found
+
+
+def _again(func: Any, args: Any, kwargs: Any, found: Any) -> None:
+    """Make a call once more, into the tensors that it returned the first time."""
+    for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, Tensor) and old is not new and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Calls of torch are what they are on the host, and are not recorded."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+class Graph:
+    """What was done during a capture, which is undone at its end."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.calls: list[Callable[[], object]] = []
+        # memory that was written, as it was before
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        # with their states, as they were before
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """See torch."""
+        self._generators.append((generator, generator.get_state()))
+
+    def has(self, generator: torch.Generator) -> bool:
+        """Whether calls that are captured may draw from it."""
+        # the same one may come as another object
+        return any(_identity(each) == _identity(generator) for each, _ in self._generators)
+
+    def save(self, given: object) -> None:
+        """Remember what is in these tensors."""
+        with _plain():
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in self._saved:
+                        self._saved[storage.data_ptr()] = (storage, storage.clone())
+
+    def undo(self) -> None:
+        """At the end of the capture: nothing of it was done on the device."""
+        with _plain():
+            for storage, before in self._saved.values():
+                storage.copy_(before)
+            for generator, state in self._generators:
+                generator.set_state(state)
+        self._saved.clear()
+
+    def replay(self) -> None:
+        """Do it again."""
+        with torch.no_grad(), _plain():
+            for call in self.calls:
+                call()
+
+    def pool(self) -> tuple[int, int]:
+        """See torch."""
+        return (0, 1)
+
+    def reset(self) -> None:
+        """See torch."""
+        self.calls.clear()
+
+
+def _identity(generator: Any) -> int:
+    return int(generator._cdata)
+
+
+class Generator(torch.Generator):
+    """On the host, wherever it is asked for."""
+
+    def __new__(cls, device: object = None) -> Generator:
+        """See torch."""
+        return super().__new__(cls)
+
+    def __init__(self, device: object = None) -> None:
+        self._place = GPU if _named(device) == "cuda" else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """See torch."""
+        return self._place
+
+
+class Stream:
+    """Does at once what it is given."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device, self.cuda_stream = GPU, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing is ever under way."""
+
+    def wait_event(self, event: Event) -> None:
+        """See wait_stream."""
+
+    def synchronize(self) -> None:
+        """See wait_stream."""
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+
+class Event:
+    """A moment."""
+
+    def __init__(self, enable_timing: bool = False, **more: object) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Read the clock."""
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds."""
+        return 1000 * (end._time - self._time)
+
+    synchronize = wait = Stream.synchronize
+    query = Stream.query
+
+
+class Driver:
+    """Pins memory that it is given, by address."""
+
+    _pinned: ClassVar[dict[int, int]] = {}
+
+    @classmethod
+    def cudaHostRegister(cls, address: int, nbytes: int, flags: int) -> int:
+        """See CUDA."""
+        cls._pinned[address] = nbytes
+        return 0
+
+    @classmethod
+    def cudaHostUnregister(cls, address: int) -> int:
+        """See CUDA."""
+        del cls._pinned[address]
+        return 0
+
+    @classmethod
+    def has(cls, tensor: Tensor) -> bool:
+        """Whether a tensor lies in such memory."""
+        with _plain():
+            place = tensor.data_ptr()
+        return any(address <= place < address + nbytes for address, nbytes in cls._pinned.items())
+
+
+class _Here(threading.local):
+    stream = DEFAULT = Stream()
+    graph: Graph | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def _stream(stream: Stream | None) -> Iterator[None]:
+    before, _here.stream = _here.stream, stream or _here.stream
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+@contextmanager
+def _graph(
+    graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    _here.graph = graph
+    with _stream(stream or Stream()):
+        try:
+            with _Recorder(graph):
+                yield
+        finally:
+            _here.graph = None
+            graph.undo()
+
+
+# launches that need different compiled code, as far as there were any
+_loaded: set[str] = set()
+
+
+def _variant(kernel: Any, given: Any, named: dict[str, Any]) -> str:
+    """A kernel, its constants, and of what kinds its arguments are: what Triton compiles and the driver loads."""
+    constants = {name: value for name, value in named.items() if name not in ("grid", "warmup")}
+    return f"{kernel.__name__}({', '.join(map(_kind, given))}; {constants})"
+
+
+def _kind(argument: Any) -> str:
+    if isinstance(argument, tuple):
+        return f"({', '.join(map(_kind, argument))})"
+    if isinstance(argument, int):
+        return "i32" if abs(argument) < 2**31 else "i64"
+    return str(getattr(argument, "dtype", type(argument).__name__))
+
+
+STANDS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda device=None: NAME,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_properties": lambda device=None: SimpleNamespace(
+        name=NAME, L2_cache_size=2**20, total_memory=MEMORY, multi_processor_count=1, major=9, minor=0
+    ),
+    "mem_get_info": lambda device=None: (MEMORY // 2, MEMORY),
+    **{name: lambda device=None: 0 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")},
+    **{
+        # each a function of its own, as torch's compiler wants them
+        name: lambda *_, **__: None
+        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats", "set_sync_debug_mode", "set_device")
+    },
+    "_sleep": lambda cycles: None,
+    "cudart": lambda: Driver,
+    "check_error": lambda answer: None,
+    "Stream": Stream,
+    "Event": Event,
+    "CUDAGraph": Graph,
+    "current_stream": lambda device=None: _here.stream,
+    "default_stream": lambda device=None: _Here.DEFAULT,
+    "stream": _stream,
+    "device": nullcontext,
+    "device_of": nullcontext,
+    "graph": _graph,
+    "graph_pool_handle": lambda: (0, 1),
+    "is_current_stream_capturing": lambda: _here.graph is not None,
+}
+
+
+def pretend() -> None:
+    """From here on this process, and every thread that it starts, has a GPU."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+    from triton.runtime.interpreter import InterpretedFunction
+
+    knobs.runtime.interpret = True
+    # tests take the variable for a sign that there is no GPU
+    del os.environ["TRITON_INTERPRET"]
+
+    for name, stand in STANDS.items():
+        setattr(torch.cuda, name, stand)
+    # torch looks at the type of its argument before it asks a mode
+    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment]
+    torch.Generator = Generator  # type: ignore[misc]
+    interpret, run = InterpretedFunction.run, threading.Thread.run
+
+    def launch(kernel: Any, *given: Any, **named: Any) -> None:
+        variant = _variant(kernel, given, named)
+        if _here.graph is not None and variant not in _loaded:
+            # the driver loads no code then; that of a kernel is loaded when it is first launched
+            raise RuntimeError(f"{REFUSED}: {variant} was never launched before")
+        _loaded.add(variant)
+
+        def call() -> None:
+            with _plain():
+                interpret(kernel, *given, **named)
+
+        if _here.graph is not None:
+            _here.graph.save((given, named))
+            _here.graph.calls.append(call)
+        call()
+
+    def run_with_a_gpu(thread: threading.Thread) -> None:
+        with Rehearsal():
+            run(thread)
+
+    InterpretedFunction.run = launch
+    setattr(threading.Thread, "run", run_with_a_gpu)  # noqa: B010
+    _use_sizes_of_the_interpreter()
+    # what is tried at all is tried once
+    main.QUICK, timing.WARM_UPS, kernel_inputs.STEPS = timing.Plan(0, 0, 1, 1), 1, 10
+    main.QUICK_CAPACITIES, main.QUICK_FRAMES = (1_000,), (480, (8,))
+    setattr(main, "QUICK_BATCHES", (8,))  # noqa: B010
+    setattr(runner, "CALLS_PER_GRAPH", 1)  # noqa: B010
+    main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS, frames.FrameSubject.chunk = 40, 8, 12, 8
+    peers_suite.QUICK = peers_suite.Sizes((500,), 96, (500,), (8,), (8,), ())
+
+
+def _use_sizes_of_the_interpreter() -> None:
+    """Let each program do as much as it can: in the interpreter one takes a millisecond."""
+    for found in pkgutil.iter_modules(ops.__path__):
+        if found.name.startswith("numba_"):
+            continue
+        module = importlib.import_module(f"{ops.__name__}.{found.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if "interpreted" in inspect.signature(function).parameters:
+                setattr(module, name, _interpreted(function))
+
+
+def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def chosen(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        bound.arguments["interpreted"] = True
+        return function(*bound.args, **bound.kwargs)
+
+    return chosen
+
+
+if __name__ == "__main__":
+    pretend()
+    sys.argv = sys.argv[1:]
+    with Rehearsal():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
