@@ -19,10 +19,19 @@ _ALIGNMENT = 16
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether all of them begin where memory that torch allocates does, as far as a kernel can tell."""
-    for tensor in tensors:  # noqa: SIM110 - a generator costs as much again
-        if tensor.data_ptr() % _ALIGNMENT:
-            return False
+    """Whether all of them begin where memory that torch allocates does, as far as a kernel can tell.
+
+    Raises TypeError for a tensor without memory, as there are within torch.func.
+    """
+    try:
+        for tensor in tensors:
+            if tensor.data_ptr() % _ALIGNMENT:
+                return False
+    except RuntimeError as error:
+        raise TypeError(
+            "values and priorities must be tensors with their numbers in memory; found one of which torch says: "
+            f"{error} Within torch.func.grad or vmap return it, and call the buffer with what they give back."
+        ) from error
     return True
 
 
