@@ -116,7 +116,7 @@ packer="" part=""
 trap 'rm -rf "$site"; end_part' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-export PYTHONPATH=$root:$site${rehearsal:+:$root/tests} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$root:$site${rehearsal:+:$root/tests/helpers:$root/tests/contract} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # other installed pytest plugins must not change the run; xdist is loaded by name below
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 status=0
@@ -216,7 +216,7 @@ part_smoke() {
     reserve=$((limit * 3 / 4))
     step info "${run[@]}" gpu_replay info
     reserve=$((limit * 3 / 8))
-    pytest smoke-tests tests/test_gpu_smoke.py ${rehearsal:+-k "everything and transitions"}
+    pytest smoke-tests tests/kernels/test_gpu_smoke.py ${rehearsal:+-k "everything and transitions"}
     reserve=0
     train catch catch --max-seconds "$((limit / 3))" \
         ${rehearsal:+"${tiny[@]}"}
@@ -252,7 +252,7 @@ part_pong() {
 
 part_tests() {
     local where=tests
-    [[ -z $rehearsal ]] || where=tests/test_bench_timing.py
+    [[ -z $rehearsal ]] || where=tests/programs/test_bench_timing.py
     pytest tests "$where"
 }
 
@@ -263,7 +263,7 @@ part_memcheck() {
     if [[ -n $dry || -n $rehearsal || -n $tool ]]; then
         # memory as the driver gives it, so that what lies outside of a tensor is nobody's
         run=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 ${tool:+"$tool" --tool memcheck --error-exitcode 9} "${plain[@]}")
-        pytest memcheck tests/test_gpu_smoke.py -k "test_every_call_once and ${rehearsal:+transitions-}everything"
+        pytest memcheck tests/kernels/test_gpu_smoke.py -k "test_every_call_once and ${rehearsal:+transitions-}everything"
     else
         echo "== memcheck: there is no compute-sanitizer, so it is left out"
     fi

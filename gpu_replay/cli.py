@@ -58,7 +58,7 @@ def _soak(arguments: list[str]) -> int:
     """Run `tests/soak.py`, which compares with the oracles of the tests."""
     if not (TESTS / "soak.py").is_file():
         raise UserError("the soak needs the tests/ of a checkout; there is none around this installation.")
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), *map(str, sorted(TESTS.glob("[a-z]*/")))]
     return int(importlib.import_module("soak").main(arguments))
 
 

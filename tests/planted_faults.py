@@ -34,7 +34,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "planted_faults.toml"
 # the table itself names what is there without a fault
-DEFAULT = ("-n", "2", "--ignore=tests/test_planted_faults.py")
+DEFAULT = ("-n", "2", "--ignore=tests/project/test_planted_faults.py")
 SLOW = (*DEFAULT, "--full", "-m", "slow")
 LIBRARIES = ("torch", "scipy.stats", "numba", "triton", "gymnasium")
 # a fault can make a loop endless; that is noticed as well
@@ -68,6 +68,12 @@ def faults() -> list[Fault]:
     """All of the table."""
     entries = tomllib.loads(TABLE.read_text())
     return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in entries.items()]
+
+
+def place(test: str) -> str:
+    """A file or node id of the table with its folder."""
+    file = test.split("::")[0]
+    return test.replace(file, str(next((ROOT / "tests").rglob(file)).relative_to(ROOT)), 1)
 
 
 def copy_to(folder: Path) -> None:
@@ -122,7 +128,7 @@ def plant(fault: Fault, full: bool) -> Outcome:
         if text.count(fault.old) != 1:
             raise ValueError(f"{fault.name}: the old text stands {text.count(fault.old)} times in {fault.file}.")
         path.write_text(text.replace(fault.old, fault.new))
-        likely = [f"tests/{test}" for test in fault.tests]
+        likely = [place(test) for test in fault.tests]
         for arguments in (likely, DEFAULT, *([SLOW] if full else [])):
             caught_by = first_failure(folder, arguments)
             if caught_by is not None:

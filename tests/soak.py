@@ -249,8 +249,8 @@ def page(tallies: dict[str, Tally], failures: Sequence[Job], command: str) -> st
             "# Reliability",
             "",
             f"Written by `{command}` on {where.date}, commit {where.commit}, {where.cpu}, "
-            f"{versions}. What each part does is said in `tests/soak_cases.py`, `tests/soak_steps.py`, "
-            "`tests/soak_hazards.py` and `tests/soak.py`.",
+            f"{versions}. What each part does is said in `tests/helpers/soak_cases.py`, `tests/helpers/soak_steps.py`, "
+            "`tests/helpers/soak_hazards.py` and `tests/soak.py`.",
             "",
             table(["part", "cases compared", "faults injected", "kills survived", "bytes verified"], rows),
             "",

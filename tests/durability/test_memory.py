@@ -1,0 +1,214 @@
+"""Memory: what a buffer takes is what it says, and what does not fit is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import host_only, scale
+from trajectory_pair import FIELDS, Pair, live_through
+from transitions import SAMPLERS, STORED, fill, make
+
+from gpu_replay import Combined, Field, Latest, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.engines.placement import Placement
+from gpu_replay.engines.storage import check_room
+
+pytestmark = pytest.mark.contract
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
+
+
+def run(program: str) -> dict[str, int]:
+    """Run a program in a fresh process and return what it printed: lines of a name and a number of bytes."""
+    helper = (
+        "def held(entry):\n"
+        "    with open('/proc/self/status') as status:\n"
+        "        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(entry))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", helper + program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: int(value) for name, value in (line.split() for line in done.stdout.splitlines())}
+
+
+@pytest.mark.slow
+@needs_proc
+@host_only
+def test_resident_memory_of_one_million_transitions_is_the_payload() -> None:
+    found = run(
+        """
+import torch
+from gpu_replay import Field, Proportional, ReplayBuffer
+torch.set_num_threads(1)
+fields = {
+    "obs": Field((32,), torch.float32), "action": Field((), torch.int64), "reward": Field((), torch.float32),
+    "next_obs": Field((32,), torch.float32), "terminated": Field((), torch.bool),
+}
+rows = {name: torch.ones((1000, *field.shape), dtype=field.dtype) for name, field in fields.items()}
+# everything that is loaded at first use is loaded by a small buffer
+small = ReplayBuffer(2000, fields, sampler=Proportional(), device="cpu")
+for buffer in (small,):
+    small.add(**rows)
+    small.update_priorities(small.sample(256).key, torch.ones(256))
+before = held("VmRSS")
+buffer = ReplayBuffer(1_000_000, fields, sampler=Proportional(), device="cpu")
+for _ in range(1005):
+    buffer.add(**rows)
+for _ in range(20):
+    buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
+print("payload", 1_000_000 * sum(field.row_bytes for field in fields.values()))
+print("resident", held("VmRSS") - before)
+print("peak", held("VmHWM") - before)
+print("nbytes", buffer.nbytes)
+"""
+    )
+    payload = found["payload"]
+    assert payload == 269_000_000
+    assert 0.95 * payload < found["resident"] < 1.1 * payload
+    assert found["peak"] < 1.1 * payload
+    assert payload <= found["nbytes"] < 1.1 * payload
+    assert abs(found["nbytes"] - found["resident"]) < 0.05 * payload
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_nbytes_holds_the_payload_and_little_more(name: str, device: str) -> None:
+    capacity = 10_007
+    buffer = make(capacity, SAMPLERS[name], device=device)
+    payload = capacity * sum(field.row_bytes for field in STORED.values())
+    # beside the payload: a mass and its share of the tree, a count, and a constant; or the order of what is stored
+    most = 64 if name == "rank" else 32
+    assert payload <= buffer.nbytes <= payload + most * capacity + 65_536
+    before = buffer.nbytes
+    fill(buffer, 100)
+    buffer.sample(50)
+    assert buffer.nbytes == before
+
+
+ABSURD = {
+    "obs": Field((1024, 1024, 3), torch.uint8),
+    "action": Field((), torch.int64),
+    "speed": Field((), torch.float32),
+}
+
+
+@pytest.mark.parametrize("capacity", [1_000_000_000, 2**31 - 1])
+@pytest.mark.parametrize("sampler", [Uniform(), Proportional()], ids=repr)
+def test_capacity_that_does_not_fit_is_refused_with_a_table_of_fields(
+    sampler: Uniform | Proportional, capacity: int, device: str
+) -> None:
+    with pytest.raises(MemoryError, match=r"(?is)free|available") as refused:
+        ReplayBuffer(capacity, ABSURD, sampler=sampler, device=device)
+    for name in ABSURD:
+        assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
+    # it does not stand in the way
+    fill(make(10, sampler, device=device), 3)
+
+
+def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 3 GB of 100 are free, 80 are torch's, of which a tensor of 1 GB is left
+    cuda, sizes = Placement(torch.device("cuda")), {"obs": 70 * 10**9}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 10**9, 100 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10**9)
+    check_room(sizes, cuda, ())
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
+    with pytest.raises(MemoryError, match="needs 70,000,000,000 bytes on cuda, where 63,000,000,000 are free"):
+        check_room(sizes, cuda, ())
+
+
+@needs_proc
+@host_only
+def test_nothing_is_allocated_before_the_refusal() -> None:
+    found = run(
+        """
+import torch
+from gpu_replay import Field, ReplayBuffer
+ReplayBuffer(10, {"small": Field((), torch.float32)}, device="cpu")
+before = held("VmPeak")
+try:
+    # the first field alone would fit
+    fields = {"small": Field((4,), torch.uint8), "large": Field((1024, 1024), torch.float32)}
+    ReplayBuffer(500_000_000, fields, device="cpu")
+except MemoryError:
+    print("allocated", held("VmPeak") - before)
+"""
+    )
+    assert found["allocated"] < 1_000_000_000
+
+
+# an Atari transition of a trajectory buffer: each observation once, and 80 bytes for everything else
+FRAME = 84 * 84
+ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+BESIDE = 80
+ATARI_SAMPLERS = [
+    Proportional(),
+    Proportional(initial="stored", normalize="buffer"),
+    Uniform(),
+    Latest(),
+    Combined(Uniform()),
+]
+
+
+@pytest.mark.parametrize("sampler", ATARI_SAMPLERS, ids=repr)
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+@pytest.mark.parametrize("capacity, num_envs", [(100_000, 64), (100_000, 1)])
+def test_an_atari_transition_takes_a_frame_and_80_bytes(
+    capacity: int, num_envs: int, autoreset: str, sampler: Any, device: str
+) -> None:
+    # the pages of what is never written are never there
+    buffer = TrajectoryReplayBuffer(
+        capacity, num_envs, ATARI, stack=4, n_step=3, autoreset=autoreset, sampler=sampler, device=device
+    )
+    assert FRAME <= buffer.nbytes / buffer.capacity <= FRAME + BESIDE
+
+
+@host_only
+@pytest.mark.parametrize("stack, n_step", [(1, 1), (8, 8), (16, 20)])
+def test_deeper_stacks_and_longer_windows_take_no_more(stack: int, n_step: int) -> None:
+    sizes = {
+        depth: TrajectoryReplayBuffer(100_000, 8, ATARI, stack=depth[0], n_step=depth[1], device="cpu").nbytes
+        for depth in ((1, 1), (stack, n_step))
+    }
+    assert abs(sizes[stack, n_step] - sizes[1, 1]) <= 100_000
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_one_million_atari_transitions_take_seven_gigabytes_not_fifty(autoreset: str) -> None:
+    transition = {name: Field((4, 84, 84), torch.uint8) for name in ("obs", "next_obs")} | {"action": ATARI["action"]}
+    settings: dict[str, Any] = {"stack": 4, "autoreset": autoreset, "sampler": Proportional(), "device": "cpu"}
+    try:
+        buffer = TrajectoryReplayBuffer(1_000_000, 64, ATARI, **settings)
+    except MemoryError:
+        pytest.skip("needs 7.1 GB of memory to be free, though it uses none of it")
+    assert buffer.nbytes <= 7_140_000_000
+    small = ReplayBuffer(1000, transition, sampler=Proportional(), device="cpu")
+    assert small.nbytes / 1000 > 7 * buffer.nbytes / buffer.capacity
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("sampler", scale([Uniform(), Proportional(), Latest()], [Proportional()]), ids=repr)
+def test_nothing_grows_with_use(sampler: Any, autoreset: str, device: str) -> None:
+    pair = Pair(61, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset)
+    before = pair.buffer.nbytes
+    assert before >= 61 // 3 * 3 * sum(kind.row_bytes for kind in FIELDS.values())
+    live_through(pair, 50, end=0.3, final=1.0)
+    pair.buffer.sample(5)
+    pair.buffer.sample_sequences(2, 2)
+    assert pair.buffer.nbytes == before
+
+
+def test_final_observations_take_what_they_are_given(device: str) -> None:
+    none, few, all_of_them = (
+        TrajectoryReplayBuffer(1000, 4, ATARI, autoreset="same_step", final_capacity=rows, device=device).nbytes
+        for rows in (0, 10, 1000)
+    )
+    assert 9 * FRAME <= few - none <= 11 * FRAME
+    assert 989 * FRAME <= all_of_them - few <= 1001 * FRAME

@@ -1,0 +1,248 @@
+"""Every kernel, compiled ahead of time for GPUs that are not here: nothing spills, memory is moved in whole words.
+
+By default every kernel is compiled for one target; `--full` adds more cases, and a part of them for the other targets.
+`test_kernels_compile.py` runs this file in a process of its own. What a kernel takes is compared with
+`kernel_resources.json`; `PYTHONPATH=. python tests/helpers/kernel_cases.py` writes that file anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernel_cases import (
+    FRAMES,
+    MAIN_TARGET,
+    TRAJECTORIES,
+    WHOLE_WORDS,
+    cases,
+    chosen,
+    compiled,
+    compiler,
+    measured,
+    read_table,
+)
+from launches import TARGETS, Launch, compile_for
+
+from gpu_replay.ops.frame_tiles import frame_tile
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+# what may change without a look at why
+REGISTERS_MORE = 1.25
+SHARED_MORE = 2048
+# of 255 that a thread can have: with 128 threads a block, four blocks fit
+MOST_REGISTERS = 128
+MOST_SHARED = 16384
+# bytes of one kernel that triton 3.4 spills, and of another 3.6; 3.7 and 3.9 spill nothing
+SPILLED_ELSEWHERE = 16
+
+
+targets = pytest.mark.parametrize(
+    "target", [pytest.param(each, marks=[] if each == MAIN_TARGET else pytest.mark.slow) for each in TARGETS]
+)
+
+
+def text_of(case: str, target: str) -> str:
+    """The PTX or AMD assembly of a case."""
+    return str(compiled(case, target).asm["amdgcn" if target.startswith("gfx") else "ptx"])
+
+
+@targets
+def test_nothing_spills_and_no_kernel_takes_much_more_than_it_did(target: str, full: bool) -> None:
+    found = {case: measured(case, target) for case in chosen(target, full)}
+    assert len(found) >= 15
+    wrong = {}
+    version, tables = read_table()
+    for case, now in found.items():
+        before = tables[target][case]
+        # another version of the compiler is held to the bounds alone
+        same = version == compiler()
+        spills = now.spilled > (0 if same else SPILLED_ELSEWHERE)
+        if spills or now.registers > MOST_REGISTERS or now.shared > MOST_SHARED:
+            wrong[case] = f"{now} is too much"
+        elif same and (now.registers > before.registers * REGISTERS_MORE or now.shared > before.shared + SHARED_MORE):
+            wrong[case] = f"{before} became {now}"
+    assert wrong == {}, "if that is meant: PYTHONPATH=. python tests/helpers/kernel_cases.py"
+
+
+def test_the_table_has_every_case_and_no_other() -> None:
+    found = {target: sorted(entries) for target, entries in read_table()[1].items()}
+    assert found == {target: sorted(chosen(target, True)) for target in TARGETS}
+
+
+# a count of samples and a position in a batch have 32 bits; a sum or an extreme of masses must have 64
+COUNTS = {"add.u32", "max.s32", "min.s32"}
+SUMS = {"add.u64", "max.s64", "min.s64"}
+
+
+def atomics_of(ptx: str) -> list[tuple[str, str, str]]:
+    """Scope, order and operation of every atomic of a kernel: ("gpu", "relaxed", "add.u64")."""
+    found = re.findall(r"\b(?:red|atom)\.(\S+)", ptx)
+    parts = [re.fullmatch(r"global\.(\w+)\.(\w+)\.(\w+\.\w+)", each) for each in found]
+    assert None not in parts, found
+    return [(each[1], each[2], each[3]) for each in parts if each]
+
+
+# kernels whose last program changes the counters; a gather does where it makes weights, a draw where it is uniform
+TICKETED = ("insert_kernel", "add_step_kernel", "arrange_kernel", "choose_goals_kernel")
+
+
+def takes_tickets(launch: Launch) -> bool:
+    """Whether the programs of a launch count themselves."""
+    if launch.name in ("gather_kernel", "gather_windows_kernel"):
+        return bool(launch.constants["DRAWS"] > 0)
+    return launch.name in TICKETED or launch.constants.get("BY") == "uniform"
+
+
+def test_every_atomic_is_of_integers_and_relaxed_but_for_the_ticket(full: bool) -> None:
+    """The program that takes the last ticket changes what the others have read, and reads what they have added up: the
+    ticket alone puts that in order, so it releases what came before it and acquires what the others released.
+
+    All else are sums, extremes and counts, which come out the same in any order and are read by a later launch.
+    """
+    wrong, tickets, kinds = {}, 0, set()
+    # what other tests compile as well, and what they leave out
+    some = list(cases(True)) if full else chosen(MAIN_TARGET, False)
+    for case in some:
+        atomics = atomics_of(text_of(case, MAIN_TARGET))
+        wanted = takes_tickets(cases(True)[case])
+        ordered = [kind for _, order, kind in atomics if order != "relaxed"]
+        relaxed = {kind for _, order, kind in atomics if order == "relaxed"}
+        kinds |= relaxed
+        tickets += wanted
+        if ordered != ["add.u64"] * wanted or relaxed - COUNTS - SUMS or {scope for scope, *_ in atomics} - {"gpu"}:
+            wrong[case] = atomics
+    assert wrong == {}
+    # the test saw all kinds of them, in all kernels that have any
+    assert tickets >= 8
+    ticketed = {launch.name for launch in cases(False).values() if takes_tickets(launch)}
+    assert len(ticketed) >= 7
+    assert ticketed <= {cases(True)[case].name for case in some}
+    assert kinds == COUNTS | SUMS
+
+
+def test_an_atomic_with_an_order_of_its_own_would_be_seen() -> None:
+    ptx = "atom.global.gpu.acq_rel.add.u64 a; red.global.gpu.relaxed.add.f32 b; @p atom.global.gpu.relaxed.max.s64 c;"
+    assert atomics_of(ptx) == [
+        ("gpu", "acq_rel", "add.u64"),
+        ("gpu", "relaxed", "add.f32"),
+        ("gpu", "relaxed", "max.s64"),
+    ]
+
+
+@targets
+def test_sums_and_extremes_are_64_bit_atomics(target: str) -> None:
+    amd = target.startswith("gfx")
+    add = r"global_atomic_add_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.add\.u64"
+    most = r"global_atomic_smax_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.max\.s64"
+    least = r"global_atomic_smin_x2" if amd else r"(?:red|atom)\.global\.gpu\.relaxed\.min\.s64"
+    case = "classic, 3 levels, all options"
+    wanted = {
+        f"insert_kernel: {case}: add": [add],
+        f"insert_kernel: {case}: add with priority": [add, most],
+        f"update_kernel: {case}: update": [add, most],
+        f"write_kernel: {case}: add": [most],
+        f"draw_kernel: {case}: sample": [least],
+        "draw_kernel: atari: starts": [least],
+    }
+    texts = {name: text_of(name, target) for name in wanted}
+    missing = [(name, one) for name, atomics in wanted.items() for one in atomics if not re.search(one, texts[name])]
+    assert missing == []
+    # a float would be rounded in the order in which it is added
+    floats = r"atomic_\w*_(?:f16|bf16|f32|f64)\b" if amd else r"(?:red|atom)\.\S+\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b"
+    assert [name for name, text in texts.items() if re.search(floats, text)] == []
+
+
+def test_whole_words_are_moved_as_such(full: bool) -> None:
+    looked_at = 0
+    for name in WHOLE_WORDS:
+        for kernel, call in (("write_kernel", "add"), ("gather_kernel", "sample")):
+            # fields that differ in nothing but their scale are written by the same code
+            case = f"{kernel}: {name}, latest: {call}"
+            if case in cases(False):
+                ptx = text_of(case, MAIN_TARGET)
+                loads = re.findall(r"ld\.global\.(\S+)", ptx)
+                stores = re.findall(r"st\.global\.(\S+)", ptx)
+                # beside the values: counters and slots, 8 bytes each
+                assert set(loads) <= {"v4.b32", "v2.b64", "b64"}, case
+                assert {"v4.b32", "v2.b64"} & set(loads), case
+                assert set(stores) <= {"v4.b32", "v2.b64"}, case
+                assert stores, case
+                looked_at += 1
+    assert looked_at >= 10
+    if full:
+        for name in ("frames", "stacks", "frames to half", "stacks to bfloat16"):
+            text = text_of(f"gather_kernel: {name}, latest: sample", "gfx942")
+            assert re.search(r"(?:global|buffer)_load_dwordx4", text), name
+            assert re.search(r"(?:global|buffer)_store_dwordx4", text), name
+
+
+def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
+    for name, fields in FRAMES.items():
+        field, settings = fields["obs"], TRAJECTORIES[name][3]
+        tile = frame_tile(field, 1000, "random_shift" in settings, False)
+        # of 128 threads, each of which moves 16 bytes at once
+        loads = tile.rows * tile.columns * field.dtype.itemsize // (128 * 16)
+        stores = tile.rows * tile.columns * field.output_dtype.itemsize // (128 * 16)
+        assert min(loads, stores) >= 1
+        # a frame may come from the ring or be a kept final observation
+        places = 2 if settings.get("autoreset") == "same_step" else 1
+        for call in ("starts", "sequences"):
+            case = f"gather_windows_kernel: {name}: {call}"
+            ptx = text_of(case, MAIN_TARGET)
+            wide = {kind: len(re.findall(rf"{kind}\.global\.(?:v4\.b32|v2\.b64)", ptx)) for kind in ("ld", "st")}
+            assert wide["st"] == stores, case
+            if "random_shift" not in settings:
+                assert wide["ld"] == loads * places, case
+            if full and name == "atari to half":
+                text = text_of(case, "gfx942")
+                assert re.search(r"(?:global|buffer)_load_dwordx4", text), case
+                assert re.search(r"(?:global|buffer)_store_dwordx4", text), case
+
+
+@pytest.mark.parametrize(
+    "case, loads, stores", [("scan_kernel: of 100003", 4, 4), ("block_sums_kernel: a level", 16, 0)]
+)
+def test_numbers_that_are_summed_are_moved_in_whole_words(case: str, loads: int, stores: int) -> None:
+    """A block that ends within words has a mask and 8 bytes at once; all others have neither."""
+    kernel, call = case.split(": ")
+    (name,) = (each for each in cases(True) if each.startswith(f"{kernel}: prefix sum: {call}"))
+    ptx = text_of(name, MAIN_TARGET)
+    # a scan may read a late block, 8 values a thread as well
+    late = 4 if stores else 0
+    assert len(re.findall(r"ld\.global\.v2\.b64", ptx)) == loads + late
+    assert len(re.findall(r"st\.global\.v2\.b64", ptx)) == stores
+
+
+def test_a_sum_of_rewards_is_rounded_as_on_the_host() -> None:
+    for name in FRAMES:
+        launch = cases(False)[f"gather_windows_kernel: {name}: starts"]
+        # powers of weights, which are only close, are made of such
+        constants = launch.constants | {"DRAWS": 0}
+        ptx = compile_for(replace(launch, constants=constants), MAIN_TARGET).asm["ptx"]
+        assert "st.global" in ptx
+        assert "fma" not in ptx, name
+
+
+@pytest.mark.parametrize("kernel", ["draw_kernel", "choose_goals_kernel"])
+def test_a_draw_is_rounded_once(kernel: str, full: bool) -> None:
+    """A multiplication fused with an addition, or a short division, would draw other keys than the CPU."""
+    chosen_cases = [case for case in chosen(MAIN_TARGET, full) if case.startswith(kernel)]
+    assert chosen_cases
+    for case in chosen_cases:
+        ptx = text_of(case, MAIN_TARGET)
+        assert "fma" not in ptx, case
+        assert set(re.findall(r"(?:div|sqrt)\.\w+\.f64", ptx)) <= {"div.rn.f64", "sqrt.rn.f64"}, case
+
+
+def test_every_kernel_is_compiled_here() -> None:
+    written = set()
+    for path in KERNELS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                written.add(node.name)
+    assert len(written) >= 9
+    assert {launch.name for launch in cases(False).values()} == written

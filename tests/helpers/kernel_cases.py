@@ -1,0 +1,285 @@
+"""Buffers whose calls launch every kernel in every form that matters, each launch under a name that people can read.
+
+    PYTHONPATH=. python tests/helpers/kernel_cases.py
+
+writes anew what every kernel takes on every target, `tests/kernel_resources.json`, after a change that is meant to
+change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from launches import TARGETS, Launch, Resources, compile_for, recorded, resources, rows_of
+
+from gpu_replay import (
+    Combined,
+    Field,
+    Hindsight,
+    Latest,
+    LinearSchedule,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.mass_tree import fanout_for
+from gpu_replay.ops.prefix_sum import block_sums, inclusive_prefix_sum
+from gpu_replay.samplers import Sampler
+
+TABLE = Path(__file__).with_name("kernel_resources.json")
+SMALL = {"x": Field((4,), torch.float32)}
+CLASSIC = {
+    "obs": Field((4,), torch.float32),
+    "action": Field((), torch.int64),
+    "reward": Field((), torch.float32),
+    "next_obs": Field((4,), torch.float32),
+    "terminated": Field((), torch.bool),
+}
+ODD = {
+    "seven": Field((7,), torch.float32),
+    "flags": Field((3,), torch.bool),
+    "bytes": Field((5,), torch.int8, torch.float32),
+    "brain": Field((9,), torch.bfloat16, torch.float32),
+    "double": Field((3,), torch.float64, torch.float32, 0.5),
+    "wide": Field((11,), torch.int64, torch.float64, 2.0),
+}
+TWENTY = {f"f{i}": Field(((4,), (), (3,))[i % 3], (torch.float32, torch.int64, torch.uint8)[i % 3]) for i in range(20)}
+# rows of whole 16-byte words, which must be moved as such
+WHOLE_WORDS = {
+    "vectors of 4": SMALL,
+    "frames": {"x": Field((84, 84), torch.uint8)},
+    "frames to half": {"x": Field((84, 84), torch.uint8, torch.float16, 1 / 255)},
+    "stacks": {"x": Field((4, 84, 84), torch.uint8)},
+    "stacks to bfloat16": {"x": Field((4, 84, 84), torch.uint8, torch.bfloat16, 1 / 255)},
+    "doubles": {"x": Field((6,), torch.float64)},
+    "brain floats": {"x": Field((24,), torch.bfloat16)},
+}
+EVERYTHING = Proportional(beta=LinearSchedule(0.4, 1.0, 100), clip=2.0, initial="stored", normalize="buffer")
+PLAIN = Proportional()
+ALL_RANKS = RankBased(beta=LinearSchedule(0.4, 1.0, 100), initial="stored", normalize="buffer", stratified=False)
+
+# name: capacity, fields, sampler
+BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
+    "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
+    "2 levels": (100, SMALL, PLAIN),
+    "3 levels, independent draws": (20_000, SMALL, Proportional(stratified=False, normalize="buffer")),
+    "4 levels": (1_000_000, SMALL, PLAIN),
+    "odd widths, uniform": (100, ODD, Uniform()),
+    **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
+    "by rank": (1_000_000, SMALL, RankBased()),
+}
+MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
+    "twenty fields, replacement": (100, TWENTY, Uniform(replacement=True)),
+    "3 levels": (5_000, SMALL, PLAIN),
+    "4 levels, all options": (1_000_000, SMALL, EVERYTHING),
+    "2 levels, all options": (100, CLASSIC, EVERYTHING),
+    "2 levels, independent draws": (100, SMALL, Proportional(stratified=False)),
+    "3 levels, lowest only": (20_000, SMALL, Proportional(normalize="buffer")),
+    "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
+    "by rank, all options": (2_100_000, CLASSIC, ALL_RANKS),
+    "few by rank, combined": (30, SMALL, Combined(RankBased(normalize="buffer"))),
+}
+
+MAIN_TARGET = "sm_90"
+# what the other targets compile, and tests of one target that need no more
+PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
+# what the main target compiles by default: the same, and the kernels that are not among them
+QUICK = (*PART, "by rank", "goals", "prefix sum")
+# those of which many keys are updated at once, too
+UPDATED = ("classic, 3 levels, all options", "by rank", "atari")
+
+ACTION = {"action": Field((), torch.int64)}
+VECTORS = {"obs": Field((4,), torch.float32), **ACTION}
+# observations whose frames are whole 16-byte words, which must be moved as such
+FRAMES = {
+    "atari": {"obs": Field((84, 84), torch.uint8), **ACTION},
+    "atari to half": {"obs": Field((84, 84), torch.uint8, torch.float16, 1 / 255), **ACTION},
+    "atari to bfloat16": {"obs": Field((84, 84), torch.uint8, torch.bfloat16, 1 / 255), **ACTION},
+    "atari to float": {"obs": Field((84, 84), torch.uint8, torch.float32, 1 / 255), **ACTION},
+}
+SAME_STEP = {"autoreset": "same_step", "padding": "zero"}
+GOALS = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")} | ACTION
+
+# name: capacity, fields, sampler, further settings of a trajectory buffer of two environments
+TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+    "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
+    "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
+    "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
+    "atari to float": (100, FRAMES["atari to float"], Combined(EVERYTHING, 3), {"stack": 4, "n_step": 12, **SAME_STEP}),
+    "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=torch.dist)}),
+    "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
+}
+MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+    "streams of 4 levels": (1_000_000, VECTORS, Combined(PLAIN), {"n_step": 8}),
+    "streams of 4 levels, all options": (1_000_000, VECTORS, Combined(EVERYTHING), {"stack": 8, **SAME_STEP}),
+    "streams of 4 levels, replacement": (1_000_000, VECTORS, Uniform(replacement=True), {"autoreset": "disabled"}),
+    "goals of episodes": (
+        100,
+        GOALS,
+        Uniform(),
+        {"relabel": Hindsight(reward_fn=torch.dist, strategy="episode"), **SAME_STEP},
+    ),
+    "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=torch.dist, strategy="final")}),
+    "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
+    "several observations": (
+        100,
+        {
+            **{f"obs.{name.replace(' ', '_')}": field for name, field in ODD.items()},
+            "action": Field((6,), torch.float32),
+        },
+        PLAIN,
+        {"stack": 3, "n_step": 2, **SAME_STEP},
+    ),
+    "steps by rank": (20_000, VECTORS, RankBased(), {}),
+    "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
+}
+
+
+def _launches(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer], levels: int = 0) -> dict[str, list[Launch]]:
+    """The launches of each kind of call."""
+    calls: dict[str, list[Launch]] = {}
+    with recorded() as launches:
+        buffer: Any = make()
+        launches.clear()
+        tree = buffer._state.tree
+        if tree is not None and levels:
+            # a tree of that height without the memory below it
+            tree.levels += tree.levels[-1:] * (levels - len(tree.levels))
+
+        def note(call: str, made: Callable[[], object]) -> None:
+            made()
+            calls[call] = list(launches)
+            launches.clear()
+
+        steps = isinstance(buffer, TrajectoryReplayBuffer)
+        add, sample, update = ("step", "starts", "update of starts") if steps else ("add", "sample", "update")
+        count = 2 if steps else 9
+        rows = rows_of(buffer, count)
+        note(add, lambda: buffer.add(**rows))
+        note(f"{add} with priority", lambda: buffer.add(**rows, priority=torch.ones(count)))
+        if not steps:
+            note(sample, lambda: buffer.sample(5))
+            note("sample with beta", lambda: buffer.sample(5, beta=0.5))
+        else:
+            note("step with final observation", lambda: buffer.add(**rows_of(buffer, count, final=True)))
+            # what no launch has counted
+            buffer._counters[Counter.ELIGIBLE] = 10
+            # goals that no launch has chosen cannot be rewritten
+            note(sample, lambda: buffer._engine.sample(5, None))
+            if buffer.relabel is None:
+                note("sequences", lambda: buffer.sample_sequences(5, 2))
+            else:
+                note("later goals", lambda: buffer._engine.choose_goals(torch.arange(5), 4, buffer.relabel.strategy))
+        note(update, lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
+    return calls
+
+
+def _updates(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer]) -> dict[str, list[Launch]]:
+    """The launches of updates of more keys than a small batch has."""
+    calls = {}
+    with recorded() as launches:
+        buffer = make()
+        for call, keys in (("update of hundreds", 500), ("update of a thousand", 1000), ("update of thousands", 2000)):
+            launches.clear()
+            buffer.update_priorities(torch.arange(keys), torch.ones(keys))
+            calls[call] = list(launches)
+    return calls
+
+
+def _scans() -> dict[str, list[Launch]]:
+    calls = {}
+    with recorded() as launches:
+        for length in (100, 100_003):
+            inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
+            calls[f"of {length}"] = list(launches)
+            launches.clear()
+        block_sums(torch.zeros(1000, dtype=torch.int64), fanout_for("triton"))
+        calls["a level of a tree"] = list(launches)
+    return calls
+
+
+@cache
+def cases(more: bool) -> dict[str, Launch]:
+    """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
+    makers: dict[str, Callable[[], Any]] = {}
+    # a launch is named after the first call that makes it, whether or not there are more
+    for buffers, trajectories in [(BUFFERS, TRAJECTORIES), (MORE_BUFFERS, MORE_TRAJECTORIES)][: 1 + more]:
+        for name, (capacity, fields, sampler) in buffers.items():
+            makers[name] = partial(ReplayBuffer, capacity, fields, sampler=sampler, device="cpu")
+        for name, (capacity, fields, sampler, settings) in trajectories.items():
+            given = {"sampler": sampler, "device": "cpu", **settings}
+            makers[name] = partial(TrajectoryReplayBuffer, capacity, 2, fields, **given)
+    found = {name: _launches(make) for name, make in makers.items()}
+    for name in UPDATED:
+        found[name] |= _updates(makers[name])
+    found["prefix sum"] = _scans()
+    if more:
+        make = partial(ReplayBuffer, 100, SMALL, sampler=EVERYTHING, device="cpu")
+        found["5 levels, all options"] = _launches(make, levels=5)
+    named: dict[str, Launch] = {}
+    variants = set()
+    for name, calls in found.items():
+        for call, launches in calls.items():
+            for launch in launches:
+                if launch.variant not in variants:
+                    variants.add(launch.variant)
+                    named[f"{launch.name}: {name}: {call}"] = launch
+    return named
+
+
+def chosen(target: str, full: bool) -> list[str]:
+    """The cases to compile for a target."""
+    if full and target == MAIN_TARGET:
+        return list(cases(full))
+    return [case for case in cases(full) if case.split(": ")[1] in (QUICK if target == MAIN_TARGET else PART)]
+
+
+@cache
+def compiled(case: str, target: str) -> object:
+    """The compiled kernel of a case."""
+    return compile_for(cases(True)[case], target)
+
+
+@cache
+def measured(case: str, target: str) -> Resources:
+    """What the compiled kernel of a case takes."""
+    return resources(compiled(case, target), target)
+
+
+def write_table(targets: Iterable[str]) -> None:
+    """Compile everything for these targets and write the registers and the bytes of shared memory that it takes."""
+    parts = [f'  "triton": "{compiler()}"']
+    for target in targets:
+        taken = {case: measured(case, target) for case in chosen(target, True)}
+        lines = [f"    {json.dumps(case)}: [{each.registers}, {each.shared}]" for case, each in taken.items()]
+        parts.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
+    TABLE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def read_table() -> tuple[str, dict[str, dict[str, Resources]]]:
+    """The compiler that the table was written with, and what the kernels took, by target and case; nothing spilled."""
+    table = json.loads(TABLE.read_text())
+    version = table.pop("triton")
+    return version, {
+        target: {case: Resources(registers, 0, shared) for case, (registers, shared) in entries.items()}
+        for target, entries in table.items()
+    }
+
+
+def compiler() -> str:
+    """Triton's version, as far as it decides what is made of a kernel."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+if __name__ == "__main__":
+    write_table(TARGETS)

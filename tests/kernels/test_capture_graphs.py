@@ -1,0 +1,377 @@
+"""`buffer.capture` on a GPU that is not there: when a step is captured, what is replayed, what the host then knows.
+
+Streams and graphs only remember what they were given (fake_cuda.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from gpu_twins import SAMPLERS
+from launches import recorded
+from test_capture import BUFFERS, add, filled
+from torch import Tensor
+
+from gpu_replay import Batch, Proportional, Uniform
+from gpu_replay.base.buffer import Buffer
+from gpu_replay.engines.device_sampler import DeviceSampler
+from gpu_replay.graphs.learning_step import LearningStep
+from gpu_replay.graphs.stream_order import StreamOrder
+from gpu_replay.ops.counters import Counter
+
+CUDA = torch.device("cuda")
+
+
+class Engine:
+    """Counts what it is told of replays."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def on_replay(self, rows: int) -> None:
+        self.rows += rows
+
+
+class Pretended(Buffer):
+    """A buffer whose calls are nothing but work on the device."""
+
+    device = CUDA
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._engine: Any = Engine()
+        self._stream_order = StreamOrder(CUDA)
+        self._lock = threading.RLock()
+        self.empty = False
+
+    def _make_engine(self) -> Any:
+        """Made here, not by `Buffer`."""
+
+    def _sizes(self) -> dict[str, int]:
+        return {}
+
+    def _call(self, name: str) -> None:
+        with self._lock, self._stream_order.ordered():
+            self._cuda.work(name)
+
+    def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
+        self._check_enough(batch_size)
+        self._call("sample")
+        return Batch({"key": torch.arange(batch_size)})
+
+    def update_priorities(self, keys: Any, priorities: Any) -> None:
+        self._call("update")
+
+    def add(self, name: str = "add") -> None:
+        self._call(name)
+        if self._stream_order.capturing() and self._stream_order.recorded is not None:
+            self._stream_order.recorded.rows += 5
+
+    def _check_enough(self, batch: int, skipped: int = 0, call: str = "") -> None:
+        if self.empty:
+            raise RuntimeError("the buffer holds nothing")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    # these priorities are not on a GPU
+    monkeypatch.setattr(LearningStep, "_check", lambda self, priorities: None)
+    return FakeCuda().install(monkeypatch)
+
+
+def test_a_step_runs_as_it_is_a_few_times_and_is_replayed_from_then_on(cuda: FakeCuda) -> None:
+    buffer, learned = Pretended(cuda), []
+
+    def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+        learned.append(len(learned))
+        cuda.work("learn")
+        return torch.ones(4), batch.key
+
+    step = buffer.capture(4, learn, warm_ups=2)
+    parts = ["sample", "learn", "update"]
+    for _ in range(2):
+        cuda.work("mine")
+        step()
+        cuda.work("yours")
+        # aside, but after what came before the call and before what comes after it
+        assert "mine" in cuda.before("sample")
+        assert set(parts) <= cuda.before("yours")
+    assert (step.captured, step.replays) == (False, 0)
+    cuda.done.clear()
+    # the capture runs nothing, so a replay follows at once: one call, one step
+    first = step()
+    assert [name for name, _ in cuda.done] == [f"{part} replayed" for part in parts]
+    assert (step.captured, step.replays) == (True, 1)
+    assert step() is first
+    assert [name for name, _ in cuda.done] == [f"{part} replayed" for part in parts] * 2
+    assert step.replays == 2
+    assert (cuda.captures, len(learned)) == (1, 3)
+
+
+def test_a_replay_has_its_turn_among_the_calls_of_other_streams(cuda: FakeCuda) -> None:
+    buffer, side = Pretended(cuda), cuda.Stream()
+    step = buffer.capture(4, lambda batch: torch.ones(4), warm_ups=1)
+    step()
+    step()
+    for turn in range(3):
+        with cuda.stream(side):
+            cuda.work(f"observed {turn}")
+            buffer.add(f"add {turn}")
+            cuda.work(f"acting {turn}")
+        step()
+        assert "update replayed" in cuda.before(f"add {turn}")
+        came_after = cuda.before("sample replayed")
+        assert {f"observed {turn}", f"add {turn}"} <= came_after
+        assert f"acting {turn}" not in came_after
+
+
+def test_the_host_counts_what_replays_add(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    step = buffer.capture(4, lambda batch: buffer.add(), warm_ups=1)
+    step()
+    assert buffer._engine.rows == 0
+    for _ in range(3):
+        step()
+    assert buffer._engine.rows == 15
+    assert buffer._stream_order.recorded is None
+
+
+def test_a_step_that_draws_nothing_asks_for_no_rows(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    buffer.empty = True
+    step = buffer.capture(None, buffer.add, warm_ups=1)
+    for _ in range(4):
+        step()
+    assert [name for name, _ in cuda.done] == ["add", *["add replayed"] * 3]
+    assert (buffer._engine.rows, buffer._stream_order.recorded) == (15, None)
+
+
+def test_a_call_that_raised_was_no_warm_up(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    step = buffer.capture(4, lambda batch: None, warm_ups=1)
+    buffer.empty = True
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="holds nothing"):
+            step()
+    buffer.empty = False
+    step()
+    assert not step.captured
+    # nor is there a capture, or a replay, of a draw from nothing
+    for captured in (False, True):
+        buffer.empty = True
+        with pytest.raises(RuntimeError, match="^the buffer holds nothing$"):
+            step()
+        buffer.empty = False
+        assert (step.captured, cuda.captures) == (captured, int(captured))
+        step()
+    assert step.replays == 2
+
+
+REFUSAL = "operation not permitted when stream is capturing\nand more that nobody reads"
+
+
+def test_what_waits_for_the_device_cannot_be_captured(cuda: FakeCuda) -> None:
+    buffer = Pretended(cuda)
+    cause = RuntimeError(REFUSAL)
+
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            buffer.add()
+            raise cause
+
+    step = buffer.capture(4, learn, warm_ups=1)
+    step()
+    # to end such a capture raises once more
+    cuda.refusal = "operation failed due to a previous error during capture"
+    expected = r"^learn cannot be captured as a CUDA graph: operation not permitted when stream is capturing\. .*item"
+    with pytest.raises(RuntimeError, match=expected) as caught:
+        step()
+    assert caught.value.__cause__ is cause
+    assert (step.captured, step.replays, buffer._engine.rows) == (False, 0, 0)
+    assert cuda.current is cuda.default
+    assert cuda.is_clean()
+    # the memory of the capture is free again
+    assert cuda.pools == {2}
+    assert buffer._stream_order.recorded is None
+
+
+def test_a_capture_that_fails_at_its_end_says_so(cuda: FakeCuda) -> None:
+    step = Pretended(cuda).capture(4, lambda batch: None, warm_ups=1)
+    step()
+    cuda.refusal = "capture was invalidated"
+    with pytest.raises(RuntimeError, match="as a CUDA graph: capture was invalidated"):
+        step()
+    assert cuda.is_clean()
+    cuda.refusal = None
+    step()
+    assert step.captured
+
+
+@pytest.mark.parametrize("refusal", [None, "capture was invalidated"])
+def test_generators_that_learn_draws_from_are_captured_and_come_back(cuda: FakeCuda, refusal: str | None) -> None:
+    generator: Any = torch.Generator()
+    within = []
+
+    def learn(batch: Batch) -> None:
+        within.append(list(cuda.capturing_generators))
+
+    buffer = Pretended(cuda)
+    step = LearningStep(
+        *(learn, 4, CUDA, 1),
+        generators=(generator,),
+        sample=lambda: buffer.sample(4),
+        update=buffer.update_priorities,
+        recording=lambda: buffer._recording(4),
+        replaying=lambda recorded: buffer._replaying(4, recorded),
+    )
+    step()
+    cuda.refusal = refusal
+    if refusal is None:
+        step()
+    else:
+        with pytest.raises(RuntimeError, match=refusal):
+            step()
+    assert within == [[], [generator]]
+    assert cuda.is_clean()
+
+
+def test_what_learn_itself_raises_comes_through(cuda: FakeCuda) -> None:
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("mine")
+
+    step = Pretended(cuda).capture(4, learn, warm_ups=1)
+    step()
+    cuda.refusal = "capture was invalidated"
+    with pytest.raises(KeyError, match="mine"):
+        step()
+    assert cuda.is_clean()
+
+
+def test_nothing_is_set_aside_for_a_capture_that_was_ended(cuda: FakeCuda) -> None:
+    def learn(batch: Batch) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("mine")
+
+    step = Pretended(cuda).capture(4, learn, warm_ups=1)
+    step()
+    # torch ends this capture as if it had succeeded, and its graph releases the memory itself
+    with pytest.raises(KeyError, match="mine"):
+        step()
+    assert cuda.is_clean()
+    assert 1 in cuda.pools
+
+
+# what the host knows of a buffer whose graphs are replayed
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        buffer = filled(kind, Uniform())
+        engine = buffer._engine
+        # launches that are not made count nothing
+        buffer._counters[Counter.ELIGIBLE] = 60
+        with buffer._recording(3) as found, monkeypatch.context() as patch:
+            patch.setattr(DeviceSampler, "capturing", lambda self: True)
+            add(buffer, 0)
+            add(buffer, 0)
+        assert found.rows == 6
+        monkeypatch.setattr(DeviceSampler, "span", None)
+        for steps in range(12, 30, 2):
+            if kind == "transitions":
+                assert engine.count_at_least(1000, 0) == min(50, 3 * steps)
+            else:
+                # 20 steps fit
+                assert engine.span_of_steps() == (max(0, steps - 20), steps)
+                assert engine._overwritten == max(0, steps - 20)
+            with buffer._replaying(3, found):
+                pass
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        buffer = filled(kind, Uniform())
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceSampler, "capturing", lambda self: True)
+            add(buffer, 0)
+        asked: list[int] = []
+        monkeypatch.setattr(DeviceSampler, "span", lambda self: (asked.append(1), (0, 45))[1])
+        if kind == "transitions":
+            # what is known to be there stays there
+            assert buffer._engine.count_at_least(36, 0) == 36
+            assert asked == []
+            assert buffer._engine.count_at_least(40, 0) == 45
+        else:
+            assert buffer._engine.span_of_steps() == (0, 15)
+        assert asked == [1]
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize(
+    "sampler", [Uniform(), Proportional(initial="stored", normalize="buffer")], ids=["alike", "mass"]
+)
+def test_a_step_launches_what_its_calls_launch(sampler: Any, kind: str) -> None:
+    with recorded() as launches:
+        buffer = filled(kind, sampler)
+        buffer._counters[Counter.ELIGIBLE] = 60
+        step = buffer.capture(4, lambda batch: batch.weight)
+        launches.clear()
+        step()
+        names = [launch.name for launch in launches]
+        launches.clear()
+        buffer.update_priorities(buffer.sample(4).key, torch.ones(4))
+        assert names == [launch.name for launch in launches]
+        # three of the draw and two of the update, or as many fewer
+        assert 2 <= len(names) <= 5
+
+
+def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded():
+        draws: Any = filled("transitions", Uniform())._draws
+        value = torch.ones(3, device="meta")
+        monkeypatch.setattr(DeviceSampler, "capturing", lambda self: True)
+        with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
+            draws.moved(value)
+
+
+def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) -> None:
+    """torch has 32, so that with a new one each time another thread's capture would soon be on one of them."""
+
+    def run() -> None:
+        for _ in range(20):
+            step = Pretended(cuda).capture(4, lambda batch: None, warm_ups=1)
+            step()
+            step()
+            assert step.captured
+            order = StreamOrder(CUDA)
+            with order.ordered():
+                order.copied(torch.zeros(1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor)
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert len(cuda.streams) == 2 * 2
+
+
+def test_no_kernel_is_first_launched_while_a_graph_is_captured() -> None:
+    """The driver loads no code then. Every sampler, steps with and without a draw, graphs made by hand; one warm-up."""
+    tests = Path(__file__).parents[1]
+    places = [*map(str, (tests.parent, tests / "helpers", tests / "contract")), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "rehearsal", "rehearsed_captures"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(SAMPLERS) + 3

@@ -1,0 +1,86 @@
+"""The first minute on a GPU: every operation once, in small, beside the host code. Records name what fails here."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_twins import KINDS, SAMPLERS, OnGpu, powers
+from test_hindsight_gpu import made as made_with_hindsight
+from twins import check_batches
+
+from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = [(kind, name) for kind in KINDS for name in ("everything", "uniform", "combined-rank")]
+
+
+def test_every_module_needs_pytorch_triton_and_numpy_alone() -> None:
+    missing = set()
+    for folder, prefix in (("gpu_replay", ""), ("kernels", "gpu_replay."), ("bench", "gpu_replay.")):
+        for file in sorted((ROOT / folder).rglob("[a-z]*.py")):
+            try:
+                importlib.import_module(prefix + ".".join(file.relative_to(ROOT).with_suffix("").parts))
+            except ImportError as error:
+                missing.add(str(error.name).split(".")[0])
+    # what is missing is what an extra brings
+    assert not missing & {"gpu_replay", "torch", "triton", "numpy", "None"}
+
+
+def filled(kind: str, name: str) -> OnGpu:
+    both = OnGpu(100, 5, SAMPLERS[name], kind)
+    both.add(30)
+    return both
+
+
+@pytest.mark.parametrize("kind, name", CASES)
+def test_every_call_once(kind: str, name: str) -> None:
+    both = filled(kind, name)
+    both.update(both.draw(16).key, torch.arange(16.0) ** 2)
+    both.draw(16)
+    if kind != "transitions":
+        check_batches(*reversed(both.call("sample_sequences", 8, 4, 1)))
+    both.check()
+    assert both.gpu.stats().size == both.host.stats().size
+    for buffer in both.both:
+        buffer.clear()
+        assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("kind", ["transitions", "next_step"])
+def test_a_captured_step(kind: str) -> None:
+    both = filled(kind, "everything")
+    step = both.gpu.capture(16, lambda batch: powers(batch.key), warm_ups=1)
+    for _ in range(4):
+        step()
+        both.update_drawn(both.host.sample(16).key)
+    assert (step.captured, step.replays) == (True, 3)
+    both.draw(16)
+    both.check()
+
+
+def test_rows_of_the_host_in_pinned_memory_and_without() -> None:
+    both = filled("transitions", "uniform")
+    given = both.given(150, "cpu", own=False)
+    both.host.add(**given)
+    both.gpu.add(**given)
+    both.host.add(**given)
+    both.gpu.add(**{name: value.pin_memory() for name, value in given.items()})
+    both.check()
+
+
+def test_goals_in_hindsight() -> None:
+    gpu, host = (made_with_hindsight(device, autoreset="next_step") for device in ("cuda", "cpu"))
+    check_batches(gpu.sample(32), host.sample(32))
+
+
+@pytest.mark.parametrize("kind, kept", [("transitions", ReplayBuffer), ("same_step", TrajectoryReplayBuffer)])
+def test_a_checkpoint_goes_from_the_gpu_to_the_host(kind: str, kept: type, tmp_path: Path) -> None:
+    both = filled(kind, "everything")
+    both.gpu.save(tmp_path / "saved")
+    both.host = kept.load(tmp_path / "saved", device="cpu")
+    both.check()

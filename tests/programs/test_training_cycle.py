@@ -1,0 +1,189 @@
+"""Graphs of a step: they are the step of the plain loop, and work in memory that stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from host_games import sums_trainer
+from torch import Tensor
+from training_runs import CPU, ROOT, make_trainer
+
+from gpu_replay.training.checkpoints import flatten
+from gpu_replay.training.train import Trainer
+
+WHOLE, LEARNING, ANSWER = "a step with its updates", "the learning step", "acting and adding"
+SMALL = {"capacity": 400, "batch_size": 8, "eval_episodes": 2, "learning_rate_end": 1e-5, "epsilon_steps": 90}
+GAMES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("catch", {**SMALL, "num_envs": 6, "warmup": 20, "target_every": 3, "persistence": 0.5, "clip_reward": True}),
+    (
+        "device-pong",
+        {**SMALL, "num_envs": 5, "warmup": 16, "updates": 2, "shared_draw": True, "frame_size": 36, "hidden": (8,)}
+        | {"target_every": 5, "ema_updates": 5, "whiten": True},
+    ),
+    ("sums", {"frame_stack": 1, "persistence": 0.0}),
+    ("sums", {"frame_stack": 3, "persistence": 0.5}),
+)
+IDS = ["catch", "device-pong", "host", "host-stacks"]
+
+
+def played(name: str, steps: int, device: torch.device = CPU, **options: Any) -> Trainer:
+    """A trainer after so many steps; games of Pong are about to end."""
+    trainer = sums_trainer(device, **options) if name == "sums" else make_trainer(name, device, **options)
+    if name == "device-pong":
+        # rows of the scores
+        trainer.environment.games[8:10] = 20  # type: ignore[operator, index]
+    advance(trainer, steps)
+    return trainer
+
+
+def advance(trainer: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        trainer.advance()
+
+
+def all_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Everything that the rest of a run depends on."""
+    parts = {**trainer.state_dict(), "buffer": trainer.buffer.state_dict(), "stack": trainer._actors.stack.frames}
+    return {path: tensor for path, tensor in flatten(parts)[1].items() if isinstance(tensor, Tensor)}
+
+
+def check_alike(mine: Trainer, theirs: Trainer) -> None:
+    found, expected = all_tensors(mine), all_tensors(theirs)
+    assert found.keys() == expected.keys()
+    assert [path for path in expected if not torch.equal(found[path], expected[path])] == []
+    assert mine.buffer.state_dict()["counters"] == theirs.buffer.state_dict()["counters"]
+    assert (mine.agent.updates, mine.step, mine.buffer.added) == (
+        theirs.agent.updates,
+        theirs.step,
+        theirs.buffer.added,
+    )
+
+
+@pytest.mark.parametrize(("name", "changes"), GAMES, ids=IDS)
+def test_captured_steps_are_those_of_the_plain_loop(name: str, changes: dict[str, Any]) -> None:
+    plain, graphed = (played(name, 0, **changes) for _ in range(2))
+    graphed.capture()
+    assert set(graphed._graphs) == ({LEARNING, ANSWER} if name == "sums" else {WHOLE})
+    assert plain._graphs == {}
+    for steps in (3, 40, 17):
+        advance(plain, steps)
+        advance(graphed, steps)
+        check_alike(graphed, plain)
+    assert plain.agent.updates > 40
+    assert int(plain.statistics.count) >= 5
+
+
+@pytest.mark.parametrize(("name", "changes"), GAMES, ids=IDS)
+def test_all_that_a_step_changes_stays_where_it_is(name: str, changes: dict[str, Any]) -> None:
+    trainer = played(name, 12, **changes)
+    assert trainer.agent.updates
+
+    def places() -> dict[str, int]:
+        found = all_tensors(trainer)
+        # copies in host memory, and environments there
+        copied = ("buffer", "actors/environment" if name == "sums" else "buffer")
+        return {
+            path: each.data_ptr()
+            for path, each in found.items()
+            if not path.startswith(copied) and "_extra" not in path
+        }
+
+    before, kept = places(), {path: tensor.clone() for path, tensor in all_tensors(trainer).items()}
+    advance(trainer, 9)
+    assert places() == before
+    after = all_tensors(trainer)
+    changed = {path.split("/")[0] for path in before if not torch.equal(kept[path], after[path])}
+    assert {"agent", "statistics", "stack"} <= changed
+
+
+@pytest.mark.parametrize(("name", "refused"), [("catch", WHOLE), ("sums", LEARNING), ("sums", ANSWER)])
+def test_a_step_that_cannot_be_captured_is_named_and_made_of_calls(
+    name: str, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = GAMES[0][1] if name == "catch" else {}
+    plain, trainer = played(name, 30, **changes), played(name, 12, **changes)
+    trainer.capture()
+
+    def refuse() -> None:
+        raise RuntimeError("no graph holds this")
+
+    trainer._graphs[refused] = refuse
+    advance(trainer, 18)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{refused} cannot be captured as a CUDA graph and runs without: no graph holds this"
+    assert refused not in trainer._graphs
+    check_alike(trainer, plain)
+
+
+def test_a_step_that_is_timed_on_a_gpu_is_made_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, trainer = (played("catch", 12, **GAMES[0][1]) for _ in range(2))
+    trainer.capture()
+    called = []
+    whole = trainer._graphs[WHOLE]
+    trainer._graphs[WHOLE] = lambda: (called.append(1), whole())
+    advance(trainer, 2)
+    monkeypatch.setattr(type(trainer.watch), "looks_inside", True)
+    advance(trainer, 3)
+    advance(plain, 5)
+    assert len(called) == 2
+    check_alike(trainer, plain)
+
+
+def test_an_error_of_the_step_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = played("catch", 12, **GAMES[0][1])
+    trainer.capture()
+    monkeypatch.setattr(trainer.agent, "update", lambda batch: torch.zeros(3) @ torch.zeros(4))
+    with pytest.raises(RuntimeError, match="size"):
+        trainer.advance()
+
+
+@pytest.mark.slow
+def test_in_a_rehearsal_replayed_steps_are_those_of_the_plain_loop() -> None:
+    places = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("helpers", "programs"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*places, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "rehearsal", "rehearsed_cycle"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == IDS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "changes"), GAMES, ids=IDS)
+def test_on_a_gpu_replayed_steps_play_the_games_of_the_plain_loop(name: str, changes: dict[str, Any]) -> None:
+    cuda = torch.device("cuda")
+    # past a step that is timed
+    plain, graphed = (played(name, 80, device=cuda, graph=graph, **changes) for graph in (False, True))
+    assert plain._graphs == {}
+    assert all(step.captured for step in graphed._graphs.values())  # type: ignore[attr-defined]
+    mine, theirs = all_tensors(graphed), all_tensors(plain)
+    for path, tensor in theirs.items():
+        if path.startswith(("agent/online", "agent/target", "agent/averaged")):
+            torch.testing.assert_close(mine[path], tensor, rtol=1e-3, atol=1e-4)
+        elif path.startswith(("actors", "statistics", "stack", "actions")):
+            assert torch.equal(mine[path], tensor), path
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate() -> None:
+    trainer = make_trainer(device=torch.device("cuda"), eval_episodes=4, warmup=320)
+    advance(trainer, 30)
+    step, online = trainer._graphs[WHOLE], trainer.agent.online
+    before = [weight.clone() for weight in online.parameters()]
+    for rate, same in ((0.0, True), (1e-3, False)):
+        trainer.agent.follow(rate, 0.5)
+        step()
+        assert all(torch.equal(*pair) for pair in zip(before, online.parameters(), strict=True)) == same
+
+
+@pytest.mark.gpu
+def test_the_share_of_a_captured_buffer_is_a_share() -> None:
+    trainer = make_trainer(device=torch.device("cuda"), eval_episodes=4, warmup=320)
+    advance(trainer, 200)
+    shares = trainer.watch.shares()
+    assert sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) > 0

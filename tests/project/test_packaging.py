@@ -1,0 +1,231 @@
+"""The same package however it is installed, and nothing installed that it should not install."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_architecture import sources
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", ".ci", ".gitignore", "pyproject.toml", "constraints.txt"}
+TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
+    pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
+]
+
+# what an environment says of itself: every module of the package, the other distribution, and what is loaded by then
+QUESTIONS = """
+import importlib, importlib.util, json, pathlib, sys
+import kernels
+import gpu_replay
+names = json.loads(sys.argv[1])
+specs = {name: importlib.util.find_spec(name) for name in names}
+importlib.import_module("gpu_replay.bench.timing")
+if importlib.util.find_spec("triton"):
+    importlib.import_module("gpu_replay.kernels.prefix_sum")
+print(json.dumps({
+    "files": {name: spec and spec.origin for name, spec in specs.items()},
+    "other": kernels.NAME,
+    "typed": (pathlib.Path(gpu_replay.__file__).parent / "py.typed").is_file(),
+}))
+"""
+
+
+def installed_names(checkout: Path) -> dict[str, Path]:
+    """Every module by its full name, and its file in the checkout."""
+    return {f"gpu_replay.{name}".removesuffix(".__init__"): path for name, path in sources(checkout).items()}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would have, so that building leaves nothing in the real one."""
+    copy = tmp_path_factory.mktemp("clone") / "checkout"
+    copy.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
+    for name in TOP_LEVEL - {".ci"}:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=ignore)
+        else:
+            shutil.copy(source, copy / name)
+    return copy
+
+
+class Environment:
+    """A fresh environment that sees the libraries of this one, but not how this one installed the package."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True, with_pip=False)
+        self.python = folder / "bin" / "python"
+        (self.site,) = (folder / "lib").glob("python*/site-packages")
+        libraries = {str(Path(module.__file__).parent.parent) for module in (pytest, sys.modules["torch"])}
+        (self.site / "libraries.pth").write_text("\n".join(libraries))
+
+    def install(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "pip", "--python", self.python, "--quiet", "--disable-pip-version-check"]
+        run([*command, "install", "--no-index", "--no-deps", "--no-build-isolation", *arguments])
+
+    def add_other_kernels(self) -> None:
+        """A well-known distribution is called kernels; it must stay importable."""
+        (self.site / "kernels").mkdir()
+        (self.site / "kernels" / "__init__.py").write_text('NAME = "the other distribution"')
+
+    def answers(self, checkout: Path, cwd: Path, **variables: str) -> dict[str, Any]:
+        names = json.dumps(list(installed_names(checkout)))
+        command = [self.python, "-W", "error", "-c", QUESTIONS, names]
+        found: dict[str, Any] = json.loads(run(command, cwd=cwd, variables=variables))
+        return found
+
+
+def run(command: list[Any], cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
+    """What a command prints; a package that PYTHONPATH names counts as installed, so none is passed on."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (variables or {})
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(checkout, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", program, out], cwd=checkout)
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
+    run([*command, "--no-deps", "--no-build-isolation", "--wheel-dir", out, source])
+    (archive,) = out.glob("*.whl")
+    return archive
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package, modules = {name for name in names if ".dist-info/" not in name}, sources(checkout)
+    expected = {"gpu_replay/py.typed", "gpu_replay/study/cliffwalk.md", "gpu_replay/study/report.md"}
+    for name, path in modules.items():
+        file = "/".join(name.split("."))
+        ending = "/__init__.py" if path.name == "__init__.py" and name != "__init__" else ".py"
+        expected.add(f"gpu_replay/{file}{ending}")
+    assert package == expected
+    text = {name.split("/")[-1]: zipfile.ZipFile(wheel).read(name).decode() for name in names - package}
+    assert "gpu-replay = gpu_replay.cli:main" in text["entry_points.txt"]
+    assert text["top_level.txt"].split() == ["gpu_replay"]
+    assert "MIT License" in text["LICENSE"]
+    for extra in ("training", "cpu", "checkpoints", "tests", "peers", "dev"):
+        assert f"Provides-Extra: {extra}\n" in text["METADATA"]
+    assert re.search(r"Requires-Dist: triton>=\S+; platform_system == .Linux.\n", text["METADATA"])
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(tmp_path, filter="data")
+        else:
+            archive.extractall(tmp_path)
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (tmp_path / "out").mkdir()
+    again = build_wheel(source, tmp_path / "out")
+    first, second = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
+    assert set(second.namelist()) == set(first.namelist())
+    for name in first.namelist():
+        if ".dist-info/" not in name:
+            assert second.read(name) == first.read(name)
+
+
+# the arguments of pip that install the package
+INSTALLATIONS = {"wheel": ["{wheel}"], "editable": ["--editable", "{checkout}"], "path alone": []}
+INSTALLATIONS["lenient"] = [*INSTALLATIONS["editable"], "--config-settings", "editable_mode=lenient"]
+
+
+def check_types_are_visible(environment: Environment, checkout: Path) -> None:
+    """mypy and pyright read the folders that .pth files name, and run no import hooks."""
+    lines = [line for file in environment.site.glob("*gpu_replay*.pth") for line in file.read_text().splitlines()]
+    (found,) = [folder for folder in (environment.site, *map(Path, lines)) if (folder / "gpu_replay").is_dir()]
+    assert (found / "gpu_replay" / "py.typed").is_file()
+    assert (found / "gpu_replay" / "buffer.py").read_text() == (checkout / "gpu_replay" / "buffer.py").read_text()
+    # only the package, and the well-known distribution
+    assert not (found / "bench").exists()
+    assert not (found / "kernels").exists() or found == environment.site
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["editable", "wheel", "lenient", "path alone"])
+def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wheel: Path, name: str) -> None:
+    environment = Environment(tmp_path / "environment")
+    environment.add_other_kernels()
+    arguments = [each.format(wheel=wheel, checkout=checkout) for each in INSTALLATIONS[name]]
+    if arguments:
+        environment.install(*arguments)
+    variables = {} if arguments else {"PYTHONPATH": str(checkout)}
+    if name in ("wheel", "editable"):
+        check_types_are_visible(environment, checkout)
+    (tmp_path / "elsewhere").mkdir()
+    later = checkout / "gpu_replay" / "ops" / "added_after_the_install.py"
+    if name != "wheel":
+        later.touch()
+    try:
+        for cwd in (tmp_path / "elsewhere", checkout):
+            answers = environment.answers(checkout, cwd, **variables)
+            assert answers["other"] == "the other distribution"
+            assert answers["typed"]
+            for module, path in installed_names(checkout).items():
+                assert answers["files"][module] is not None, f"{module} cannot be imported from {cwd}"
+                assert Path(answers["files"][module]).read_bytes() == path.read_bytes()
+    finally:
+        later.unlink(missing_ok=True)
+
+
+def test_nothing_at_the_top_that_does_not_belong_there() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("not a git checkout")
+    assert {name.split("/")[0] for name in listed.stdout.splitlines()} == TOP_LEVEL
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "bench" / "__init__.py").exists()
+
+
+def test_every_requirement_is_pinned() -> None:
+    pinned: dict[str, list[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, rest = re.fullmatch(r"([A-Za-z0-9_.-]+)([=><!].*)", line).groups()  # type: ignore[union-attr]
+            pinned.setdefault(name.lower().replace("_", "-"), []).append(rest)
+    table = (ROOT / "pyproject.toml").read_text()
+    # libraries to compare with: one of them needs an older filelock than is pinned, so they go without the pins
+    table = re.sub(r"^peers = \[.*?^\]", "", table, flags=re.MULTILINE | re.DOTALL)
+    required = re.findall(r'^\s+"([a-z0-9-]+)>=', table, re.MULTILINE) + re.findall(r'\["([a-z0-9-]+)>=', table)
+    assert len(set(required)) > 10
+    assert {name for name in required if name not in pinned} == set()
+    for name, lines in pinned.items():
+        if name != "triton":
+            assert all(rest.startswith("==") for rest in lines), name
+    assert (pinned["torch"], pinned["triton"]) == (["==2.13.0"], [">=3.7.1,<=3.9.0,!=3.8.*"])
+
+
+@pytest.mark.skipif(os.environ.get("CI") != "true", reason="only CI promises the pinned versions")
+def test_ci_runs_the_pinned_versions() -> None:
+    lines = (ROOT / "constraints.txt").read_text()
+    for name in ("torch", "numpy", "pytest", "hypothesis", "gymnasium", "ale-py", "safetensors"):
+        version = importlib.metadata.version(name).split("+")[0]
+        assert re.search(rf"^{name}=={re.escape(version)}(;|$)", lines, re.MULTILINE | re.IGNORECASE), (name, version)
