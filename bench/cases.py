@@ -43,7 +43,7 @@ FRAMES = 2 * 2 * STACK * FRAME_BYTES
 class Operation:
     """The bytes that a call must move, the tests that hold its answers, and how it is called.
 
-    tests:              files of tests: "ring" for tests/test_ring.py, "ring::test_wrap" for one of its tests.
+    tests:              files of tests: "ring" for the file test_ring.py, "ring::test_wrap" for one of its tests.
     call:               of `bind`, where it is one of those.
     label:              what its rows in the table of peers are called.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition

@@ -33,11 +33,12 @@ _MARKS = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
 _NAMED = 20
 
 
-def selection(operations: Iterable[str], device: torch.device) -> list[str]:
-    """The tests of these operations, each once, as pytest takes them."""
+def selection(root: Path, operations: Iterable[str], device: torch.device) -> list[str]:
+    """The tests of these operations in a checkout, each once, as pytest takes them."""
+    places = {path.stem: path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py")}
     named = [GPU_TESTS] if device.type == "cuda" else [OPERATIONS[each].tests for each in operations]
     parts = [name.partition("::") for name in dict.fromkeys(" ".join(named).split())]
-    return [f"tests/test_{file}.py{mark}{test}" for file, mark, test in parts]
+    return [places.get(f"test_{file}", f"tests/test_{file}.py") + mark + test for file, mark, test in parts]
 
 
 def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] | None:
@@ -48,7 +49,7 @@ def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] |
     root = checkout()
     if root is None or not (root / "tests").is_dir():
         return None
-    tests, state, file = selection(operations, device), _state(root, device), _cache()
+    tests, state, file = selection(root, operations, device), _state(root, device), _cache()
     try:
         # outcomes of the last state: tests to the names of those that failed
         known = json.loads(file.read_text()).get(state, {})

@@ -26,7 +26,7 @@ def test_every_operation_names_tests_that_are_there() -> None:
     assert set(KERNELS) < set(OPERATIONS)
     for operation in OPERATIONS:
         for device in (CPU, torch.device("cuda")):
-            for test in test_gate.selection([operation], device):
+            for test in test_gate.selection(ROOT, [operation], device):
                 file, _, name = test.partition("::")
                 tree = ast.walk(ast.parse((ROOT / file).read_text()))
                 functions = {node.name for node in tree if hasattr(node, "name")}
@@ -34,7 +34,7 @@ def test_every_operation_names_tests_that_are_there() -> None:
                 assert not name or name in functions
                 assert device.type == "cpu" or "mark.gpu" in (ROOT / file).read_text()
     both = ["tests/contract/test_proportional.py", "tests/contract/test_priorities.py"]
-    assert test_gate.selection(["draw", "update", "draw"], CPU) == both
+    assert test_gate.selection(ROOT, ["draw", "update", "draw"], CPU) == both
 
 
 @pytest.fixture
