@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-EXTRA = 'pip install "gpu-replay[training]"'
+# the package is on no index: its extras are installed from the checkout
+EXTRA = 'pip install -c constraints.txt -e ".[training]" in the checkout'
 
 
 class UserError(Exception):

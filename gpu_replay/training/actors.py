@@ -36,7 +36,7 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId
 from gpu_replay.training.settings import Settings
 
-EXTRA = 'pip install "gpu-replay[training,ray]"'
+EXTRA = 'pip install -c constraints.txt -e ".[training,ray]" in the checkout'
 # steps of each environment in a chunk: its end cuts windows short, and where frames are stacked its first ones have
 # stacks that are padded as those of a new episode
 CHUNK, CHUNK_OF_STACKS = 32, 128

@@ -84,7 +84,7 @@ def test_missing_extras_are_named_with_the_command_that_brings_them(without_extr
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert "not installed" in line
-    assert 'pip install "gpu-replay[training]"' in line
+    assert 'pip install -c constraints.txt -e ".[training]" in the checkout' in line
 
 
 @pytest.mark.parametrize(

@@ -105,5 +105,5 @@ def test_other_actors_are_refused(given: str) -> None:
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"ray": None}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, object()))
-    with pytest.raises(UserError, match=r'ray is needed for --actors .* pip install "gpu-replay\[training,ray\]"'):
+    with pytest.raises(UserError, match=r'ray is needed for --actors .* -e "\.\[training,ray\]" in the checkout'):
         check_actors("2")
