@@ -1,4 +1,4 @@
-"""Block sums and inclusive scans of int64 numbers; a scan reads each number once.
+"""Inclusive scans of int64 numbers, which read each number once.
 
 The programs of a scan tell each other sums in two words a block, each a stage above 32 bits of a sum. All that is ever
 written of one stage is the same, and a stage only rises (`atomic_max`): so two words of one stage are its sum, in
@@ -12,21 +12,6 @@ import triton.language as tl
 AGGREGATE = tl.constexpr(1)
 INCLUSIVE = tl.constexpr(2)
 LOW = tl.constexpr(0xFFFFFFFF)
-
-
-@triton.jit(do_not_specialize=["length", "count"])
-def block_sums_kernel(values_ptr, sums_ptr, length, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """sums[i] = sum of values[i * BLOCK : (i + 1) * BLOCK] for i < count; each program makes ROWS of them."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    row = first + tl.arange(0, ROWS)
-    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # a mask that may end anywhere would split words of 16 bytes
-    if (first + ROWS) * BLOCK <= length:
-        values = tl.load(values_ptr + place)  # [ROWS, BLOCK]
-    else:
-        # values past the end add nothing
-        values = tl.load(values_ptr + place, mask=place < length, other=0)
-    tl.store(sums_ptr + row, tl.sum(values, axis=1), mask=row < count)
 
 
 @triton.jit
@@ -52,10 +37,9 @@ def sum_before(values_ptr, state_ptr, blocks, program, BLOCK: tl.constexpr, WIND
         block = nearest - back
         # blocks before the first say nothing
         named = block >= 0
-        # atomics that change nothing, since a load may be answered by a cache that nobody tells
-        nothing = tl.zeros([WINDOW], tl.int64)
-        low = tl.where(named, tl.atomic_max(state_ptr + block, nothing, mask=named, sem="relaxed"), 0)
-        high = tl.where(named, tl.atomic_max(state_ptr + (blocks + block), nothing, mask=named, sem="relaxed"), 0)
+        # past the cache of a multiprocessor, which nobody tells; AMD's may answer all the same, which takes LOOKS
+        low = tl.load(state_ptr + block, mask=named, other=0, volatile=True)
+        high = tl.load(state_ptr + (blocks + block), mask=named, other=0, volatile=True)
         # words of different stages are not a sum
         stage = tl.where(low >> 32 == high >> 32, (low >> 32).to(tl.int32), 0)
         # the first block that says more or less than the sum of itself, and its stage
@@ -87,11 +71,12 @@ def scan_kernel(
     state_ptr,
     out_ptr,
     length,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     LOOKS: tl.constexpr,
 ):
-    """out[i] = values[0] + ... + values[i]; a program scans one block.
+    """out[i] = the sum of the first (i + 1) * EVERY values; a program scans one block.
 
     state: low and then high words of all blocks, 0 at first. With WINDOW 0 there is one block and no state.
 
@@ -100,7 +85,7 @@ def scan_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.num_programs(0).to(tl.int64)
-    values_at, out_at = values_ptr + program * BLOCK, out_ptr + program * BLOCK
+    values_at, out_at = values_ptr + program * BLOCK, out_ptr + program * (BLOCK // EVERY)
     inside = tl.arange(0, BLOCK)
     count = tl.minimum(length - program * BLOCK, BLOCK).to(tl.int32)
     # a mask that may end anywhere would split words of 16 bytes
@@ -118,7 +103,9 @@ def scan_kernel(
         before = sum_before(values_ptr, state_ptr, blocks, program, BLOCK, WINDOW, LOOKS)
         publish(state_ptr, blocks, program, before + total, tl.full([], INCLUSIVE, tl.int32))
         sums += before
-    if count == BLOCK:
+    if EVERY > 1:
+        tl.store(out_at + inside // EVERY, sums, mask=(inside % EVERY == EVERY - 1) & (inside < count))
+    elif count == BLOCK:
         tl.store(out_at + inside, sums)
     else:
         tl.store(out_at + inside, sums, mask=inside < count)

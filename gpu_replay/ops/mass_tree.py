@@ -19,7 +19,7 @@ from gpu_replay.loops.constants import DIRTY as DIRTY
 from gpu_replay.loops.constants import ROOT_LIMIT
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import NO_MASS
-from gpu_replay.ops.prefix_sum import block_sums
+from gpu_replay.ops.prefix_sum import scan
 
 
 def fanout_for(backend: Backend) -> int:
@@ -127,7 +127,10 @@ class MassTree:
             loops.build.ready()(*self.host[:4])
             return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
-            block_sums(below, self.fanout, above)
+            # sums up to the end of each block, less those up to the end of the one before
+            ends = scan(below, self.fanout)
+            above[: ends.numel()] = ends
+            above[1 : ends.numel()] -= ends[:-1]
         for extreme in (self.low, self.high):
             if extreme is not None:
                 extreme.fill_(DIRTY)

@@ -1,8 +1,8 @@
-"""Inclusive prefix sums of int64 numbers, and sums of blocks.
+"""Inclusive prefix sums of int64 numbers.
 
 On a device a scan of any length is one launch that reads and writes each number once: every program scans one block and
 adds the sum of all blocks before, which it gathers from what their programs have told. Draws by rank search the sums of
-the masses of all ranks (`DeviceRanks`); block sums are one level of a mass tree, made from the level below
+the masses of all ranks (`DeviceRanks`); each level of a mass tree is made from those of the level below
 (`MassTree.build`).
 
 Merrill and Garland 2016, "Single-pass Parallel Prefix Scan with Decoupled Look-back".
@@ -17,6 +17,8 @@ from gpu_replay.ops._backend import choose
 
 # times that a program looks for the sum of a block, some 20 microseconds, before it makes that sum itself
 _LOOKS = 32
+# blocks that a program looks at at once, one a thread
+_WINDOW = 256
 
 
 def inclusive_prefix_sum(values: Tensor) -> Tensor:
@@ -30,9 +32,7 @@ def inclusive_prefix_sum(values: Tensor) -> Tensor:
         raise ValueError(f"inclusive_prefix_sum needs one dimension; found shape {tuple(values.shape)}.")
     if choose(values.device) == "host":
         return torch.from_numpy(values.numpy().cumsum())
-    out = torch.empty_like(values, memory_format=torch.contiguous_format)
-    _scan(values.contiguous(), out)
-    return out
+    return scan(values.contiguous())
 
 
 def scan_block(length: int) -> int:
@@ -40,55 +40,23 @@ def scan_block(length: int) -> int:
     return min(2048, max(128, 1 << (length - 1).bit_length())) if length > 0 else 128
 
 
-def scan_warps(block: int, width: int) -> int:
-    """Warps of `width` threads that scan one block: 8 values a thread, so that four blocks fit a multiprocessor."""
-    return max(1, block // (8 * width))
+def scan(values: Tensor, every: int = 1) -> Tensor:
+    """Device: (N // every,) int64 sums of the first `every`, 2 * `every`, ... values; one launch, and zeros of torch.
 
-
-def scan_window(programs: int) -> int:
-    """Blocks whose sums a program of a scan looks at at once, one a thread; 0 where there is no other block."""
-    return 256 if programs > 1 else 0
-
-
-def warp_width(device: torch.device) -> int:
-    """Threads of one warp: 64 on AMD's data centre GPUs, else 32."""
-    if device.type != "cuda":
-        return 32
-    return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
-
-
-def blocks_per_program(block: int) -> int:
-    """Blocks of `block` values that one program sums: together at most 4096 values."""
-    return max(1, 4096 // block)
-
-
-def block_sums(values: Tensor, block: int, out: Tensor | None = None) -> Tensor:
-    """Device: int64 sums of each run of `block` values, the last run perhaps shorter; one launch.
-
-    out:     where they go, and behind them zeros; by default it has no more than the ceil(N / block) sums.
-    returns: it.
+    values: (N,) int64 without gaps. every: a power of two, at most 128.
     """
-    from gpu_replay.kernels.prefix_sum import block_sums_kernel
-
-    if out is None:
-        out = torch.empty(-(-values.numel() // block), dtype=torch.int64, device=values.device)
-    rows, count = blocks_per_program(block), out.numel()
-    with torch.cuda.device_of(values):
-        block_sums_kernel[(-(-count // rows),)](values, out, values.numel(), count, BLOCK=block, ROWS=rows)
-    return out
-
-
-def _scan(values: Tensor, out: Tensor) -> None:
     from gpu_replay.kernels.prefix_sum import scan_kernel
 
     length = values.numel()
-    if length == 0:
-        return
+    out = torch.empty(length // every, dtype=torch.int64, device=values.device)
+    if not length:
+        return out
     block = scan_block(length)
     programs = -(-length // block)
-    window = scan_window(programs)
-    # what the programs tell each other; zeros are a launch of torch
-    state = torch.zeros(2 * programs, dtype=torch.int64, device=values.device) if window else values
+    # what the programs tell each other, where there are several
+    state = torch.zeros(2 * programs, dtype=torch.int64, device=values.device) if programs > 1 else values
+    sizes = {"EVERY": every, "BLOCK": block, "WINDOW": _WINDOW if programs > 1 else 0, "LOOKS": _LOOKS}
     with torch.cuda.device_of(values):
-        warps = scan_warps(block, warp_width(values.device))
-        scan_kernel[(programs,)](values, state, out, length, BLOCK=block, WINDOW=window, LOOKS=_LOOKS, num_warps=warps)
+        # 8 values a thread of a warp of 32, so that four blocks fit a multiprocessor
+        scan_kernel[(programs,)](values, state, out, length, **sizes, num_warps=max(1, block // 256))
+    return out

@@ -30,7 +30,6 @@ from gpu_replay.ops.draw import (
 )
 from gpu_replay.ops.mass import MassRule
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
-from gpu_replay.ops.prefix_sum import block_sums
 from gpu_replay.ops.priorities import DeviceMasses, plan_insert, plan_update
 from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import plan_gather, plan_write
@@ -296,17 +295,6 @@ def draw_kernel_by_rank(memory: SparseMemory) -> None:
     memory.check("draw_kernel", past=FAR, sums=sums, ages=ages, times_sampled=times_sampled)
 
 
-def block_sums_kernel(memory: SparseMemory) -> None:
-    values = torch.zeros(SLOTS, dtype=torch.int64)
-    values[-4:] = torch.tensor([1, 2, 3, 4])
-    memory.programs = lambda count: [count - 1]
-    # 2^31 - 1 values leave 127 for the last block; of blocks so short that the sums pass it too
-    for block, last in ((128, [0, 10]), (2, [1, 5, 4])):
-        sums = block_sums(values, block)
-        assert sums[-len(last) :].tolist() == last
-        memory.check("block_sums_kernel", past=FAR, **({"values": values} if block == 128 else {"sums": sums}))
-
-
 def scan_kernel(memory: SparseMemory) -> None:
     from gpu_replay.kernels.prefix_sum import scan_kernel as kernel
 
@@ -317,11 +305,14 @@ def scan_kernel(memory: SparseMemory) -> None:
     # all sums up to the block before the last: low and high words of the last stage
     state[:, -2], values[-3:] = torch.tensor([(2 << 32) + 100, 2 << 32]), torch.tensor([1, 2, 3])
     memory.programs = lambda count: [count - 1]
-    kernel[(count,)](values, state, out, SLOTS, BLOCK=block, WINDOW=256, LOOKS=1)
+    kernel[(count,)](values, state, out, SLOTS, EVERY=1, BLOCK=block, WINDOW=256, LOOKS=1)
     assert out[-4:].tolist() == [100, 101, 103, 106]
     # a block that says nothing is read from where it lies
     state[:, -2], state[:, -3] = 0, torch.tensor([(2 << 32) + 50, 2 << 32])
     values[-2048 - 7] = 9
-    kernel[(count,)](values, state, out, SLOTS, BLOCK=block, WINDOW=256, LOOKS=1)
+    kernel[(count,)](values, state, out, SLOTS, EVERY=1, BLOCK=block, WINDOW=256, LOOKS=1)
     assert out[-4:].tolist() == [59, 60, 62, 65]
+    # every second sum
+    kernel[(count,)](values, state, out, SLOTS, EVERY=2, BLOCK=block, WINDOW=256, LOOKS=1)
+    assert out[SLOTS // 2 - 2 : SLOTS // 2].tolist() == [59, 62]
     memory.check("scan_kernel", past=FAR, values=values, out=out)

@@ -31,7 +31,7 @@ from gpu_replay import (
 )
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.mass_tree import fanout_for
-from gpu_replay.ops.prefix_sum import block_sums, inclusive_prefix_sum
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum, scan
 from gpu_replay.samplers import Sampler
 
 TABLE = Path(__file__).with_name("kernel_resources.json")
@@ -201,7 +201,7 @@ def _scans() -> dict[str, list[Launch]]:
             inclusive_prefix_sum(torch.zeros(length, dtype=torch.int64))
             calls[f"of {length}"] = list(launches)
             launches.clear()
-        block_sums(torch.zeros(1000, dtype=torch.int64), fanout_for("triton"))
+        scan(torch.zeros(100_096, dtype=torch.int64), fanout_for("triton"))
         calls["a level of a tree"] = list(launches)
     return calls
 

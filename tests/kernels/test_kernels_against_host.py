@@ -294,13 +294,14 @@ def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device
 
 
 def test_what_the_guards_see(device: str) -> None:
-    from gpu_replay.kernels.prefix_sum import block_sums_kernel
+    from gpu_replay.kernels.prefix_sum import scan_kernel
 
     guards, values = Guards(), torch.zeros(256, dtype=torch.int64, device=device)
     sums = guards.allocate((4,), torch.int64, device, "sums")
-    block_sums_kernel[(1,)](values, sums, 256, 4, BLOCK=32, ROWS=8)
+    sizes = {"EVERY": 32, "BLOCK": 256, "WINDOW": 0, "LOOKS": 1}
+    scan_kernel[(1,)](values, values, sums, 128, **sizes)
     guards.check()
-    # the kernel is told of more blocks than there is room for
-    block_sums_kernel[(1,)](values, sums, 256, 5, BLOCK=32, ROWS=8)
+    # the kernel is told of more values than there is room for sums of
+    scan_kernel[(1,)](values, values, sums, 160, **sizes)
     with pytest.raises(AssertionError, match=r"written outside of \['sums'\]"):
         guards.check()

@@ -17,7 +17,6 @@ from gpu_replay.ops.draw import per_program
 from gpu_replay.ops.eligibility import envs_per_program, steps_at_once
 from gpu_replay.ops.frame_tiles import frame_tile, pieces_together
 from gpu_replay.ops.mass_tree import edge_for, fanout_for, level_sizes, root_limit_for
-from gpu_replay.ops.prefix_sum import scan_block, scan_warps, scan_window, warp_width
 from gpu_replay.ops.priorities import blocks_per_program, keys_together, update_warps
 from gpu_replay.ops.ring import tile_for
 
@@ -157,28 +156,6 @@ def test_environments_of_one_program_and_the_steps_it_looks_at_make_a_small_tile
     assert len(envs) == 1
     assert is_power(max(envs))
     assert max(envs) * ages <= max(256, ages)
-
-
-@pytest.mark.parametrize("width", [32, 64])
-def test_a_scan_has_eight_values_a_thread_whatever_the_width_of_a_warp(width: int) -> None:
-    for length in (1, 100, 4096, 100_003, 10**8):
-        block, warps = scan_block(length), scan_warps(scan_block(length), width)
-        assert is_power(warps)
-        assert warps * width <= MOST_THREADS
-        assert block // (warps * width) <= 8
-    # each of which looks at another block
-    assert scan_warps(2048, 64) * 64 == scan_warps(2048, 32) * 32 == scan_window(2) == 256
-
-
-def test_the_width_of_a_warp_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        warp_size = 64
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    assert warp_width(torch.device("cuda")) == 64
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert warp_width(torch.device("cuda")) == 32
-    assert warp_width(torch.device("cpu")) == 32
 
 
 @pytest.mark.parametrize(

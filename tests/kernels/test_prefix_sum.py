@@ -13,7 +13,7 @@ from interpreted import INTERPRETED
 from sparse_memory import programs_in
 
 from gpu_replay.ops import prefix_sum
-from gpu_replay.ops.prefix_sum import block_sums, blocks_per_program, inclusive_prefix_sum, scan_block
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum, scan, scan_block
 
 interpreted_alone = pytest.mark.skipif(not INTERPRETED, reason="programs of a GPU come in an order of its own")
 EXTREMES = (-(2**63), 2**63 - 1)
@@ -72,7 +72,7 @@ def test_the_argument_may_have_gaps_and_stays_as_it_was(device: str) -> None:
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four, of which a program looks at eight at once: 257 numbers are scanned as a million would be."""
     monkeypatch.setattr(prefix_sum, "scan_block", lambda length: 4)
-    monkeypatch.setattr(prefix_sum, "scan_window", lambda programs: 8 if programs > 1 else 0)
+    monkeypatch.setattr(prefix_sum, "_WINDOW", 8)
     monkeypatch.setattr(prefix_sum, "_LOOKS", 1)
 
 
@@ -119,7 +119,9 @@ def test_whatever_other_programs_have_said_by_then_a_program_finds_its_sums(seed
     before, out = state.clone(), torch.zeros(values.size, dtype=torch.int64)
     last = blocks - 1
     with programs_in(lambda count: [last]):
-        scan_kernel[(blocks,)](torch.from_numpy(values), state, out, values.size, BLOCK=block, WINDOW=8, LOOKS=2)
+        scan_kernel[(blocks,)](
+            torch.from_numpy(values), state, out, values.size, EVERY=1, BLOCK=block, WINDOW=8, LOOKS=2
+        )
     assert out.tolist() == [0] * (last * block) + sums[last * block :]
     # and it has said the same to those after it; nothing that was said is taken back
     assert state[:, last].tolist() == words(2, sums[-1])
@@ -139,34 +141,16 @@ def test_other_numbers_of_dimensions_are_refused(shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize("block", [1, 16, 128, 4096])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 129, 4096, 8193])
-def test_sums_of_blocks(length: int, block: int, device: str) -> None:
+@pytest.mark.parametrize("every", [2, 32, 128])
+@pytest.mark.parametrize("length", [1, 31, 32, 129, 2048, 4224, 8193])
+def test_sums_up_to_the_end_of_each_run(length: int, every: int, device: str) -> None:
+    """As a level of a tree needs them; values after the last whole run count for nothing."""
     values = np.random.default_rng(length).integers(*EXTREMES, length, endpoint=True)
     with guarded():
-        found = block_sums(torch.from_numpy(values).to(device), block)
-    parts = [values[start : start + block].tolist() for start in range(0, length, block)]
-    assert found.tolist() == [wrapped(sum(part)) for part in parts]
-
-
-@pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_sums_of_blocks_fill_a_longer_tensor_with_zeros(device: str) -> None:
-    out = torch.full((300,), 7, dtype=torch.int64, device=device)
-    with guarded():
-        assert block_sums(torch.ones(1000, dtype=torch.int64, device=device), 128, out) is out
-    assert out.tolist() == [128] * 7 + [104] + [0] * 292
+        found = scan(torch.from_numpy(values).to(device), every)
+    assert found.tolist() == [wrapped(total) for total in accumulate(values.tolist())][every - 1 :: every]
 
 
 def test_a_program_scans_a_power_of_two_from_128_to_2048() -> None:
     found = {length: scan_block(length) for length in (0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 10**9)}
     assert list(found.values()) == [128, 128, 128, 128, 256, 1024, 2048, 2048, 2048, 2048]
-
-
-def test_a_program_sums_at_most_4096_values() -> None:
-    assert {block: blocks_per_program(block) for block in (1, 16, 128, 4096, 8192)} == {
-        1: 4096,
-        16: 256,
-        128: 32,
-        4096: 1,
-        8192: 1,
-    }
