@@ -1,7 +1,7 @@
 """`buffer.capture`: one call that samples, learns and updates, and what it does where it cannot, or must not, go on.
 
 On a CPU a step runs as it is, with the host code and with interpreted kernels. What it becomes on a GPU is played in
-test_capture_graphs.py; what only a real one shows is in test_capture_gpu.py.
+test_capture_graphs.py; what only a real one shows is in test_gpu.py.
 """
 
 from __future__ import annotations

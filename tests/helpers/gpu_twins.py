@@ -15,6 +15,7 @@ from twins import Twins
 from gpu_replay import (
     Combined,
     Field,
+    Hindsight,
     Latest,
     LinearSchedule,
     Proportional,
@@ -49,13 +50,31 @@ SAMPLERS: dict[str, Any] = {
     "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
     "combined-rank": Combined(RankBased(), newest=3),
 }
+GOAL_FIELDS = {f"obs.{name}": Field((2,), torch.float32) for name in ("achieved_goal", "desired_goal")} | {
+    "action": STEP_FIELDS["action"]
+}
+
+
+def distance(achieved: Tensor, desired: Tensor) -> Tensor:
+    """A reward of whole numbers, which no device rounds."""
+    return (achieved - desired).abs().sum(-1)
+
+
 # of buffers of steps
 MODES: dict[str, dict[str, Any]] = {
     "next_step": {"autoreset": "next_step", "stack": 4, "n_step": 3},
     "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 5, "padding": "zero"},
     "few finals": {"autoreset": "disabled", "stack": 1, "n_step": 2, "final_capacity": 9},
+    "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=distance, ratio=0.5)},
 }
-KINDS = ("transitions", *MODES)
+# fields of the last ones lie in pinned memory of the host
+KINDS = ("transitions", *MODES, "pinned", "pinned steps")
+# every sampler, every kind, few of their pairs
+CASES = [
+    (kind, name)
+    for kind in KINDS
+    for name in (SAMPLERS if kind in ("transitions", "next_step") else ("uniform", "everything", "combined-rank"))
+]
 
 
 def powers(keys: Tensor) -> Tensor:
@@ -83,14 +102,18 @@ class OnGpu(Twins):
         **more: Any,
     ) -> None:
         self.kind, self.rows, self.every, self.fields = kind, rows, every, fields
-        settings = {**MODES.get(kind, {}), **more}
+        self.steps = kind not in ("transitions", "pinned")
+        self.draws_sequences = self.steps and kind != "goals"
+        settings = {**MODES.get(kind.replace("pinned steps", "same_step"), {}), **more}
 
         def make(place: str) -> ReplayBuffer | TrajectoryReplayBuffer:
-            if kind == "transitions":
-                return ReplayBuffer(capacity, fields, sampler=sampler, device=place, seed=5)
-            return TrajectoryReplayBuffer(
-                capacity, rows, STEP_FIELDS, sampler=sampler, device=place, seed=5, **settings
-            )
+            named: dict[str, Any] = {"sampler": sampler, "device": place, "seed": 5}
+            if kind.startswith("pinned") and place == "cuda":
+                named["storage_device"] = "cpu"
+            if not self.steps:
+                return ReplayBuffer(capacity, fields, **named)
+            of_steps = GOAL_FIELDS if kind == "goals" else STEP_FIELDS
+            return TrajectoryReplayBuffer(capacity, rows, of_steps, **named, **settings)
 
         super().__init__(make, "cuda")
         self.gpu = self.tested
@@ -101,20 +124,23 @@ class OnGpu(Twins):
         """Rows from this key on, which may be on the device; `own` gives each a priority."""
         key = torch.arange(rows or self.rows, device=device) + first
         priority = {"priority": powers(key)} if own else {}
-        if self.kind == "transitions":
+        if not self.steps:
             row = {"x": key[:, None].float() + torch.arange(4, device=device) / 4, "n": key}
             return {name: row[name] for name in self.fields} | priority
         hashed = key * 7919 % 1009 % self.every
-        place = torch.arange(144, device=device)
-        step = {
-            "obs": ((key[:, None] * 31 + place) % 251).to(torch.uint8).view(-1, 12, 12),
-            "action": key,
-            "note": key[:, None].float() + torch.arange(3, device=device) / 4,
-            "reward": (key % 17).float() / 3,
-            "terminated": hashed == 1,
-            "truncated": (hashed == 2) | (key * 104729 % 211 == 5),
-        }
-        return step | ({} if self.kind == "next_step" else {"final_obs": 255 - step["obs"]}) | priority
+        if self.kind == "goals":
+            goal = (key[:, None] * 31 + torch.arange(2, device=device)) % 251
+            seen = {"obs.achieved_goal": goal.float(), "obs.desired_goal": goal.float() * 2}
+            values: dict[str, Tensor] = {"action": key, **seen}
+        else:
+            place = torch.arange(144, device=device)
+            seen = {"obs": ((key[:, None] * 31 + place) % 251).to(torch.uint8).view(-1, 12, 12)}
+            values = {"action": key, **seen, "note": key[:, None].float() + torch.arange(3, device=device) / 4}
+        values["reward"] = (key % 17).float() / 3
+        values |= {"terminated": hashed == 1, "truncated": (hashed == 2) | (key * 104729 % 211 == 5)}
+        if self.kind != "next_step":
+            values |= {f"final_{name}": 255 - value for name, value in seen.items()}
+        return values | priority
 
     def add(self, times: int = 1, *, own: bool = True, rows: int = 0) -> None:
         """The next rows to both, so many times."""

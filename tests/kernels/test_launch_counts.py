@@ -1,4 +1,7 @@
-"""A call makes few launches, whatever the fields, windows, sampler and size of the tree: counted, not timed."""
+"""A call makes few launches, whatever the fields, windows, sampler and size of the tree: counted in one table.
+
+That no call waits is what `test_no_stalls.py` and, on a GPU, `test_gpu.py` hold.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,10 @@ BY_RANK: dict[str, Any] = {
     "combined-rank": Combined(RankBased(normalize="buffer", initial="stored"), newest=3),
 }
 ALL = {**SAMPLERS, **BY_RANK}
+# the most launches of a call, sorts by PyTorch among them
+LAUNCHES = {"add": 2, "add with final observations": 3, "sample": 2, "sequences": 2, "goals": 1, "update": 1}
+# of a long update, and of an order by rank that is made anew after a change
+MORE = {"long update": 1, "rank": 2}
 # with the fan-out of the kernels these give trees of two to five levels
 CAPACITIES = {100: 2, 5_000: 3, 50_000: 4, 2_100_000: 5}
 ATARI = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
@@ -65,37 +72,34 @@ def of_steps(capacity: int, num_envs: int, fields: Any, sampler: Any, **settings
 
 
 def check(buffer: Any, launches: list[Any], rows: int, *, given: bool, kept: bool = False) -> None:
-    """Fail unless each call launches, in order, what it must: sorts by PyTorch are among it.
+    """Fail unless each call makes as many launches as the table says: sorts by PyTorch are among them.
 
     given: whether rows come with priorities; kept: whether final observations are stored.
     """
     steps = isinstance(buffer, TrajectoryReplayBuffer)
-    base = getattr(buffer.sampler, "base", buffer.sampler)
-    drawn = ["draw_kernel", "gather_windows_kernel" if steps else "gather_kernel"]
     # made anew after an add or an update; a sequence has an order of its own
-    order = ["arrange_kernel", "sort"] if isinstance(base, RankBased) else []
-    add = ["write_kernel", "add_step_kernel" if steps else "insert_kernel"]
+    order = MORE["rank"] * isinstance(getattr(buffer.sampler, "base", buffer.sampler), RankBased)
     priority = torch.ones(rows) if given else None
     finals = rows_of(buffer, rows, final=True)
-    calls: dict[str, tuple[Any, list[str]]] = {
-        "add": (lambda: buffer.add(**rows_of(buffer, rows), priority=priority), add),
-        "finals": (lambda: buffer.add(**finals, priority=priority), [*add, *["keep_finals_kernel"] * kept]),
-        "sample": (lambda: buffer.sample(5), [*order, *drawn]),
-        "sample with beta": (lambda: buffer.sample(5, beta=0.5), drawn),
-        "sequences": (lambda: buffer.sample_sequences(5, 2), [*order, *drawn]),
-        "update": (lambda: buffer.update_priorities(torch.arange(3), torch.ones(3)), ["update_kernel"]),
-        "sample after update": (lambda: buffer.sample(5), [*order, *drawn]),
-    }
-    if not steps:
-        del calls["finals"], calls["sequences"]
+    calls: list[tuple[str, Any, int]] = [
+        ("add", lambda: buffer.add(**rows_of(buffer, rows), priority=priority), 0),
+        ("sample", lambda: buffer.sample(5), order),
+        ("sample", lambda: buffer.sample(5, beta=0.5), 0),
+        ("update", lambda: buffer.update_priorities(torch.arange(3), torch.ones(3)), 0),
+        ("sample", lambda: buffer.sample(5), order),
+    ]
+    if steps:
+        add = "add with final observations" if kept else "add"
+        calls.append((add, lambda: buffer.add(**finals, priority=priority), 0))
+        calls.append(("sequences", lambda: buffer.sample_sequences(5, 2), order))
     sort = torch.sort
     with pytest.MonkeyPatch.context() as patch:
         note = SimpleNamespace(name="sort")
         patch.setattr(torch, "sort", lambda *given, **named: (launches.append(note), sort(*given, **named))[1])
-        for name, (call, expected) in calls.items():
+        for name, call, more in calls:
             launches.clear()
             call()
-            assert [launch.name for launch in launches] == expected, name
+            assert len(launches) == LAUNCHES[name] + more, (name, [launch.name for launch in launches])
 
 
 @pytest.mark.parametrize(
@@ -126,20 +130,14 @@ def test_launches_do_not_depend_on_windows(name: str, fields: dict[str, Field], 
             check(buffer, launches, 10, given=n_step > 1, kept=autoreset == "same_step")
 
 
-@pytest.mark.parametrize(
-    "batch, launched", [(1, 1), (256, 1), (257, 1), (512, 1), (513, 1), (1024, 1), (1025, 2), (65_536, 2)]
-)
-def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: int, launched: int) -> None:
+@pytest.mark.parametrize("batch", [1, 256, 257, 1024, 1025, 65_536])
+def test_an_update_of_more_keys_than_one_program_takes_is_two_launches(batch: int) -> None:
     for sampler in (EVERYTHING, BY_RANK["rank"]):
         with recorded() as launches:
             buffer = ReplayBuffer(5_000, some_fields(1), sampler=sampler, device="cpu")
             launches.clear()
             buffer.update_priorities(torch.arange(batch), torch.ones(batch))
-            assert [launch.name for launch in launches] == ["settle_kernel", "update_kernel"][2 - launched :]
-            assert [launch.constants["SETTLES"] for launch in launches[launched - 1 :]] == [launched == 1]
-            # no more keys than twice those that there are
-            keys = {1: 256, 256: 256, 257: 512, 512: 512, 513: 1024, 1024: 1024}.get(batch, 128)
-            assert {launch.constants["DRAWS"] for launch in launches} == {keys}
+            assert len(launches) == LAUNCHES["update"] + MORE["long update"] * (batch > 1024)
 
 
 @pytest.mark.parametrize("rows", [1, 99, 100, 101, 250])
@@ -150,7 +148,7 @@ def test_adding_more_than_fits_or_around_the_end_takes_no_more(sampler: str, row
         buffer.add(**rows_of(buffer, 70))
         launches.clear()
         buffer.add(**rows_of(buffer, rows))
-        assert [launch.name for launch in launches] == ["write_kernel", "insert_kernel"]
+        assert len(launches) == LAUNCHES["add"]
 
 
 def test_an_update_of_nothing_launches_nothing() -> None:
@@ -210,16 +208,13 @@ def test_goals_of_hindsight_take_one_launch_more_whatever_the_numbers(autoreset:
             buffer = of_steps(num_envs * steps, num_envs, fields, Uniform(), autoreset=autoreset, relabel=relabel)
             launches.clear()
             buffer.add(**rows_of(buffer, num_envs))
-            assert [launch.name for launch in launches] == ["write_kernel", "add_step_kernel"]
+            assert len(launches) == LAUNCHES["add"]
             for batch in (1, 16, 300):
                 launches.clear()
                 # what is chosen is found by launches that are not made here
                 keys = buffer._engine.sample(batch, None)["key"]
                 buffer._engine.choose_goals(keys, batch, relabel.strategy)
-                names = [launch.name for launch in launches]
-                assert names == ["draw_kernel", "gather_windows_kernel", "choose_goals_kernel"]
-                chosen = launches[-1]
-                variants.add(chosen.variant)
-                assert sum(isinstance(argument, int) for argument in chosen.arguments) == 6
-                assert chosen.specialised == []
+                assert len(launches) == LAUNCHES["sample"] + LAUNCHES["goals"]
+                variants.add(launches[-1].variant)
+                assert launches[-1].specialised == []
     assert len(variants) == 1

@@ -1,16 +1,15 @@
-"""Launches are planned once: what goes straight to compiled code is of one kind, and a call costs the host little."""
+"""Launches are planned once: what goes straight to compiled code is of one kind, and plans keep no buffer."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from launches import TARGETS, kernel_class, recorded, rows_of
+from launches import TARGETS, recorded, rows_of
 from test_launch_counts import ATARI, BETA, EVERYTHING, of_steps, some_fields
 
 from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, Uniform, validation
@@ -217,60 +216,3 @@ def test_plans_do_not_keep_a_buffer_that_is_dropped(kind: str) -> None:
         assert memory() is None
     finally:
         gc.enable()
-
-
-# functions of Python and of C that a call goes through, Triton's left out, and what it may need more on another Python
-CALLS = {
-    ("transitions", "add"): 69,
-    ("transitions", "sample"): 57,
-    ("transitions", "update"): 31,
-    ("steps", "add"): 85,
-    ("steps", "sample"): 70,
-    ("steps", "update"): 31,
-    ("steps", "sequences"): 93,
-    ("steps", "goals"): 22,
-}
-MORE = 1.1
-
-
-def functions_in(call: Callable[[], object]) -> int:
-    """How many functions a call comes by."""
-    count = 0
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize("kind", ["transitions", "steps"])
-def test_a_call_comes_by_few_functions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # launches cost a host what its Python costs: this is what keeps that from growing
-    monkeypatch.setattr(validation, "as_priorities", lambda name, value, rows, device, *, as_array: value)
-    with recorded(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_class(), "run", lambda *given, **named: Compiled([]))
-        buffer: Any = (
-            of_steps(400, 8, ATARI, Proportional(), stack=2, n_step=2)
-            if kind == "steps"
-            else ReplayBuffer(100, FIELDS, sampler=Proportional(beta=BETA), device="cpu")
-        )
-        given, keys, priorities = rows_of(buffer, 8), torch.arange(6), torch.rand(6)
-        calls = {
-            "add": lambda: buffer.add(**given),
-            "sample": lambda: buffer.sample(6),
-            "update": lambda: buffer.update_priorities(keys, priorities),
-        }
-        if kind == "steps":
-            goals = with_goals()
-            calls["sequences"] = lambda: buffer.sample_sequences(6, 1)
-            calls["goals"] = lambda: goals.choose_goals(keys, 4, "final")
-        for call in calls.values():
-            call()
-        found = {(kind, name): functions_in(call) for name, call in calls.items()}
-    assert {name: count for name, count in found.items() if count > CALLS[name] * MORE} == {}
