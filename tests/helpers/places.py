@@ -41,6 +41,20 @@ def reached(achieved: Tensor, desired: Tensor) -> Tensor:
     return (achieved - desired).abs().sum(-1)
 
 
+STEPS: dict[str, dict[str, Any]] = {
+    "same_step": {"autoreset": "same_step", "stack": 3, "n_step": 2, "random_shift": 1},
+    "next_step": {"autoreset": "next_step", "stack": 3, "n_step": 2, "random_shift": 1},
+    "disabled": {
+        "autoreset": "disabled",
+        "stack": 2,
+        "n_step": 4,
+        "gamma": 0.75,
+        "padding": "zero",
+        "final_capacity": 5,
+    },
+    "goals": {"autoreset": "same_step", "relabel": Hindsight(reward_fn=reached, ratio=0.5)},
+}
+# kinds of buffers with the samplers that they have where nothing else is said
 KINDS: dict[str, Any] = {
     "exact": EXACT,
     "uniform": Uniform(),
@@ -54,20 +68,15 @@ KINDS: dict[str, Any] = {
 
 def make(kind: str, **more: Any) -> Any:
     """A buffer of transitions or of steps; keys of the last ones are what `given` made them of."""
-    settings = {"device": "cpu", **more}
-    if kind == "goals":
-        relabel = Hindsight(reward_fn=reached, ratio=0.5)
-        return TrajectoryReplayBuffer(
-            60, ENVS, GOAL_FIELDS, sampler=KINDS[kind], autoreset="same_step", relabel=relabel, seed=3, **settings
-        )
-    if kind in ("same_step", "next_step"):
-        named: Any = {"autoreset": kind, "stack": 3, "n_step": 2, "final_capacity": None, "random_shift": 1}
-        return TrajectoryReplayBuffer(60, ENVS, STEP_FIELDS, sampler=KINDS[kind], seed=3, **named, **settings)
-    return ReplayBuffer(50, FIELDS, sampler=KINDS[kind], seed=3, **settings)
+    settings = {"device": "cpu", "seed": 3, "sampler": KINDS.get(kind), **more}
+    if kind in STEPS:
+        fields = GOAL_FIELDS if kind == "goals" else STEP_FIELDS
+        return TrajectoryReplayBuffer(60, ENVS, fields, **{**STEPS[kind], **settings})
+    return ReplayBuffer(50, FIELDS, **settings)
 
 
 def given(buffer: Any, rows: int = 20) -> dict[str, Tensor]:
-    """The next rows, each a function of its key, with a priority."""
+    """The next rows, each a function of its key; most have a priority."""
     steps = isinstance(buffer, TrajectoryReplayBuffer)
     key = torch.arange(ENVS if steps else rows) + buffer.added
     values = {}
@@ -75,12 +84,13 @@ def given(buffer: Any, rows: int = 20) -> dict[str, Tensor]:
         place = torch.arange(field.elements)
         value = (key[:, None] * 31 + place) % 127
         values[name] = (value > 60 if field.dtype == torch.bool else value).to(field.dtype).view(-1, *field.shape)
-    values["priority"] = torch.bitwise_left_shift(torch.ones_like(key), key * 7919 % 16).double() / 16
+    if buffer.added % 4 < 3:
+        values["priority"] = torch.bitwise_left_shift(torch.ones_like(key), key * 7919 % 16).double() / 16
     if steps:
         hashed = key * 7919 % 1009 % 11
         values |= {"reward": (key % 17).float() / 4, "terminated": hashed == 1, "truncated": hashed == 2}
-        if buffer.autoreset == "same_step":
-            values |= {f"final_{name}": values[name] + 1 for name in buffer._streams.observations}
+        if buffer.autoreset != "next_step":
+            values |= {f"final_{name}": value + 1 for name, value in values.items() if name.startswith("obs")}
     return {name: value.to(buffer.device) for name, value in values.items()}
 
 
@@ -90,9 +100,13 @@ def live(buffer: Any, rounds: int) -> Iterator[Any]:
     for _ in range(rounds):
         for _ in range(8 if steps else 1):
             yield buffer.add(**given(buffer))
-        batch = buffer.sample(16)
+        if steps and buffer.added % 5 == 0:
+            buffer.begin_episodes()
+        batch = buffer.sample(min(16, buffer.stats().eligible))
         yield batch
-        buffer.update_priorities(batch.key, batch.key % 8 + 1)
+        # of repeated keys the last counts, of overwritten ones none
+        keys = torch.cat((batch.key, batch.key[:3], batch.key[:2] - buffer.capacity))
+        buffer.update_priorities(keys, (keys + torch.arange(len(keys), device=keys.device)) % 8 + 1)
         if steps and buffer.relabel is None:
             yield buffer.sample_sequences(4, 3)
         yield buffer[batch.key[:5]]

@@ -59,7 +59,7 @@ def test_torch_notices_a_wait() -> None:
 @pytest.mark.parametrize("kind, name", CASES)
 def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> None:
     rows = 16
-    both = OnGpu(4096, rows, SAMPLERS[name], kind, random_shift=2)
+    both = OnGpu(4096, rows, SAMPLERS[name], kind)
     buffer, first = both.gpu, scalar(0)
     some = torch.arange(16, device="cuda") == 3
     late = torch.tensor([-1, 5, 5, 10**12], device="cuda")
@@ -109,7 +109,7 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
 
 @pytest.mark.parametrize("kind, name", CASES)
 def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None:
-    both, first = OnGpu(1000, 8, SAMPLERS[name], kind, random_shift=1), scalar(600)
+    both, first = OnGpu(1000, 8, SAMPLERS[name], kind), scalar(600)
     both.add(75)
 
     def cycle(buffer: Any) -> list[Batch]:
@@ -146,7 +146,7 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
 
 @pytest.mark.parametrize("kind, name", CASES)
 def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, name: str) -> None:
-    both, first = OnGpu(1000, 8, SAMPLERS[name], kind, random_shift=1), scalar(320)
+    both, first = OnGpu(1000, 8, SAMPLERS[name], kind), scalar(320)
     both.add(40)
     gpu, host = both.gpu, both.host
 
