@@ -60,13 +60,11 @@ class Chunk:
     steps:   obs, action, reward, terminated, truncated, `[T, E, ...]`, and final_obs, as `extend` takes them; arrays of
              bytes are packed on their way.
     returns, lengths: of the episodes that ended.
-    age:     of the weights that acted: updates, and seconds. On its way what the learner had when it sent them.
     """
 
     steps: dict[str, Any]
     returns: list[float]
     lengths: list[float]
-    age: tuple[float, float]
 
 
 class Collector:
@@ -87,8 +85,8 @@ class Collector:
         self._return, self._length = np.zeros(num_envs), np.zeros(num_envs)
 
     @torch.no_grad()
-    def collect(self, weights: Mapping[str, np.ndarray], made: tuple[float, float], epsilon: float) -> Chunk:
-        """Steps of all environments with these weights, `made` at this update and time of the learner."""
+    def collect(self, weights: Mapping[str, np.ndarray], epsilon: float) -> Chunk:
+        """Steps of all environments with these weights."""
         self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         self._explorer.set_epsilon(epsilon)
         actors, stack = self._actors, self._actors.stack
@@ -117,8 +115,8 @@ class Collector:
         finals[-1] = stack.frame.numpy().copy() if finals[-1] is None else finals[-1]
         finals[-1][goes_on] = stack.frame.numpy()[goes_on]
         rows["truncated"][-1] |= goes_on
-        packed = {name: pack(np.stack(each)) for name, each in rows.items()}
-        return Chunk({**packed, "final_obs": [pack(each) for each in finals]}, returns, lengths, made)
+        steps = {name: pack(np.stack(each)) for name, each in rows.items()}
+        return Chunk({**steps, "final_obs": [pack(each) for each in finals]}, returns, lengths)
 
 
 def pack(array: np.ndarray | None) -> Any:
@@ -131,7 +129,9 @@ def pack(array: np.ndarray | None) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """The inverse of `pack`."""
+    """The inverse of `pack`, of a list of arrays too."""
+    if isinstance(packed, list):
+        return [unpack(each) for each in packed]
     if not isinstance(packed, tuple):
         return packed
     import zstandard
@@ -154,7 +154,6 @@ class Fleet:
               each CPU of the cluster, at most one for each environment; its machines need this package, too.
     num_envs: of each actor; by default `settings.num_envs` are divided among them.
     restarts: of actors so far.
-    age:      of the weights with which chunks were collected, when they came, mean of all: updates, and seconds.
 
     Raises UserError where Ray cannot be reached.
     """
@@ -196,21 +195,14 @@ class Fleet:
         self._actors: list[Any] = [None] * self.count
         self._lives, self._deaths = [-1] * self.count, [0] * self.count
         self._pending: dict[Any, tuple[int, int]] = {}
-        # the newest weights, and the update and time of the learner when they were sent
+        # the newest weights, and when they were sent
         self._weights: Any = None
-        self._made = (-1.0, -WEIGHTS_SECONDS)
-        self._ages, self._chunks = np.zeros(2), 0
-
-    @property
-    def age(self) -> tuple[float, float]:
-        """Mean age of the weights of all chunks."""
-        updates, seconds = (self._ages / max(self._chunks, 1)).tolist()
-        return updates, seconds
+        self._sent = -WEIGHTS_SECONDS
 
     def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
         """The chunks that have arrived, or the first within `wait` seconds; their actors go on with this epsilon.
 
-        Sends the agent's weights first, if they have changed and the last time is long enough ago.
+        Sends the agent's weights first, if the last time is long enough ago.
         Raises UserError for an actor whose environment or network fails, or that dies again and again at once.
         """
         ray, self._epsilon = self._ray, epsilon
@@ -232,7 +224,8 @@ class Fleet:
                     self._replace(number, str(error).strip().splitlines()[0])
                 continue
             self._deaths[number] = 0
-            found.append(self._opened(chunk, agent.updates))
+            steps = {name: unpack(value) for name, value in chunk.steps.items()}
+            found.append(dataclasses.replace(chunk, steps=steps))
             if life == self._lives[number]:
                 self._ask(number)
         return found
@@ -247,22 +240,12 @@ class Fleet:
 
     def _publish(self, agent: Agent) -> None:
         """Give the newest weights to calls from now on, and start the actors if this is the first time."""
-        (updates, sent), now = self._made, time.perf_counter()
-        if updates != agent.updates and now - sent >= WEIGHTS_SECONDS:
+        if time.perf_counter() - self._sent >= WEIGHTS_SECONDS:
             weights = {name: value.detach().cpu().numpy() for name, value in agent.online.state_dict().items()}
-            self._weights, self._made = self._ray.put(weights), (agent.updates, now)
+            self._weights, self._sent = self._ray.put(weights), time.perf_counter()
         if self._actors[0] is None:
             for number in range(self.count):
                 self._start(number)
-
-    def _opened(self, chunk: Chunk, updates: int) -> Chunk:
-        """A chunk as it is used."""
-        steps = {name: unpack(value) for name, value in chunk.steps.items() if name != "final_obs"}
-        steps["final_obs"] = [unpack(each) for each in chunk.steps["final_obs"]]
-        age = (updates - chunk.age[0], time.perf_counter() - chunk.age[1])
-        self._ages += age
-        self._chunks += 1
-        return dataclasses.replace(chunk, steps=steps, age=age)
 
     def _start(self, number: int) -> None:
         self._lives[number] += 1
@@ -274,7 +257,7 @@ class Fleet:
 
     def _ask(self, number: int) -> None:
         call = self._actors[number].collect.remote
-        ref = call(self._weights, self._made, self._epsilon)
+        ref = call(self._weights, self._epsilon)
         self._pending[ref] = number, self._lives[number]
 
     def _replace(self, number: int, reason: str) -> None:

@@ -196,25 +196,22 @@ def continued(options: argparse.Namespace) -> Plan:
         raise UserError(f"{flag}: {error}") from None
     identity, progress, given = state["identity"], state["trainer"]["progress"], given_settings(options)
     fixed = TYPES.keys() - {"steps"} if options.resume else set(SHAPES)
-    contradictions = [
-        f"--{name.replace('_', '-')} {value} (it has {getattr(before, name)})"
-        for name, value in given.items()
-        if name in fixed and value != getattr(before, name)
+    device = identity["device"] if options.device is None else str(given_device(options.device))
+    # what is given, and what the run has
+    flags = [
+        (f"--{name.replace('_', '-')}", value, getattr(before, name)) for name, value in given.items() if name in fixed
     ]
-    if options.env is not None and identify(options.env).name != identity["env"]:
-        contradictions.append(f"{options.env} (the run is of {identity['env']})")
+    flags.append(("ENV", options.env and identify(options.env).name, identity["env"]))
     if options.resume:
-        steps = given.get("steps", before.steps)
-        if options.seed not in (None, identity["seed"]):
-            contradictions.append(f"--seed {options.seed} (it has {identity['seed']})")
-        if options.device is not None and str(given_device(options.device)) != identity["device"]:
-            contradictions.append(f"--device {options.device} (it has {identity['device']})")
-        if options.actors is not None and "actors" not in identity:
-            contradictions.append(f"--actors {options.actors} (it has none)")
-        if steps < before.steps:
-            contradictions.append(f"--steps {steps} (it has {before.steps}, which can only be raised)")
+        steps = given["steps"] if given.get("steps", before.steps) < before.steps else None
+        actors = None if "actors" in identity else options.actors
+        flags += [("--seed", options.seed, identity["seed"]), ("--device", device, identity["device"])]
+        flags += [("--steps", steps, f"{before.steps}, which can only be raised"), ("--actors", actors, "none")]
     elif "actors" in identity:
         raise UserError(f"--from {source} is a run with --actors, whose games have no common start to branch from.")
+    contradictions = [
+        f"{flag} {value} (it has {had})" for flag, value, had in flags if value is not None and value != had
+    ]
     if contradictions:
         raise UserError(
             f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(contradictions)}. Leave "
@@ -245,7 +242,7 @@ def continued(options: argparse.Namespace) -> Plan:
         identify(identity["env"]),
         settings,
         seed,
-        given_device(identity["device"] if options.device is None else options.device),
+        given_device(device),
         output,
         actors,
         checkpoint_every=state["checkpoint_every"] if every is None else every,

@@ -8,7 +8,6 @@ episode is bootstrapped. Environments return single frames; `Actors` stacks them
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 from gpu_replay import Field
 
-# of tensors in pinned memory, in bytes: enough for every dtype and for vector loads
-ALIGNMENT = 16
 # a mean return as good as a win, in games that end at 21
 PONG_WON = 18.0
 
@@ -192,58 +189,13 @@ class EpisodeStatistics(nn.Module):
         return count, mean_return, mean_length
 
 
-class PinnedTransfer:
-    """Copies the same set of tensors from host memory to a device, call after call, in one transfer each.
-
-    shapes: name to (shape, dtype) of each tensor.
-
-    there:  what was copied last, by name, in memory that stays where it is, so that captured graphs read from it;
-            zeros at first. The next copy comes after all that the current stream was given before it.
-
-    A copy from pageable memory would block the host until the device has finished all earlier work; one from pinned
-    memory is queued like a kernel, so the host can step emulators while the network still learns. Host memory is
-    double-buffered: a call waits for the copy of the one before the last.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
-        parts, size = {}, 0
-        for name, (shape, dtype) in shapes.items():
-            nbytes = math.prod(shape) * dtype.itemsize
-            parts[name] = (slice(size, size + nbytes), shape, dtype)
-            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-        def views(memory: Tensor) -> dict[str, Tensor]:
-            return {name: memory[rows].view(dtype).view(shape) for name, (rows, shape, dtype) in parts.items()}
-
-        cuda = device.type == "cuda"
-        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._views = [views(memory) for memory in self._host]
-        self._copied = [torch.cuda.Event() if cuda else None for _ in range(2)]
-        self._slot = 0
-        self.there = views(self._device)
-
-    def copy(self, **values: Tensor) -> dict[str, Tensor]:
-        """Bring host tensors of the named shapes and dtypes to the device; returns `there`."""
-        self._slot = 1 - self._slot
-        copied = self._copied[self._slot]
-        if copied is not None:
-            copied.synchronize()
-        for name, value in values.items():
-            self._views[self._slot][name].copy_(value)
-        self._device.copy_(self._host[self._slot], non_blocking=True)
-        if copied is not None:
-            copied.record()
-        return self.there
-
-
 class Actors:
     """Environments, the transfer of their steps to `device`, and there the stacks of their frames.
 
     statistics: of the episodes, counted with each `push`, or None.
 
-    Steps of environments on the device itself are passed through. From host memory each step is one copy out of pinned
-    memory, and another with the last frames where episodes ended.
+    Steps of environments on the device itself are passed through. Those of emulators are copied out of pinned memory,
+    so that the host does not wait for the device, to memory that stays in place, so that captured graphs read from it.
     """
 
     def __init__(
@@ -254,9 +206,10 @@ class Actors:
         self.device = device
         self.statistics = statistics
         self.stack = FrameStack(spec.stack, count, spec.observation, device)
-        self._transfers: tuple[PinnedTransfer, PinnedTransfer] | None = None
+        self._there: Step | None = None
         if device.type != "cpu" and not environment.on_device:
-            self._transfers = self._make_transfers()
+            frame, reward = self.stack.frame.clone(), torch.zeros(count, device=device)
+            self._there = Step(frame, reward, reward > 0, reward > 0, frame.clone())
 
     def reset(self, seed: int) -> None:
         """Start new episodes in all environments; `stack` holds their first frames."""
@@ -268,13 +221,14 @@ class Actors:
         From host memory it is the same memory every time, with final frames that mean nothing where none ended.
         """
         step = self.environment.recv()
-        if self._transfers is None:
+        if self._there is None:
             return step
-        steps, finals = self._transfers
-        there = steps.copy(frame=step.frame, reward=step.reward, terminated=step.terminated, truncated=step.truncated)
-        if step.final_frame is not None:
-            finals.copy(frame=step.final_frame)
-        return Step(**there, final_frame=finals.there["frame"])
+        for name, there in vars(self._there).items():
+            value = getattr(step, name)
+            if value is not None:
+                # torch uses the pinned memory again when the copy is done
+                there.copy_(value.pin_memory(), non_blocking=True)
+        return self._there
 
     def push(self, step: Step) -> None:
         """Count a step that was received, and stack its frames."""
@@ -291,11 +245,3 @@ class Actors:
         """Continue from a state, after a `reset`."""
         self.environment.load_state_dict(state["environment"])
         self.stack.load_state_dict(state["stack"])
-
-    def _make_transfers(self) -> tuple[PinnedTransfer, PinnedTransfer]:
-        """One for steps, one for the final frames of those steps in which an episode ends."""
-        spec, count = self.environment.spec, self.environment.num_envs
-        frame = {"frame": ((count, *spec.observation.shape), spec.observation.dtype)}
-        dtypes = {"reward": torch.float32, "terminated": torch.bool, "truncated": torch.bool}
-        rest = {name: ((count,), dtype) for name, dtype in dtypes.items()}
-        return PinnedTransfer({**frame, **rest}, self.device), PinnedTransfer(frame, self.device)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console import figures
@@ -159,10 +159,7 @@ class Recorder:
         """Write the row, show it beside the bar, and draw the curve if it was last drawn long ago."""
         self.rows.append(row)
         with (self._folder / PROGRESS).open("a", newline="", encoding="utf-8") as file:
-            out = csv.DictWriter(file, row)
-            if len(self.rows) == 1:
-                out.writeheader()
-            out.writerow(_formatted(row))
+            _write(file, [row], header=len(self.rows) == 1)
         if self._events is not None:
             for name, value in row.items():
                 # TensorBoard has no use for NaN
@@ -215,10 +212,7 @@ class Recorder:
 
     def _write_rows(self, path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
-            if self.rows:
-                out = csv.DictWriter(file, self.rows[0])
-                out.writeheader()
-                out.writerows(_formatted(row) for row in self.rows)
+            _write(file, self.rows, header=True)
 
 
 def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
@@ -230,9 +224,13 @@ def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
     return [row for row in rows if row["step"] <= last]
 
 
-def _formatted(row: Mapping[str, float]) -> dict[str, int | str]:
-    """A row as text for progress.csv."""
-    return {name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()}
+def _write(file: IO[str], rows: Sequence[Mapping[str, float]], header: bool) -> None:
+    """Write rows of progress.csv."""
+    out = csv.DictWriter(file, rows[0] if rows else ())
+    if header and rows:
+        out.writeheader()
+    for row in rows:
+        out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
 
 
 def _finite(value: Any) -> Any:
@@ -278,10 +276,7 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     persisting = f", each repeated with probability {persistence:g}" if persistence and summary["epsilon"] else ""
     actors = ""
     if "actors" in summary:
-        actors = (
-            f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced; "
-            f"their weights were {summary['weights_age']:.0f} updates ({summary['weights_seconds']:.2f} s) old\n"
-        )
+        actors = f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced\n"
     return (
         f"{summary['env']}, {reason}: {quality}\n"
         f"training episodes explore: return {summary['train_return_mean']:.2f} with "

@@ -11,7 +11,8 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from gpu_replay.training.checkpoints import CheckpointManager
 from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Step
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
-from gpu_replay.training.progress import Progress, Stopwatch
 from gpu_replay.training.records import REPLAY_STATS, Recorder
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.team import Team
@@ -33,6 +33,81 @@ from gpu_replay.training.team import Team
 # batches to which the whitening of images is fitted
 WHITENING_BATCHES = 16
 NAN = float("nan")
+# on a GPU one step in so many is timed
+SAMPLED = 64
+Part = Literal["env", "act", "replay", "learn"]
+
+
+class Stopwatch:
+    """Attributes the time since the last lap to a part of the loop.
+
+    On the CPU every step is timed. On CUDA one step in 64 is, made of calls instead of graphs and synchronised at each
+    lap, so that work is attributed to the part that launched it; overlap between parts is lost in such a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[Part, float] = {"env": 0.0, "act": 0.0, "replay": 0.0, "learn": 0.0}
+        self._cuda = device if device.type == "cuda" else None
+        self._steps = 0
+        self._timing = False
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether this step is one of a GPU that is timed, so that no graph may hide its parts."""
+        return self._timing and self._cuda is not None
+
+    def begin(self) -> None:
+        """Start a step of the loop."""
+        self._steps += 1
+        self._timing = self._cuda is None or self._steps % SAMPLED == 0
+        if self._timing:
+            self._last = self._now()
+
+    def lap(self, part: Part) -> None:
+        """Attribute the time since the last lap, or the start of the step, to `part`."""
+        if self._timing:
+            now = self._now()
+            self.seconds[part] += now - self._last
+            self._last = now
+
+    def shares(self) -> dict[Part, float]:
+        """Share of each part in the time so far."""
+        total = sum(self.seconds.values())
+        return {part: seconds / total if total else 0.0 for part, seconds in self.seconds.items()}
+
+    def _now(self) -> float:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        return time.perf_counter()
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    step:    of all environments together, of all ranks.
+    added:   steps that this process added to the buffer, `lost` those of them whose windows a reset cut off.
+    owed:    steps of actors that are stored and not yet learned from.
+    evaluated, logged: the last step at which that was done; `next_evaluation`, `next_row` when it is due again.
+    seconds: of the run so far, evaluations and checkpoints included; `checkpoint_seconds` of the latter.
+    mark:    step, updates and seconds of the learning loop at the last row.
+    evaluation: the one that belongs to the next row, if there was one.
+    """
+
+    next_evaluation: int
+    next_row: int
+    step: int = 0
+    added: int = 0
+    lost: int = 0
+    owed: int = 0
+    evaluated: int = 0
+    logged: int = 0
+    solved: bool = False
+    resumed: int = 0
+    seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    mark: tuple[int, int, float] = (0, 0, 0.0)
+    evaluation: dict[str, float] | None = None
 
 
 class Trainer:
@@ -85,7 +160,6 @@ class Trainer:
         self._draw_size, self._draws = settings.batch_size * self._together, settings.updates // self._together
         self._graphs: dict[str, Callable[[], Any]] = {}
         self.last_row: Mapping[str, float] = {}
-        self._ages: list[tuple[float, float]] = []
         self._began = time.perf_counter()
         self._records: Recorder | None = None
         self._checkpoints: CheckpointManager | None = None
@@ -305,11 +379,9 @@ class Trainer:
         chunks = fleet.receive(self.agent, self.epsilon(progress.step))
         self.watch.lap("env")
         for chunk in chunks:
-            steps = chunk.steps
-            reward = np.sign(steps["reward"]) if settings.clip_reward else steps["reward"]
-            self.buffer.extend(**{**steps, "reward": reward})
+            reward = np.sign(chunk.steps["reward"]) if settings.clip_reward else chunk.steps["reward"]
+            self.buffer.extend(**{**chunk.steps, "reward": reward})
             self.statistics.finish(chunk.returns, chunk.lengths)
-            self._ages.append(chunk.age)
             count = int(reward.size)
             progress.added += count
             progress.step += count
@@ -358,8 +430,6 @@ class Trainer:
         evaluation, progress.evaluation = progress.evaluation or {}, None
         # this waits for the device, as reading the means of losses has
         stats = self.buffer.stats()
-        ages, self._ages = self._ages, []
-        weights_age, weights_seconds = np.mean(ages, 0).tolist() if ages else (NAN, NAN)
         self.last_row = {
             "step": progress.step,
             "seconds": seconds,
@@ -380,9 +450,6 @@ class Trainer:
             "eval_return_std": evaluation.get("return_std", NAN),
             "eval_length_mean": evaluation.get("length_mean", NAN),
             **{name: float(getattr(stats, name)) for name in REPLAY_STATS},
-            # of actors in processes of their own
-            "weights_age": weights_age,
-            "weights_seconds": weights_seconds,
             "actor_restarts": NAN if self.fleet is None else self.fleet.restarts,
         }
         if self._records is not None:

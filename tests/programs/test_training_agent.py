@@ -23,10 +23,9 @@ from gpu_replay.training.device_games import Catch
 from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import FREQUENCIES, QNetwork
-from gpu_replay.training.progress import SAMPLED, Stopwatch
 from gpu_replay.training.run import make_buffer
 from gpu_replay.training.settings import PRESETS, Settings
-from gpu_replay.training.train import beta_schedule
+from gpu_replay.training.train import SAMPLED, Stopwatch, beta_schedule
 
 VECTOR = Field((2,), torch.float32)
 

@@ -38,7 +38,7 @@ def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
     lengths: list[float] = []
     # of two actors by turns, and more than the ring holds
     for turn in range(6):
-        chunk = collectors[turn % 2].collect(weights, (turn, 0.0), 0.5)
+        chunk = collectors[turn % 2].collect(weights, 0.5)
         steps = opened(chunk)
         assert steps["action"].shape == (CHUNK, ENVS)
         buffer.extend(**steps)
@@ -46,7 +46,6 @@ def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
         assert len(chunk.returns) == len(chunk.lengths) == int(steps["terminated"].sum())
         assert not (steps["truncated"][:-1]).any()
         assert (steps["truncated"] | steps["terminated"])[-1].all()
-        assert chunk.age == (turn, 0.0)
     assert set(lengths) == {11}
     assert buffer.stats().eligible == 50 * ENVS
     batch = buffer.sample(50 * ENVS)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.device_games import Catch
-from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, FrameStack, PinnedTransfer, Step
-from gpu_replay.training.run import make_buffer, sampled_field
+from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, FrameStack, Step
+from gpu_replay.training.run import make_buffer
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.train import beta_schedule
 
@@ -56,51 +55,6 @@ def test_a_single_frame_has_no_stack_axis() -> None:
     assert torch.equal(stack.obs, numbered(1, 3))
 
 
-def transfer(device: torch.device) -> PinnedTransfer:
-    shapes = {"frame": ((5, 3), torch.uint8), "reward": ((5,), torch.float32), "ended": ((5,), torch.bool)}
-    return PinnedTransfer(shapes, device)
-
-
-def load(t: int) -> dict[str, Tensor]:
-    return {
-        "frame": torch.full((5, 3), t, dtype=torch.uint8),
-        "reward": torch.arange(5.0) + t,
-        "ended": torch.arange(5) % (t + 1) == 0,
-    }
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_is_copied_arrives_and_always_in_the_same_place(device: str) -> None:
-    way = transfer(torch.device(device))
-    places = {name: value.data_ptr() for name, value in way.there.items()}
-    assert not any(bool(value.any()) for value in way.there.values())
-    for t in range(9):
-        given = load(t)
-        there = way.copy(**given)
-        for name, value in given.items():
-            assert there[name].device.type == device
-            assert there[name].data_ptr() % 16 == 0
-            assert there[name].data_ptr() == places[name]
-            # the host may use its memory again at once
-            value.zero_()
-            assert torch.equal(there[name].cpu(), load(t)[name])
-
-
-@pytest.mark.gpu
-def test_a_transfer_does_not_wait_for_a_busy_device() -> None:
-    way = transfer(torch.device("cuda"))
-    way.copy(**load(0))
-    busy = torch.randn(8192, 8192, device="cuda")
-    torch.cuda.synchronize()
-    for _ in range(20):
-        busy = busy @ busy / 8192
-    there = way.copy(**load(1))
-    done = torch.cuda.Event()
-    done.record()
-    assert not done.query()
-    assert torch.equal(there["reward"].cpu(), load(1)["reward"])
-
-
 class Scripted(Environment):
     """Two environments in host memory whose frames say when they were; the second ends at each third step."""
 
@@ -121,16 +75,12 @@ class Scripted(Environment):
         return Step(numbered(self.t, 2), torch.full((2,), float(self.t)), ended & False, ended, final)
 
 
-@pytest.mark.parametrize("way", ["stays", "copied", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_actors_hand_over_frames_and_stacks(way: str) -> None:
-    device = torch.device("cuda" if way == "cuda" else "cpu")
-    actors = Actors(Scripted(), device)
-    if way == "copied":
-        # as it is where the agent lives on a GPU
-        actors._transfers = actors._make_transfers()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_actors_hand_over_frames_and_stacks(device: str) -> None:
+    actors = Actors(Scripted(), torch.device(device))
     actors.reset(0)
     stack = actors.stack
-    assert (stack.obs.shape, stack.obs.device.type) == ((2, 3, 3, 2), device.type)
+    assert (stack.obs.shape, stack.obs.device.type) == ((2, 3, 3, 2), device)
     for t in range(1, 12):
         actors.environment.send(torch.zeros(2, dtype=torch.int64))
         step = actors.recv()
@@ -143,7 +93,7 @@ def test_actors_hand_over_frames_and_stacks(way: str) -> None:
         assert bool((stack.obs[1, :-1] == 0).all()) == (t % 3 == 0)
         if t % 3 == 0:
             assert torch.equal(step.final_frame.cpu(), numbered(t + 100, 2))
-        elif way == "stays":
+        elif device == "cpu":
             assert step.final_frame is None
 
 
@@ -196,21 +146,3 @@ def test_stacks_of_the_agent_and_of_the_buffer_are_those_of_ale() -> None:
                 assert np.array_equal(batch.next_obs[row].numpy(), stacks[t + 3][env])
     reference.close()
     environment.close()
-
-
-def test_bytes_are_scaled_in_the_gather_where_the_network_makes_no_pass_over_them() -> None:
-    atari = Settings.for_family("atari-cuda")
-    cuda = torch.device("cuda")
-    stored = Field((3, 2), torch.uint8)
-    assert sampled_field(IMAGE, atari, CPU) == sampled_field(IMAGE, atari, cuda) == stored
-    # convolutions want channels last, cosines are whitened
-    for changes in ({"whiten": False}, {"network": "cosine"}):
-        assert sampled_field(IMAGE, Settings.for_family("atari-cuda", **changes), cuda) == stored
-    scaled = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
-    for network in ("mlp", "cosine"):
-        plain = Settings.for_family("atari-cuda", whiten=False, network=network)
-        assert sampled_field(IMAGE, plain, cuda) == scaled
-        assert sampled_field(IMAGE, plain, CPU) == stored
-    assert sampled_field(Catch.spec.observation, Settings(), cuda).sample_dtype == torch.float32
-    vector = Field((4,), torch.float32)
-    assert sampled_field(vector, atari, cuda) == vector

@@ -131,7 +131,6 @@ def test_cartpole_is_learned_through_actors_that_are_killed_and_resumed(tmp_path
     assert collectors() == []
     rows = read_rows(tmp_path)
     assert rows[-1]["actor_restarts"] == 2
-    assert all(row["weights_age"] >= 0 and row["weights_seconds"] < 60 for row in rows[4:] if "weights_age" in row)
     # the same number of updates for a step as with environments in the process
     learned = rows[-1]["step"] - 1_000
     assert rows[-1]["updates"] == pytest.approx(2 * learned / 16, rel=0.15)

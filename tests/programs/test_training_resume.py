@@ -309,7 +309,7 @@ needs_ray = pytest.mark.skipif(not (find_spec("ray") and find_spec("zstandard"))
         (["--gamma", "0.5"], "--gamma 0.5 (it has 0.99)"),
         (["--steps", "600"], "--steps 600 (it has 640, which can only be raised)"),
         (["--seed", "1"], "--seed 1 (it has 0)"),
-        (["device-pong"], "device-pong (the run is of catch)"),
+        (["device-pong"], "ENV device-pong (it has catch)"),
         (["--hidden", "64,64", "--updates", "1"], "--updates 1 (it has 2), --hidden (64, 64) (it has (128, 128))"),
         pytest.param(["--actors", "2"], "--actors 2 (it has none)", marks=needs_ray),
         (["--steps", "1e4", "--max-seconds", "0.001"], "--max-seconds 0.001 is used up"),
@@ -436,7 +436,7 @@ def test_a_branch_with_another_buffer_fills_it_anew(
         (["--hidden", "8"], r"--hidden \(8,\) \(it has \(128, 128\)\)"),
         (["--steps", "960"], "--steps 960 are done: .* is at step 960"),
         (["--actors", "2"], "--from does not go with --actors"),
-        (["CartPole-v1"], "CartPole-v1 .the run is of catch."),
+        (["CartPole-v1"], "ENV CartPole-v1 .it has catch."),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused(
