@@ -18,7 +18,6 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import slots_of
 from gpu_replay.ops.frames import rows_as_sampled
 from gpu_replay.ops.ring import Write, as_numpy, commit, parts_of, taken
-from gpu_replay.ops.threads import take_rows
 
 # numbers as which short rows are moved, by their bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -43,23 +42,31 @@ class HostEngine:
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
         self._append, self._known = loops.append.ready(), (*draws.initial, *draws.arrays)
-        # small fields lie in records, which are gathered as words: of a record NumPy would ask what it is each time
-        self._records: tuple[np.ndarray, np.dtype[Any]] | None = None
-        apart = dict(rows)
+        # small fields lie in records, of which each field is seen as one number where there is one of its size
+        self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:
             dtype = storage.records.dtype
-            words = storage.records.view(f"u{dtype.alignment}").reshape(self._capacity, -1)
-            names = dtype.names or ()
-            places: Any = [dtype.fields[name] for name in names] if dtype.fields else []
-            layout: Any = {"names": names, "itemsize": dtype.itemsize, "offsets": [at for _, at, *_ in places]}
+            places: Any = [dtype.fields[name] for name in dtype.names or ()] if dtype.fields else []
+            layout: Any = {"names": dtype.names, "itemsize": dtype.itemsize, "offsets": [at for _, at, *_ in places]}
             layout["formats"] = [_NUMBERS.get(part.itemsize, part) for part, *_ in places]
-            self._records = words, np.dtype(layout)
-            apart = {name: each for name, each in rows.items() if name not in names}
-        # in the order of the fields: rows, whether they lie apart, and whether they leave as they are
+            self._records = storage.records.view(np.dtype(layout))
+        # in the order of the fields: rows, the dtype of one out of a record, and whether they leave as they are
         self._fields = [
-            (name, field, rows[name], name in apart, not field.converts and field.dtype != torch.bfloat16)
+            (
+                name,
+                field,
+                rows[name],
+                self._row_dtype(name, rows[name]),
+                not field.converts and field.dtype != torch.bfloat16,
+            )
             for name, field in storage.fields.items()
         ]
+
+    def _row_dtype(self, name: str, stored: np.ndarray) -> np.dtype[Any] | None:
+        if name not in (self._records.dtype.names or ()):
+            return None
+        row = np.dtype((stored.dtype, stored.shape[1:]))
+        return row if row.itemsize in _NUMBERS else stored.dtype
 
     def on_clear(self) -> None:
         """Reset host state after `clear`: there is none."""
@@ -103,19 +110,14 @@ class HostEngine:
             return self._gather(slots)
 
     def _gather(self, slots: np.ndarray) -> dict[str, Tensor]:
-        tensors, memory, records = {}, self._memory, None
-        if self._records is not None:
-            words, dtype = self._records
-            found = memory.array("", (slots.size, words.shape[1]), words.dtype)
-            take_rows(words, slots, found)
-            records = found.view(dtype)[:, 0]
-        for name, field, stored, apart, plain in self._fields:
-            if apart or records is None:
+        tensors, memory, records = {}, self._memory, self._records
+        if records.size:
+            records = taken(records, slots, memory, "")
+        for name, field, stored, row, plain in self._fields:
+            if row is None:
                 rows = taken(stored, slots, memory, name)
             else:
-                rows = memory.copy(name, records[name]).view(stored.dtype)
-                if stored.ndim > 1:
-                    rows = rows.reshape(-1, *stored.shape[1:])
+                rows = memory.copy(name, records[name]).view(row)
             tensors[name] = _from_numpy(rows) if plain else rows_as_sampled(rows, field, memory, name)
         return tensors
 

@@ -224,7 +224,9 @@ class HostSampler:
             slots, words = permuted_ranks(count, drawn, self.words(PERMUTATION_WORDS, 0), *ring), PERMUTATION_WORDS
         if tree is not None and found is not None:
             slots = slots_in(tree, found, slots)
-        probability, sure = np.full(drawn, 1 / count, np.float32), np.ones(drawn, np.float32)
+        probability, sure = np.empty(drawn, np.float32), np.empty(drawn, np.float32)
+        probability.fill(1 / count)
+        sure.fill(1)
         return HostDraw(slots, probability, sure, blocks_for(words))
 
     def _newest(self, count: int, skipped: int) -> np.ndarray:

@@ -125,6 +125,21 @@ def highest_of(flat, high):
     return found
 
 
+@inner
+def total_of(flat, starts):
+    """The total mass."""
+    mass = 0
+    for node in range(starts[starts.size - 2], starts[starts.size - 1]):
+        mass += flat[node]
+    return mass
+
+
+@loop("(int64[::1], int64[::1])")
+def total(flat, starts):
+    """As `total_of`."""
+    return total_of(flat, starts)
+
+
 @loop("(int64[::1], int64[::1])")
 def lowest(flat, low):
     """As `lowest_of`."""
@@ -216,36 +231,23 @@ def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, 
 
 
 @inner
-def total_of(flat, starts):
-    """The total mass."""
-    total = 0
-    for node in range(starts[starts.size - 2], starts[starts.size - 1]):
-        total += flat[node]
-    return total
-
-
-@inner
 def locate_all(flat, starts, rests, slots):
     """The (B,) slots on which (B,) targets fall, which are overwritten; level by level for the whole batch, so that
     the processor waits for the memory of several rows at once.
     """
     top = starts.size - 2
     base = starts[top]
-    prefix = np.empty(starts[top + 1] - base, dtype=np.int64)
-    total = 0
-    for node in range(prefix.size):
-        total += flat[base + node]
-        prefix[node] = total
+    before = np.zeros(starts[top + 1] - base, dtype=np.int64)
+    for node in range(1, before.size):
+        before[node] = before[node - 1] + flat[base + node - 1]
     for row in range(slots.size):
-        # the first node whose inclusive prefix sum exceeds the target
-        rest, below, above = rests[row], 0, prefix.size - 1
-        while below < above:
-            middle = (below + above) >> 1
-            over = prefix[middle] <= rest
-            below = middle + 1 if over else below
-            above = above if over else middle
-        slots[row] = below
-        rests[row] = rest - prefix[below] + flat[base + below]
+        # the last node of the root before which no more mass lies than the target
+        rest, node, left = rests[row], 0, before.size
+        while left > 1:
+            half = left >> 1
+            node = node + half if before[node + half] <= rest else node
+            left -= half
+        slots[row], rests[row] = node, rest - before[node]
     far, touched = flat.size > _FAR, 0
     for begin in range(0, slots.size, _TOGETHER):
         end = min(begin + _TOGETHER, slots.size)

@@ -118,7 +118,7 @@ class MassTree:
 
     def total(self) -> int:
         """The exact total mass; on CUDA this waits for the device."""
-        return int((self.arrays[-1] if self.backend == "host" else self.levels[-1]).sum())
+        return loops.total.ready()(*self.host[:2]) if self.backend == "host" else int(self.levels[-1].sum())
 
     def build(self) -> None:
         """Make all sums anew from the leaves."""

@@ -76,7 +76,7 @@ def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None
 
     memory: where that of large ones comes from, for the field `name`; None: it is new.
     """
-    if slots.size * rows[:1].nbytes < LARGE:
+    if slots.size * rows.nbytes < LARGE * len(rows):
         return rows.take(slots, axis=0)
     shape = (slots.size, *rows.shape[1:])
     found = np.empty(shape, rows.dtype) if memory is None else memory.array(name, shape, rows.dtype)
