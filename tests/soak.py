@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_cases import Tally, damage, disk, fields, priorities, sequences, steps
+from soak_cases import Tally, damage, disk, fields, priorities, sequences
 from soak_hazards import gathers, interrupts, racing, sharded, threads
 from soak_steps import counters, extends, hostile
 from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
@@ -41,7 +41,7 @@ from gpu_replay.console.markdown import table
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
 # how often each of them comes in turn
-CYCLE = [sequences] * 6 + [steps, fields, priorities, damage, counters, extends] + [hostile] * 4
+CYCLE = [sequences] * 7 + [fields, priorities, damage, counters, extends] + [hostile] * 4
 CYCLE = (CYCLE * 4 + [interrupts, interrupts, racing]) * 2 + [disk, threads, gathers]
 CYCLE = CYCLE * 4 + [sharded]
 

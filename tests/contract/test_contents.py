@@ -113,8 +113,8 @@ def test_batches_are_converted_as_samples_are(device: str) -> None:
 def test_batches_of_steps_hold_those_that_cannot_be_drawn_too(size: int, device: str) -> None:
     pair = trajectory_pair(device)
     batch = Batch.cat(pair.buffer.batches(size))
-    assert batch.key.tolist() == list(pair.history.view().live())
-    steps = [pair.history.steps[key % 2][key // 2] for key in batch.key.tolist()]
+    assert batch.key.tolist() == list(pair.model.view().live())
+    steps = [pair.model.steps[key % 2][key // 2] for key in batch.key.tolist()]
     for name in (*STEP_FIELDS, "terminated", "truncated"):
         assert batch[name].tolist() == [step[name] for step in steps]
     assert batch.reward.tolist() == [pytest.approx(step["reward"], rel=1e-6) for step in steps]
@@ -163,7 +163,7 @@ def test_priorities_by_rank_are_exactly_those_given(device: str) -> None:
 @pytest.mark.parametrize("sampler", [Proportional(), RankBased()], ids=str)
 def test_steps_that_cannot_be_drawn_have_no_priority(sampler: Any, device: str) -> None:
     pair = trajectory_pair(device, sampler)
-    view = pair.history.view()
+    view = pair.model.view()
     numbers = pair.buffer.priorities(pair.buffer.keys()).tolist()
     assert [number > 0 for number in numbers] == [key in view.eligible() for key in view.live()]
 

@@ -1,4 +1,4 @@
-"""`extend`: many steps at once leave behind what as many calls of `add` do, bit for bit."""
+"""`extend`: forms in which many steps come; that they leave behind what as many `add` do is in test_programs.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import host_only, scale, thinned
-from transitions import ANNEALED, EXACT, same
+from devices import host_only
+from transitions import EXACT, same
 
-from gpu_replay import Combined, Field, Hindsight, Latest, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
-from gpu_replay.engines import device_trajectory
+from gpu_replay import Field, Hindsight, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.loops.compiling import compiler
 
 pytestmark = pytest.mark.contract
@@ -23,16 +22,6 @@ NESTED = {
     "obs": {"a": Field((2,), torch.uint8), "b": {"c": Field((), torch.float32)}},
     "action": Field((), torch.int64),
 }
-SAMPLERS: list[Any] = [
-    Uniform(),
-    EXACT,
-    ANNEALED,
-    Proportional(alpha=0.7, initial="stored"),
-    RankBased(),
-    Combined(RankBased(), newest=2),
-    Latest(),
-]
-MODES = ["next_step", "same_step", "disabled"]
 
 
 def stream(draw: np.random.Generator, steps: int, envs: int, end: float) -> dict[str, Any]:
@@ -58,58 +47,7 @@ def assert_equal(one: TrajectoryReplayBuffer, other: TrajectoryReplayBuffer) -> 
     assert repr(one.stats()) == repr(other.stats())
     for mine, theirs in zip(one.batches(50), other.batches(50), strict=True):
         same(mine, theirs)
-    held = one._state.eligible.masses > 0
-    keys = torch.tensor([key for key in one.keys().tolist() if held[key % one.capacity]], dtype=torch.int64)
-    if len(keys) >= 3:
-        same(one[keys], other[keys])
-        same(one.sample(3), other.sample(3))
-
-
-@thinned("sampler, mode, first", scale(SAMPLERS, [EXACT, Latest()]), scale(MODES, MODES[:2]), range(0, scale(20, 2), 2))
-def test_extending_is_adding(mode: str, sampler: Any, first: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # blocks that end anywhere
-    monkeypatch.setattr(device_trajectory, "_TOGETHER", 41)
-    for seed in range(first, first + scale(2, 1)):
-        draw = np.random.default_rng(seed)
-        envs, stack, n_step = (int(draw.integers(1, most)) for most in (4, 4, 12))
-        settings: dict[str, Any] = {
-            "stack": stack,
-            "n_step": n_step,
-            "gamma": 0.9,
-            "autoreset": mode,
-            "final_capacity": int(draw.integers(1, 20)),
-        }
-        turn = n_step + stack + int(draw.integers(0, 60))
-        one, other = (
-            TrajectoryReplayBuffer(turn * envs, envs, FIELDS, sampler=sampler, device=device, **settings)
-            for _ in range(2)
-        )
-        for call in range(scale(5, 3)):
-            steps = int(draw.integers(1, scale(70, 12)))
-            given = stream(draw, steps, envs, float(draw.choice([0.02, 0.3, 0.9])))
-            if draw.random() < 0.5:
-                given["priority"] = draw.uniform(0.1, 9, (steps, envs))
-            finals = [None] * steps
-            if draw.random() < 0.7:
-                dense = draw.standard_normal((steps, envs, 2)).astype(np.float32)
-                finals = [final if draw.random() < 0.8 else None for final in dense]
-            if mode != "next_step":
-                given["final_obs"] = finals
-            keys = other.extend(**given)
-            added = [one.add(**{name: value[step] for name, value in given.items()}) for step in range(steps)]
-            assert torch.equal(keys, torch.stack(added))
-            if call % 2:
-                for each in (one, other):
-                    each.begin_episodes(np.arange(envs) % 2 == 0)
-            if call == 3:
-                one.clear()
-                other.clear()
-            if len(one) > 4:
-                live = one.keys()[-5:]
-                numbers = torch.from_numpy(draw.uniform(0, 20, 5))
-                one.update_priorities(live, numbers)
-                other.update_priorities(live, numbers)
-        assert_equal(one, other)
+    same(one.sample(3), other.sample(3))
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
@@ -157,17 +95,6 @@ def test_final_observations_come_in_every_form(form: str, device: str) -> None:
     assert cut.sum() >= 3
     assert one.stats().eligible == other.stats().eligible
     same(one.sample(one.stats().eligible), other.sample(one.stats().eligible))
-
-
-@pytest.mark.parametrize("rows", [5, 23])
-def test_a_stream_of_one_environment_may_be_longer_than_the_ring(rows: int, device: str) -> None:
-    one, other = (TrajectoryReplayBuffer(rows, 1, FIELDS, device=device, n_step=2) for _ in range(2))
-    given = stream(np.random.default_rng(2), 47, 1, 0.1)
-    tensors = {name: torch.from_numpy(value).to(device) for name, value in given.items()}
-    assert other.extend(**tensors).tolist() == [[key] for key in range(47)]
-    for step in range(47):
-        one.add(**{name: value[step] for name, value in given.items()})
-    assert_equal(one, other)
 
 
 def test_arrays_may_lie_on_disk(tmp_path: Any) -> None:

@@ -60,7 +60,7 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(
     played = 0
     for _ in range(scale(5, 2)):
         live_with_goals(pair, draw.randint(1, 2 * steps), draw, end=end)
-        view = pair.history.view()
+        view = pair.model.view()
         eligible = view.eligible()
         if not eligible:
             continue
@@ -104,7 +104,7 @@ def stream(letters: str, device: str, strategy: str, capacity: int = 12, **setti
     """One environment that took these steps: T terminated, U truncated."""
     given = {"sampler": Uniform(replacement=True), "relabel": hindsight(strategy), **settings}
     pair = Pair(capacity, 1, fields=GOALS, device=device, **given)
-    final = pair.history.autoreset != "next_step"
+    final = pair.model.autoreset != "next_step"
     for number, letter in enumerate(letters):
         pair.add([goal_step(number, 0, end=letter.replace(".", ""), final=final)])
     return pair
@@ -115,7 +115,7 @@ def stream(letters: str, device: str, strategy: str, capacity: int = 12, **setti
 def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) -> None:
     """Of the 12 steps that are stored, two end an episode whose first steps are overwritten; the next one runs."""
     pair = stream(STREAM, device, strategy)
-    view = pair.history.view()
+    view = pair.model.view()
     seen = check_batch(pair.buffer.sample(20_000), view, strategy)
     assert sorted(seen) == view.eligible() == [4, 5, *range(7, 15)]
     for key, counts in seen.items():
@@ -128,19 +128,19 @@ def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) 
 
 def test_a_termination_waits_for_its_final_observation(device: str) -> None:
     pair = stream("..T", device, "future")
-    rows = rewritten(pair.buffer.sample(50), pair.history.view())
+    rows = rewritten(pair.buffer.sample(50), pair.model.view())
     assert any(rows)
     assert not all(rows)
     assert 2 in pair.buffer.sample(50).key.tolist()
     pair.add([goal_step(3, 0)])
-    assert all(rewritten(pair.buffer.sample(50), pair.history.view()))
+    assert all(rewritten(pair.buffer.sample(50), pair.model.view()))
 
 
 @pytest.mark.parametrize("stack", [1, 3])
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled, few finals"])
 def test_next_obs_of_a_termination_is_its_final_observation(mode: str, stack: int, device: str) -> None:
     pair = stream("..T.....TT..", device, "future", stack=stack, **MODES[mode])
-    view = pair.history.view()
+    view = pair.model.view()
     batch = pair.buffer[view.eligible()]
     expected = [after(view, 0, key) for key in batch.key.tolist()]
     newest = batch[f"next_{ACHIEVED}"].reshape(len(batch), -1, 2)[:, -1].tolist()
@@ -152,7 +152,7 @@ def test_next_obs_of_a_termination_is_its_final_observation(mode: str, stack: in
 @pytest.mark.parametrize("ratio", scale([0.0, 0.1, 0.25, 0.5, 0.8, 1.0], [0.5]))
 def test_exactly_the_share_is_rewritten(ratio: float, device: str) -> None:
     pair = stream("." * 12, device, "future", relabel=hindsight(ratio=ratio))
-    view = pair.history.view()
+    view = pair.model.view()
     for batch in (1, 2, 3, 7, 10, 64):
         for _ in range(3):
             assert sum(rewritten(pair.buffer.sample(batch), view)) == round(ratio * batch)
@@ -161,7 +161,7 @@ def test_exactly_the_share_is_rewritten(ratio: float, device: str) -> None:
 @statistical
 def test_rows_are_a_random_set(device: str) -> None:
     pair = stream("." * 12, device, "final", relabel=hindsight("final", 0.5), sampler=Proportional())
-    view = pair.history.view()
+    view = pair.model.view()
     chosen = Counter(tuple(rewritten(pair.buffer.sample(6), view)) for _ in range(1500))
     # each of the 20 sets of three rows
     check_counts(chosen, dict.fromkeys(chosen, 1))
@@ -192,17 +192,17 @@ def test_the_draw_is_the_one_without_hindsight(name: str, device: str) -> None:
     plain, relabelled = (pair.buffer.sample(8) for pair in pairs)
     for field in ("key", "weight", "probability", "discount", "terminated", "truncated", "action", ACHIEVED):
         assert torch.equal(plain[field], relabelled[field]), field
-    changed = torch.tensor(rewritten(relabelled, pairs[1].history.view()), device=device)
+    changed = torch.tensor(rewritten(relabelled, pairs[1].model.view()), device=device)
     assert int(changed.sum()) == 4
     for field in ("reward", DESIRED):
         assert torch.equal(plain[field][~changed], relabelled[field][~changed]), field
     # what comes after a termination means nothing without hindsight
     left = ~changed & ~plain.terminated
     assert torch.equal(plain[f"next_{DESIRED}"][left], relabelled[f"next_{DESIRED}"][left])
-    if pairs[1].priorities is not None:
+    if pairs[1].model.by_mass:
         assert torch.equal(pairs[0].buffer.masses(), pairs[1].buffer.masses())
     # what is stored stays as it was
-    keys = pairs[0].history.view().eligible()
+    keys = pairs[0].model.view().eligible()
     for field in ("reward", DESIRED):
         assert torch.equal(pairs[0].buffer[keys][field], pairs[1].buffer[keys][field])
 
@@ -213,7 +213,7 @@ def test_goals_of_stacks(mode: str, padding: str, device: str) -> None:
     pair = stream(STREAM, device, "episode", stack=3, padding=padding, autoreset=mode)
     batch = pair.buffer.sample(scale(200, 30))
     assert batch[DESIRED].shape == (len(batch), 3, 2)
-    assert len(check_batch(batch, pair.history.view(), "episode")) >= 5
+    assert len(check_batch(batch, pair.model.view(), "episode")) >= 5
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
@@ -247,7 +247,7 @@ def test_a_goal_that_is_reached_may_end_the_episode(autoreset: str, device: str)
     relabel = hindsight("episode", terminated_fn=reached)
     pair = stream("...T" + "." * 6 + "U.", device, "episode", relabel=relabel, autoreset=autoreset, gamma=0.75)
     batch = pair.buffer.sample(scale(400, 60))
-    view = pair.history.view()
+    view = pair.model.view()
     assert all(rewritten(batch, view))
     same = (batch[f"next_{ACHIEVED}"] == batch[DESIRED]).all(dim=1)
     assert 0 < int(same.sum()) < len(batch)

@@ -246,7 +246,7 @@ def test_what_is_loaded_goes_on_as_it_was(mode: str, way: str, device: str, tmp_
         # both go on, over the seam
         for number in range(scale(12, 4)):
             for each in (buffer, loaded):
-                count = pair.history.count + number
+                count = pair.model.count + number
                 add(each, count, *("T" if (count + env) % 5 == 0 else "" for env in range(2)))
             if buffer.stats().eligible >= 1:
                 same(buffer.sample(7), loaded.sample(7))

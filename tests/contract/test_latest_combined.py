@@ -9,9 +9,8 @@ import pytest
 from devices import device_fixture as device_fixture
 from devices import statistical
 from distribution import check_counts
-from oracle import OracleBuffer
 from tolerances import close
-from transitions import EXACT, check_rows, fill, make
+from transitions import check_rows, fill, make
 
 from gpu_replay import Combined, Latest, LinearSchedule, Proportional, Uniform
 
@@ -43,20 +42,6 @@ def test_combined_ends_with_the_newest(base: Uniform | Proportional, newest: int
         assert batch.probability.tolist()[8 - newest :] == [1.0] * newest
         assert set(batch.key.tolist()) <= set(range(buffer.added - len(buffer), buffer.added))
         check_rows(batch)
-
-
-def test_combined_rows_of_a_proportional_base_are_its_own_draws(device: str) -> None:
-    buffer = make(31, Combined(EXACT, newest=3), device=device, seed=8)
-    oracle = OracleBuffer(31, EXACT, seed=8)
-    priorities = [float(1 + key % 5) for key in range(40)]
-    fill(buffer, 40, priority=priorities)
-    oracle.add(40, priorities)
-    for count in (4, 7, 20, 3):
-        batch = buffer.sample(count)
-        base = oracle.sample(count - 3) if count > 3 else None
-        assert batch.key.tolist() == (base.keys if base else []) + [37, 38, 39]
-        assert close(batch.weight, (base.weight if base else []) + [1.0] * 3, "weight")
-        assert close(batch.probability, (base.probability if base else []) + [1.0] * 3, "probability")
 
 
 @statistical

@@ -11,7 +11,7 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from oracle import UNIT, mass_of
+from model import UNIT, mass_of
 from tolerances import close
 from transitions import EXACT, contents, fill, make, same_draws, transitions
 

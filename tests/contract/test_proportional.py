@@ -15,7 +15,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from distribution import check_counts
-from oracle import UNIT, OracleBuffer, stratum
+from model import UNIT, stratum
 from tolerances import close
 from transitions import EXACT, NUMBER, fill, make, with_masses
 
@@ -24,39 +24,12 @@ from gpu_replay import Proportional, ReplayBuffer
 pytestmark = pytest.mark.contract
 
 INDEPENDENT = Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False)
-AWKWARD = [1, 2, 7, 97, 127, 128, 129, 1000]
 
 
 def spread_masses(count: int, seed: int, decades: float) -> list[int]:
     """Masses log-uniform over so many decades, the smallest about 1,000."""
     generator = random.Random(seed)
     return [int(1000 * 10 ** generator.uniform(0, decades)) for _ in range(count)]
-
-
-def played(masses: list[int], settings: Proportional, seed: int) -> OracleBuffer:
-    """The oracle of a buffer made by `with_masses`."""
-    oracle = OracleBuffer(len(masses), settings, seed)
-    oracle.add(len(masses), [mass / UNIT for mass in masses])
-    return oracle
-
-
-@pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
-@pytest.mark.parametrize("capacity", [*AWKWARD, -3, -129, -5000])
-def test_draws_probabilities_and_weights_are_those_of_the_oracle(
-    capacity: int, settings: Proportional, device: str
-) -> None:
-    # below 0: so many slots of the smallest mass, where every target is on a border
-    masses = [1] * -capacity if capacity < 0 else spread_masses(capacity, capacity, 5.0)
-    buffer = with_masses(masses, settings, device=device, seed=capacity)
-    oracle = played(masses, settings, capacity)
-    for count in (1, 3, 4, 5, 64, 257):
-        batch, drawn = buffer.sample(count), oracle.sample(count)
-        assert batch.key.tolist() == batch.number.tolist() == drawn.keys
-        assert close(batch.probability, drawn.probability, "probability")
-        assert close(batch.weight, drawn.weight, "weight")
-    if not settings.stratified and capacity >= 1000:
-        # successive samples are new draws
-        assert len({tuple(buffer.sample(16).key.tolist()) for _ in range(scale(50, 5))}) == scale(50, 5)
 
 
 @pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])

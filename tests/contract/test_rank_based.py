@@ -1,7 +1,7 @@
 """Sampling by rank: who has which rank, how often each is drawn, and what the weights are.
 
 Hand-worked cases and exact distributions; chi-square tests raise a false alarm once in a million (distribution.py).
-Random sequences of calls are in test_rank_based_sequences.py.
+Random sequences of calls are in test_programs.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale, statistical
 from distribution import check_counts
-from oracle import stratum
-from rank_oracle import rank_masses
+from model import rank_masses, stratum
 from tolerances import close
 from transitions import NUMBER, fill, make
 

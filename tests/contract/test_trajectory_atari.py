@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale, statistical
-from trajectory_oracle import History
+from model import StepModel
 
 from gpu_replay import Field, TrajectoryReplayBuffer, Uniform
 
@@ -57,7 +57,7 @@ def play_atari(game: str, autoreset: str, steps: int, frames: int) -> list[Step]
     return found
 
 
-def windows(found: list[Step], history: History, keys: list[int]) -> dict[str, list[Any]]:
+def windows(found: list[Step], history: StepModel, keys: list[int]) -> dict[str, list[Any]]:
     """What the batch of these keys must hold, taken from the environment's own stacks."""
     rows: dict[str, list[Any]] = {name: [] for name in ("obs", "next_obs", "reward", "discount", "action")}
     for key in keys:
@@ -82,7 +82,7 @@ def check_stacks(game: str, autoreset: str, steps: int, frames: int, capacity: i
     found = play_atari(game, autoreset, steps, frames)
     settings: dict[str, Any] = {"stack": 4, "n_step": N_STEP, "gamma": GAMMA, "padding": "zero", "autoreset": autoreset}
     buffer = TrajectoryReplayBuffer(capacity, ENVS, FIELDS, **settings, sampler=Uniform(), device=device)
-    history = History(capacity, ENVS, **settings)
+    history = StepModel(capacity, ENVS, **settings)
     compared = 0
     for number, step in enumerate(found, 1):
         final = None if step.final is None else step.final[:, -1]
@@ -96,7 +96,7 @@ def check_stacks(game: str, autoreset: str, steps: int, frames: int, capacity: i
     return found
 
 
-def check_rows(buffer: TrajectoryReplayBuffer, history: History, found: list[Step]) -> int:
+def check_rows(buffer: TrajectoryReplayBuffer, history: StepModel, found: list[Step]) -> int:
     """Every eligible row, in pieces; returns their number."""
     eligible = history.view().eligible()
     assert buffer.stats().eligible == len(eligible)

@@ -30,7 +30,7 @@ def given(number: int, envs: int, fields: dict[str, Field] = FIELDS, **changed: 
 @pytest.mark.parametrize("origin", ["numpy", "cpu", "device", "mixed"])
 def test_numpy_cpu_and_device_inputs_store_the_same(origin: str, device: str) -> None:
     pair = Pair(12, 3, device=device, stack=2)
-    assert pair.priorities is not None
+    assert pair.model.by_mass
 
     def moved(name: str, value: np.ndarray) -> Any:
         if origin == "numpy" or (origin == "mixed" and name in ("obs", "terminated")):
@@ -41,7 +41,7 @@ def test_numpy_cpu_and_device_inputs_store_the_same(origin: str, device: str) ->
         steps = [numbered(number, env, FIELDS, terminated=(number + env) % 4 == 3) for env in range(3)]
         keys = pair.buffer.add(**{name: moved(name, value) for name, value in columns(steps, FIELDS).items()})
         assert keys.device.type == device
-        assert keys.tolist() == pair.priorities.add(steps)
+        assert keys.tolist() == pair.model.add(steps)
     pair.check()
 
 
@@ -79,7 +79,7 @@ def test_sum_of_rewards_is_rounded_once(gamma: float, rewards: list[float], devi
 def test_what_was_added_can_be_changed_afterwards(device: str) -> None:
     """Vector environments hand out the same array at every step."""
     pair = Pair(12, 2, device=device, stack=2, autoreset="same_step")
-    assert pair.priorities is not None
+    assert pair.model.by_mass
     reused: dict[str, np.ndarray] = {}
     for number in range(7):
         steps = [numbered(number, env, FIELDS, truncated=number == 3) for env in range(2)]
@@ -88,7 +88,7 @@ def test_what_was_added_can_be_changed_afterwards(device: str) -> None:
         for name, value in arrays.items():
             reused.setdefault(name, np.empty_like(value))[...] = value
         pair.buffer.add(**reused)
-        pair.priorities.add(steps)
+        pair.model.add(steps)
         for value in reused.values():
             value[...] = 0
     pair.check()
@@ -218,7 +218,7 @@ def test_final_obs_in_the_dtypes_of_observations(device: str) -> None:
 def test_one_key_is_a_batch_of_one_and_keys_may_repeat(device: str) -> None:
     pair = live_through(Pair(30, 3, device=device, stack=2), 8, end=0.0)
     assert pair.buffer[4].obs.shape == (1, 2, 2)
-    pair.check_rows(pair.buffer[[4, 4, 3]], pair.history.view())
+    pair.check_rows(pair.buffer[[4, 4, 3]], pair.model.view())
     for keys in ([4, 4, 3], torch.tensor([4], device=device), np.array([4], dtype=np.int32)):
         assert pair.buffer[keys].key.tolist() == list(keys)
 
@@ -236,7 +236,7 @@ def test_begin_episodes_takes_a_mask_in_every_form(form: Any, device: str) -> No
     pair = live_through(Pair(30, 3, device=device), 3, end=0.0)
     few = [True, False, True]
     pair.buffer.begin_episodes(torch.tensor(few, device=device) if form is None else form(few))
-    pair.history.begin_episodes(few)
+    pair.model.begin_episodes(few)
     view = live_through(pair, 3, end=0.0).check()
     # the step before the break waits for ever in the first and the last environment
     assert {6, 7, 8} & set(view.eligible()) == {7}

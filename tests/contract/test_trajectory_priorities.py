@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from oracle import UNIT, mass_of
+from model import UNIT, mass_of
 from tolerances import close
 from trajectory_pair import Pair, numbered, play
 from transitions import EXACT
@@ -144,15 +144,15 @@ def test_masses_worked_out_by_hand(name: str, device: str) -> None:
     pair = one(device, **settings)
     for call, expected in calls:
         if isinstance(call, str):
-            play(pair, *[call] * pair.history.num_envs, fields=FIELDS)
+            play(pair, *[call] * pair.model.num_envs, fields=FIELDS)
         elif isinstance(call, list):
             pair.update([int(key) for key in call[0]], call[1])
         else:
-            number, more = pair.history.count, {"truncated": "U" in call}
+            number, more = pair.model.count, {"truncated": "U" in call}
             own = [value for value in call if value != "U"]
             pair.add([numbered(number, env, FIELDS, priority=float(own[env]), **more) for env in range(len(own))])
         pair.check()
-        assert units(pair) == expected + [0] * (pair.history.capacity - len(expected))
+        assert units(pair) == expected + [0] * (pair.model.capacity - len(expected))
     assert pair.buffer.stats().stale_updates == sum(stale)
 
 
@@ -169,7 +169,7 @@ def test_own_and_initial_priorities_are_subject_to_eps_clip_and_alpha(device: st
     settings = Proportional(alpha=0.5, eps=0.25, clip=9.0)
     pair = Pair(8, 1, sampler=settings, fields=FIELDS, device=device)
     for priority in (3.75, 1e6, None, None):
-        pair.add([numbered(pair.history.count, 0, FIELDS, priority=priority)])
+        pair.add([numbered(pair.model.count, 0, FIELDS, priority=priority)])
     expected = [mass_of(value, settings, 8) for value in (3.75, 1e6, 1e6)]
     assert close(pair.buffer.masses()[:3], expected, "mass")
     assert close(pair.buffer.masses()[:2], [2 * UNIT, 3 * UNIT], "mass")

@@ -16,7 +16,7 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import host_only, scale, statistical
 from distribution import check_counts
-from oracle import OracleBuffer, stratum
+from model import stratum
 from tolerances import close
 from trajectory_pair import Pair, live_through, numbered, play
 from transitions import EXACT
@@ -35,7 +35,7 @@ def lived(sampler: Any, device: str, *, seed: int = 0, **settings: Any) -> Pair:
     known: dict[str, Any] = {"stack": 3, "n_step": 2, "fields": FEW} | settings
     pair = Pair(37, 3, sampler=sampler, device=device, seed=seed, **known)
     live_through(pair, scale(30, 14), seed)
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     assert 5 < len(eligible) < 30
     return pair
 
@@ -43,10 +43,10 @@ def lived(sampler: Any, device: str, *, seed: int = 0, **settings: Any) -> Pair:
 def prioritized(settings: Any, device: str, *, seed: int = 0, **more: Any) -> tuple[Pair, dict[int, int]]:
     """The same with priorities over two decades, and the mass of each eligible start in slot order."""
     pair = lived(settings, device, seed=seed, **more)
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     pair.update(eligible, [(1 + (7 * key) % 100) / 16 for key in eligible])
     masses = pair.buffer.masses().tolist()
-    slots = {key: key % pair.history.capacity for key in eligible}
+    slots = {key: key % pair.model.capacity for key in eligible}
     in_order = {key: masses[slots[key]] for key in sorted(eligible, key=slots.__getitem__)}
     assert [slot for slot, mass in enumerate(masses) if mass] == sorted(slots.values())
     return pair, in_order
@@ -63,7 +63,7 @@ def tally(pair: Pair, count: int, times: int) -> torch.Tensor:
 def test_uniform_draws_every_eligible_start_equally_often(sampler: Uniform, autoreset: str, device: str) -> None:
     pair = lived(sampler, device, autoreset=autoreset, seed=1)
     for row in tally(pair, 4, 1000).T.tolist():
-        check_counts(Counter(row), dict.fromkeys(pair.history.view().eligible(), 1.0))
+        check_counts(Counter(row), dict.fromkeys(pair.model.view().eligible(), 1.0))
 
 
 @statistical
@@ -71,7 +71,7 @@ def test_uniform_draws_every_eligible_start_equally_often(sampler: Uniform, auto
 def test_every_ordered_pair_is_equally_likely(replacement: bool, device: str) -> None:
     pair = Pair(12, 2, sampler=Uniform(replacement), device=device, seed=2 + replacement, fields=FEW)
     play(pair, ".T....", "...T..", fields=FEW)
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     pairs = itertools.product(eligible, repeat=2) if replacement else itertools.permutations(eligible, 2)
     keys = tally(pair, 128, 60) if replacement else tally(pair, 2, 1500)
     check_counts(Counter(map(tuple, keys.reshape(-1, 2).tolist())), dict.fromkeys(pairs, 1.0))
@@ -89,7 +89,7 @@ def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Unifo
         lucky = (torch.rand(envs, generator=generator) < share).tolist()
         steps = [numbered(number, env, FEW, terminated=lucky[env], truncated=not lucky[env]) for env in range(envs)]
         pair.add(steps)
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     assert eligible
     if not sampler.replacement:
         assert sorted(pair.buffer.sample(len(eligible)).key.tolist()) == eligible
@@ -100,7 +100,7 @@ def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Unifo
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_uniform_probability_is_one_in_the_eligible(sampler: Uniform, device: str) -> None:
     pair = lived(sampler, device)
-    eligible, batch = pair.history.view().eligible(), pair.buffer.sample(4)
+    eligible, batch = pair.model.view().eligible(), pair.buffer.sample(4)
     assert batch.probability.dtype == batch.weight.dtype == torch.float32
     assert close(batch.probability, [1 / len(eligible)] * 4, "probability")
     assert batch.weight.tolist() == [1.0] * 4
@@ -148,15 +148,10 @@ def test_stratified_rows_fall_into_their_parts_of_the_mass(device: str) -> None:
     ],
     ids=repr,
 )
-def test_draws_are_those_of_a_transition_buffer_with_the_same_masses(settings: Proportional, device: str) -> None:
+def test_draws_probabilities_and_weights_are_those_of_the_model(settings: Proportional, device: str) -> None:
     pair, _ = prioritized(settings, device, seed=8)
-    oracle = OracleBuffer(pair.history.capacity, settings, seed=8)
-    oracle.masses, oracle.added = pair.buffer.masses().tolist(), pair.buffer.added
     for count, beta in ((1, None), (3, None), (4, 2.0), (5, None), (64, None), (100, None)):
-        batch, drawn = pair.buffer.sample(count, beta=beta), oracle.sample(count, beta)
-        assert batch.key.tolist() == drawn.keys
-        assert close(batch.probability, drawn.probability, "probability")
-        assert close(batch.weight, drawn.weight, "weight")
+        assert pair.sample(count, beta)
 
 
 def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> None:
@@ -177,7 +172,7 @@ def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> 
 @pytest.mark.parametrize("base", [Uniform(), REPLACEMENT, EXACT], ids=["without", "with", "proportional"])
 def test_rows_of_the_base_of_combined_have_its_distribution(base: Any, device: str) -> None:
     pair = lived(Combined(base, newest=2), device, seed=10)
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     pair.update(eligible, [1.0 + key % 5 for key in eligible])
     shares = {key: 1.0 + key % 5 if base is EXACT else 1.0 for key in eligible}
     check_counts(Counter(tally(pair, 3, 1000)[:, 0].tolist()), shares)
@@ -221,7 +216,7 @@ def test_draws_are_eligible_and_the_newest_in_order(autoreset: str, sampler: Any
     newest = {Latest: 3, Combined: getattr(sampler, "newest", 0)}.get(type(sampler), 0)
     for turn in range(scale(40, 4)):
         live_through(pair, scale(1, 5), seed=turn)
-        view = pair.history.view()
+        view = pair.model.view()
         eligible = view.eligible()
         if len(eligible) > 2:
             batch = pair.buffer.sample(3)

@@ -61,7 +61,7 @@ def test_windows_hold_their_steps_at_every_place_of_the_ring(autoreset: str, sam
     pair = Pair(41, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset, fields=FEW)
     for turn in range(scale(20, 2)):
         live_through(pair, scale(2, 9), seed=turn, end=0.1)
-        view = pair.history.view()
+        view = pair.model.view()
         for length, burn_in in ((1, 0), (2, 1), (4, 3)):
             if len(view.sequence_starts(length + burn_in)) >= 3:
                 batch = pair.buffer.sample_sequences(3, length, burn_in)
@@ -113,7 +113,7 @@ def test_sequences_of_dictionary_observations_are_converted_like_samples(device:
     pair = live_through(Pair(40, 2, sampler=Uniform(), device=device, fields=fields, stack=2), 12, end=0.0, final=0.0)
     batch = pair.buffer.sample_sequences(4, 3)
     assert torch.equal(batch.obs.vector, batch["obs.vector"])
-    view = pair.history.view()
+    view = pair.model.view()
     for name, lead in (("obs.image", (4, 3, 2)), ("obs.vector", (4, 3, 2)), ("action", (4, 3))):
         field = fields[name]
         steps = [[step[name] for step in view.sequence(key, 3)] for key in batch.key.tolist()]
@@ -126,8 +126,8 @@ def test_sequences_of_dictionary_observations_are_converted_like_samples(device:
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_uniform_sequences_start_anywhere_equally_often(sampler: Uniform, device: str) -> None:
     pair = lived(sampler, device, seed=2)
-    starts = pair.history.view().sequence_starts(4)
-    assert len(starts) < len(pair.history.view().eligible())
+    starts = pair.model.view().sequence_starts(4)
+    assert len(starts) < len(pair.model.view().eligible())
     batches = [pair.buffer.sample_sequences(4, 4) for _ in range(500)]
     assert sampler.replacement or all(len(set(batch.key.tolist())) == 4 for batch in batches)
     assert close(batches[0].probability, [1 / len(starts)] * 4, "probability")
@@ -138,7 +138,7 @@ def test_uniform_sequences_start_anywhere_equally_often(sampler: Uniform, device
 def heavy(settings: Any, device: str, length: int, seed: int) -> tuple[Pair, dict[int, float]]:
     """The priorities of what can begin a window; the heaviest of all are those that cannot."""
     pair = lived(settings, device, seed=seed)
-    view = pair.history.view()
+    view = pair.model.view()
     eligible, starts = view.eligible(), view.sequence_starts(length)
     assert 5 < len(starts) < len(eligible)
     pair.update(eligible, [1.0 + key % 7 if key in starts else 1000.0 for key in eligible])
@@ -176,7 +176,7 @@ def test_sequences_change_no_priorities_and_can_be_updated(device: str) -> None:
 def test_latest_and_combined_take_the_newest_windows(autoreset: str, device: str) -> None:
     for sampler, newest in ((Latest(), 5), (Combined(Uniform(), newest=2), 2), (Combined(EXACT, newest=3), 3)):
         pair = lived(sampler, device, seed=6, autoreset=autoreset)
-        starts = pair.history.view().sequence_starts(4)
+        starts = pair.model.view().sequence_starts(4)
         batch = pair.buffer.sample_sequences(5, 4)
         assert batch.key.tolist()[-newest:] == starts[-newest:]
         assert batch.weight.tolist()[-newest:] == batch.probability.tolist()[-newest:] == [1.0] * newest
@@ -250,9 +250,9 @@ def test_targets_of_steps_are_those_of_samples(autoreset: str, n_step: int, devi
     """Each step of a sequence that could be drawn alone has the target that it has alone."""
     settings: dict[str, Any] = {"n_step": n_step, "stack": 2, "autoreset": autoreset, "fields": FEW}
     pair = live_through(Pair(60, 2, sampler=Uniform(), device=device, **settings), scale(29, 16), end=0.2, final=1.0)
-    starts = pair.history.view().sequence_starts(4)
+    starts = pair.model.view().sequence_starts(4)
     batch, compared = pair.buffer.sample_sequences(len(starts), 4), 0
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     alone = pair.buffer[eligible]
     for row, key in enumerate(batch.key.tolist()):
         for age in range(4):
@@ -284,8 +284,8 @@ def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> 
 
 def allowed(pair: Pair, length: int, strict: bool, stride: int) -> list[int]:
     """Keys of the starts that may be drawn."""
-    view = pair.history.view()
-    starts = [key for key in view.sequence_starts(length) if key // pair.history.num_envs % stride == 0]
+    view = pair.model.view()
+    starts = [key for key in view.sequence_starts(length) if key // pair.model.num_envs % stride == 0]
     if not strict:
         return starts
     return [key for key in starts if all(step["mask"] for step in view.sequence(key, length))]
@@ -303,7 +303,7 @@ def test_strict_windows_and_strides(sampler: Any, strict: bool, stride: int, dev
             assert drawn > newest
             batch = pair.buffer.sample_sequences(drawn, length, strict=strict, stride=stride)
             assert set(batch.key.tolist()) <= set(starts)
-            pair.check_sequences(batch, pair.history.view(), length)
+            pair.check_sequences(batch, pair.model.view(), length)
             assert not strict or bool(batch.mask.all())
             if isinstance(sampler, Latest):
                 assert batch.key.tolist() == starts[-drawn:]
@@ -331,7 +331,7 @@ def test_strict_and_weighed_draws_are_in_proportion_to_the_masses(device: str) -
     pair = lived(EXACT, device, seed=3)
     starts = allowed(pair, 3, True, 2)
     mass = {key: 1.0 + key % 5 for key in starts}
-    eligible = pair.history.view().eligible()
+    eligible = pair.model.view().eligible()
     pair.update(eligible, [mass.get(key, 1000.0) for key in eligible])
     batch = pair.buffer.sample_sequences(6, 3, strict=True, stride=2, beta=1.0)
     drawn = [mass[key] for key in batch.key.tolist()]

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from model import Step, View
 from torch import Tensor
-from trajectory_oracle import Step, View
 from trajectory_pair import Pair, final_of, numbered
 
 from gpu_replay import Batch, Field, Hindsight
@@ -62,16 +62,16 @@ def live_with_goals(pair: Pair, steps: int, draw: random.Random, *, end: float, 
         if chance < 0.02:
             pair.clear()
         elif chance < 0.08:
-            mask = [draw.random() < 0.4 for _ in range(pair.history.num_envs)]
+            mask = [draw.random() < 0.4 for _ in range(pair.model.num_envs)]
             pair.begin_episodes(draw.choice((None, mask)))
         with_final = draw.random() < final
-        ends = [draw.choice(("T", "U", "TU")) if draw.random() < end else "" for _ in range(pair.history.num_envs)]
-        pair.add([goal_step(pair.history.count, env, end=each, final=with_final) for env, each in enumerate(ends)])
+        ends = [draw.choice(("T", "U", "TU")) if draw.random() < end else "" for _ in range(pair.model.num_envs)]
+        pair.add([goal_step(pair.model.count, env, end=each, final=with_final) for env, each in enumerate(ends)])
 
 
 def after(view: View, env: int, number: int) -> Goal | None:
     """The goal achieved after a step, where the observation that shows it is stored."""
-    steps, marks = view.history.steps[env], view.marks[env]
+    steps, marks = view.model.steps[env], view.marks[env]
     if number + 1 < view.count and marks[number + 1][0] == marks[number][0]:
         return tuple(steps[number + 1][ACHIEVED])
     if (env, number) in view.kept:
@@ -116,7 +116,7 @@ def _changed(row: tuple[int, Any, Any], view: View, answers: dict[Any, bool]) ->
             assert len(set(goals)) == 1
             assert set(after_that) == set(goals)
         else:
-            assert tuple(view.history.steps[env][number][DESIRED]) in goals
+            assert tuple(view.model.steps[env][number][DESIRED]) in goals
         answers[row] = changed
     return answers[row]
 

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import edit
-from oracle import mass_of
+from model import mass_of
+from programs import KINDS, any_program, run
+from programs import SAMPLERS as BY_NAME
 from saving_process import load, save
-from test_random_sequences import SETTINGS, Pair, play
-from test_trajectory_random_streams import MODES, streams
 
 from gpu_replay import (
     CheckpointError,
@@ -42,24 +42,16 @@ from gpu_replay import (
 REFUSED = (ValueError, TypeError, KeyError, RuntimeError, MemoryError, OSError)
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-SAMPLERS = [Uniform(), SETTINGS["exact"], Proportional(), RankBased(), Combined(Uniform())]
+SAMPLERS = [Uniform(), BY_NAME["proportional"], Proportional(), RankBased(), Combined(Uniform())]
 
 Tally = Counter[str]
 
 
 def sequences(seed: int) -> Tally:
-    """Random calls of a buffer of transitions and of fifty lines of lists."""
+    """Random calls of either buffer and of its model in lists."""
     draw = random.Random(seed)
-    pair = Pair(draw.randint(1, 120), SETTINGS[draw.choice(list(SETTINGS))], seed, "cpu")
-    play(pair, draw, 150, draw.choice((5, 40)))
+    run(any_program(draw, draw.choice(KINDS), draw.choice(list(BY_NAME)), calls=150))
     return Tally(cases=150, bytes=8 * 150)
-
-
-def steps(seed: int) -> Tally:
-    """A random stream of steps, and the oracle that keeps all of them."""
-    autoreset, padding = MODES[seed % len(MODES)]
-    streams(str(seed), autoreset, padding, "cpu")
-    return Tally(cases=1)
 
 
 def values_of(draw: random.Random, field: Field, count: int) -> torch.Tensor:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from trajectory_oracle import History, Priorities, Step, View, is_observation
+from model import Step, StepModel, View, is_observation
+from pairs import Pair as Both
 from transitions import EXACT
 
-from gpu_replay import Batch, Combined, Field, Proportional, TrajectoryReplayBuffer
+from gpu_replay import Batch, Combined, Field, TrajectoryReplayBuffer
 
 FIELDS = {"obs": Field((2,), torch.int16), "action": Field((), torch.int64), "note": Field((2,), torch.float32)}
 RESULTS = {"reward", "discount", "terminated", "truncated", "key"}
@@ -76,7 +79,7 @@ def taken_by(buffer: Any, steps: Sequence[Step], fields: Mapping[str, Field]) ->
 
 
 def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
-    """Add numbered steps to a `History` or a `Pair`, one text for each environment; the reward of step t is 2^t.
+    """Add numbered steps to a `StepModel` or a `Pair`, one text for each environment; the reward of step t is 2^t.
 
     T terminated, U truncated, B both, a full stop none of them; "c" is a `clear` and "|" a `begin_episodes` of
     everything, in all texts at once. `final` gives final observations with every step.
@@ -85,7 +88,7 @@ def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final
         if letters[0] in "c|":
             (target.clear if letters[0] == "c" else target.begin_episodes)()
             continue
-        number = (target.history if isinstance(target, Pair) else target).count
+        number = (target.model if isinstance(target, Pair) else target).count
         steps = []
         for env, letter in enumerate(letters):
             step = numbered(number, env, fields, reward=2.0**number)
@@ -94,8 +97,10 @@ def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final
         target.add(steps)
 
 
-class Pair:
-    """A buffer and its oracle; every call goes to both and is compared."""
+class Pair(Both):
+    """A buffer of steps and its model; every call goes to both and is compared."""
+
+    model: StepModel
 
     def __init__(
         self,
@@ -106,46 +111,83 @@ class Pair:
         fields: Mapping[str, Field] = FIELDS,
         device: str = "cpu",
         seed: int = 0,
+        folder: Path | None = None,
         **settings: Any,
     ) -> None:
-        self.fields, self.sampler = fields, sampler
-        own: dict[str, Any] = {"sampler": sampler, "device": device, "seed": seed}
-        self.buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, **own, **settings)
-        self.history = History(capacity, num_envs, **settings)
-        base = sampler.base if isinstance(sampler, Combined) else sampler
-        self.priorities = Priorities(self.history, base) if isinstance(base, Proportional) else None
-        self._oracle = self.priorities or self.history
-        assert self.buffer.capacity == self.history.capacity
+        self.fields, self.sampler, self.folder = fields, sampler, folder
+        self.arguments = {"capacity": capacity, "num_envs": num_envs, "fields": fields, "sampler": sampler}
+        self.arguments |= {"device": device, **settings}
+        self.buffer = self.empty(seed)
+        self.model = StepModel(capacity, num_envs, sampler, seed, **settings)
+        assert self.buffer.capacity == self.model.capacity
+
+    def empty(self, seed: int) -> TrajectoryReplayBuffer:
+        return TrajectoryReplayBuffer(**self.arguments, seed=seed, **self.placed())
 
     def add(self, steps: Sequence[Step]) -> list[int]:
         keys = self.buffer.add(**taken_by(self.buffer, steps, self.fields))
-        expected = self._oracle.add(steps)
+        expected = self.model.add(steps)
         assert keys.dtype == torch.int64
         assert keys.tolist() == expected
         return expected
 
-    def clear(self) -> None:
-        self.buffer.clear()
-        self._oracle.clear()
+    def extend(self, many: Sequence[Sequence[Step]]) -> None:
+        """Many steps in one call, all with priorities or final observations or none."""
+        given = [taken_by(self.buffer, steps, self.fields) for steps in many]
+        keys = self.buffer.extend(**{name: np.stack([each[name] for each in given]) for name in given[0]})
+        assert keys.tolist() == [self.model.add(steps) for steps in many]
 
     def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
         self.buffer.begin_episodes(*([] if mask is None else [np.array(mask)]))
-        self.history.begin_episodes(mask)
+        self.model.begin_episodes(mask)
 
-    def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
-        self.buffer.update_priorities(np.array(keys, dtype=np.int64), np.array(priorities, dtype=np.float64))
-        if self.priorities is not None:
-            self.priorities.update(keys, priorities)
+    def sample_sequences(
+        self, count: int, length: int, burn_in: int = 0, *, beta: float | None = None, strict: bool, stride: int
+    ) -> list[int]:
+        """The keys that were drawn; none where the sample is refused as it must be."""
+        model, total = self.model, length + burn_in
+        starts = model.windows(total, strict, stride)
+        error = model.refusal(count, len(starts))
+        if len(model.live()) < total * model.num_envs:
+            error = RuntimeError
+        with pytest.raises(error, match=r"sample_sequences\(") if error else nullcontext():
+            batch = self.buffer.sample_sequences(count, length, burn_in, beta=beta, strict=strict, stride=stride)
+        if error:
+            return []
+        skipping = total > 1 and not strict and stride == 1
+        self.check_drawn(batch, model.draw(count, beta, among=starts, skipping=skipping))
+        self.check_sequences(batch, model.view(), total)
+        return batch.key.tolist()
+
+    def contents(self, batch: Batch) -> None:
+        self.check_rows(batch, self.model.view())
+
+    def check_contents(self) -> None:
+        """Compare every row, every step that is stored, and what is refused."""
+        view = self.check()
+        live = list(view.live())
+        self.check_refusals(view)
+        walked = 0
+        for batch in self.buffer.batches(29):
+            assert batch.key.tolist() == live[walked : walked + 29]
+            walked += 29
+            for name in (*self.fields, "terminated", "truncated"):
+                # of a dead step only the observation counts
+                for row, (env, number) in zip(batch[name].tolist(), map(view.place, batch.key.tolist()), strict=True):
+                    if is_observation(name) or not view.marks[env][number][1]:
+                        assert row == self.model.steps[env][number][name], f"{name} of step {number}"
+        assert walked >= len(live)
+
+    def check_refusals(self, view: View) -> None:
+        """Fail unless every key that is not eligible is refused by name."""
+        around = {-1, *range(self.model.added - self.model.capacity - 1, self.model.added + 2)}
+        self.check_refused(around - set(view.eligible()))
 
     def check(self) -> View:
         """Compare the sizes, the masses and every eligible row."""
-        view = self.history.view()
+        view = self.model.view()
         eligible = view.eligible()
-        assert self.buffer.added == self.history.added
-        assert len(self.buffer) == len(view.live())
-        if self.priorities is not None:
-            assert self.buffer.masses().tolist() == self.priorities.masses()
-            assert self.buffer.total_mass() == sum(self.priorities.masses())
+        self.check_counts()
         if eligible:
             batch = self.buffer[eligible]
             after = {f"next_{name}" for name in self.fields if is_observation(name)}
@@ -169,13 +211,6 @@ class Pair:
                 expected = [one if two is None else two for one, two in zip(values, expected, strict=True)]
             assert values == expected, f"field {name} of keys {keys}"
 
-    def check_refusals(self, view: View) -> None:
-        """Fail unless every key that is not eligible is refused by name."""
-        around = set(range(-1, self.history.added + 2)) - set(view.eligible())
-        for key in sorted(around):
-            with pytest.raises(KeyError, match=rf"(?<!\d){key}(?!\d)"):
-                self.buffer[[key]]
-
     def check_sequences(self, batch: Batch, view: View, length: int) -> None:
         """Fail unless every window of the batch is what its key says."""
         keys = batch.key.tolist()
@@ -193,7 +228,7 @@ class Pair:
                     expected = step[name]
                     if name in after and (expected is None or not step["mask"]):
                         continue
-                    if is_observation(name) and not step["mask"] and self.history.stack > 1:
+                    if is_observation(name) and not step["mask"] and self.model.stack > 1:
                         # of a step beyond the episode only its own frame is promised
                         value, expected = value[-1], expected[-1]
                     if step["mask"] or not step["dead"] or is_observation(name):
@@ -226,9 +261,9 @@ def random_steps(
 
 def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
-    draw, history = random.Random(seed), pair.history
+    draw, model = random.Random(seed), pair.model
     for _ in range(steps):
-        pair.add(random_steps(draw, (history.count, history.num_envs), (final, 0.5, end), pair.fields))
+        pair.add(random_steps(draw, (model.count, model.num_envs), (final, 0.5, end), pair.fields))
     return pair
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from devices import INTERPRETED
-from oracle import UNIT
+from model import UNIT
 from torch import Tensor
 
 from gpu_replay import Batch, Combined, Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, Uniform

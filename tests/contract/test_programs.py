@@ -1,0 +1,92 @@
+"""Random programs of every public call, played to a buffer and to plain Python lists: all that comes back is equal.
+
+Whatever runs behind the buffer (compiled loops, loops as Python, interpreted kernels, a GPU) is compared with the same
+lists, so all of them draw the same keys, bit for bit. What a program is, and how it is played, says `programs.py`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from devices import device_fixture as device_fixture
+from devices import scale
+from model import UNIT, place, stratum
+from programs import KINDS, SAMPLERS, any_program, run
+from transitions import EXACT, NUMBER
+
+from gpu_replay import ReplayBuffer
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs(kind: str, name: str, device: str, full: bool) -> None:
+    for seed in range(scale(60, 6) if full else scale(4, 1)):
+        draw = random.Random(f"{kind} {name} {seed} {full}")
+        run(any_program(draw, kind, name, calls=scale(40, 15)), device)
+
+
+@pytest.mark.parametrize("name", ["uniform", "independent", "annealed", "rank-annealed"])
+@pytest.mark.parametrize("capacity", [97, 129, 1009, scale(4099, 300)])
+def test_programs_in_larger_buffers(capacity: int, name: str, device: str) -> None:
+    draw = random.Random(f"{capacity} {name}")
+    run(any_program(draw, "rows", name, calls=scale(25, 8), capacity=capacity), device, often=25)
+
+
+@hypothesis.settings(
+    max_examples=scale(40, 4),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(
+    kind=st.sampled_from(KINDS),
+    name=st.sampled_from(list(SAMPLERS)),
+    calls=st.integers(1, 30),
+    draw=st.randoms(use_true_random=False),
+)
+def test_any_program(kind: str, name: str, calls: int, draw: random.Random, device: str) -> None:
+    run(any_program(draw, kind, name, calls=calls), device)
+
+
+def test_capacity_of_3_000_001(device: str) -> None:
+    capacity, sampler = 3_000_001, EXACT
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=sampler, device=device, seed=3)
+    generator = np.random.default_rng(3)
+    given_masses = (10 ** generator.uniform(-5, 5, capacity) * UNIT).round().clip(1)
+    buffer.add(number=torch.arange(capacity, device=device), priority=torch.from_numpy(given_masses / UNIT).to(device))
+    masses, words = given_masses.astype(np.int64), np.random.Philox(key=[3, 0])
+
+    def check(count: int) -> None:
+        assert np.array_equal(buffer.masses().cpu().numpy(), masses)
+        prefix = masses.cumsum()
+        total = int(prefix[-1])
+        assert buffer.total_mass() == total
+        parts = [stratum(part, count, total) for part in range(count)]
+        raw = words.random_raw(-(-count // 4) * 4)[:count].tolist()
+        targets = [low + place(word, high - low) for (low, high), word in zip(parts, raw, strict=True)]
+        slots, batch = prefix.searchsorted(targets, side="right"), buffer.sample(count)
+        assert batch.key.tolist() == np.where(slots < buffer.added % capacity, slots + capacity, slots).tolist()
+        assert torch.equal(batch.number, batch.key)
+
+    check(scale(1000, 100))
+    # the last slot, the first one and their neighbours, by far the heaviest
+    ends = [0, 1, capacity - 2, capacity - 1]
+    buffer.update_priorities(torch.tensor(ends), torch.full((4,), 2.0**18, dtype=torch.float64))
+    masses[ends] = 2**38
+    check(scale(4097, 300))
+    # the ring wraps by two: two heavy slots are overwritten with the running maximum
+    buffer.add(number=torch.tensor([capacity, capacity + 1], device=device))
+    check(scale(1000, 100))
+    buffer.update_priorities(torch.tensor([0, 1, capacity]), torch.tensor([5.0, 5.0, 0.5]))
+    masses[0] = UNIT // 2
+    check(5)
+    assert buffer.stats().stale_updates == 2

@@ -1,0 +1,586 @@
+"""Both buffers as plain Python lists: slow, obvious, and written from the contract alone.
+
+Everything public that follows from a sequence of calls is computed here anew whenever it is asked for, in Python's own
+integers where the buffer has integers, so that `==` compares them. Only priorities, which depend on the order of calls,
+and the random words, which every draw takes from one stream, are carried along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Philox
+
+from gpu_replay import Combined, Latest, LinearSchedule, Proportional, RankBased, Uniform
+
+UNIT = 2**20  # the mass of priority 1 with alpha 1
+
+
+def mass_of(priority: float, settings: Proportional, capacity: int) -> int:
+    """The integer mass of one priority, at least 1 and at most what keeps every sum below 2^62."""
+    value = abs(priority) + settings.eps
+    scaled = min(value, settings.clip if settings.clip is not None else math.inf) ** settings.alpha * UNIT + 0.5
+    limit = 2**62 // capacity
+    return limit if scaled >= limit else max(1, math.floor(scaled))
+
+
+def rank_masses(ranks: int, alpha: float) -> list[int]:
+    """The mass of each rank, the first rank first: 1 / rank^alpha, as many bits of it as 61 bits for all allow."""
+    shares = [2.0 ** (-alpha * math.log2(rank)) for rank in range(1, ranks + 1)]
+    bits = min(52, math.floor(61 - math.log2(math.fsum(shares))))
+    return [max(1, math.floor(share * 2.0**bits + 0.5)) for share in shares]
+
+
+def by_rank(priorities: Iterable[tuple[int, float]]) -> list[int]:
+    """The keys of (key, priority) pairs: the largest priority first, the smaller key first among equal ones."""
+    return [key for key, _ in sorted(priorities, key=lambda pair: (-pair[1], pair[0]))]
+
+
+def stratum(part: int, parts: int, total: int) -> tuple[int, int]:
+    """The half-open range of targets of one of `parts` equal parts of the total mass."""
+    low, high = (i * (total // parts) + i * (total % parts) // parts for i in (part, part + 1))
+    return low, high
+
+
+def place(word: int, width: int) -> int:
+    """A point in `[0, width)` from 64 random bits; 0 for an empty range."""
+    return min(math.floor((word >> 11) * 2.0**-53 * width), max(width - 1, 0))
+
+
+def located(masses: Iterable[int], targets: Sequence[int]) -> list[int]:
+    """The first place whose inclusive prefix sum exceeds each target, by a linear scan."""
+    prefixes = list(accumulate(masses))
+    return [next(at for at, prefix in enumerate(prefixes) if prefix > target) for target in targets]
+
+
+def permuted(count: int, total: int, words: Sequence[int]) -> list[int]:
+    """The first `count` images of a random permutation of [0, total): a Feistel network over a rectangle that just
+    covers it, walked until the image falls inside. Each round moves one coordinate by a hash of the other.
+    """
+    wide = math.isqrt(total - 1) + 1
+    high = -(-total // wide)
+    rounds = words[: 16 if total >= 64 else 64]
+
+    def moved(one: int, other: int, side: int, at: int) -> int:
+        hashed = (other * rounds[at] + rounds[at + 1]) % 2**64 >> 32
+        return (one + (hashed * side >> 32)) % side
+
+    def image(number: int) -> int:
+        row, column = divmod(number, wide)
+        for at in range(0, len(rounds), 4):
+            column = moved(column, row, wide, at)
+            row = moved(row, column, high, at + 2)
+        inside = row * wide + column
+        return inside if inside < total else image(inside)
+
+    return [image(number) for number in range(count)]
+
+
+# one step of one environment as it was given: obs fields, action and further fields, reward, terminated, truncated, and
+# perhaps final (a dict like obs) and priority
+Step = dict[str, Any]
+
+
+def is_observation(name: str) -> bool:
+    """Whether a field is stacked: `obs`, or `obs.NAME` of a dictionary of observations."""
+    return name == "obs" or name.startswith("obs.")
+
+
+def zeros_like(frame: Any) -> Any:
+    """A frame of nested lists with every number zero."""
+    return [zeros_like(part) for part in frame] if isinstance(frame, list) else type(frame)(0)
+
+
+def float32(value: float) -> float:
+    """The value rounded once to single precision."""
+    return float(np.float32(value))
+
+
+class Drawn(NamedTuple):
+    """What one draw should return, apart from the fields."""
+
+    keys: list[int]
+    probability: list[float]
+    weight: list[float]
+
+
+class Model:
+    """What both buffers have in common: a sampler, and priorities of what it can draw."""
+
+    # whether draws go by slots among the eligible ones, or by keys where all that is stored can be drawn
+    starts = False
+
+    def __init__(self, capacity: int, sampler: Any = Uniform(), seed: int = 0) -> None:  # noqa: B008
+        self.capacity, self.sampler = capacity, sampler
+        self.base, self.newest = (sampler.base, sampler.newest) if isinstance(sampler, Combined) else (sampler, 0)
+        self.by_mass, self.by_rank = isinstance(self.base, Proportional), isinstance(self.base, RankBased)
+        # the priority of each key that can be drawn
+        self.held: dict[int, float] = {}
+        self.running: float | None = None
+        self.stale = self.samples = 0
+        self.times = Counter[int]()
+        self.random = Philox(key=np.array([seed & (2**64 - 1), 0], dtype=np.uint64))
+        self.rank_masses = rank_masses(capacity, self.base.alpha) if self.by_rank else []
+
+    # what a kind of buffer says
+
+    added: int
+
+    def live(self) -> range:
+        """Keys of all that is stored."""
+        raise NotImplementedError
+
+    def eligible(self) -> list[int]:
+        """Keys of what can be drawn, ascending."""
+        raise NotImplementedError
+
+    # priorities
+
+    def initial(self) -> float:
+        """The priority of what can be drawn from now on without one of its own, as it stands before a call."""
+        initial = getattr(self.base, "initial", 1.0)
+        if initial == "running":
+            return 1.0 if self.running is None else self.running
+        return max(self.held.values(), default=1.0) if initial == "stored" else float(initial)
+
+    def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
+        live = self.live()
+        self.stale += sum(key not in live for key in keys)
+        winners = {key: abs(value) for key, value in zip(keys, priorities, strict=True) if key in self.held}
+        self.held |= winners
+        self.note(winners.values())
+
+    def note(self, given: Iterable[float]) -> None:
+        """Keep the largest priority ever given."""
+        known = [] if self.running is None else [self.running]
+        self.running = max([*map(abs, given), *known], default=None)
+
+    def mass(self, key: int) -> int:
+        return mass_of(self.held[key], self.base, self.capacity)
+
+    def masses(self) -> list[int]:
+        """In slot order."""
+        masses = [0] * self.capacity
+        for key in self.held:
+            masses[key % self.capacity] = self.mass(key)
+        return masses
+
+    def shares(self) -> dict[int, float]:
+        """The probability of each key that can be drawn, of one row."""
+        if self.by_rank:
+            order = by_rank(self.held.items())
+            masses = dict(zip(order, self.rank_masses, strict=False))
+        else:
+            masses = {key: self.mass(key) if self.by_mass else 1 for key in self.eligible()}
+        return {key: mass / sum(masses.values()) for key, mass in masses.items()}
+
+    # draws
+
+    def refusal(self, count: int, found: int) -> type[Exception] | None:
+        """What a sample of so many rows from what was found raises."""
+        if self.newest > count:
+            return ValueError
+        chance = self.by_mass or self.by_rank or (isinstance(self.base, Uniform) and self.base.replacement)
+        distinct = self.newest if chance else max(self.newest, count - self.newest)
+        return RuntimeError if not found else ValueError if found < distinct else None
+
+    def draw(
+        self, count: int, beta: float | None = None, *, among: list[int] | None = None, skipping: bool = False
+    ) -> Drawn:
+        """The rows of a sample.
+
+        among:    the keys that may be drawn, ascending, instead of all.
+        skipping: whether they are all but the newest, which turns the order of targets from slots to keys.
+        """
+        keys = self.eligible() if among is None else among
+        newest = count if isinstance(self.base, Latest) else self.newest
+        drawn = self._by_chance(keys, count - newest, beta, skipping) if count > newest else Drawn([], [], [])
+        self.samples += 1
+        sure = [1.0] * newest
+        found = Drawn(drawn.keys + keys[len(keys) - newest :], drawn.probability + sure, drawn.weight + sure)
+        self.times.update(found.keys)
+        return found
+
+    def words(self, count: int) -> list[int]:
+        """The next random words; the rest of the last four are lost."""
+        return [int(word) for word in self.random.random_raw(-(-count // 4) * 4)[:count]]
+
+    def _by_chance(self, keys: list[int], count: int, beta: float | None, skipping: bool) -> Drawn:
+        base = self.base
+        order = sorted(keys, key=lambda key: key if skipping else key % self.capacity)
+        if isinstance(base, Uniform):
+            order = order if self.starts else keys
+            size = len(order)
+            at = [place(word, size) for word in self.words(count)] if base.replacement else []
+            at = at or permuted(count, size, self.words(64))
+            return Drawn([order[each] for each in at], [1 / size] * count, [1.0] * count)
+        if self.by_rank:
+            order = by_rank((key, self.held[key]) for key in keys)
+            masses = self.rank_masses[: len(order)]
+        else:
+            masses = [self.mass(key) for key in order]
+        total, words = sum(masses), self.words(count)
+        parts = [stratum(row, count, total) if base.stratified else (0, total) for row in range(count)]
+        targets = [low + place(word, high - low) for (low, high), word in zip(parts, words, strict=True)]
+        at = located(masses, targets)
+        mine = [masses[each] for each in at]
+        lowest = min(mine)
+        if base.normalize == "buffer":
+            # what is left out for being new could still get the largest weight
+            lowest = min(map(self.mass, self.held)) if skipping and self.by_mass else min(masses)
+        if beta is None:
+            beta = base.beta(self.samples) if isinstance(base.beta, LinearSchedule) else base.beta
+        weight = [(lowest / mass) ** beta for mass in mine]
+        return Drawn([order[each] for each in at], [mass / total for mass in mine], weight)
+
+    # what it says of itself
+
+    def stats(self) -> dict[str, float]:
+        live, shares = self.live(), self.shares()
+        priorities, times = list(self.held.values()), [self.times[key] for key in live]
+        if self.by_mass:
+            powers = [(self.mass(key) / UNIT) ** (1 / self.base.alpha) for key in self.held] if self.base.alpha else []
+            priorities = [max(power - self.base.eps, 0.0) for power in powers]
+        known = bool(priorities) and (self.by_mass or self.by_rank)
+        return {
+            "size": len(live),
+            "added": self.added,
+            "eligible": len(self.eligible()),
+            "min_priority": min(priorities) if known else math.nan,
+            "mean_priority": sum(priorities) / len(priorities) if known else math.nan,
+            "max_priority": max(priorities) if known else math.nan,
+            "entropy": -sum(share * math.log(share) for share in shares.values()),
+            "effective_sample_size": 1 / sum(share**2 for share in shares.values()) if shares else 0.0,
+            "mean_age": (len(live) - 1) / 2 if live else 0.0,
+            "max_age": max(len(live) - 1, 0),
+            "mean_times_sampled": sum(times) / len(times) if times else 0.0,
+            "max_times_sampled": max(times, default=0),
+            "stale_updates": self.stale,
+            "rejected_priorities": 0,
+            "saturated_priorities": 0,
+        }
+
+
+class RowModel(Model):
+    """`ReplayBuffer`: transitions are their keys."""
+
+    def __init__(self, capacity: int, sampler: Any = Uniform(), seed: int = 0) -> None:  # noqa: B008
+        super().__init__(capacity, sampler, seed)
+        self.added = self.forgotten = 0
+
+    def live(self) -> range:
+        return range(max(self.forgotten, self.added - self.capacity), self.added)
+
+    def eligible(self) -> list[int]:
+        return list(self.live())
+
+    def add(self, count: int, priority: Sequence[float] | None = None) -> list[int]:
+        new = range(self.added, self.added + count)
+        given = [self.initial()] * count if priority is None else [abs(each) for each in priority]
+        self.added += count
+        self.held |= dict(zip(new, given, strict=True))
+        self.held = {key: self.held[key] for key in self.live()}
+        self.note(priority or [])
+        return list(new)
+
+    def clear(self) -> None:
+        self.forgotten, self.held = self.added, {}
+        self.times.clear()
+
+
+class StepModel(Model):
+    """`TrajectoryReplayBuffer`: it keeps every step ever added and derives all the rest from the whole history.
+
+    Nothing of it is kept up to date, episodes, dead steps, what is stored and what is eligible, so that a wrong answer
+    of the buffer cannot have a wrong twin here.
+    """
+
+    starts = True
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        sampler: Any = Uniform(),  # noqa: B008
+        seed: int = 0,
+        *,
+        stack: int = 1,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        autoreset: str = "next_step",
+        padding: str = "reset",
+        final_capacity: int | None = None,
+        relabel: Any = None,
+    ) -> None:
+        self.num_envs, self.turn = num_envs, capacity // num_envs
+        super().__init__(self.turn * num_envs, sampler, seed)
+        self.stack, self.n_step, self.gamma, self.autoreset = stack, n_step, gamma, autoreset
+        self.padding, self.final_capacity, self.relabel = padding, final_capacity, relabel
+        # one list of steps for each environment
+        self.steps: list[list[Step]] = [[] for _ in range(num_envs)]
+        # environment and step before which `begin_episodes` was called
+        self.broken: set[tuple[int, int]] = set()
+        # how many steps of each environment there were at each `clear`
+        self.cleared: list[int] = []
+        self._view: View | None = None
+
+    @property
+    def count(self) -> int:
+        """Steps that were added to each environment."""
+        return len(self.steps[0])
+
+    @property
+    def added(self) -> int:  # type: ignore[override]
+        return self.count * self.num_envs
+
+    def live(self) -> range:
+        return self.view().live()
+
+    def eligible(self) -> list[int]:
+        return self.view().eligible()
+
+    def add(self, steps: Sequence[Step]) -> list[int]:
+        """Add a step of every environment, and give what it completes its priority."""
+        assert len(steps) == self.num_envs
+        initial, first = self.initial(), self.added
+        for one, step in zip(self.steps, steps, strict=True):
+            one.append(step)
+        self._view = None
+        own = {key: self._own(key) for key in self.eligible() if key not in self.held}
+        given = [priority for priority in own.values() if priority is not None]
+        fresh = {key: initial if priority is None else priority for key, priority in own.items()}
+        self.held = {key: self.held.get(key, fresh.get(key, 0.0)) for key in self.eligible()}
+        self.note(given)
+        return list(range(first, self.added))
+
+    def _own(self, key: int) -> float | None:
+        env, number = self.view().place(key)
+        priority = self.steps[env][number].get("priority")
+        return None if priority is None else abs(priority)
+
+    def clear(self) -> None:
+        self.cleared.append(self.count)
+        self.held, self._view = {}, None
+        self.times.clear()
+
+    def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
+        self._view = None
+        for env in range(self.num_envs):
+            if mask is None or mask[env]:
+                self.broken.add((env, self.count))
+
+    def view(self) -> View:
+        if self._view is None:
+            self._view = View(self)
+        return self._view
+
+    def draw_relabelled(self, count: int, beta: float | None = None) -> Drawn:
+        """The rows of a sample with hindsight, which takes random words after those of its draw: of a permutation that
+        chooses rows, and of a number for each of them.
+        """
+        drawn, chosen = self.draw(count, beta), round(self.relabel.ratio * count)
+        if chosen:
+            self.words(64)
+            self.words(0 if self.relabel.strategy == "final" else chosen)
+        return drawn
+
+    def windows(self, length: int, strict: bool = False, stride: int = 1) -> list[int]:
+        """Keys of the starts of which a sequence may be drawn."""
+        view = self.view()
+        starts = [key for key in view.sequence_starts(length) if key // self.num_envs % stride == 0]
+        return [key for key in starts if not strict or all(step["mask"] for step in view.sequence(key, length))]
+
+
+class View:
+    """What a buffer with this history holds now."""
+
+    def __init__(self, history: StepModel) -> None:
+        self.model = history
+        self.count = history.count
+        # of each environment and step: the first step of its episode, and whether it is dead
+        self.marks = [self._marks(env) for env in range(history.num_envs)]
+        self.oldest = max([0, self.count - history.turn, *history.cleared])
+        self.kept = self._kept()
+        self._eligible: list[int] | None = None
+
+    def _marks(self, env: int) -> list[tuple[int, bool]]:
+        marks: list[tuple[int, bool]] = []
+        for number in range(self.count):
+            first, dead = marks[-1] if marks else (0, False)
+            last = self.model.steps[env][number - 1] if number else {}
+            ended = not dead and bool(last.get("terminated") or last.get("truncated"))
+            if number == 0 or (env, number) in self.model.broken or dead:
+                marks.append((number, False))
+            elif ended:
+                # with next-step autoreset this step only brings the final observation of the old episode
+                marks.append((first, True) if self.model.autoreset == "next_step" else (number, False))
+            else:
+                marks.append((first, False))
+        return marks
+
+    def _kept(self) -> set[tuple[int, int]]:
+        """Environment and step of every final observation that found a row in the side ring."""
+        history = self.model
+        rows = history.capacity if history.final_capacity is None else history.final_capacity
+        if history.autoreset == "next_step" or rows == 0:
+            return set()
+        kept: list[tuple[int, int]] = []
+        for number in range(self.count):
+            oldest = max([0, number + 1 - history.turn, *(each for each in history.cleared if each <= number)])
+            for env in range(history.num_envs):
+                step = history.steps[env][number]
+                wanted = step["truncated"] and not step["terminated"]
+                if history.relabel is not None:
+                    wanted = step["truncated"] or step["terminated"]
+                # the row that comes next must not belong to a step that is still stored
+                free = len(kept) < rows or kept[len(kept) - rows][1] < oldest
+                if wanted and step.get("final") is not None and free:
+                    kept.append((env, number))
+        return set(kept)
+
+    # what is stored, and what can be drawn
+
+    def live(self) -> range:
+        """Keys of all stored steps."""
+        return range(self.oldest * self.model.num_envs, self.model.added)
+
+    def place(self, key: int) -> tuple[int, int]:
+        """Environment and step number of a key."""
+        number, env = divmod(key, self.model.num_envs)
+        return env, number
+
+    def dead(self) -> list[int]:
+        """Keys of stored steps that only carry a final observation."""
+        places = {key: self.place(key) for key in self.live()}
+        return [key for key, (env, number) in places.items() if self.marks[env][number][1]]
+
+    def next_is_dead(self, env: int) -> bool:
+        """Whether the step that this environment gives next will only carry a final observation."""
+        if not self.count or self.model.autoreset != "next_step" or (env, self.count) in self.model.broken:
+            return False
+        last = self.model.steps[env][-1]
+        return not self.marks[env][-1][1] and bool(last["terminated"] or last["truncated"])
+
+    def eligible(self) -> list[int]:
+        """Keys of the starts that can be drawn, ascending."""
+        if self._eligible is None:
+            self._eligible = [key for key in self.live() if self._complete(*self.place(key))]
+        return list(self._eligible)
+
+    def _complete(self, env: int, start: int) -> bool:
+        if self.marks[env][start][1] or self._stack_numbers(env, start)[0] < self.oldest:
+            return False
+        length = self._window(env, start)
+        if length is None:
+            return False
+        last = self.model.steps[env][start + length - 1]
+        if last["terminated"]:
+            return True
+        if last["truncated"] and self.model.autoreset != "next_step":
+            return (env, start + length - 1) in self.kept
+        return self._same_episode(env, start, start + length)
+
+    def _same_episode(self, env: int, one: int, other: int) -> bool:
+        return other < self.count and self.marks[env][one][0] == self.marks[env][other][0]
+
+    def _stack_numbers(self, env: int, number: int) -> list[int]:
+        """Steps whose frames are in the stack of a step, without the filling before the episode."""
+        first = max(self.marks[env][number][0], number - self.model.stack + 1)
+        return list(range(first, number + 1))
+
+    def _window(self, env: int, start: int) -> int | None:
+        """Steps until the window is full or the episode ends; None when they are not all there."""
+        for length in range(1, self.model.n_step + 1):
+            number = start + length - 1
+            if not self._same_episode(env, start, number):
+                return None
+            step = self.model.steps[env][number]
+            if step["terminated"] or step["truncated"]:
+                return length
+        return self.model.n_step
+
+    # what a batch holds
+
+    def frames(self, name: str, env: int, number: int, final: Any = None) -> Any:
+        """The stack of one observation field at a step, or of the observation that came after it as `final`."""
+        stack = self.model.stack
+        steps = self.model.steps[env]
+        found = [steps[each][name] for each in self._stack_numbers(env, number)]
+        if final is not None:
+            found = [*found, final][-stack:]
+        filler = found[0] if self.model.padding == "reset" else zeros_like(found[0])
+        found = [filler] * (stack - len(found)) + found
+        return found if stack > 1 else found[0]
+
+    def row(self, key: int) -> dict[str, Any]:
+        """The batch row of an eligible start; `next_obs` is None where its content is unspecified."""
+        env, start = self.place(key)
+        steps, gamma = self.model.steps[env], self.model.gamma
+        length = self._window(env, start)
+        assert length is not None
+        window = steps[start : start + length]
+        last, end = window[-1], start + length
+        final = last.get("final") if (env, end - 1) in self.kept else None
+        row: dict[str, Any] = {
+            "key": key,
+            "reward": float32(sum(gamma**power * float32(step["reward"]) for power, step in enumerate(window))),
+            "discount": 0.0 if last["terminated"] else float32(gamma**length),
+            "terminated": bool(last["terminated"]),
+            "truncated": bool(last["truncated"]),
+        }
+        for name, value in steps[start].items():
+            if is_observation(name):
+                row[name] = self.frames(name, env, start)
+                after = (end, None) if final is None else (end - 1, final[name])
+                row[f"next_{name}"] = None if last["terminated"] else self.frames(name, env, *after)
+            elif name not in ("reward", "terminated", "truncated", "final", "priority"):
+                row[name] = value
+        return row
+
+    def sequence_starts(self, length: int) -> list[int]:
+        """Keys of the eligible starts whose next `length` steps are all stored."""
+        return [key for key in self.eligible() if self.place(key)[1] + length <= self.count]
+
+    def sequence(self, key: int, length: int) -> list[dict[str, Any]]:
+        """The steps of a sequence: fields as they were given, stacks, windows, and whether `mask` covers each."""
+        env, start = self.place(key)
+        sequence = []
+        for number in range(start, start + length):
+            given = self.model.steps[env][number]
+            step = {name: value for name, value in given.items() if name not in ("final", "priority")}
+            step |= {name: self.frames(name, env, number) for name in step if is_observation(name)}
+            step |= self._open_window(env, number)
+            same = self._same_episode(env, start, number)
+            step["mask"] = same and not self.marks[env][number][1]
+            step["dead"] = self.marks[env][number][1]
+            sequence.append(step)
+        return sequence
+
+    def _open_window(self, env: int, start: int) -> dict[str, Any]:
+        """Reward, discount and what comes after the window of any step, as far as it is stored."""
+        steps, gamma, numbers = self.model.steps[env], self.model.gamma, [start]
+        for number in range(start + 1, min(start + self.model.n_step, self.count)):
+            over = steps[number - 1]["terminated"] or steps[number - 1]["truncated"]
+            if over or not self._same_episode(env, start, number):
+                break
+            numbers.append(number)
+        last = numbers[-1]
+        found: dict[str, Any] = {
+            "reward": float32(sum(gamma**power * float32(steps[each]["reward"]) for power, each in enumerate(numbers))),
+            "discount": 0.0 if steps[last]["terminated"] else float32(gamma ** len(numbers)),
+        }
+        for name in steps[start]:
+            if not is_observation(name):
+                continue
+            if (env, last) in self.kept:
+                after = self.frames(name, env, last, steps[last]["final"][name])
+            else:
+                # what was not seen is replaced by the last that was
+                after = self.frames(name, env, last + 1 if self._same_episode(env, start, last + 1) else last)
+            found[f"next_{name}"] = None if steps[last]["terminated"] else after
+        return found

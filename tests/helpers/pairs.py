@@ -1,0 +1,193 @@
+"""A buffer beside its model: every call goes to both, and all that comes back is compared."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model import Drawn, Model, RowModel
+from tolerances import close
+from transitions import STORED, check_rows, fill
+
+from gpu_replay import Batch, Field, Proportional, ReplayBuffer
+
+# whoever copies a buffer to another process does it so
+pickle = importlib.import_module("pickle")
+# names of folders
+NUMBERS = itertools.count()
+
+
+def loaded(buffer: Any) -> Any:
+    """The buffer that a checkpoint of this one gives back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c"
+        buffer.save(path)
+        more = {"relabel": buffer.relabel} if getattr(buffer, "relabel", None) is not None else {}
+        return type(buffer).load(path, buffer.device, **more)
+
+
+RENEWED: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)),
+    "checkpoint": loaded,
+}
+
+
+class Pair:
+    """What both kinds of buffer have in common."""
+
+    buffer: Any
+    model: Model
+    # where the fields of each buffer lie in a file of their own, or None for memory
+    folder: Path | None
+
+    def contents(self, batch: Batch) -> None:
+        """Fail unless every row of the batch is the one that its key says."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self.buffer.clear()
+        self.model.clear()
+
+    def update(self, keys: Sequence[int], priorities: Sequence[float]) -> None:
+        device = self.buffer.device
+        self.buffer.update_priorities(
+            torch.tensor(keys, dtype=torch.int64, device=device),
+            torch.tensor(priorities, dtype=torch.float64, device=device),
+        )
+        self.model.update(keys, priorities)
+
+    def sample(self, count: int, beta: float | None = None) -> list[int]:
+        """The keys that were drawn; none where the sample is refused as it must be."""
+        error = self.model.refusal(count, len(self.model.eligible()))
+        with pytest.raises(error, match=f"sample\\({count}\\)") if error else nullcontext():
+            batch = self.buffer.sample(count, beta=beta)
+        if error:
+            return []
+        relabelled = getattr(self.model, "relabel", None) is not None
+        draw = self.model.draw_relabelled if relabelled else self.model.draw  # type: ignore[attr-defined]
+        self.check_drawn(batch, draw(count, beta))
+        self.contents(batch)
+        return batch.key.tolist()
+
+    def check_drawn(self, batch: Batch, drawn: Drawn) -> None:
+        assert batch.key.tolist() == drawn.keys
+        assert close(batch.probability, drawn.probability, "probability")
+        assert close(batch.weight, drawn.weight, "weight")
+
+    def renew(self, way: str) -> None:
+        """Go on with what was copied, or saved and loaded."""
+        if way == "state":
+            # what another buffer held before is forgotten
+            other = self.empty(seed=77)
+            other.load_state_dict(self.buffer.state_dict())
+            self.buffer = other
+        else:
+            self.buffer = RENEWED[way](self.buffer)
+
+    def empty(self, seed: int) -> Any:
+        """Another buffer with these settings."""
+        raise NotImplementedError
+
+    def placed(self) -> dict[str, Any]:
+        """The settings of a new buffer that say where its fields lie."""
+        return {} if self.folder is None else {"storage_path": self.folder / str(next(NUMBERS))}
+
+    def check_counts(self) -> None:
+        """Compare what costs little: counts, keys and masses."""
+        buffer, model = self.buffer, self.model
+        live = model.live()
+        assert (buffer.added, len(buffer)) == (model.added, len(live))
+        if model.by_mass:
+            masses = model.masses()
+            assert buffer.masses().tolist() == masses
+            assert buffer.total_mass() == sum(masses)
+        else:
+            with pytest.raises(RuntimeError, match="masses"):
+                buffer.total_mass()
+
+    def check_all(self) -> None:
+        """Compare all that is public, but for contents."""
+        self.check_counts()
+        buffer, model = self.buffer, self.model
+        live = model.live()
+        assert buffer.keys().tolist() == list(live)
+        assert [key in buffer for key in (live.start - 1, live.start, model.added - 1, model.added)] == [
+            key in live for key in (live.start - 1, live.start, model.added - 1, model.added)
+        ]
+        found, expected = asdict(buffer.stats()), model.stats()
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            kind = "priority" if "priority" in name else "statistic"
+            assert close([found[name]], [value], kind) or (math.isnan(value) and math.isnan(found[name])), name
+        if (model.by_mass or model.by_rank) and model.base.alpha:
+            wanted = [model.held.get(key, 0.0) for key in live]
+            given = buffer.priorities(list(live))
+            if model.by_mass:
+                wanted = [self._seen(key) if key in model.held else 0.0 for key in live]
+            assert close(given, wanted, "priority") if model.by_mass else given.tolist() == wanted
+        else:
+            with pytest.raises(RuntimeError, match="no priorities"):
+                buffer.priorities([])
+
+    def _seen(self, key: int) -> float:
+        """A priority as its mass says it."""
+        base: Proportional = self.model.base
+        return max((self.model.mass(key) / 2**20) ** (1 / base.alpha) - base.eps, 0.0)
+
+    def check_refused(self, keys: Iterable[int]) -> None:
+        """Fail unless every one of these keys is refused by name."""
+        for key in keys:
+            with pytest.raises(KeyError) as refused:
+                self.buffer[[key]]
+            assert re.search(rf"(?<![\d-]){key}(?!\d)", str(refused.value)), refused.value
+
+
+class RowPair(Pair):
+    """`ReplayBuffer`, filled with transitions that say their own number."""
+
+    model: RowModel
+
+    def __init__(
+        self,
+        capacity: int,
+        sampler: Any,
+        seed: int = 0,
+        device: str = "cpu",
+        *,
+        fields: Mapping[str, Field] = STORED,
+        folder: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        self.arguments = {"capacity": capacity, "fields": fields, "sampler": sampler, "device": device}
+        self.buffer = self.empty(seed)
+        self.model = RowModel(capacity, sampler, seed)
+
+    def empty(self, seed: int) -> ReplayBuffer:
+        return ReplayBuffer(**self.arguments, seed=seed, **self.placed())
+
+    def add(self, count: int, priority: list[float] | None = None) -> None:
+        assert fill(self.buffer, count, priority).tolist() == self.model.add(count, priority)
+
+    def contents(self, batch: Batch) -> None:
+        check_rows(batch)
+
+    def check_contents(self) -> None:
+        """Compare every row, and what is refused."""
+        live = self.model.live()
+        batch = self.buffer[list(live)]
+        assert batch.key.tolist() == list(live)
+        if live:
+            check_rows(batch)
+        self.check_refused((live.start - 1, live.stop))

@@ -1,0 +1,267 @@
+"""Random programs of public calls, and what plays them to a buffer and its model: from a seed, or drawn by Hypothesis.
+
+A program is data: where it is played, and a list of calls with their arguments, in which keys are counted from the
+newest (-1 is the last one added, 0 the next). So a program that failed can be written down as it is.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from devices import INTERPRETED
+from hindsight_oracle import GOALS, check_batch, goal_step, hindsight
+from model import UNIT, Step
+from pairs import Pair, RowPair
+from refusals import REFUSALS, whole_state
+from trajectory_pair import Pair as StepPair
+from trajectory_pair import final_of, numbered
+
+from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
+
+# powers of two and alpha 1 give masses that no library rounds differently
+SAMPLERS: dict[str, Any] = {
+    "uniform": Uniform(),
+    "replacement": Uniform(replacement=True),
+    "latest": Latest(),
+    "proportional": Proportional(alpha=1.0, beta=0.5, eps=0.0),
+    "independent": Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False, initial=0.25),
+    "annealed": Proportional(
+        alpha=1.0, beta=LinearSchedule(0.0, 1.0, 9), eps=0.25, clip=512.0, normalize="buffer", initial="stored"
+    ),
+    "rank": RankBased(),
+    "rank-independent": RankBased(alpha=1.0, beta=1.0, stratified=False, normalize="buffer", initial="stored"),
+    "rank-annealed": RankBased(alpha=2.0, beta=LinearSchedule(0.0, 1.0, 25), initial=0.5),
+    "combined": Combined(Uniform(), newest=2),
+    "combined-proportional": Combined(Proportional(alpha=1.0, eps=0.0), newest=3),
+    "combined-rank": Combined(RankBased(normalize="buffer"), newest=2),
+}
+KINDS = ("rows", "steps")
+FIELDS = [
+    {"obs": Field((), torch.int64), "action": Field((), torch.int64)},
+    {"obs": Field((2,), torch.float32), "action": Field((), torch.int64), "note": Field((2,), torch.float32)},
+    {
+        "obs.image": Field((2, 3), torch.int16),
+        "obs.vector": Field((2,), torch.float64),
+        "action": Field((2,), torch.float32),
+    },
+]
+Call = tuple[Any, ...]
+
+
+class Program(NamedTuple):
+    """What is played.
+
+    settings: of the pair; `sampler` is a name in SAMPLERS, `fields` a place in FIELDS.
+    """
+
+    kind: str
+    settings: dict[str, Any]
+    calls: list[Call]
+
+
+# making programs
+
+
+def numbers(draw: random.Random, count: int, ranked: bool) -> list[float]:
+    """Priorities over ten orders of magnitude, each a whole number of mass units, some negative; or many equal ones."""
+    if ranked:
+        return draw.choices((0.0, 0.25, 0.5, 0.5, 1.0, 1.0, 1.0, -2.0, 7.25, 300.0), k=count)
+    sizes = (round(10 ** draw.uniform(-5, 5) * UNIT) for _ in range(count))
+    return [draw.choice((1, 1, -1)) * max(1, size) / UNIT for size in sizes]
+
+
+def any_keys(draw: random.Random, capacity: int) -> list[int]:
+    """Stored keys, some twice, and a few that are gone, never were, or are not yet, from the newest on."""
+    keys = [draw.randint(-capacity, -1) for _ in range(draw.randint(0, 8))]
+    keys += draw.choices(keys, k=2) if keys else []
+    keys += draw.choices((-capacity - 1, -capacity - 2, 0, 1, -(10**6), 10**9), k=draw.randint(0, 3))
+    draw.shuffle(keys)
+    return keys
+
+
+def letters(draw: random.Random, envs: int, end: float) -> str:
+    """What a step of each environment is: T terminated, U truncated, B both, a full stop none of them."""
+    return "".join(draw.choice("TUB") if draw.random() < end else "." for _ in range(envs))
+
+
+def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: float, ranked: bool, largest: int) -> Call:
+    """One call with its arguments."""
+    chance = draw.random()
+    if chance < 0.45:
+        own = draw.random() < 0.3
+        if kind == "rows":
+            count = draw.randint(1, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
+            return "add", count, numbers(draw, count, ranked) if own else None
+        many = draw.choice((1, 1, 1, 1, 2, 2 * capacity // envs + 1))
+        steps = [letters(draw, envs, end) for _ in range(draw.randint(1, many))]
+        own_numbers = [numbers(draw, envs, ranked) for _ in steps] if own else None
+        return "steps" if len(steps) == 1 else "extend", steps, draw.random() < 0.6, own_numbers
+    beta = draw.choice((None, None, 0.0, 1.0, 0.3))
+    if chance < 0.6:
+        return "sample", draw.randint(1, largest), beta
+    if chance < 0.68 and kind == "steps":
+        windows = {"strict": draw.random() < 0.3, "stride": draw.choice((1, 1, 1, 2, 3)), "beta": beta}
+        return "sequences", draw.randint(1, largest), draw.randint(1, 5), draw.choice((0, 0, 1, 3)), windows
+    if chance < 0.76:
+        return "learn", numbers(draw, largest, ranked)
+    if chance < 0.88:
+        keys = any_keys(draw, capacity)
+        return "update", keys, numbers(draw, len(keys), ranked)
+    if chance < 0.92:
+        return "refused", draw.randrange(1000)
+    if chance < 0.95:
+        return "renew", draw.choice(("state", "copy", "pickle", "checkpoint"))
+    if chance < 0.97 or kind == "rows":
+        return ("clear",)
+    return "begin", draw.choice((None, [draw.random() < 0.5 for _ in range(envs)]))
+
+
+def any_program(
+    draw: random.Random, kind: str, sampler: str, *, calls: int, capacity: int | None = None, **known: Any
+) -> Program:
+    """So many calls of a buffer with random settings, but for those that are known.
+
+    capacity: transitions, or steps of one environment.
+    """
+    ranked, envs, end = "rank" in sampler, 1, draw.choice((0.02, 0.1, 0.3, 0.6, 1.0))
+    size = capacity or draw.choice((1, 2, 3, 5, 7, 8, 13, 21, 40))
+    settings: dict[str, Any] = {"sampler": sampler, "seed": draw.getrandbits(16)}
+    if kind == "steps":
+        envs = draw.randint(1, 4)
+        settings |= {
+            "capacity": envs * size + draw.randrange(envs),
+            "num_envs": envs,
+            "fields": draw.randrange(len(FIELDS)),
+            "stack": min(size, draw.choice((1, 1, 2, 3, 5, 8))),
+            "n_step": min(size, draw.choice((1, 1, 2, 3, 5, 8))),
+            "gamma": draw.choice((0.99, 0.5, 1.0, 0.9)),
+            "autoreset": draw.choice(("next_step", "same_step", "disabled")),
+            "padding": draw.choice(("reset", "zero")),
+            "final_capacity": None,
+        }
+        if settings["autoreset"] != "next_step":
+            settings["final_capacity"] = draw.choice((None, None, 0, 1, 3))
+        if draw.random() < 0.15:
+            settings |= {"n_step": 1, "fields": "goals", "relabel": draw.choice(("future", "final", "episode"))}
+        settings |= known
+    else:
+        settings |= {"capacity": size} | known
+    settings["place"] = draw.choice(("memory", "memory", "memory", "file"))
+    turn, largest = settings["capacity"] // envs * envs, draw.choice((5, 12, 40))
+    # first something that can be drawn
+    made = [any_call(draw, kind, turn, envs, end, ranked, largest) for _ in range(calls)]
+    return Program(kind, settings, made)
+
+
+# playing them
+
+
+def reward(number: int, env: int) -> float:
+    """One that no sum of a few others makes, and that single precision rounds."""
+    return (number * 37 + env * 101) % 23 / 3 - 4
+
+
+class Player:
+    """A pair that plays a program.
+
+    often: after how many calls contents are compared too.
+    """
+
+    def __init__(self, program: Program, device: str, often: int, folder: Path) -> None:
+        settings = dict(program.settings)
+        settings["folder"] = folder if settings.pop("place") == "file" else None
+        settings["sampler"] = SAMPLERS[settings["sampler"]]
+        self.strategy = settings.get("relabel")
+        self.goals = settings.get("fields") == "goals"
+        if program.kind == "steps":
+            settings["fields"] = GOALS if self.goals else FIELDS[settings["fields"]]
+            if self.strategy:
+                settings["relabel"] = hindsight(self.strategy, 0.5)
+        self.pair: Any = (StepPair if program.kind == "steps" else RowPair)(**settings, device=device)
+        if self.strategy:
+            self.pair.check_rows = lambda batch, view: check_batch(batch, view, self.strategy)
+        self.kind, self.often = program.kind, often
+        # the keys that were drawn last
+        self.drawn: list[int] = []
+
+    def play(self, calls: list[Call]) -> None:
+        for number, (name, *arguments) in enumerate(calls, 1):
+            getattr(self, name)(*arguments)
+            self.pair.check_counts()
+            if number % self.often == 0 or number == len(calls):
+                self.pair.check_all()
+                self.pair.check_contents()
+
+    def add(self, count: int, priority: list[float] | None) -> None:
+        self.pair.add(count, priority)
+
+    def made(self, step: str, number: int, final: bool, own: list[float] | None) -> list[Step]:
+        model, made = self.pair.model, []
+        for env, letter in enumerate(step):
+            flags = {"terminated": letter in "TB", "truncated": letter in "UB"}
+            if self.goals:
+                made.append(goal_step(number, env, end=letter.replace("B", "TU").replace(".", ""), final=final))
+            else:
+                each = numbered(number, env, self.pair.fields, reward=reward(number, env)) | flags
+                made.append(each | ({"final": final_of(each, flags["truncated"])} if final else {}))
+            made[-1] |= {"priority": own[env]} if own else {}
+            if number == model.count and model.view().next_is_dead(env) and (number + env) % 2:
+                made[-1]["reward"] = float("nan")
+        return made
+
+    def steps(self, steps: list[str], final: bool, own: list[list[float]] | None) -> None:
+        self.pair.add(self.made(steps[0], self.pair.model.count, final, own and own[0]))
+
+    def extend(self, steps: list[str], final: bool, own: list[list[float]] | None) -> None:
+        first = self.pair.model.count
+        self.pair.extend([self.made(each, first + at, final, own and own[at]) for at, each in enumerate(steps)])
+
+    def sample(self, count: int, beta: float | None) -> None:
+        if isinstance(self.pair.model.base, Uniform | Latest) and self.kind == "rows":
+            # as many as there are is the more interesting
+            count = min(count, max(1, len(self.pair.model.live()) + 1))
+        self.drawn = self.pair.sample(count, beta)
+
+    def sequences(self, count: int, length: int, burn_in: int, windows: dict[str, Any]) -> None:
+        if not self.strategy:
+            self.drawn = self.pair.sample_sequences(count, length, burn_in, **windows)
+
+    def learn(self, numbers: list[float]) -> None:
+        """Update what was drawn last."""
+        keys = self.drawn[: len(numbers)]
+        self.pair.update(keys, numbers[: len(keys)])
+
+    def update(self, keys: list[int], numbers: list[float]) -> None:
+        self.pair.update([self.pair.model.added + key for key in keys], numbers)
+
+    def clear(self) -> None:
+        self.pair.clear()
+
+    def begin(self, mask: list[bool] | None) -> None:
+        self.pair.begin_episodes(mask)
+
+    def renew(self, way: str) -> None:
+        self.pair.renew(way)
+
+    def refused(self, number: int) -> None:
+        """A call that means nothing changes nothing."""
+        known = [each for each in REFUSALS if self.kind in each.kinds]
+        call = known[number % len(known)]
+        before = whole_state(self.pair.buffer)
+        call.check(self.pair.buffer)
+        assert whole_state(self.pair.buffer) == before, call.name
+
+
+def run(program: Program, device: str = "cpu", often: int | None = None) -> Pair:
+    """Play a program to its end; fails with the program in its message."""
+    with tempfile.TemporaryDirectory() as folder:
+        player = Player(program, device, often or (8 if INTERPRETED else 4), Path(folder))
+        try:
+            player.play(program.calls)
+        except AssertionError as error:
+            raise AssertionError(f"{program}: {error}") from error
+    return player.pair
