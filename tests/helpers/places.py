@@ -69,22 +69,22 @@ KINDS: dict[str, Any] = {
 def make(kind: str, **more: Any) -> Any:
     """A buffer of transitions or of steps; keys of the last ones are what `given` made them of."""
     settings = {"device": "cpu", "seed": 3, "sampler": KINDS.get(kind), **more}
-    if kind in STEPS:
-        fields = GOAL_FIELDS if kind == "goals" else STEP_FIELDS
-        return TrajectoryReplayBuffer(60, ENVS, fields, **{**STEPS[kind], **settings})
-    return ReplayBuffer(50, FIELDS, **settings)
+    if kind not in STEPS:
+        return ReplayBuffer(**{"capacity": 50, "fields": FIELDS, **settings})
+    steps = {"capacity": 60, "num_envs": ENVS, "fields": GOAL_FIELDS if kind == "goals" else STEP_FIELDS}
+    return TrajectoryReplayBuffer(**{**steps, **STEPS[kind], **settings})
 
 
-def given(buffer: Any, rows: int = 20) -> dict[str, Tensor]:
-    """The next rows, each a function of its key; most have a priority."""
+def given(buffer: Any, rows: int = 20, ahead: int = 0) -> dict[str, Tensor]:
+    """The next rows, or those so many keys later, each a function of its key; most have a priority."""
     steps = isinstance(buffer, TrajectoryReplayBuffer)
-    key = torch.arange(ENVS if steps else rows) + buffer.added
+    key = torch.arange(ENVS if steps else rows) + buffer.added + ahead
     values = {}
     for name, field in buffer.fields.items():
         place = torch.arange(field.elements)
         value = (key[:, None] * 31 + place) % 127
         values[name] = (value > 60 if field.dtype == torch.bool else value).to(field.dtype).view(-1, *field.shape)
-    if buffer.added % 4 < 3:
+    if int(key[0]) % 4 < 3:
         values["priority"] = torch.bitwise_left_shift(torch.ones_like(key), key * 7919 % 16).double() / 16
     if steps:
         hashed = key * 7919 % 1009 % 11

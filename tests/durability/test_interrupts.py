@@ -1,0 +1,537 @@
+"""A call that raises, wherever and for whatever reason, leaves the buffer whole: as it was, its next draws too.
+
+On the host every line that a call runs in the package, and every operation that it calls, raises once. The last line of
+a call is one operation that does all that is not put back; after it there is nothing left to do but return.
+
+On a device every launch of a call raises once before it is made, and once after; so does every operation of torch
+between them, allocations among them. What was launched cannot be had back: a buffer whose `add` is interrupted in its
+middle says so and must be cleared or loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import linecache
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import host_only
+from launches import kernel_class
+from places import ENVS, STEPS, given, make, reached
+from torch.utils._python_dispatch import TorchDispatchMode
+from transitions import SAMPLERS, same
+from trees import check_sums
+
+import gpu_replay
+from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.engines import device_trajectory
+from gpu_replay.loops import tree as loops
+from gpu_replay.loops.compiling import compiler
+
+on_the_host = [
+    pytest.mark.contract,
+    host_only,
+    pytest.mark.skipif(compiler() is None, reason="a loop that runs as Python can be interrupted half-way"),
+]
+PACKAGE = str(Path(gpu_replay.__file__).parent)
+NOWHERE = sys.maxsize
+KINDS = ("transitions", "next_step", "same_step", "goals")
+MORE: dict[str, Any] = {
+    **SAMPLERS,
+    "stored": Proportional(initial="stored"),
+    "combined-rank": Combined(RankBased(normalize="buffer", initial="stored")),
+}
+Call = Callable[[Any], Any]
+
+
+class Interruption(BaseException):
+    """What no code expects."""
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """No buffer of before is finalized in the middle of a call."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# buffers, their calls, and what is in their memory
+
+
+def new(kind: str, name: str) -> Any:
+    more = {"final_capacity": 2} if kind == "same_step" else {}
+    return make(kind, sampler=MORE[name], capacity=9 * ENVS if kind in STEPS else 5, **more)
+
+
+def used(kind: str, name: str, adds: int = 12) -> Any:
+    """A buffer that was used; after twelve adds its ring is full."""
+    buffer = new(kind, name)
+    for _ in range(adds):
+        buffer.add(**given(buffer, 3))
+    buffer.sample(2)
+    return buffer
+
+
+def calls_of(buffer: Any) -> dict[str, Call]:
+    """Calls of such a buffer, by name; those that add begin with "add"."""
+    key = buffer.added
+    keys, priorities = [key - 1, key - 4, key - 4, 0], [9.0, 8.0, 7.0, 6.0]
+    calls: dict[str, Call] = {
+        "sample": lambda each: each.sample(3),
+        "update": lambda each: each.update_priorities(keys, priorities),
+    }
+    if isinstance(buffer, ReplayBuffer):
+        few, seam, many = (given(buffer, rows) for rows in (1, 4, 8))
+        calls |= {"add": lambda each: each.add(**few), "add over the seam": lambda each: each.add(**seam)}
+        return calls | {"add more than fit": lambda each: each.add(**many)}
+    nothing, one, everything = (torch.arange(ENVS) < count for count in (0, 1, ENVS))
+    plain = given(buffer) | {"terminated": nothing, "truncated": nothing}
+    large = torch.tensor([3.0, 1e9, 0.5])
+    steps = [given(buffer, ahead=ENVS * number) for number in range(14)]
+    long = {name: torch.stack([step[name] for step in steps]) for name in steps[0] if name != "priority"}
+    calls |= {
+        "add a step": lambda each: each.add(**plain | {"priority": large}),
+        "add an ending": lambda each: each.add(**plain | {"terminated": one}),
+        "add a cut": lambda each: each.add(**plain | {"truncated": everything, "priority": large}),
+        "extend": lambda each: each.extend(**long, priority=torch.arange(14.0 * ENVS).view(14, ENVS)),
+    }
+    if buffer.relabel is None:
+        calls["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
+    return calls
+
+
+def memory(buffer: Any) -> dict[str, torch.Tensor]:
+    """All numbers that say what the buffer holds and what it will draw."""
+    state, found = buffer._state, {"counters": buffer._counters.clone()}
+    # nothing is said of rows that were never written
+    stored = min(buffer.added, buffer.capacity)
+    for name, tensor in buffer._state_tensors(buffer.capacity).items():
+        found[name] = tensor[:stored].clone() if name.startswith("fields.") else tensor.clone()
+    masses = getattr(buffer._draws, "masses", None)
+    on_device = hasattr(masses, "stamps")
+    if on_device:
+        found["stamps"] = masses.stamps.clone()
+    for number, tree in enumerate(state.trees):
+        found |= {f"tree {number} {level}": nodes.clone() for level, nodes in enumerate(tree.levels)}
+        if not on_device:
+            lowest = loops.lowest.ready()(tree.host.flat, tree.host.low) if tree.low is not None else 0
+            highest = loops.highest.ready()(tree.host.flat, tree.host.high) if tree.high is not None else 0
+            found[f"extremes {number}"] = torch.tensor([lowest, highest])
+    if hasattr(buffer._engine, "_lengths"):
+        starts = np.flatnonzero(state.eligible.arrays[0])
+        found["lengths"] = torch.from_numpy(buffer._engine._lengths[starts])
+        found["sums"] = torch.from_numpy(buffer._engine._sums[starts])
+    return found
+
+
+def unlike(buffer: Any, expected: dict[str, torch.Tensor]) -> list[str]:
+    """What differs in the memory of a buffer."""
+    found = memory(buffer)
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
+    """Kinds and samplers; all but a few are slow."""
+    pairs = [(kind, name) for kind in KINDS for name in names]
+    return pytest.mark.parametrize(
+        "kind, name", [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    )
+
+
+# on the host
+
+
+def places_of(call: Callable[[], Any], at: int = NOWHERE, error: type[BaseException] = Interruption) -> int:
+    """Make a call, and raise at so many places of the package; returns how many it passed.
+
+    A place is a line, before it runs, and a function that is not written in Python, before it is called: operations on
+    arrays among them.
+    """
+    count, seen = 0, set()
+
+    def pass_by() -> None:
+        nonlocal count
+        count += 1
+        # once: what puts things back is not interrupted
+        if count == at + 1:
+            raise error
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            place = frame, frame.f_lineno
+            # a `with` block is left in its first line: the lock is already free for all that can come then
+            leaves = place in seen and "with " in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            seen.add(place)
+            if not leaves:
+                pass_by()
+        return line
+
+    def entered(frame: FrameType, *_: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def called(frame: FrameType, event: str, function: Any) -> None:
+        lock = getattr(function, "__name__", "") in ("__enter__", "__exit__")
+        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE) and not lock:
+            pass_by()
+
+    before = sys.gettrace()
+    sys.setprofile(called)
+    sys.settrace(entered)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        sys.setprofile(None)
+    return count
+
+
+def check_every_place(kind: str, name: str, adds: int, call: Call, every: int) -> None:
+    """Raise at every so many places of a call of a buffer, each time compare, and draw the same as an untouched one."""
+    buffer, untouched, fresh = (used(kind, name, adds) for _ in range(3))
+    before, state = memory(buffer), buffer.state_dict()
+    total = places_of(lambda: call(fresh))
+    assert total > 20
+    for at in range(0, total, every):
+        error = (MemoryError, KeyboardInterrupt, Interruption)[at % 3]
+        try:
+            places_of(lambda: call(buffer), at, error)
+        except error:
+            assert not (wrong := unlike(buffer, before)), f"place {at} of {total} changed {wrong}"
+        else:
+            # it knew more than the first time
+            assert at > total // 2
+            buffer.load_state_dict(state)
+            break
+    for _ in range(2):
+        same(buffer.sample(2), untouched.sample(2))
+    call(buffer)
+    call(untouched)
+    assert not unlike(buffer, memory(untouched))
+
+
+class TestHost:
+    pytestmark = on_the_host
+
+    @chosen(*((kind, "proportional") for kind in KINDS), ("transitions", "rank"), ("same_step", "combined-rank"))
+    def test_an_exception_anywhere_changes_nothing(self, kind: str, name: str, full: bool) -> None:
+        steps = kind in STEPS
+        # also where the ring was not full before, and where other episodes have ended
+        for adds in (12, 11, 4) if full and steps else (12,):
+            for number, (each, call) in enumerate(calls_of(used(kind, name, adds)).items()):
+                every = 197 if each == "extend" else 29 + number if steps else 9
+                check_every_place(kind, name, adds, call, (3 if each == "extend" else 1) if full else every)
+
+    @chosen(*((kind, "proportional") for kind in KINDS), names=("proportional", "uniform", "rank"))
+    def test_a_clear_that_is_interrupted_anywhere_is_whole(self, kind: str, name: str) -> None:
+        cleared, before = used(kind, name), memory(used(kind, name))
+        total = places_of(cleared.clear)
+        expected = memory(cleared)
+        for at in range(total):
+            buffer = used(kind, name)
+            with pytest.raises(KeyboardInterrupt):
+                places_of(buffer.clear, at, KeyboardInterrupt)
+            assert not (unlike(buffer, expected) and unlike(buffer, before)), f"place {at}"
+
+    @pytest.mark.parametrize("name", ["replacement", "proportional", "rank"])
+    def test_a_sample_too_large_for_memory_moves_nothing(self, name: str) -> None:
+        buffer, untouched = used("transitions", name), used("transitions", name)
+        with pytest.raises(MemoryError):
+            buffer.sample(2**48)
+        assert not unlike(buffer, memory(untouched))
+        for _ in range(3):
+            same(buffer.sample(2), untouched.sample(2))
+
+    @pytest.mark.parametrize("added", [0, 2, 10])
+    def test_a_reward_function_that_fails_moves_nothing(self, added: int) -> None:
+        failing_reward_moves_nothing(added)
+
+    def test_a_signal_tears_no_row_of_an_ending(self) -> None:
+        draw, interrupts = random.Random(5), 0
+        fields = {"obs": Field((2, 2), torch.float32), "action": Field((), torch.int64)}
+        fields["large"] = Field((20_000,), torch.float32)
+        settings: dict[str, Any] = {"n_step": 2, "stack": 2, "autoreset": "same_step", "final_capacity": 2}
+        buffer = TrajectoryReplayBuffer(9 * ENVS, ENVS, fields, sampler=Proportional(), device="cpu", **settings)
+
+        def add() -> None:
+            number = buffer.added // ENVS
+            rows = {name: torch.full((ENVS, *field.shape), float(number)) for name, field in fields.items()}
+            flags = {
+                "terminated": torch.arange(ENVS) < (number % 3 == 0),
+                "truncated": torch.full((ENVS,), number % 3 == 1),
+            }
+            rows["action"] = rows["action"].long()
+            more = {"reward": torch.full((ENVS,), float(number)), "priority": torch.full((ENVS,), number % 7 + 1.0)}
+            buffer.add(**rows, **flags, **more, final_obs=rows["obs"])
+
+        def ring(*_: object) -> None:
+            raise Interruption
+
+        for _ in range(27):
+            add()
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            for _ in range(600):
+                added = buffer.added
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 6e-4))
+                    add()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interruption:
+                    interrupts += 1
+                assert buffer.added in (added, added + ENVS)
+                rows = next(iter(buffer.batches(9 * ENVS)))
+                for name in ("obs", "action", "large", "reward"):
+                    wrong = (rows[name].reshape(len(rows), -1) != (rows.key // ENVS)[:, None]).any(1)
+                    assert not wrong.any(), f"after {interrupts} interrupts {name} of keys {rows.key[wrong].tolist()}"
+                assert buffer.total_mass() == int(buffer.masses().sum())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert interrupts > 100
+
+
+def failing_reward_moves_nothing(added: int) -> None:
+    """A sample whose `reward_fn` raises, and perhaps adds steps before, leaves draws and counts where they were."""
+    asked: list[int] = []
+
+    def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        if asked:
+            for _ in range(asked.pop()):
+                both[0].add(**given(both[0]))
+            raise ArithmeticError
+        return reached(achieved, desired)
+
+    both = [make("goals", relabel=Hindsight(reward_fn=function, ratio=0.5)) for function in (fails, reached)]
+    for buffer in both:
+        for _ in range(24):
+            buffer.add(**given(buffer))
+        buffer.sample(12)
+    asked.append(added)
+    with pytest.raises(ArithmeticError):
+        both[0].sample(12)
+    for _ in range(added):
+        both[1].add(**given(both[1]))
+    same(both[0].sample(12), both[1].sample(12))
+    assert repr(both[0].stats()) == repr(both[1].stats())
+
+
+# on a device
+
+
+class Places(TorchDispatchMode):
+    """Raises at one of the places of a call: launches of its kernels, and operations of torch between them.
+
+    at:     the place, counted from 0. broken: whether all later launches of the call raise as well.
+    launch: number of the last launch that had begun when it raised, 0 for none; `after`: whether that had just ended.
+    count, launches: of the places and launches so far.
+    """
+
+    within: list[Places] = []  # noqa: RUF012 - the one in progress, if any
+
+    def __init__(self, at: int = NOWHERE, error: type[BaseException] = Interruption, *, broken: bool = False) -> None:
+        super().__init__()
+        self.at, self.error, self.broken = at, error, broken
+        self.count = self.launches = self.launch = 0
+        self.after = False
+        self._launching = self._raised = False
+
+    def made(self, call: Callable[[], Any]) -> Places:
+        """Make a call."""
+        self.within.append(self)
+        try:
+            with self:
+                call()
+        finally:
+            self.within.pop()
+        return self
+
+    def _place(self) -> bool:
+        self.count += 1
+        if self.count != self.at + 1:
+            return False
+        self._raised, self.launch = True, self.launches
+        return True
+
+    def after_last(self, whole: Places) -> bool:
+        """Whether it raised after the last launch of the call."""
+        return self.after and self.launch == whole.launches
+
+    def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        if not self._launching and self._place():
+            raise self.error
+        return function(*given, **(named or {}))
+
+    def launched(self, run: Callable[[], Any]) -> None:
+        self.launches += 1
+        if self._place() or (self._raised and self.broken):
+            raise self.error
+        self._launching = True
+        try:
+            run()
+        finally:
+            self._launching = False
+        if self._place():
+            self.after = True
+            raise self.error
+
+
+@pytest.fixture(name="kernels")
+def kernels_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers on the CPU run interpreted kernels, which pass by the places of the call in progress."""
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    run = kernel_class().run
+
+    def launch(*given: Any, **named: Any) -> None:
+        if Places.within:
+            Places.within[-1].launched(lambda: run(*given, **named))
+        else:
+            run(*given, **named)
+
+    monkeypatch.setattr(kernel_class(), "run", launch)
+
+
+def check_launches(empty: Callable[[], Any], first: Any, each: str, call: Call, every: int = 1) -> None:
+    """Raise at every so many places of a call; compare with an untouched buffer, or with one that made the call.
+
+    empty: makes a buffer, which then gets the state of the first.
+
+    An exception comes before a launch alone: one that has been made does not raise. An interrupt may come after it, but
+    not in a sample. The launches of an `add` belong together: an exception after the first is no end of it, and an
+    interrupt leaves a buffer that says so. An `extend` adds step after step, and takes all of them back.
+    """
+    saved = first.state_dict()
+
+    def again() -> Any:
+        buffer = empty()
+        buffer.load_state_dict(saved)
+        return buffer
+
+    before, done = again(), again()
+    total = Places().made(lambda: call(done))
+    assert total.launches > 0
+    assert total.count > total.launches
+    for at in range(0, total.count, every):
+        error = (Interruption, MemoryError)[at % 2]
+        buffer, places, raised = again(), Places(at, error), False
+        try:
+            places.made(lambda buffer=buffer: call(buffer))
+        except error:
+            raised = True
+        if places.after and (error is MemoryError or each in ("sample", "sequences")):
+            continue
+        where = f"{each}: place {at} of {total.count}, {error.__name__}, launch {places.launch}"
+        added = each.startswith("add") and places.launch > 0
+        if raised and added and error is Interruption:
+            check_refuses(buffer)
+            continue
+        # what failed once was made again
+        outcome = before if raised else done
+        assert raised or added or each == "extend", where
+        if places.after_last(total) and each != "extend":
+            outcome = done
+        wrong = unlike(buffer, memory(outcome))
+        assert not wrong, f"{where}: {wrong}"
+        untouched = again()
+        if outcome is done:
+            call(untouched)
+        for _ in range(2):
+            same(buffer.sample(2), untouched.sample(2))
+        assert len(buffer) == len(untouched)
+
+
+def check_refuses(buffer: Any) -> None:
+    """Fail unless a buffer makes no call but those that mend it, and then is like any other."""
+    keys = torch.zeros(1, dtype=torch.int64)
+    calls = (
+        lambda: buffer.sample(2),
+        lambda: buffer.update_priorities(keys, torch.ones(1)),
+        lambda: buffer[keys],
+        lambda: len(buffer),
+        buffer.stats,
+        buffer.state_dict,
+        lambda: copy.deepcopy(buffer),
+        lambda: buffer.load_state_dict({}),
+    )
+    for call in calls:
+        with pytest.raises((RuntimeError, KeyError)):
+            call()
+    with pytest.raises(RuntimeError, match=r"interrupted between .* Call clear\(\), or load a state"):
+        buffer.sample(2)
+    buffer.clear()
+    assert len(buffer) == 0
+    assert buffer.stats().eligible == 0
+
+
+@pytest.mark.usefixtures("kernels")
+class TestDevice:
+    @chosen(("transitions", "proportional"))
+    def test_an_exception_anywhere_leaves_a_whole_buffer(
+        self, kind: str, name: str, full: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # an `extend` adds so many steps at once
+        monkeypatch.setattr(device_trajectory, "_TOGETHER", 8)
+        first = used(kind, name)
+        calls = calls_of(first)
+        for number, (each, call) in enumerate(calls.items()):
+            if not full and each not in ("add over the seam", "add an ending"):
+                continue
+            every = 23 if each == "extend" else 1 if full and "add" in each else 6 + number
+            check_launches(lambda: new(kind, name), first, each, call, every)
+
+    @pytest.mark.slow
+    def test_an_update_of_two_launches(self) -> None:
+        """Stamps of the first, without the second, would win over later updates."""
+
+        def empty() -> ReplayBuffer:
+            return ReplayBuffer(1100, {"n": Field((), torch.int64)}, sampler=Proportional(), device="cpu")
+
+        first, keys = empty(), torch.arange(1100) // 2
+        first.add(n=torch.arange(1100))
+        check_launches(empty, first, "update", lambda each: each.update_priorities(keys, torch.arange(1100.0)))
+
+    def test_what_was_interrupted_is_mended_by_a_saved_state(self) -> None:
+        buffer, twin = used("transitions", "proportional", 3), used("transitions", "proportional", 3)
+        saved, rows = twin.state_dict(), given(buffer, 3)
+        # between the two launches
+        places = Places(Places().made(lambda: twin.add(**rows)).count - 2)
+        with pytest.raises(Interruption):
+            places.made(lambda: buffer.add(**rows))
+        with pytest.raises(RuntimeError, match="interrupted between"):
+            buffer.sample(2)
+        buffer.load_state_dict(saved)
+        buffer.add(**rows)
+        assert not unlike(buffer, memory(twin))
+        same(buffer.sample(4), twin.sample(4))
+
+    @chosen(("transitions", "proportional"), ("same_step", "proportional"), names=("proportional",))
+    def test_an_add_whose_second_launch_cannot_be_made_says_so(self, kind: str, name: str) -> None:
+        """The oldest rows are lost: nobody can read or draw a mixture of two."""
+        buffer, twin = used(kind, name, 9), new(kind, name)
+        twin.load_state_dict(buffer.state_dict())
+        rows = given(buffer, 3)
+        # final observations are stored by a launch of their own
+        rows = {name: value for name, value in rows.items() if not name.startswith("final_")}
+        counted = Places().made(lambda: twin.add(**rows))
+        assert counted.launches == 2
+        places = Places(counted.count - 2, MemoryError, broken=True)
+        with pytest.raises(MemoryError):
+            places.made(lambda: buffer.add(**rows))
+        assert places.launch == 2
+        check_refuses(buffer)
+        buffer.add(**rows)
+        assert buffer.keys().tolist() == list(range(buffer.added - len(buffer), buffer.added))
+        check_sums(buffer._state.masses)
+
+    @pytest.mark.slow
+    def test_a_reward_function_that_fails_moves_nothing(self) -> None:
+        failing_reward_moves_nothing(0)
