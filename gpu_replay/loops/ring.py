@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from gpu_replay.loops.compiling import loop
 from gpu_replay.loops.constants import Counter
-from gpu_replay.loops.tree import assign_range, highest_of
+from gpu_replay.loops.tree import highest_of, note_range, sum_above
 
 _ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
 _MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
@@ -40,9 +40,12 @@ def append(
     begin, left, at = head, rows - skipped, skipped
     while left:
         stop = min(begin + left, capacity)
-        times_sampled[begin:stop] = 0
-        if flat.size:
-            assign_range(flat, starts, low, high, noted, begin, stop, mass, masses[at:])
+        for slot in range(begin, stop):
+            times_sampled[slot] = 0
+            if flat.size:
+                flat[slot] = masses[at + slot - begin] if masses.size else mass
+        note_range(low, high, noted, begin, stop)
+        sum_above(flat, starts, begin, stop)
         left -= stop - begin
         at += stop - begin
         begin = 0

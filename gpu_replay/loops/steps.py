@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpu_replay.loops.compiling import inner, loop
-from gpu_replay.loops.constants import Counter, Flag
+from gpu_replay.loops.compiling import loop
+from gpu_replay.loops.constants import DIRTY, SHIFT, Counter, Flag
 from gpu_replay.loops.ring import LARGEST_EVER, LARGEST_STORED
-from gpu_replay.loops.tree import assign, highest_of, sum_above
-from gpu_replay.loops.windows import window_reward
+from gpu_replay.loops.tree import highest_of, sum_above
 
 _ADDED, _FIRST, _FINALS, _ELIGIBLE = Counter.ADDED, Counter.FIRST, Counter.FINALS, Counter.ELIGIBLE
 _MAX_MASS, _SATURATED, _REJECTED = Counter.MAX_MASS, Counter.SATURATED, Counter.REJECTED
@@ -56,23 +55,6 @@ def plan_finals(terminated, truncated, place_of, owner, counters, num_envs, step
     return kept
 
 
-@inner
-def _sum_touched(flat, starts, touched, begin, num_envs, steps):
-    """Give the ancestors of the touched lines of the ring their sums; the first of these lines is `begin`."""
-    line = 0
-    while line < touched.size:
-        if not touched[line]:
-            line += 1
-            continue
-        row = begin + line if begin + line < steps else begin + line - steps
-        stop = row
-        # lines that follow each other, as far as the seam of the ring
-        while line < touched.size and touched[line] and stop < steps:
-            line += 1
-            stop += 1
-        sum_above(flat, starts, row * num_envs, stop * num_envs)
-
-
 @loop(
     "(boolean[::1], boolean[::1], float32[::1], int64[::1], int32[::1], int64, int64[::1],"
     " uint8[::1], int32[::1], int64[::1], int32[::1], int64[::1], int32[::1], int32[::1],"
@@ -103,15 +85,11 @@ def add_steps(
     slots, n = flags.size, powers.size - 1
     steps, count, lines, hindsight = slots // envs, terminated.size // envs, n + 1, spans.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n
-    # lines of the ring whose masses change: from the oldest start that may be completed to the newest that loses a
-    # frame
-    touched = np.zeros(min(steps, count + n + stack), dtype=np.bool_)
-    begin = 0 if touched.size == steps else (first - n) % steps
     for at in range(count):
         step = first + at
         row, line = step % steps, step % lines
         base, last = row * envs, (row - 1 if row else steps - 1) * envs
-        oldest, here = max(counters[_FIRST] // envs, step + 1 - steps), row if touched.size == steps else n + at
+        oldest = max(counters[_FIRST] // envs, step + 1 - steps)
         initial, largest, more, rejected = first_mass, 0, 0, 0
         if source == LARGEST_EVER:
             initial = counters[_MAX_MASS]
@@ -171,12 +149,23 @@ def add_steps(
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial
                     length = age + 1 if closing and age < n else age
-                    sums[start], lengths[start] = window_reward(rewards, powers, start, length, envs), length
-                held = assign(flat, low, high, noted, start, mass)
+                    # what -0.0 is added to stays as it is
+                    total, place = -0.0, start
+                    for power in range(length):
+                        total += rewards[place] * powers[power]
+                        place += envs if place + envs < slots else envs - slots
+                    sums[start], lengths[start] = total, length
+                held = flat[start]
                 if held != mass:
+                    if noted.size:
+                        noted[min(noted[0] + 1, noted.size - 1)] = start
+                        noted[0] += 1
+                    flat[start] = mass
+                    if low.size:
+                        low[start >> SHIFT] = DIRTY
+                    if high.size:
+                        high[start >> SHIFT] = DIRTY
                     more += min(mass, 1) - min(held, 1)
-                    place = here - age
-                    touched[place + touched.size if place < 0 else place if place < steps else place - steps] = True
                     if ones.size:
                         ones[start] = min(mass, 1)
         counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)
@@ -184,6 +173,11 @@ def add_steps(
         counters[_REJECTED] += rejected
         counters[_ADDED] += envs
     counters[_SATURATED] += saturated
-    _sum_touched(flat, starts, touched, begin, envs, steps)
-    if ones.size:
-        _sum_touched(ones, one_starts, touched, begin, envs, steps)
+    # from the oldest start that may have been completed to the newest that may have lost a frame
+    row, left = (first - n) % steps, min(steps, n + count + stack)
+    while left:
+        stop = min(row + left, steps)
+        sum_above(flat, starts, row * envs, stop * envs)
+        sum_above(ones, one_starts, row * envs, stop * envs)
+        left -= stop - row
+        row = 0

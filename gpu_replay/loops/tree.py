@@ -6,8 +6,8 @@ A tree is four arrays of int64: `flat`, all levels end to end, leaves first, eac
 `starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
 block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
 
-`noted` is where an order of ranks is told of changes: first a count, then that many slots; the count is larger than the
-room where there were more. Nothing where no order is kept.
+`noted` is where an order of ranks is told of changes: first a count, then that many slots; where the count is larger
+than the room, the slots mean nothing. Nothing where no order is kept.
 """
 
 from __future__ import annotations
@@ -27,30 +27,6 @@ _TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
 
 
 @inner
-def note(noted, slot):
-    """Tell the order that a slot has changed."""
-    if noted.size:
-        count = noted[0]
-        if count < noted.size - 1:
-            noted[1 + count] = slot
-        noted[0] = min(count + 1, noted.size)
-
-
-@inner
-def assign(flat, low, high, noted, slot, mass):
-    """Give a slot its mass without the sums above it; returns the mass that it had."""
-    held = flat[slot]
-    if held != mass:
-        flat[slot] = mass
-        if low.size:
-            low[slot >> SHIFT] = DIRTY
-        if high.size:
-            high[slot >> SHIFT] = DIRTY
-        note(noted, slot)
-    return held
-
-
-@inner
 def sum_above(flat, starts, begin, stop):
     """Give the ancestors of the slots from `begin` to `stop` their sums."""
     for level in range(1, starts.size - 1):
@@ -66,33 +42,23 @@ def sum_above(flat, starts, begin, stop):
 @inner
 def note_range(low, high, noted, begin, stop):
     """Mark the extremes of these slots' blocks, and tell the order that they have changed."""
-    if low.size:
-        low[begin >> SHIFT : (stop + 15) >> SHIFT] = DIRTY
-    if high.size:
-        high[begin >> SHIFT : (stop + 15) >> SHIFT] = DIRTY
-    if noted.size:
-        count = noted[0]
-        for slot in range(begin, min(stop, begin + noted.size - 1 - count)):
-            noted[1 + count + slot - begin] = slot
-        noted[0] = min(count + stop - begin, noted.size)
-
-
-@inner
-def assign_range(flat, starts, low, high, noted, begin, stop, mass, masses):
-    """Give the slots from `begin` to `stop` these masses, or `mass` without any, and their ancestors the sums."""
-    if masses.size:
-        flat[begin:stop] = masses[: stop - begin]
-    else:
-        flat[begin:stop] = mass
-    note_range(low, high, noted, begin, stop)
-    sum_above(flat, starts, begin, stop)
+    for block in range(begin >> SHIFT, (stop + 15) >> SHIFT):
+        if low.size:
+            low[block] = DIRTY
+        if high.size:
+            high[block] = DIRTY
+    for slot in range(begin, stop if noted.size else begin):
+        noted[min(noted[0] + 1, noted.size - 1)] = slot
+        noted[0] += 1
 
 
 @loop(f"({_TREE})")
 def build(flat, starts, low, high):
     """Make all sums anew from the leaves, and look for all extremes again."""
-    low[:] = DIRTY
-    high[:] = DIRTY
+    for block in range(low.size):
+        low[block] = DIRTY
+    for block in range(high.size):
+        high[block] = DIRTY
     sum_above(flat, starts, 0, starts[1])
 
 
@@ -180,7 +146,7 @@ def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, 
     batch, levels, lap = keys.size, starts.size - 1, first - first % capacity
     # many rows: all sums made anew take less than the way up from each
     anew = 2 * (levels - 1) * batch >= capacity
-    stale, largest, changed = 0, 0, noted[0] if noted.size else 0
+    stale, largest = 0, 0
     for row in range(batch):
         key = keys[row]
         if key < first or key >= added:
@@ -192,22 +158,19 @@ def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, 
         if sparse and held == 0:
             continue
         largest = max(largest, masses[row])
+        if noted.size:
+            noted[min(noted[0] + 1, noted.size - 1)] = slot
+            noted[0] += 1
         flat[slot] = mass
         if low.size:
             low[slot >> SHIFT] = DIRTY
         if high.size:
             high[slot >> SHIFT] = DIRTY
-        if noted.size:
-            if changed < noted.size - 1:
-                noted[1 + changed] = slot
-            changed = min(changed + 1, noted.size)
         if not anew:
             node = slot
             for level in range(1, levels):
                 node >>= SHIFT
                 flat[starts[level] + node] += mass - held
-    if noted.size:
-        noted[0] = changed
     if anew:
         sum_above(flat, starts, 0, capacity)
     counters[_STALE] += stale

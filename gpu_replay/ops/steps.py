@@ -71,7 +71,7 @@ class HostSteps:
         powers: np.ndarray,
         times_sampled: np.ndarray,
     ) -> None:
-        self._add, self._plan = loops.add_steps.ready(), loops.plan_finals.ready()
+        self._add = loops.add_steps.ready()
         self._shape = shape = streams.shape
         self._counters, self._owner = counters, streams.owner.numpy()
         self.sums, self.lengths = np.zeros(shape.slots, np.float32), np.zeros(shape.slots, np.int32)
@@ -91,7 +91,9 @@ class HostSteps:
         shape, rows = self._shape, terminated.size
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
         ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
-        count = self._plan(plain(terminated), plain(truncated), plain(finals.place), *ring, places, moves)
+        count = loops.plan_finals.ready()(
+            plain(terminated), plain(truncated), plain(finals.place), *ring, places, moves
+        )
         # of a row of the pool that is taken more than once the last one stays
         given, pool = moves[:, max(0, count - shape.finals) : count]
         return KeptFinals(places, given, pool) if count else _NONE_KEPT

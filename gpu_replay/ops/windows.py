@@ -43,9 +43,7 @@ class HostWindows:
         self, streams: Streams, steps: HostSteps, rewards: np.ndarray, powers: np.ndarray, *, zero: bool
     ) -> None:
         self._shape = shape = streams.shape
-        self._windows, self._open, self._measure = (
-            each.ready() for each in (loops.windows, loops.open_windows, loops.measure)
-        )
+        self._windows = loops.windows.ready()
         self._lengths, self._sums, self._rewards, self._powers = steps.lengths, steps.sums, rewards, powers
         self._flags, depth, final = (each.numpy() for each in (streams.flags, streams.depth, streams.final))
         settings = shape.num_envs, shape.next_step
@@ -61,10 +59,10 @@ class HostWindows:
     def of_steps(self, steps: np.ndarray, left: np.ndarray) -> Windows:
         """The windows of (B,) stored steps, from each of which on `left` are stored: they need not be whole."""
         found = Windows.empty(steps.size, self._shape.stack)
-        self._open(steps, left, *self._of_steps, *found)
+        loops.open_windows.ready()(steps, left, *self._of_steps, *found)
         return found
 
     def measure(self, masses: np.ndarray) -> None:
         """Find the windows of all starts with mass, (slots,), anew."""
         known = self._flags, self._rewards, self._powers, self._shape.num_envs
-        self._measure(masses, *known, self._lengths, self._sums)
+        loops.measure.ready()(masses, *known, self._lengths, self._sums)
