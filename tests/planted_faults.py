@@ -3,13 +3,13 @@
     python tests/planted_faults.py [--only NAME ...] [--full]
 
 Its likely tests run first, then, if they pass, all tests of the default command, and with --full the slow ones. What
-caught it is written to `planted_faults.md`; in the end those tests must pass in a copy without a fault.
+caught it is written to `planted_faults.md`, beside the lines of other faults; in the end those tests must pass in a
+copy without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import importlib.util
 import multiprocessing
@@ -40,6 +40,7 @@ LIBRARIES = ("torch", "scipy.stats", "numba", "triton", "gymnasium")
 # a fault can make a loop endless; that is noticed as well
 MOST_SECONDS = 900
 TIMEOUT, CRASH = "a timeout", "a crash"
+NOTHING = "**nothing**"
 
 
 @dataclass(frozen=True)
@@ -145,26 +146,38 @@ def check_without_faults(outcomes: Sequence[Outcome]) -> None:
             raise RuntimeError(f"{failed} fails without a fault as well.")
 
 
-def page(outcomes: Sequence[Outcome], arguments: Sequence[str]) -> str:
-    """The table as Markdown, with where it comes from."""
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    caught = sum(each.caught_by is not None for each in outcomes)
-    lines = [
+def row(outcome: Outcome, commit: str) -> str:
+    """The line of the table for one fault."""
+    test = f"`{outcome.caught_by.removeprefix('tests/')}`" if outcome.caught_by else NOTHING
+    fault = outcome.fault
+    return f"{_begin(fault)} {test} | {outcome.seconds:.0f} | {commit} |"
+
+
+def _begin(fault: Fault) -> str:
+    return f"| {fault.area} | {fault.what} | `{fault.file}` |"
+
+
+def page(outcomes: Sequence[Outcome], commit: str, before: str) -> str:
+    """The table as Markdown: what was tried now, and of the page `before` the lines of all other faults."""
+    now = {each.fault.name: row(each, commit) for each in outcomes}
+    lines = []
+    for fault in faults():
+        # a fault is known by what it does, wherever that stands by now
+        old = [line for line in before.splitlines() if line.startswith(f"| {fault.area} | {fault.what} |")]
+        lines += [now[fault.name]] if fault.name in now else old[:1]
+    caught = sum(NOTHING not in line for line in lines)
+    head = [
         "# Planted faults",
         "",
-        f"{caught} of {len(outcomes)} are caught. Each was planted alone in a copy of the checkout; the texts are in "
-        "`planted_faults.toml`, the seconds those of a busy machine.",
+        f"{caught} of {len(lines)} are caught, {len(faults()) - len(lines)} were not tried yet. Each was planted alone "
+        "in a copy of the checkout by `python tests/planted_faults.py`, at the commit in the last column; the texts "
+        "are in `planted_faults.toml`, the seconds those of a busy machine. Lines without a commit are older.",
         "",
-        f"Made by `{' '.join(['python tests/planted_faults.py', *arguments])}` at commit {commit.strip()}, "
-        f"{datetime.date.today()}.",
-        "",
-        "| area | fault | in | caught by | s |",
-        "|---|---|---|---|---:|",
+        "| area | fault | in | caught by | s | commit |",
+        "|---|---|---|---|---:|---|",
     ]
-    for each in outcomes:
-        test = f"`{each.caught_by.removeprefix('tests/')}`" if each.caught_by else "**nothing**"
-        lines.append(f"| {each.fault.area} | {each.fault.what} | `{each.fault.file}` | {test} | {each.seconds:.0f} |")
-    return "\n".join([*lines, ""])
+    # lines of the older page have no commit
+    return "\n".join([*head, *(line if line.count(" |") > 5 else f"{line} |" for line in lines), ""])
 
 
 def main() -> int:
@@ -184,8 +197,9 @@ def main() -> int:
         outcomes.append(plant(fault, options.full))
         print(f"{fault.name}: {outcomes[-1].caught_by}, {outcomes[-1].seconds:.0f} s", flush=True)
     check_without_faults(outcomes)
-    arguments = [*(["--only", *options.only] if options.only else []), *(["--full"] if options.full else [])]
-    options.output.write_text(page(outcomes, arguments))
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    before = options.output.read_text() if options.output.exists() else ""
+    options.output.write_text(page(outcomes, commit.strip(), before))
     return any(each.caught_by is None for each in outcomes)
 
 

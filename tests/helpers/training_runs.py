@@ -32,6 +32,9 @@ for package in ("tqdm", "matplotlib", "safetensors"):
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+# a run of seconds
+CATCH = ("train", "catch", "--device", "cpu", "--steps", "3000", "--seed", "3", "--eval-every", "1500")
+CATCH += ("--eval-episodes", "32")
 # columns of progress.csv that depend on the clock
 TIMES = ("seconds", "updates_per_second", "steps_per_second")
 

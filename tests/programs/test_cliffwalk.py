@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpu_replay.console.errors import UserError
-from gpu_replay.study import cliffwalk
-from gpu_replay.study.blind_cliffwalk import BLOCK, LEARNERS, Outcome, QTable, fill_memory, solve, true_values
+from gpu_replay.cli import main
+from gpu_replay.study.blind_cliffwalk import LEARNERS, Outcome, QTable, fill_memory, solve, true_values
 from gpu_replay.study.cliffwalk import growth, summarize, write_cliffwalk
 
 pd = pytest.importorskip("pandas")
@@ -38,13 +34,6 @@ def outcome(agent: str, states: int, updates: int, seed: int = 0, converged: boo
 def test_true_values_of_three_states():
     # discount 2/3; right actions are 0, 1, 0
     np.testing.assert_allclose(true_values(3), [[4 / 9, 0], [0, 2 / 3], [1, 0]])
-
-
-def test_memory_of_two_states_by_hand():
-    memory = fill_memory(2, np.random.default_rng(0))
-    found = Counter(zip(*(column.tolist() for column in memory.values()), strict=True))
-    # right actions are 0 and then 1: two sequences fall at once, one falls second, one arrives
-    assert found == {(0, 1, 0.0, True): 2, (0, 0, 0.0, False): 2, (1, 0, 0.0, True): 1, (1, 1, 1.0, True): 1}
 
 
 @pytest.mark.parametrize("states", [2, 3, 7, 10])
@@ -119,10 +108,6 @@ def test_runs_are_reproducible_and_converge(agent):
     assert (stopped.updates, stopped.converged) == (7, False)
 
 
-def test_uniform_continues_after_a_block():
-    assert solve("uniform", 10, 0, MOST).updates > BLOCK
-
-
 @pytest.mark.parametrize("agent, states", [("greedy", 10), ("proportional", 10), ("rank", 8)])
 def test_order_of_the_paper(agent, states):
     def median(name: str) -> float:
@@ -167,32 +152,18 @@ def test_report_holds_growth_and_savings_and_marks_runs_that_did_not_converge(tm
     assert "- time: an hour" in report
 
 
-def run(folder: Path, *arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cliffwalk.add_arguments(parser)
-    return cliffwalk.run(parser.parse_args(["--output", str(folder), *arguments]))
-
-
 @pytest.mark.slow
 def test_command_writes_runs_picture_and_report_whatever_the_number_of_processes(tmp_path):
     for name in ("matplotlib", "scipy", "tqdm"):
         pytest.importorskip(name)
-    found = []
+    found: list[list[dict[str, str]]] = []
     for jobs in ("1", "2"):
         folder = tmp_path / jobs
-        assert run(folder, "--states-max", "3", "--seeds", "2", "--jobs", jobs, "--max-updates", "60") == 0
+        arguments = ["study", "cliffwalk", "--states-max", "3", "--seeds", "2", "--jobs", jobs, "--max-updates", "60"]
+        assert main([*arguments, "--output", str(folder)]) == 0
         assert sorted(path.name for path in folder.iterdir()) == ["cliffwalk.csv", "cliffwalk.md", "cliffwalk.png"]
         with (folder / "cliffwalk.csv").open() as file:
             found.append([{**row, "seconds": ""} for row in csv.DictReader(file)])
     assert found[0] == found[1]
     assert len(found[0]) == 5 * 2 * 2
     assert {row["converged"] for row in found[0]} == {"0", "1"}
-
-
-def test_command_refuses_sizes_that_make_no_sense_and_an_output_that_cannot_be_written(tmp_path):
-    for states in ("1", "21"):
-        with pytest.raises(UserError, match="must be 2 to 20"):
-            run(tmp_path, "--states-max", states)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        run(tmp_path / "file" / "below")

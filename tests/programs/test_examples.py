@@ -1,15 +1,20 @@
-"""Each example runs for a moment as its head says, and says what it reached."""
+"""Examples: each runs for a moment as its head says; actors that are killed; what R2D2 adds and reaches."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+from devices import host_only
 
 from gpu_replay import Field, TrajectoryReplayBuffer
+from gpu_replay.examples import r2d2_memory as example
 
 RUNS = {
     "async_actors": (["--updates", "1000"], r"1,000 updates, .* mean return"),
@@ -58,3 +63,85 @@ def test_an_update_of_dqn_leaves_its_loss_on_the_device() -> None:
     loss = update(online, target, torch.optim.Adam(online.parameters()), buffer, 4)
     assert isinstance(loss, torch.Tensor)
     assert (loss.shape, loss.requires_grad, bool(loss > 0)) == ((), False, True)
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_is_replaced_and_what_it_sent_is_kept() -> None:
+    pytest.importorskip("gymnasium")
+    from gpu_replay.examples.async_actors import CHUNK, ENVS, Actors, made_network
+
+    network = made_network("CartPole-v1").share_memory()
+    with Actors("CartPole-v1", network, 2) as actors:
+        heard: list[int] = []
+        killed = None
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (killed and actors.restarts and heard[-1:] == [0]):
+            for number, chunk, _ in actors.receive(timeout=1.0):
+                assert {name: len(value) for name, value in chunk.items()} == dict.fromkeys(chunk, CHUNK * ENVS)
+                heard.append(number)
+            if killed is None and set(heard) == {0, 1}:
+                # its pipe is full by then, so that it dies while it writes
+                time.sleep(1.0)
+                killed = actors.processes[0]
+                os.kill(killed.pid or 0, signal.SIGKILL)
+        assert actors.restarts == 1
+        assert killed is not None
+        assert killed.exitcode == -signal.SIGKILL
+        assert len(actors.processes) == 2
+        processes = actors.processes
+    assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.slow
+def test_an_actor_that_cannot_start_is_an_error() -> None:
+    pytest.importorskip("gymnasium")
+    from gpu_replay.examples.async_actors import Actors, made_network
+
+    actors = Actors("CartPole-v1", made_network("CartPole-v1"), 1)
+    actors.env_id = "NoSuchEnvironment-v0"
+    with actors, pytest.raises(RuntimeError, match="actor 0 ended with exit code 1 at once"):
+        actors.receive(timeout=120.0)
+
+
+@host_only
+def test_an_episode_of_r2d2_asks_for_what_it_showed() -> None:
+    envs, asked = example.Recall(seed=3), 0
+    cue = torch.full((example.ENVS,), -1)
+    for _ in range(3 * example.EPISODE):
+        obs = envs.observe()
+        shown = obs[:, :-1].sum(dim=1) > 0
+        cue = torch.where(shown, obs[:, :-1].argmax(dim=1), cue)
+        reward, terminated = envs.step(cue)
+        assert torch.equal(terminated, obs[:, -1] > 0)
+        known = terminated & (cue >= 0)
+        asked += int(known.sum())
+        assert torch.equal(reward[known], torch.ones(int(known.sum())))
+        assert not reward[~terminated].any()
+    assert asked >= 2 * example.ENVS
+
+
+@host_only
+def test_r2d2_learns_from_stored_states_and_gives_priorities(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    learn = example.Agent.learn
+
+    def watched(agent: example.Agent, batch: example.Batch) -> torch.Tensor:
+        priorities = learn(agent, batch)
+        assert batch.hidden.shape == (example.BATCH, example.BURN_IN + example.LENGTH, example.HIDDEN)
+        assert bool(priorities.isfinite().all())
+        seen.append(float(priorities.mean()))
+        return priorities
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example.Agent, "learn", watched)
+        assert -1 <= example.train(80) <= 1
+    assert len(seen) == (80 - example.WARM_UP) // example.STEPS_PER_UPDATE
+    assert max(seen) > 0
+
+
+@host_only
+@pytest.mark.slow
+def test_r2d2_remembers(capsys: pytest.CaptureFixture[str]) -> None:
+    example.main(["--device", "cpu"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert float(last.rpartition(" ")[2]) >= 0.95

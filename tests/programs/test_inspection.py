@@ -112,11 +112,6 @@ def test_rows_of_the_largest_priorities_are_such_as_were_drawn() -> None:
     assert sorted(set(strip.flatten().tolist()) - {255}) == sorted((drawn[4:] + 128).tolist())
 
 
-def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "holds neither a checkpoint of a buffer nor a run" in capsys.readouterr().err
-
-
 def test_of_a_large_checkpoint_only_some_shards_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = filled(Proportional())
     tensors = buffer.state_dict()

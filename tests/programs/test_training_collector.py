@@ -11,9 +11,8 @@ from training_runs import CPU
 
 zstandard = pytest.importorskip("zstandard", reason="needs zstandard, in the extra `ray`")
 
-from gpu_replay.console.errors import UserError  # noqa: E402
-from gpu_replay.training.actors import CHUNK, Chunk, Collector, check_actors, pack, unpack  # noqa: E402
-from gpu_replay.training.environments import EpisodeStatistics  # noqa: E402
+from gpu_replay.training.actors import CHUNK, Chunk, Collector, pack, unpack  # noqa: E402
+from gpu_replay.training.device_games import Catch  # noqa: E402
 from gpu_replay.training.networks import QNetwork  # noqa: E402
 from gpu_replay.training.registry import identify  # noqa: E402
 from gpu_replay.training.run import make_buffer  # noqa: E402
@@ -31,10 +30,9 @@ def opened(chunk: Chunk) -> dict[str, Any]:
 
 def test_every_row_of_every_chunk_is_a_step_of_the_game() -> None:
     collectors = [Collector(identify("catch"), SETTINGS, ENVS, seed) for seed in (1, 2)]
-    network = QNetwork(collectors[0]._actors.environment.spec.stacked, 3, SETTINGS)
+    network = QNetwork(Catch.spec.stacked, 3, SETTINGS)
     weights = {name: value.numpy() for name, value in network.state_dict().items()}
-    spec = collectors[0]._actors.environment.spec
-    buffer = make_buffer(spec, SETTINGS, beta_schedule(SETTINGS), CPU, 0, ENVS)
+    buffer = make_buffer(Catch.spec, SETTINGS, beta_schedule(SETTINGS), CPU, 0, ENVS)
     lengths: list[float] = []
     # of two actors by turns, and more than the ring holds
     for turn in range(6):
@@ -66,14 +64,14 @@ def _paddle(board: torch.Tensor) -> float:
 
 def test_new_weights_act_from_the_next_chunk_on() -> None:
     collector = Collector(identify("catch"), SETTINGS, ENVS, 0)
-    network = QNetwork(collector._actors.environment.spec.stacked, 3, SETTINGS)
+    network = QNetwork(Catch.spec.stacked, 3, SETTINGS)
     weights = {name: value.numpy().copy() for name, value in network.state_dict().items()}
-    for version, best in enumerate((0, 2)):
+    for best in (0, 2):
         last = "last.bias"
         weights["last.weight"], weights[last] = (np.zeros_like(weights[name]) for name in ("last.weight", last))
         # the value, then an advantage for each action
         weights[last][1 + best] = 100.0
-        chunk = collector.collect(weights, (version, 0.0), 0.0)
+        chunk = collector.collect(weights, 0.0)
         assert (chunk.steps["action"] == best).all()
 
 
@@ -85,24 +83,3 @@ def test_frames_are_compressed_and_come_back() -> None:
     assert len(sent) < frames.nbytes / 50
     for unchanged in (np.arange(5000, dtype=np.float32), np.zeros(10, np.uint8), None):
         assert unpack(pack(unchanged)) is unchanged
-
-
-def test_finished_episodes_are_the_newest() -> None:
-    episodes = EpisodeStatistics(1, 3, CPU)
-    episodes.finish([1.0, 2.0], [10.0, 20.0])
-    assert episodes.read() == (2, 1.5, 15.0)
-    episodes.finish([3.0, 4.0, 8.0], [1.0, 1.0, 4.0])
-    assert episodes.read() == (5, 5.0, 2.0)
-
-
-@pytest.mark.parametrize("given", ["0", "two", "ray://host", "ray://:1", "-3"])
-def test_other_actors_are_refused(given: str) -> None:
-    with pytest.raises(UserError, match="--actors must be a number such as 4, or ray://HOST:PORT"):
-        check_actors(given)
-
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"ray": None}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found.get(name, object()))
-    with pytest.raises(UserError, match=r'ray is needed for --actors .* -e "\.\[training,ray\]" in the checkout'):
-        check_actors("2")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, FrameStack, Step
+from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, Step
 from gpu_replay.training.run import make_buffer
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.train import beta_schedule
@@ -22,79 +22,58 @@ def numbered(t: int, envs: int) -> Tensor:
     return (torch.arange(envs, dtype=torch.uint8) + 10 * t)[:, None, None].expand(envs, 3, 2).contiguous()
 
 
-@pytest.mark.parametrize("depth", [2, 4, 8])
-def test_stacks_hold_the_newest_frames_and_zeros_before_the_first(depth: int) -> None:
-    stack = FrameStack(depth, 3, IMAGE, CPU)
-    frame = numbered(0, 3)
-    histories = [[frame[env]] for env in range(3)]
-    stack.begin(frame)
-    for t in range(1, 20):
-        obs = stack.obs
-        assert torch.equal(stack.frame, frame)
-        for env, history in enumerate(histories):
-            newest = history[-depth:]
-            zeros = [torch.zeros(3, 2, dtype=torch.uint8)] * (depth - len(newest))
-            assert torch.equal(obs[env], torch.stack([*zeros, *newest]))
-        if t == 11:
-            # another stack continues from the state of this one
-            saved, stack = stack.state_dict(), FrameStack(depth, 3, IMAGE, CPU)
-            stack.load_state_dict(saved)
-            assert torch.equal(stack.obs, obs)
-        ended = torch.tensor([t % 5 == 0, t % 7 == 0, False])
-        frame = numbered(t, 3)
-        for env in range(3):
-            histories[env] = [frame[env]] if ended[env] else [*histories[env], frame[env]]
-        stack.push(frame, ended)
-
-
-def test_a_single_frame_has_no_stack_axis() -> None:
-    stack = FrameStack(1, 3, IMAGE, CPU)
-    stack.begin(numbered(0, 3))
-    assert stack.obs.shape == (3, 3, 2)
-    stack.push(numbered(1, 3), torch.zeros(3, dtype=torch.bool))
-    assert torch.equal(stack.obs, numbered(1, 3))
-
-
 class Scripted(Environment):
-    """Two environments in host memory whose frames say when they were; the second ends at each third step."""
+    """Three environments in host memory whose frames say when they were; two end at each fifth and third step."""
 
-    spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=3)
-    num_envs = 2
-    resumable = False
+    num_envs = 3
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=depth)
 
     def reset(self, seed: int) -> Tensor:
         self.t = 0
-        return numbered(0, 2)
+        return numbered(0, 3)
 
     def send(self, actions: Tensor) -> None:
         self.t += 1
 
     def recv(self) -> Step:
-        ended = torch.tensor([False, self.t % 3 == 0])
-        final = numbered(self.t + 100, 2) if self.t % 3 == 0 else None
-        return Step(numbered(self.t, 2), torch.full((2,), float(self.t)), ended & False, ended, final)
+        ended = torch.tensor([self.t % 5 == 0, self.t % 3 == 0, False])
+        final = numbered(self.t + 100, 3) if bool(ended.any()) else None
+        terminated = ended & torch.tensor([True, False, False])
+        return Step(numbered(self.t, 3), torch.full((3,), float(self.t)), terminated, ended & ~terminated, final)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_actors_hand_over_frames_and_stacks(device: str) -> None:
-    actors = Actors(Scripted(), torch.device(device))
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
+    actors = Actors(Scripted(depth), torch.device(device))
     actors.reset(0)
-    stack = actors.stack
-    assert (stack.obs.shape, stack.obs.device.type) == ((2, 3, 3, 2), device)
-    for t in range(1, 12):
-        actors.environment.send(torch.zeros(2, dtype=torch.int64))
+    histories = [[each] for each in numbered(0, 3)]
+    for t in range(1, 20):
+        obs = actors.stack.obs
+        assert obs.device.type == device
+        for env, history in enumerate(histories):
+            # zeros before the first frame of an episode; a single frame has no stack axis
+            newest = [*[torch.zeros(3, 2, dtype=torch.uint8)] * depth, *history][-depth:]
+            assert torch.equal(obs[env].cpu(), torch.stack(newest) if depth > 1 else newest[0])
+        if t == 11:
+            # others continue from the state of these
+            saved = actors.state_dict()
+            actors = Actors(actors.environment, torch.device(device))
+            actors.load_state_dict(saved)
+            assert torch.equal(actors.stack.obs, obs)
+        actors.environment.send(torch.zeros(3, dtype=torch.int64))
         step = actors.recv()
+        assert (step.reward.tolist(), step.terminated.tolist()) == ([t] * 3, [t % 5 == 0, False, False])
+        assert step.truncated.tolist() == [False, t % 3 == 0, False]
+        frame, ended = numbered(t, 3), step.ended.tolist()
+        if any(ended):
+            assert torch.equal(step.final_frame.cpu(), numbered(t + 100, 3))
         actors.push(step)
-        assert torch.equal(step.frame.cpu(), numbered(t, 2))
-        assert torch.equal(stack.frame, step.frame)
-        assert step.reward.tolist() == [t, t]
-        assert step.truncated.tolist() == [False, t % 3 == 0]
-        assert not step.terminated.any()
-        assert bool((stack.obs[1, :-1] == 0).all()) == (t % 3 == 0)
-        if t % 3 == 0:
-            assert torch.equal(step.final_frame.cpu(), numbered(t + 100, 2))
-        elif device == "cpu":
-            assert step.final_frame is None
+        assert torch.equal(actors.stack.frame.cpu(), frame)
+        histories = [[frame[env]] if ended[env] else [*histories[env], frame[env]] for env in range(3)]
 
 
 @pytest.mark.slow

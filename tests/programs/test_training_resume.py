@@ -1,37 +1,130 @@
-"""A resumed run against one that never stopped: bit for bit the same, and clear words where that cannot be."""
+"""Checkpoints of whole runs, and runs that go on from one: bit for bit as if they had never stopped."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from training_runs import make_trainer, read_rows, start, wait_for, without_times
+from training_runs import CATCH, make_trainer, read_rows, start, wait_for, without_times
 from transitions import same_draws
 
-from gpu_replay import TrajectoryReplayBuffer
-from gpu_replay.checkpoint.format import read_checkpoint
+from gpu_replay import CheckpointError, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import Stopped, StopRequest
-from gpu_replay.training import run
-from gpu_replay.training.checkpoints import flatten, latest, unflatten
-from gpu_replay.training.host_envs import make_gymnasium
-from gpu_replay.training.records import NETWORK
-from gpu_replay.training.train import Trainer
+from gpu_replay.training.checkpoints import COST, CheckpointManager, flatten, latest, save_run, unflatten
+from gpu_replay.training.train import Trainer, beta_schedule
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-CATCH = ["train", "catch", "--device", "cpu", "--steps", "3000", "--eval-every", "800", "--eval-episodes", "16"]
-CATCH += ["--log-every", "300", "--seed", "5", "--warmup", "500"]
-SHORT = ["train", "catch", "--device", "cpu", "--steps", "640", "--warmup", "200", "--log-every", "320"]
+Capture = pytest.CaptureFixture[str]
+
+
+# checkpoints
+
+
+class Buffer(TrajectoryReplayBuffer):
+    """Saves a number where a replay buffer would save itself."""
+
+    def __init__(self, number: int, fails: bool = False) -> None:
+        self.number, self.fails = number, fails
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir()
+        (Path(path) / "number").write_text(str(self.number))
+        if self.fails:
+            raise OSError(28, "no space left on the disk")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"inner": {"step": torch.tensor(step), "none": None}, "empty": {}, "note": [1.5, "a state"]}
+
+
+def check_only(folder: Path, step: int, number: int | None = None) -> None:
+    """The folder holds a checkpoint of this step, whose buffer has this number."""
+    saved = latest(folder)
+    assert saved is not None
+    assert saved.replay is not None
+    assert int(saved.state["inner"].pop("step")) == step
+    assert saved.state == {"inner": {"none": None}, "empty": {}, "note": [1.5, "a state"]}
+    assert int((saved.replay / "number").read_text()) == (step if number is None else number)
+
+
+def test_a_folder_has_one_whole_checkpoint_whatever_happens(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") is None
+    for step in (640, 1_280, 10**13):
+        save_run(tmp_path, step, state(step), Buffer(step))
+        check_only(tmp_path, step)
+        assert len(list(tmp_path.iterdir())) == 1
+    # a complete checkpoint of the same step is not written twice
+    save_run(tmp_path, step, state(step), Buffer(6, fails=True))
+    check_only(tmp_path, step)
+    # one that fails leaves the one before
+    with pytest.raises(OSError, match="no space"):
+        save_run(tmp_path, step + 1, state(6), Buffer(6, fails=True))
+    with pytest.raises(ValueError, match="cannot hold"):
+        save_run(tmp_path, step + 2, state(7) | {"bad": torch.zeros(2, dtype=torch.complex64)}, Buffer(7))
+    assert len(list(tmp_path.iterdir())) == 1
+    check_only(tmp_path, step)
+
+
+def test_what_a_crash_left_counts_for_nothing_and_goes_with_the_next_save(tmp_path: Path) -> None:
+    save_run(tmp_path, 5, state(5), Buffer(5))
+    # died after the buffer was written, in this step and in one that comes again
+    for step in (7, 9):
+        (tmp_path / f"{step:012d}").mkdir()
+        Buffer(step).save(tmp_path / f"{step:012d}" / "replay")
+    check_only(tmp_path, 5)
+    save_run(tmp_path, 7, state(7), Buffer(77))
+    assert [path.name for path in tmp_path.iterdir()] == ["000000000007"]
+    check_only(tmp_path, 7, 77)
+    # died after the new one was complete, before the old one went
+    save_run(tmp_path / "other", 8, state(8), Buffer(8))
+    (tmp_path / "other" / "000000000008").rename(tmp_path / "000000000008")
+    check_only(tmp_path, 8)
+    # of another version
+    manifest = tmp_path / "000000000008" / "state" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
+    with pytest.raises(CheckpointError, match=r"version.* 99"):
+        latest(tmp_path)
+
+
+def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, takes = [100.0], [0.5]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def collect() -> tuple[int, dict[str, Any], None]:
+        now[0] += takes[0]
+        return int(now[0]), {}, None
+
+    manager = CheckpointManager(tmp_path, 60.0, collect)
+    assert manager.due == 160
+    now[0] = 160.0
+    manager.save()
+    assert (manager.seconds, manager.due) == (0.5, 160.5 + 60)
+    # a large buffer on a slow disk
+    takes[0] = 10.0
+    manager.save()
+    assert (manager.seconds, manager.due) == (10.5, now[0] + COST * 10.0)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: Capture) -> None:
+    manager = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
+    manager.save()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no checkpoint was written" in line
+    assert "no space left" in line
+    assert time.perf_counter() < manager.due
+
+
+# runs that were stopped
 
 
 class After(StopRequest):
@@ -54,88 +147,75 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     After.left = None
 
 
-def train(folder: Path, arguments: list[str], looks: int | None = None) -> int:
+def train(folder: Path, arguments: Any, looks: int | None = None) -> int:
     """Train in `folder`, until so many looks for a signal were made."""
     After.left = looks
     return main([*arguments, "--output", str(folder)])
 
 
-def final_state(folder: Path) -> dict[str, Tensor]:
-    """Everything in the last checkpoint, the replay buffer included, but for times."""
+RESUME = ("train", "--resume")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def last_state(folder: Path) -> dict[str, Any]:
     saved = latest(folder / "checkpoint")
-    assert saved.replay is not None
-    values, tensors = flatten(saved.state)
-    progress = values["trainer"]["progress"]
-    counts = [value for name, value in progress.items() if isinstance(value, int) and name != "resumed"]
-    tensors["progress"] = torch.tensor([*counts, *progress["mark"][:2]])
-    replay = read_checkpoint(saved.replay)
-    tensors |= {f"replay/{name}": replay.read(name) for name in replay.tensor_names}
-    tensors["replay/counters"] = torch.tensor(list(replay.manifest["counters"].values()))
-    return tensors
+    assert saved is not None
+    return saved.state | {"replay": saved.replay}
 
 
 def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    different = [
-        name for name in one if not torch.equal(torch.nan_to_num(one[name], -7.0), torch.nan_to_num(other[name], -7.0))
-    ]
-    assert different == []
+    pairs = {name: (torch.nan_to_num(one[name], -7.0), torch.nan_to_num(other[name], -7.0)) for name in one}
+    assert [name for name, pair in pairs.items() if not torch.equal(*pair)] == []
 
 
-def check_same_network(one: Path, other: Path) -> None:
-    """network.safetensors and what it says of itself; the library writes its metadata in no order."""
+def check_same_run(one: Path, other: Path) -> None:
+    """Rows, networks, figures and all of the last checkpoint but times, the replay buffer included."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    with safe_open(str(one / NETWORK), "pt") as mine, safe_open(str(other / NETWORK), "pt") as theirs:
-        assert mine.metadata() == theirs.metadata()
-    check_same(load_file(one / NETWORK), load_file(other / NETWORK))
+    assert without_times(one) == without_times(other)
+    found: list[Any] = []
+    for folder in (one, other):
+        values, tensors = flatten(last_state(folder))
+        progress = values["trainer"]["progress"]
+        replay = TrajectoryReplayBuffer.load(values["replay"], "cpu").state_dict()
+        counts = [value for name, value in progress.items() if isinstance(value, int) and name != "resumed"]
+        with safe_open(str(folder / "network.safetensors"), "pt") as file:
+            metadata = file.metadata()
+        names = ("steps", "updates", "episodes", "best_step", "eval_return_mean", "eval_fresh", "stopped_by")
+        told = [summary(folder)[name] for name in names]
+        found.append((told, counts, progress["mark"][:2], replay["counters"], metadata))
+        found.append(tensors | replay["tensors"] | load_file(folder / "network.safetensors"))
+    assert found[0] == found[2]
+    check_same(found[1], found[3])
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of Catch that was never interrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main([*CATCH, "--output", str(folder)]) == 0
-    return folder
+# in the warm-up, while learning, within an evaluation, one step before the end
+STOPS = [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 50, 66, 103)), [20, 31, 20]]
 
 
-# in the warm-up, while learning, within the second evaluation, one step before the end
-@pytest.mark.parametrize(
-    "looks", [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 103)), [66], [20, 50, 1]]
-)
-def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(tmp_path: Path, whole: Path, looks: list[int]) -> None:
+@pytest.mark.parametrize("looks", STOPS)
+def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(
+    tmp_path: Path, catch_run: Path, looks: list[int]
+) -> None:
     folder = tmp_path / "run"
     assert train(folder, CATCH, looks[0]) == 130
     for look in looks[1:]:
-        assert train(folder, ["train", "--resume"], look) == 130
-    stopped_at = json.loads((folder / "summary.json").read_text())["steps"]
+        assert train(folder, RESUME, look) == 130
+    stopped_at = summary(folder)["steps"]
     assert 0 < stopped_at < 3_008
-    assert train(folder, ["train", "--resume"]) == 0
-    assert without_times(folder) == without_times(whole)
-    check_same_network(folder, whole)
-    check_same(final_state(folder), final_state(whole))
-    mine, other = (json.loads((each / "summary.json").read_text()) for each in (folder, whole))
-    for name in ("steps", "updates", "episodes", "best_step", "eval_return_mean", "eval_fresh", "stopped_by"):
-        assert mine[name] == other[name]
-
-
-def test_events_of_rows_that_were_dropped_count_no_more(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    folder = tmp_path / "run"
-    # a row of its own where it was stopped, which the run that goes on does not have
-    assert train(folder, CATCH, 41) == 130
-    stopped_at = json.loads((folder / "summary.json").read_text())["steps"]
+    # a row of its own, which the run that goes on does not have
     assert str(stopped_at) in [row["step"] for row in without_times(folder)]
-    assert train(folder, ["train", "--resume"]) == 0
+    assert train(folder, RESUME) == 0
+    check_same_run(folder, catch_run)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    steps = [row["step"] for row in without_times(folder)]
-    assert str(stopped_at) not in steps
-    assert [str(event.step) for event in events.Scalars("epsilon")] == steps
-
-
-# environments that cannot be saved
+    assert [str(event.step) for event in events.Scalars("epsilon")] == [row["step"] for row in without_times(folder)]
 
 
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -143,8 +223,16 @@ def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads(json.dumps(values)), {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-OTHERS = ("MountainCar-v0", "Acrobot-v1")
+def restored(before: Trainer, folder: Path, name: str, **settings: Any) -> Trainer:
+    """A trainer that goes on from a checkpoint of another one."""
+    before.buffer.save(folder / "replay")
+    after = make_trainer(name, seed=1, buffer=TrajectoryReplayBuffer.load(folder / "replay", "cpu"), **settings)
+    after.load_state_dict(unflatten(*snapshot(before)), filled=True)
+    return after
+
+
 CLASSIC = {"eval_episodes": 2, "warmup": 200, "eval_max_steps": 30, "log_every": 9_999, "eval_every": 9_999}
+OTHERS = ("MountainCar-v0", "Acrobot-v1")
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
@@ -154,64 +242,27 @@ def test_games_whose_state_can_be_set_go_on_in_mid_episode(name: str, tmp_path: 
     whole.run(None, StopRequest())
     for _ in range(40):
         before.advance()
-    before.buffer.save(tmp_path / "replay")
-    buffer = TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
-    after = make_trainer(name, seed=1, steps=1_120, buffer=buffer, **CLASSIC)
-    after.load_state_dict(unflatten(*snapshot(before)), filled=True)
+    after = restored(before, tmp_path, name, steps=1_120, **CLASSIC)
     assert after.run(None, StopRequest()) == "steps"
-    tensors = [snapshot(each)[1] for each in (after, whole)]
-    check_same(*tensors)
+    check_same(snapshot(after)[1], snapshot(whole)[1])
     assert torch.equal(after.buffer.masses(), whole.buffer.masses())
     same_draws(after.buffer, whole.buffer, 5)
 
 
-def test_the_random_stream_of_a_game_comes_back() -> None:
-    pytest.importorskip("gymnasium")
-    one, other = (make_gymnasium("CartPole-v1", 2) for _ in range(2))
-    one.reset(3)
-    # a half word is kept by the stream
-    for environment in one._vector.envs:
-        environment.unwrapped.np_random.integers(7, dtype=np.uint32)
-    other.reset(4)
-    other.set_extra_state(one.get_extra_state())
-    for _ in range(60):
-        for each in (one, other):
-            each.send(torch.tensor([0, 1]))
-        steps = [each.recv() for each in (one, other)]
-        assert torch.equal(steps[0].frame, steps[1].frame)
-    mine, theirs = one.get_extra_state(), other.get_extra_state()
-    assert (mine["elapsed"], mine["random"]) == (theirs["elapsed"], theirs["random"])
-    check_same(mine["states"], theirs["states"])
-
-
 UNKNOWN = "UnknownCartPole-v0"
-CARTPOLE = {"steps": 3_200, "warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every": 300}
+CARTPOLE = {"warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every": 300, "eval_episodes": 2}
 
 
-@pytest.fixture
-def cartpole(tmp_path: Path) -> tuple[Trainer, TrajectoryReplayBuffer]:
-    """A trainer at the end of its steps, and its buffer as a checkpoint gives it back."""
+def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_path: Path) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     kind = pytest.importorskip("gymnasium.envs.classic_control").CartPoleEnv
-    # of another module, so that nobody knows what its state is made of
-    other = type("Unknown", (kind,), {"__module__": "elsewhere"})
     if UNKNOWN not in gymnasium.registry:
-        gymnasium.register(UNKNOWN, other, max_episode_steps=500)
-    trainer = make_trainer(UNKNOWN, seed=1, eval_episodes=2, **CARTPOLE)
-    assert trainer.run(None, StopRequest()) == "steps"
-    trainer.buffer.save(tmp_path / "replay")
-    return trainer, TrajectoryReplayBuffer.load(tmp_path / "replay", "cpu")
-
-
-def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
-    cartpole: tuple[Trainer, TrajectoryReplayBuffer],
-) -> None:
-    before, buffer = cartpole
-    values, tensors = snapshot(before)
-    after = make_trainer(UNKNOWN, seed=1, buffer=buffer, eval_episodes=2, **CARTPOLE)
-    first_obs = after._actors.stack.obs.clone()
-    after.load_state_dict(unflatten(values, tensors), filled=True)
-    found, same = snapshot(after)
+        # of another module, so that nobody knows what its state is made of
+        gymnasium.register(UNKNOWN, type("Unknown", (kind,), {"__module__": "elsewhere"}), max_episode_steps=500)
+    before = make_trainer(UNKNOWN, seed=1, steps=3_200, **CARTPOLE)
+    assert before.run(None, StopRequest()) == "steps"
+    after = restored(before, tmp_path, UNKNOWN, steps=4_800, **CARTPOLE)
+    (values, tensors), (found, same) = snapshot(before), snapshot(after)
     # running episodes are given up, finished ones count
     for name in ("statistics/returns", "statistics/lengths"):
         assert tensors.pop(name).any()
@@ -221,274 +272,155 @@ def test_what_gymnasium_cannot_save_is_reset_and_all_else_is_as_it_was(
         tensors.pop(name), same.pop(name)
     check_same(same, tensors)
     assert values["actors"] is None
-    seconds = found["progress"]["seconds"]
-    assert seconds >= values["progress"]["seconds"]
-    times = {"seconds": seconds, "resumed": 1, "lost": 10 * 16}
+    seconds = found["progress"]["seconds"], values["progress"]["seconds"]
+    times = {"seconds": seconds[0], "resumed": 1, "lost": 10 * 16}
     assert found == values | {"progress": values["progress"] | times}
-    # new episodes, and not those with which the run began
-    obs = after._actors.stack.obs
-    assert obs.abs().max() <= 0.05
-    assert not torch.equal(obs, first_obs)
-
-
-def test_no_window_joins_what_was_before_with_what_comes_after(
-    cartpole: tuple[Trainer, TrajectoryReplayBuffer],
-) -> None:
-    before, buffer = cartpole
-    changes = CARTPOLE | {"steps": 4_800}
-    after = make_trainer(UNKNOWN, seed=1, buffer=buffer, eval_episodes=2, **changes)
-    after.load_state_dict(unflatten(*snapshot(before)), filled=True)
-    seam = buffer.added
+    # no window joins what was before with what comes after
+    buffer, seam = after.buffer, after.buffer.added
     assert after.run(None, StopRequest()) == "steps"
-    eligible = buffer.masses() > 0
-    reach = (seam - 10 * 16, seam)
-    # starts before the seam whose episode ended in time can be drawn; all others never will
-    keys = torch.arange(*reach)
-    drawn = keys[eligible[reach[0] : reach[1]]]
-    batch = buffer[drawn]
-    assert len(drawn) < len(keys)
+    eligible, reach = buffer.masses() > 0, torch.arange(seam - 10 * 16, seam)
+    batch = buffer[reach[eligible[reach]]]
+    # starts whose episode ended in time can be drawn; all others never will
+    assert len(batch) < len(reach)
     assert bool((batch.terminated | batch.truncated).all())
     assert bool(eligible[seam : seam + 16].all())
+    # new episodes, and not those with which the run began
+    first = buffer[torch.arange(seam, seam + 16)].obs
+    assert float(first.abs().max()) <= 0.05
+    assert not torch.equal(first, buffer[torch.arange(16)].obs)
 
 
 def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert train(folder, [*CATCH, "--no-checkpoint-replay"], 60) == 130
-    saved = latest(folder / "checkpoint")
-    assert saved.replay is None
-    before = saved.state["trainer"]
-    updates, done = before["agent"]["_extra_state"]["updates"], before["progress"]["step"] // 32
+    assert train(folder, [*CATCH, "--no-checkpoint-replay"], 66) == 130
+    before = last_state(folder)
+    assert before["replay"] is None
+    updates, done = before["trainer"]["agent"]["_extra_state"]["updates"], before["trainer"]["progress"]["step"] // 32
     assert updates > 0
-    assert train(folder, ["train", "--resume"]) == 0
-    saved = latest(folder / "checkpoint")
-    # without another flag it is left out again
-    assert saved.replay is None
-    after = saved.state["trainer"]
-    # of the steps that follow 19 fill the new buffer: a warm-up of 500, and windows of three
+    assert train(folder, [*RESUME, "--checkpoint-replay"]) == 0
+    after = last_state(folder)["trainer"]
+    # of the steps that follow 35 fill the new buffer: a warm-up of 1,000, and windows of three
     assert after["progress"]["added"] == (94 - done) * 32
-    assert after["agent"]["_extra_state"]["updates"] == updates + 2 * (94 - done - 19)
-    # the schedule of beta went on, one step for each update
+    assert after["agent"]["_extra_state"]["updates"] == updates + 2 * max(94 - done - 35, 0)
     assert after["samples"] == after["agent"]["_extra_state"]["updates"]
+    # the schedule of beta goes on where it was
+    sampler: Any = TrajectoryReplayBuffer.load(last_state(folder)["replay"], "cpu").sampler
+    whole = beta_schedule(make_trainer(eval_episodes=1, steps=3_000).settings)
+    steps = (0, 5, 999)
+    assert [sampler.beta(step) for step in steps] == pytest.approx([whole(updates + step) for step in steps])
 
 
-def test_beta_goes_on_where_a_new_buffer_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    make = run.make_buffer
-
-    def noted(*arguments: Any) -> TrajectoryReplayBuffer:
-        made.append(arguments[2])
-        return make(*arguments)
-
-    monkeypatch.setattr(run, "make_buffer", noted)
-    folder = tmp_path / "run"
-    assert train(folder, [*CATCH, "--no-checkpoint-replay"], 60) == 130
-    samples = latest(folder / "checkpoint").state["trainer"]["samples"]
-    assert train(folder, ["train", "--resume"], 1) == 130
-    first, second = made
-    assert samples > 0
-    assert [second(step) for step in (0, 5, 999)] == pytest.approx([first(samples + step) for step in (0, 5, 999)])
-
-
-# what cannot be resumed
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose folder tests leave alone."""
-    folder = tmp_path_factory.mktemp("done") / "run"
-    assert main([*SHORT, "--output", str(folder)]) == 0
-    return folder
-
-
-needs_ray = pytest.mark.skipif(not (find_spec("ray") and find_spec("zstandard")), reason="Ray is asked for first")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--gamma", "0.5"], "--gamma 0.5 (it has 0.99)"),
-        (["--steps", "600"], "--steps 600 (it has 640, which can only be raised)"),
-        (["--seed", "1"], "--seed 1 (it has 0)"),
-        (["device-pong"], "ENV device-pong (it has catch)"),
-        (["--hidden", "64,64", "--updates", "1"], "--updates 1 (it has 2), --hidden (64, 64) (it has (128, 128))"),
-        pytest.param(["--actors", "2"], "--actors 2 (it has none)", marks=needs_ray),
-        (["--steps", "1e4", "--max-seconds", "0.001"], "--max-seconds 0.001 is used up"),
-    ],
-)
-def test_flags_that_contradict_the_run_are_named(
-    done: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
-    files = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
-    assert main(["train", *flags, "--resume", "--output", str(done)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == files
-
-
-def test_a_finished_run_says_so(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--resume", "--output", str(done)]) == 0
-    assert "is finished: all 640 steps are done. Raise --steps to go on." in capsys.readouterr().out
+def test_a_finished_run_goes_on_with_more_steps_alone(tmp_path: Path, catch_run: Path, capsys: Capture) -> None:
+    assert train(catch_run, RESUME) == 0
+    assert "is finished: all 3,000 steps are done. Raise --steps" in capsys.readouterr().out
     # flags that agree are no contradiction
-    assert main(["train", "catch", "--seed", "0", "--steps", "640", "--resume", "--output", str(done)]) == 0
-
-
-def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, done: Path) -> None:
+    assert train(catch_run, ["train", "catch", "--seed", "3", "--steps", "3000", "--resume"]) == 0
     folder = tmp_path / "run"
-    shutil.copytree(done, folder)
-    assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 0
-    assert json.loads((folder / "settings.json").read_text())["steps"] == 1_280
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 1_280
-    assert [row["step"] for row in without_times(folder)] == ["320", "640", "960", "1280"]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: (folder / "checkpoint").rename(folder / "gone"), "holds no checkpoint"),
-        (lambda folder: damage(folder / "checkpoint"), "is damaged"),
-    ],
-)
-def test_a_folder_that_cannot_be_resumed_is_refused(
-    tmp_path: Path, done: Path, capsys: pytest.CaptureFixture[str], spoil: Any, message: str
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(done, folder)
-    spoil(folder)
-    assert main(["train", "--resume", "--steps", "1280", "--output", str(folder)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
-def damage(checkpoint: Path) -> None:
-    (piece, *_) = checkpoint.glob("*/state/piece-*")
+    shutil.copytree(catch_run, folder)
+    assert train(folder, [*RESUME, "--steps", "3200"]) == 0
+    assert json.loads((folder / "settings.json").read_text())["steps"] == summary(folder)["steps"] == 3_200
+    assert [row["step"] for row in read_rows(folder)] == [*(row["step"] for row in read_rows(catch_run)), 3_200]
+    # a byte of its checkpoint is wrong
+    (piece, *_) = (folder / "checkpoint").glob("*/state/piece-*")
     content = bytearray(piece.read_bytes())
     content[-1] ^= 1
     piece.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume"], "--resume needs --output"),
-        (["--resume", "--output", "nowhere"], "there is no such folder"),
-        ([], "the following arguments are required: ENV, such as pong, or --resume"),
-    ],
-)
-def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    assert main(["train", *flags]) == 2
-    assert message in capsys.readouterr().err
+    assert train(folder, [*RESUME, "--steps", "6400"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
+    assert line.startswith("gpu-replay train: --resume")
 
 
 # runs that branch off
 
-SMALL = ("--eval-episodes", "4", "--log-every", "320", "--warmup", "320")
 
-
-def learned(folder: Path) -> torch.Tensor:
-    """The weights of the newest checkpoint, flat."""
-    saved = latest(folder / "checkpoint")
-    assert saved is not None
-    agent = saved.state["trainer"]["agent"]
-    return torch.cat([agent[name].flatten() for name in sorted(agent) if name.startswith("online")])
-
-
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("branch") / "parent"
-    assert main(["train", "catch", "--device", "cpu", "--steps", "960", *SMALL, "--output", str(folder)]) == 0
-    return folder
-
-
-def test_a_branch_goes_on_from_the_checkpoint_with_other_settings(parent: Path, tmp_path: Path) -> None:
-    before = {path: path.read_bytes() for path in sorted(parent.rglob("*")) if path.is_file()}
+def test_a_branch_goes_on_from_the_checkpoint_with_other_settings(catch_run: Path, tmp_path: Path) -> None:
+    files = {path: path.read_bytes() for path in sorted(catch_run.rglob("*")) if path.is_file()}
     # a step size of zero shows whose weights they are
     rates = ["--learning-rate", "0", "--learning-rate-end", "0"]
-    branch = tmp_path / "branch"
-    assert main(["train", "--from", str(parent), "--steps", "1280", *rates, "--output", str(branch)]) == 0
-    settings = json.loads((branch / "settings.json").read_text())
-    assert (settings["env"], settings["learning_rate"], settings["warmup"], settings["steps"]) == (
-        "catch",
-        0,
-        320,
-        1280,
-    )
-    assert torch.equal(learned(branch), learned(parent))
-    assert [row["step"] for row in read_rows(branch)] == [320, 640, 960, 1280]
-    assert json.loads((branch / "summary.json").read_text())["updates"] > read_rows(parent)[-1]["updates"]
-    assert {path: path.read_bytes() for path in sorted(parent.rglob("*")) if path.is_file()} == before
+    assert train(tmp_path, ["train", "--from", str(catch_run), "--steps", "3200", *rates]) == 0
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert [settings[name] for name in ("env", "learning_rate", "warmup", "steps")] == ["catch", 0, 1_000, 3_200]
+    agents = [last_state(folder)["trainer"]["agent"] for folder in (tmp_path, catch_run)]
+    check_same(*({name: agent[name] for name in agent if name.startswith("online")} for agent in agents))
+    rows, before = read_rows(tmp_path), read_rows(catch_run)
+    assert [row["step"] for row in rows] == [*(row["step"] for row in before), 3_200]
+    assert rows[-1]["updates"] > before[-1]["updates"]
+    assert {path: path.read_bytes() for path in sorted(catch_run.rglob("*")) if path.is_file()} == files
 
 
-def test_a_branch_with_another_buffer_fills_it_anew(
-    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--n-step", "1", "--steps", "1600", "--output", str(tmp_path / "branch")]
-    assert main(["train", "--from", str(parent), *flags]) == 0
+def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert train(tmp_path, ["train", "--from", str(catch_run), "--n-step", "1", "--steps", "4400"]) == 0
     assert "a new replay buffer is filled, for another n_step" in capsys.readouterr().err
-    rows = read_rows(tmp_path / "branch")
-    assert rows[-1]["stored"] == 640
+    rows = {row["step"]: row for row in read_rows(tmp_path)}
     # it learned once the warm-up was there again
-    assert rows[2]["updates"] == rows[3]["updates"] < rows[-1]["updates"]
+    assert rows[3_008]["updates"] == rows[3_520]["updates"] < rows[4_416]["updates"]
+    assert rows[4_416]["stored"] == 4_416 - 3_008
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--hidden", "8"], r"--hidden \(8,\) \(it has \(128, 128\)\)"),
-        (["--steps", "960"], "--steps 960 are done: .* is at step 960"),
-        (["--actors", "2"], "--from does not go with --actors"),
-        (["CartPole-v1"], "ENV CartPole-v1 .it has catch."),
-    ],
-)
-def test_a_branch_that_cannot_be_is_refused(
-    flags: list[str], message: str, parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if flags[0].startswith("CartPole"):
-        pytest.importorskip("gymnasium")
-    assert main(["train", *flags, "--from", str(parent), "--output", str(tmp_path / "branch")]) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error)
+# processes
 
 
-def test_a_folder_without_a_run_and_the_run_itself_are_refused(
-    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for source in (str(tmp_path / "none"), str(tmp_path)):
-        assert main(["train", "--from", source, "--output", str(tmp_path / "branch")]) == 2
-        assert "holds no checkpoint" in capsys.readouterr().err
-    assert main(["train", "--from", str(parent), "--steps", "1280", "--output", str(parent)]) == 2
-    assert "already holds a run" in capsys.readouterr().err
-
-
-# one run in a folder
-
-
-def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path, capsys: Capture) -> None:
     process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8", "--eval-episodes", "4")
     try:
         wait_for(process, lambda: len(read_rows(tmp_path)) >= 1)
         for flags in (["--resume"], ["catch", "--device", "cpu", "--overwrite"]):
             assert main(["train", *flags, "--output", str(tmp_path)]) == 2
             (line,) = capsys.readouterr().err.splitlines()
-            assert "a run in it is still going on" in line
+            assert "still going on" in line
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=90)
         assert process.returncode == 130, err
         # the lock is gone with the process
-        steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
-        more = ["--steps", str(10**8 + 1), "--max-seconds", "0.001"]
-        assert main(["train", "--resume", "--output", str(tmp_path), *more]) == 2
+        assert main([*RESUME, "--output", str(tmp_path), "--steps", "100000001", "--max-seconds", "0.001"]) == 2
         assert "is used up" in capsys.readouterr().err
-        assert steps > 0
     finally:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "flags", [["--network", "nature"], ["--capacity", "2e9"], ["--stop-at", "nan"]], ids=["network", "memory", "value"]
-)
-def test_a_refused_run_leaves_no_folder(flags: list[str], tmp_path: Path) -> None:
-    assert main(["train", "catch", "--device", "cpu", *flags, "--output", str(tmp_path / "runs" / "new")]) == 2
-    assert list(tmp_path.iterdir()) == []
-    # nor anything in one that is there
-    assert main(["train", "catch", "--device", "cpu", *flags, "--output", str(tmp_path)]) == 2
-    assert list(tmp_path.iterdir()) == []
+def steps_saved(folder: Path) -> int:
+    names = [path.parent.parent.name for path in (folder / "checkpoint").glob("*/state/manifest.json")]
+    return max(map(int, names), default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["catch", "CartPole-v1"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path, name: str) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    flags = ["--device", "cpu", "--log-every", "2000", "--eval-every", "4000", "--eval-episodes", "32", "--seed", "4"]
+    flags += ["--steps", "14000"]
+    process = start(folder, name, *flags, "--checkpoint-every", "0.4")
+    wait_for(process, lambda: steps_saved(folder) > 1_500)
+    process.kill()
+    process.communicate()
+    process = start(folder, "--resume")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert main(["train", name, *flags, "--output", str(whole)]) == 0
+    check_same_run(folder, whole)
+    seconds = [row["seconds"] for row in read_rows(folder)]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.slow
+def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
+    pytest.importorskip("ale_py")
+    flags = ["--num-envs", "4", "--capacity", "4000", "--warmup", "200", "--batch-size", "8", "--log-every", "100"]
+    flags += ["--eval-episodes", "1", "--eval-max-steps", "30", "--device", "cpu"]
+    process = start(tmp_path, "pong", "--steps", "1e7", *flags)
+    wait_for(process, lambda: len(read_rows(tmp_path)) >= 3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "interrupted by SIGTERM" in out
+    stopped = summary(tmp_path)
+    assert steps_saved(tmp_path) == stopped["steps"]
+    process = start(tmp_path, "--resume", "--max-seconds", str(stopped["loop_seconds"] + 1))
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    after = summary(tmp_path)
+    assert (after["stopped_by"], steps_saved(tmp_path)) == ("max_seconds", after["steps"])
+    for name in ("steps", "updates", "wall_seconds"):
+        assert after[name] > stopped[name] > 0
+    found = [row["step"] for row in read_rows(tmp_path)]
+    assert found == sorted(set(found))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -68,6 +69,30 @@ def sources(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a source, made once; nobody may change it."""
+    return ast.parse(text)
+
+
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of that tree."""
+    return tuple(ast.walk(parsed(text)))
+
+
+@functools.cache
+def _import_nodes(text: str, everywhere: bool, typed: bool) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    found: Iterable[ast.AST] = nodes(text) if everywhere else parsed(text).body
+    if not typed:
+        guarded = [
+            each for each in parsed(text).body if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.dump(each.test)
+        ]
+        left_out = {id(node) for each in guarded for node in ast.walk(each)}
+        found = [node for node in found if id(node) not in left_out]
+    return tuple(node for node in found if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+
 def imports(
     module: str, path: Path, modules: dict[str, Path], *, everywhere: bool = True, typed: bool = True
 ) -> Iterator[str]:
@@ -78,15 +103,10 @@ def imports(
     inside = module.split(".")[:-1]
     if path.name == "__init__.py" and module != "__init__":
         inside = module.split(".")
-    tree = ast.parse(path.read_text())
-    if not typed:
-        tree.body = [
-            each for each in tree.body if not (isinstance(each, ast.If) and "TYPE_CHECKING" in ast.dump(each.test))
-        ]
-    for node in ast.walk(tree) if everywhere else tree.body:
+    for node in _import_nodes(path.read_text(), everywhere, typed):
         if isinstance(node, ast.Import):
             yield from (_own(alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             if node.level:
                 base = [*inside[: len(inside) - node.level + 1], *(node.module or "").split(".")]
                 source = ".".join(part for part in base if part) or "__init__"
@@ -252,12 +272,11 @@ print(*(set({HEAVY}) & (set(sys.modules) - before)))
 
 def other_variables(source: str) -> list[int]:
     """Lines that touch the environment in any other way than `os.environ.get(VARIABLE, ...)`."""
-    tree = ast.parse(source)
-    touched = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT]
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.alias) and node.name in ENVIRONMENT]
+    touched = [node for node in nodes(source) if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT]
+    named = [node for node in nodes(source) if isinstance(node, ast.alias) and node.name in ENVIRONMENT]
     allowed = {
         id(node.func.value)
-        for node in ast.walk(tree)
+        for node in nodes(source)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
         if node.args and isinstance(node.args[0], ast.Name) and node.args[0].id == "VARIABLE"
     }
@@ -279,16 +298,15 @@ def test_the_backend_variable_is_the_only_one_read() -> None:
 
 def test_every_file_says_why_it_exists() -> None:
     files = [*sources(ROOT).values(), *(ROOT / "tests").rglob("*.py")]
-    silent = [str(path.relative_to(ROOT)) for path in files if ast.get_docstring(ast.parse(path.read_text())) is None]
+    silent = [str(path.relative_to(ROOT)) for path in files if ast.get_docstring(parsed(path.read_text())) is None]
     assert silent == []
 
 
 def test_no_assert_stands_in_for_an_error_message() -> None:
     found = []
     for module, path in sources(ROOT).items():
-        nodes = ast.walk(ast.parse(path.read_text()))
         # in device code it is Triton's static_assert or nothing
-        found.extend(f"{module}:{node.lineno}" for node in nodes if isinstance(node, ast.Assert))
+        found.extend(f"{module}:{node.lineno}" for node in nodes(path.read_text()) if isinstance(node, ast.Assert))
     assert found == []
 
 
@@ -305,7 +323,7 @@ def test_tests_are_collected_with_torch_triton_numpy_and_pytest_alone() -> None:
     needed = loaded(modules)
     for path in folder.rglob("*.py"):
         asked = set()
-        for node in ast.parse(path.read_text()).body if path.name not in PROGRAMS_OF_TESTS else ():
+        for node in parsed(path.read_text()).body if path.name not in PROGRAMS_OF_TESTS else ():
             if isinstance(node, (ast.Assign, ast.Expr)) and "importorskip" in ast.unparse(node.value):
                 asked |= {each.value.split(".")[0] for each in ast.walk(node) if isinstance(each, ast.Constant)}
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,0 +1,19 @@
+"""A finished run that several files look at: it is made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def catch_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of Catch, which tests leave as it is."""
+    from training_runs import CATCH
+
+    from gpu_replay.cli import main
+
+    folder = tmp_path_factory.mktemp("runs") / "catch"
+    assert main([*CATCH, "--output", str(folder)]) == 0
+    return folder

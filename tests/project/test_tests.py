@@ -1,0 +1,102 @@
+"""What the tests know of the inside of the package: public names, but for one list with a reason each."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from test_architecture import PACKAGE, nodes
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+# a module or name of one underscore
+PRIVATE = re.compile(r"\._(?!_)")
+# parts that users are not promised
+INSIDE = ("base", "engines", "graphs", "kernels", "loops", "ops", "checkpoint", "validation")
+# the rooms of it and the private modules that tests other than those of kernels know, and why
+KNOWN = {
+    "base": "the numbers behind the picture of `inspect`; an interrupt between two parts of a state",
+    "checkpoint": "files are edited, cut off, written in small pieces and on disks that fail",
+    "engines": "places of fields that a machine lacks, and mapped files that count what is read",
+    "graphs": "graphs and streams without a GPU",
+    "kernels": "numbers that host and kernels share",
+    "loops": "loops that are interrupted while they are compiled, and numbers that host and kernels share",
+    "ops._backend": "which code a call is made of",
+    "ops": "counters past 2^31 and their names, sizes above which work is divided, threads that are held up",
+}
+
+
+def inner_names(source: str) -> set[str]:
+    """The inner modules and private names that a test imports or patches by name."""
+    found = set()
+    for node in nodes(source):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            given = node.args[0] if node.args else None
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                names = [given.value]
+        found |= {name for name in names if _is_inner(name.split("."))}
+    return found
+
+
+def _is_inner(parts: list[str]) -> bool:
+    if parts[0] != PACKAGE or len(parts) < 2:
+        return False
+    return parts[1] in INSIDE or PRIVATE.search(".".join(parts)) is not None
+
+
+def _is_known(parts: list[str]) -> bool:
+    """Whether the list has the room of an inner module, or a private one itself."""
+    return ".".join(parts[1:3]) in KNOWN or (parts[1] in KNOWN and PRIVATE.search(".".join(parts)) is None)
+
+
+def users_of_helpers() -> dict[str, set[str]]:
+    """For each module of tests/ the others that it imports, by name."""
+    stems = {path.stem for path in TESTS.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for path in TESTS.rglob("*.py"):
+        names = {name.module or "" for name in nodes(path.read_text()) if isinstance(name, ast.ImportFrom)}
+        names |= {each.name for name in nodes(path.read_text()) if isinstance(name, ast.Import) for each in name.names}
+        found[path.stem] = names & stems
+    return found
+
+
+def outside_the_kernels() -> list[Path]:
+    """All tests but those of kernels, and the helpers that they use."""
+    imported, files = users_of_helpers(), {path.stem: path for path in TESTS.rglob("*.py")}
+    waiting = [name for name, path in files.items() if path.parent.name not in ("kernels", "helpers")]
+    known = set(waiting)
+    while waiting:
+        more = imported[waiting.pop()] - known
+        known |= more
+        waiting += more
+    return [files[name] for name in sorted(known) if files[name].parent.name != "kernels"]
+
+
+def test_no_test_knows_the_inside_without_a_reason() -> None:
+    files = outside_the_kernels()
+    assert len(files) > 50
+    found = {
+        f"{path.name} knows {name}"
+        for path in files
+        for name in inner_names(path.read_text())
+        if not _is_known(name.split("."))
+    }
+    assert found == set()
+
+
+def test_what_knows_the_inside_is_seen() -> None:
+    for line in (
+        "from gpu_replay.ops import ring",
+        "from gpu_replay.engines.host import HostEngine",
+        "import gpu_replay.loops.tree",
+        "from gpu_replay.study.command import _chosen",
+        'patch.setattr("gpu_replay.ops.ring.LARGE", 1)',
+    ):
+        assert len(inner_names(line)) == 1, line
+    assert inner_names("from gpu_replay import ReplayBuffer, __version__") == set()
