@@ -70,13 +70,6 @@ def test_in_says_whether_a_key_is_live(device: str) -> None:
             assert wrong in buffer
 
 
-def test_a_loop_over_a_buffer_says_what_to_use(device: str) -> None:
-    for buffer in (transition_buffer(device), trajectory_pair(device).buffer):
-        for loop in (iter, list):
-            with pytest.raises(TypeError, match=r"batches\(size\)"):
-                loop(buffer)
-
-
 @pytest.mark.parametrize("size", [1, 3, 8, 100])
 def test_batches_walk_over_everything_in_the_order_of_keys(size: int, device: str) -> None:
     buffer = transition_buffer(device)
@@ -220,9 +213,11 @@ def test_a_copy_relabels_as_the_buffer_does(device: str) -> None:
     same(twin.sample(5), buffer.sample(5))
 
 
-def test_the_default_draw_says_how_to_draw_more_than_is_stored(device: str) -> None:
-    for buffer in (transition_buffer(device), trajectory_pair(device, Uniform()).buffer):
-        with pytest.raises(ValueError, match=r"lower the batch size, or draw with Uniform\(replacement=True\)"):
-            buffer.sample(99)
-    with pytest.raises(ValueError, match=r"of the newest needs 99 .* lower the batch size\.$"):
-        transition_buffer(device, Latest()).sample(99)
+@pytest.mark.gpu
+def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one() -> None:
+    assert make(4, device=None).device.type == "cuda"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_buffer_is_on_the_cpu_where_there_is_no_gpu() -> None:
+    assert make(4, device=None).device.type == "cpu"

@@ -17,7 +17,7 @@ from devices import device_fixture as device_fixture
 from torch import Tensor
 from transitions import contents, fill, make, same_draws
 
-from gpu_replay import Batch, Combined, Field, LinearSchedule, Proportional, RankBased, ReplayBuffer
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer
 from gpu_replay import TrajectoryReplayBuffer as Trajectories
 
 pytestmark = [
@@ -156,63 +156,9 @@ def test_what_is_no_dense_tensor_is_refused_and_changes_nothing(name: str, devic
 ENDED = {"reward": np.zeros(1, np.float32), "terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool)}
 
 
-@pytest.mark.parametrize("key", [2**63, 2**70, -(2**70), slice(0, 3), slice(None), None, [2**70]], ids=str)
-def test_what_is_no_key_is_refused_by_saying_what_is_wanted(key: Any) -> None:
-    buffer = filled("cpu")
-    for call in (lambda: buffer[key], lambda: buffer.update_priorities(key, [1.0])):
-        with pytest.raises(TypeError, match=r"keys must be integers of 64 bits.*list.*found"):
-            call()
-
-
 # `__class__` and the like are found in place of a field of that name
-HIDDEN = ["keys", "values", "items", "to", "_tensors", "__class__", "__len__", "self"]
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_names_that_would_hide_an_attribute_are_reserved(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}' is reserved"):
-        ReplayBuffer(4, {name: Field((), torch.float32)}, device="cpu")
-    fields = {"obs": STORED["b"], "action": STORED["a"], name: STORED["a"]}
-    with pytest.raises(ValueError, match=rf"'{name}' is reserved"):
-        Trajectories(4, 1, fields, device="cpu")
-
-
-def test_the_mask_of_sequences_is_reserved() -> None:
-    with pytest.raises(ValueError, match="'mask' is reserved"):
-        Trajectories(4, 1, {"obs": STORED["b"], "action": STORED["a"], "mask": STORED["a"]}, device="cpu")
-
-
 def test_a_shape_from_an_iterator_is_whole() -> None:
     assert Field(iter((3, 4)), torch.uint8).shape == (3, 4)  # type: ignore[arg-type]
-
-
-HUGE = 10**400
-TOO_LARGE: list[Callable[[], Any]] = [
-    lambda: Proportional(alpha=HUGE),
-    lambda: Proportional(initial=HUGE),
-    lambda: RankBased(beta=HUGE),
-    lambda: LinearSchedule(HUGE, 1.0, 5),
-    lambda: LinearSchedule(-HUGE, 1.0, 5),
-    lambda: Field((), torch.uint8, scale=HUGE),
-    lambda: filled("cpu").sample(2, beta=HUGE),
-    lambda: filled("cpu").sample(HUGE),
-    lambda: Trajectories(4, 1, {"obs": STORED["b"], "action": STORED["a"]}, stack=2**31, device="cpu"),
-    lambda: Trajectories(4, 1, {"obs": STORED["b"], "action": STORED["a"]}, n_step=2**31, device="cpu"),
-]
-
-
-@pytest.mark.parametrize("call", TOO_LARGE)
-def test_numbers_too_large_are_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=r"must be (finite|at most|from)"):
-        call()
-
-
-@pytest.mark.parametrize("wanted", [torch.float32, torch.zeros(1), None], ids=str)
-def test_a_batch_moves_to_devices_only(wanted: Any) -> None:
-    batch = filled("cpu").sample(2)
-    with pytest.raises(TypeError, match="device"):
-        batch.to(wanted)
-    assert isinstance(batch.to("cpu"), Batch)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from devices import device_fixture as device_fixture
@@ -55,28 +54,6 @@ def test_combined_rows_of_a_uniform_base_are_distinct_and_uniform(device: str) -
 
 
 # what is stored, a batch that cannot be drawn of it, and one that can
-REFUSED: list[tuple[Any, int, int, int, str]] = [
-    (Latest(), 4, 5, 4, r"(?s)5.*4|4.*5"),
-    (Combined(Uniform(), newest=3), 9, 2, 3, r"(?s)3.*2|2.*3"),
-    (Combined(Proportional(), newest=3), 2, 6, 0, r"(?s)3.*2|2.*3"),
-    (Combined(Uniform(), newest=2), 4, 7, 6, r"(?s)5.*4|4.*5|7.*4|4.*7"),
-]
-
-
-@pytest.mark.parametrize("sampler, stored, count, most, message", REFUSED, ids=repr)
-def test_more_newest_or_distinct_than_there_are_is_refused(
-    sampler: Any, stored: int, count: int, most: int, message: str, device: str
-) -> None:
-    buffer = make(9, sampler, device=device)
-    # also of what is left after a clear
-    for _ in range(2):
-        fill(buffer, stored)
-        with pytest.raises(ValueError, match=message):
-            buffer.sample(count)
-        assert not most or len(buffer.sample(most)) == most
-        buffer.clear()
-
-
 @pytest.mark.parametrize("first", [1, 9], ids=["newest alone", "with its base"])
 def test_combined_advances_the_schedule_of_its_base(first: int, device: str) -> None:
     base = Proportional(alpha=1.0, eps=0.0, beta=LinearSchedule(0.0, 1.0, steps=2))

@@ -56,25 +56,6 @@ def test_any_name_is_a_field(name: str, device: str, tmp_path: Any) -> None:
     assert ReplayBuffer.load(tmp_path / "saved", device=device).sample(4)[name].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["", ".", "a.", ".a", 3, None])
-def test_what_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(ValueError, match="must be a string"):
-        ReplayBuffer(4, {name: NUMBER})
-
-
-RESERVED = ["self", "key", "weight", "probability", "priority", "keys", "values", "items", "to", "cat", "to_dict"]
-
-
-@pytest.mark.parametrize("name", [*RESERVED, "pin_memory", "to_tensordict", "_tensors", "__class__"])
-def test_attributes_of_a_batch_are_no_names(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is reserved"):
-        ReplayBuffer(4, {name: NUMBER})
-    # inside of a dictionary they can be reached
-    buffer = ReplayBuffer(4, {"obs": {name: NUMBER}}, device="cpu")
-    buffer.add(obs={name: [7]})
-    assert buffer.sample(1)["obs"][name].tolist() == [7]
-
-
 def test_dictionaries_with_other_names_are_refused_and_store_nothing(device: str) -> None:
     buffer = ReplayBuffer(4, {"obs": {"a": NUMBER, "b": NUMBER}, "note": NUMBER}, device=device)
     one = np.zeros(1, np.int64)

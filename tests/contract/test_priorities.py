@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from devices import device_fixture as device_fixture
 from devices import scale
 from model import UNIT, mass_of
 from tolerances import close
-from transitions import EXACT, contents, fill, make, same_draws, transitions
+from transitions import EXACT, fill, make, same_draws
 
 from gpu_replay import Combined, Latest, Proportional, ReplayBuffer, Uniform
 
@@ -91,31 +90,6 @@ def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
     fill(buffer, 3)
     update(buffer, [3, 9], [5.0, 5.0])
     assert (buffer.total_mass(), buffer.stats().stale_updates) == (3 * UNIT, 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [0, 4])
-@pytest.mark.parametrize("how", ["add", "update"])
-def test_priority_that_is_not_finite_is_a_value_error_and_changes_nothing(
-    how: str, place: int, value: float, dtype: torch.dtype
-) -> None:
-    buffer, twin = make(5, EXACT, device="cpu"), make(5, EXACT, device="cpu")
-    for each in (buffer, twin):
-        fill(each, 8, priority=range(1, 9))
-    before, priorities = contents(buffer, prioritized=True), torch.full((5,), 100.0, dtype=dtype)
-    priorities[place] = value
-    calls: dict[str, Callable[[], Any]] = {
-        "add": lambda: buffer.add(**transitions(range(8, 13)), priority=priorities),
-        "update": lambda: buffer.update_priorities(torch.tensor([3, 4, 5, 6, 0]), priorities),
-    }
-    with pytest.raises(ValueError, match=r"(?i)finite|nan|inf"):
-        calls[how]()
-    assert contents(buffer, prioritized=True) == before
-    same_draws(buffer, twin, 4, times=1)
-    for each in (buffer, twin):
-        fill(each, 1)
-    assert units(buffer) == units(twin)
 
 
 def test_sign_of_a_priority_is_dropped(device: str) -> None:

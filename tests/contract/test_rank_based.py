@@ -188,32 +188,6 @@ def test_there_are_no_masses(settings: Any, device: str) -> None:
             call()
 
 
-WRONG: list[tuple[type[Exception], dict[str, Any]]] = [
-    (ValueError, {"alpha": [-0.1, float("nan")], "beta": [-1.0], "initial": ["newest", -1.0], "normalize": ["sum"]}),
-    (TypeError, {"alpha": ["1"], "beta": [None], "stratified": [1]}),
-]
-
-
-@pytest.mark.parametrize(
-    "error, name, value", [(error, name, each) for error, wrong in WRONG for name in wrong for each in wrong[name]]
-)
-def test_settings_that_make_no_sense_are_refused_by_name(error: type[Exception], name: str, value: Any) -> None:
-    with pytest.raises(error, match=f"RankBased {name}"):
-        RankBased(**{name: value})
-
-
-def test_priorities_that_are_no_numbers_change_nothing(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("on a GPU such an entry is counted, see test_gpu.py")
-    buffer = given(RankBased(alpha=1.0), device)
-    for wrong in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="finite"):
-            buffer.update_priorities(torch.tensor([0, 1]), torch.tensor([7.0, wrong]))
-        with pytest.raises(ValueError, match="finite"):
-            buffer.add(number=torch.tensor([8]), priority=[wrong])
-    check_ranks(buffer, ORDER)
-
-
 def test_updates_of_keys_that_are_gone_are_counted(device: str) -> None:
     buffer = given(RankBased(alpha=1.0), device)
     buffer.add(number=torch.tensor([8], device=device), priority=torch.tensor([0.5], device=device))

@@ -178,35 +178,8 @@ def test_rows_of_the_base_of_combined_have_its_distribution(base: Any, device: s
     check_counts(Counter(tally(pair, 3, 1000)[:, 0].tolist()), shares)
 
 
-def test_combined_needs_enough_eligible_starts(device: str) -> None:
-    pair = Pair(40, 1, sampler=Combined(Uniform(), newest=3), fields=FEW, device=device)
-    play(pair, "...", fields=FEW)
-    # three steps are stored, two can be drawn
-    with pytest.raises(ValueError, match=r"(?s)3.*2"):
-        pair.buffer.sample(3)
-    play(pair, "..", fields=FEW)
-    assert pair.buffer.sample(3).key.tolist() == [1, 2, 3]
-    assert sorted(pair.buffer.sample(7).key.tolist()[:4]) == [0, 1, 2, 3]
-    for count, message in ((8, r"(?s)8.*4|5.*4"), (2, r"(?s)3.*2|2.*3")):
-        with pytest.raises(ValueError, match=message):
-            pair.buffer.sample(count)
-
-
 EVERY = [Uniform(), REPLACEMENT, EXACT, INDEPENDENT, RankBased(), Latest()]
 EVERY += [Combined(Uniform()), Combined(EXACT, newest=2), Combined(RankBased(), newest=2)]
-
-
-@pytest.mark.parametrize("sampler", EVERY, ids=repr)
-def test_nothing_eligible_is_a_runtime_error_however_much_is_stored(sampler: Any, device: str) -> None:
-    pair = Pair(12, 2, sampler=sampler, fields=FEW, device=device, n_step=5)
-    # six steps of each environment fit, of which a window needs six: five are not enough
-    for steps in ("", ".....", ".", "c"):
-        play(pair, steps, steps, fields=FEW)
-        if steps == ".":
-            assert set(pair.buffer.sample(2).key.tolist()) <= {0, 1}
-            continue
-        with pytest.raises(RuntimeError, match=r"(?i)eligible|complete" + ("" if len(pair.buffer) else "|no ")):
-            pair.buffer.sample(2)
 
 
 @pytest.mark.parametrize("sampler", scale(EVERY, EVERY[::3]), ids=repr)

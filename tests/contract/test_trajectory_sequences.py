@@ -183,54 +183,6 @@ def test_latest_and_combined_take_the_newest_windows(autoreset: str, device: str
         assert set(batch.key.tolist()) <= set(starts)
 
 
-@pytest.mark.parametrize("sampler", EVERY, ids=repr)
-def test_no_window_stored_is_a_runtime_error(sampler: Any, device: str) -> None:
-    pair = Pair(12, 2, sampler=sampler, fields=FEW, device=device)
-    # enough for a sample, not for five steps; at last longer than the ring
-    for steps, length, message in (("", 1, "(?i)sequence"), ("....", 5, "5"), (".", 7, "7")):
-        play(pair, steps, steps, fields=FEW)
-        with pytest.raises((RuntimeError, ValueError) if length == 7 else RuntimeError, match=message):
-            pair.buffer.sample_sequences(2, (length + 1) // 2, burn_in=length // 2)
-        assert not steps or len(pair.buffer.sample(2)) == 2
-    assert set(pair.buffer.sample_sequences(2, 3, burn_in=2).key.tolist()) <= {0, 1}
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), Latest()], ids=repr)
-def test_more_distinct_windows_than_there_are_is_a_value_error(sampler: Any, device: str) -> None:
-    pair = Pair(20, 2, sampler=sampler, fields=FEW, device=device)
-    play(pair, ".....", ".....", fields=FEW)
-    assert sorted(pair.buffer.sample_sequences(4, 4).key.tolist()) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"(?s)5.*4"):
-        pair.buffer.sample_sequences(5, 4)
-
-
-BAD: list[tuple[type[Exception], str, list[Any]]] = [
-    (ValueError, "batch_size", [0, -1]),
-    (TypeError, "batch_size", [True, 2.0]),
-    (ValueError, "length", [0, -3]),
-    (TypeError, "length", [1.5, True, None]),
-    (ValueError, "burn_in", [-1]),
-    (TypeError, "burn_in", [0.5, True]),
-    (ValueError, "beta", [-1.0]),
-    (TypeError, "beta", ["high"]),
-    (ValueError, "stride", [0]),
-    (TypeError, "stride", [1.5]),
-    (TypeError, "strict", ["yes", 1]),
-]
-
-
-@pytest.mark.parametrize("error, name, value", [(error, name, each) for error, name, wrong in BAD for each in wrong])
-def test_arguments_that_mean_nothing_are_refused_and_draw_nothing(
-    error: type[Exception], name: str, value: Any, device: str
-) -> None:
-    pair, twin = (Pair(61, 3, sampler=EXACT, fields=FEW, device=device) for _ in range(2))
-    for each in (pair, twin):
-        play(each, "......", "......", "......", fields=FEW)
-    with pytest.raises(error, match=rf"{value}" if name == "batch_size" else rf"{name}.*{value}|{value}.*{name}"):
-        pair.buffer.sample_sequences(**({"batch_size": 2, "length": 3} | {name: value}))
-    assert pair.buffer.sample(5).key.tolist() == twin.buffer.sample(5).key.tolist()
-
-
 def test_flags_are_those_of_single_steps_and_rewards_those_of_windows(device: str) -> None:
     pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, n_step=3, gamma=0.5, autoreset="same_step")
     for number in range(8):

@@ -55,15 +55,6 @@ def test_batch_of_everything_is_a_permutation(size: int, device: str) -> None:
         assert size < 100 or not torch.equal(keys, keys.sort().values)
 
 
-def test_more_than_is_stored_is_refused_without_replacement_and_drawn_with_it(device: str) -> None:
-    buffer = stored(5, device=device, spare=5)
-    with pytest.raises(ValueError, match=r"(?s)6.*5|5.*6"):
-        buffer.sample(6)
-    assert sorted(buffer.sample(5).key.tolist()) == [0, 1, 2, 3, 4]
-    again = stored(5, device=device, sampler=REPLACEMENT, spare=5)
-    assert set(again.sample(500).key.tolist()) == {0, 1, 2, 3, 4}
-
-
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_probability_and_weight(sampler: Uniform, device: str) -> None:
     buffer = stored(7, device=device, sampler=sampler, spare=4)
