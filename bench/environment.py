@@ -21,6 +21,10 @@ class CannotMeasure(Exception):
     """What was asked for cannot be measured here; the message says why."""
 
 
+class DeviceLost(CannotMeasure):
+    """The device answers nothing any more; what is left can be measured by another process."""
+
+
 def current_environment(device: torch.device) -> Environment:
     """This machine, this process and this checkout."""
     found = versions()
@@ -51,6 +55,9 @@ def checkout() -> Path | None:
 
 
 def _commit() -> str | None:
+    if told := os.environ.get("GPU_REPLAY_COMMIT"):
+        # a copy of the checkout has no history
+        return told
     root = checkout()
     if root is None:
         return None

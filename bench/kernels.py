@@ -220,21 +220,21 @@ def kernel_cases(
 def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
     """Measure the cases; yields each record as soon as it is known.
 
-    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong answers. Raises
-    CannotMeasure when this package's own are wrong.
+    A case that does not fit into free memory is reported and skipped, and so is a baseline with wrong answers; where
+    this package's own are wrong the case fails.
     """
     flush = flush_bytes(run.device)
-    for case in cases:
-        progress.show(case.name)
-        reason = too_large(case, run.device)
-        if reason:
+
+    def measured(case: Case) -> Iterator[Record]:
+        gc.collect()
+        if reason := too_large(case, run.device):
             progress.say(reason)
-        else:
-            kernel = KERNELS[case.operation]
-            for record in run.timed(case, _bound(run, case, progress), progress, flush if kernel.cold else 0):
-                yield replace(record, fields=dict(kernel.fields))
-            gc.collect()
-        progress.advance()
+            return
+        kernel = KERNELS[case.operation]
+        for record in run.timed(case, _bound(run, case, progress), progress, flush if kernel.cold else 0):
+            yield replace(record, fields=dict(kernel.fields))
+
+    return run.each(cases, progress, measured)
 
 
 def too_large(case: Case, device: torch.device) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from gpu_replay.console.progress import Progress
 
 from . import checkpoint, frames, gpu_page, kernels, memory, peers_suite, plots, report, storage
 from .cases import BATCHES, CAPACITIES, FRAME_ENVS, OURS, chosen, step_cases
-from .environment import CannotMeasure, current_environment
+from .environment import CannotMeasure, DeviceLost, current_environment
 from .record import Record
+from .results import ERRORS, default_file, device_slug, read, recorded_files, write
 from .results import QUICK as TRIAL
-from .results import default_file, device_slug, read, recorded_files, write
 from .runner import Maker, Part, Run, compared
 from .subjects import CPU, PEERS, ReplaySubject, peer_version
 from .targets import targets_first
@@ -39,7 +41,10 @@ ATARI_ENVS, ATARI_STEPS, ATARI_BATCH = 128, 8_000, 512
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command of `gpu-replay bench`; returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    """Run one command of `gpu-replay bench`; returns the exit code.
+
+    0 done, 1 something failed, 2 bad input, 3 the device is lost (another process may go on with `--missing`), 130
+    interrupted.
 
     A run that cannot be made says why in one line on standard error. What was measured before an interruption is
     recorded. Any other exception is a mistake of this program, and keeps its traceback.
@@ -48,23 +53,26 @@ def main(argv: Sequence[str]) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        options.run(options)
-        return 0
+        return options.run(options) or 0
     except KeyboardInterrupt:
         print("gpu-replay bench: interrupted", file=sys.stderr)
         return 130
     except (UserError, OSError, MemoryError, CannotMeasure) as error:
         print(f"gpu-replay bench: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+        return 2 if isinstance(error, UserError) else LOST if isinstance(error, DeviceLost) else 1
     finally:
         torch.set_num_threads(threads)
+
+
+# the exit code for a device that is lost
+LOST = 3
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="gpu-replay bench", description="Measures buffers and records the result.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> Any:
+    def command(name: str, about: str, run: Callable[[argparse.Namespace], int | None]) -> Any:
         added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         added.set_defaults(run=run, suite=name)
         return added
@@ -76,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
         suite.add_argument("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         only = 'cases to run: a part of the name or a glob, "N=1M", "cycle/*"'
         suite.add_argument("--only", metavar="PATTERN", help=only)
+        skip = "cases to leave out; repeatable"
+        suite.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=skip)
+        suite.add_argument("--missing", action="store_true", help="only cases that --output does not hold yet")
         if name == "peers":
             suite.add_argument("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
             suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
@@ -86,13 +97,16 @@ def _parser() -> argparse.ArgumentParser:
             default = "both" if name == "gpu" else "graph"
             timing = f"on a GPU, events around each call or around a replayed graph of calls (default: {default})"
             suite.add_argument("--timing", choices=("events", "graph"), help=timing)
+    contact = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
+    contact.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, replaced")
+    contact.add_argument("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
     tables = command("report", "Markdown tables made from records", _report)
     renew = "renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable"
     tables.add_argument("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
     images = command("plot", "PNGs of kernel microbenchmarks made from records, one folder for each file", _plot)
     for each in (tables, images):
         each.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON lines (default: all recorded)")
-    page = command("page", "write the page of one GPU from all that bench/on_gpu.sh left in a folder", _page)
+    page = command("page", "write the page of one GPU from all that bench/on_gpu.py left in a folder", _page)
     page.add_argument("--results", type=Path, required=True, metavar="DIR", help="the folder of the records")
     page.add_argument("--output", type=Path, metavar="FILE", help="Markdown (default: DIR.md, beside the folder)")
     return parser
@@ -178,6 +192,13 @@ SUITES = {
 }
 
 
+def _contact(options: argparse.Namespace) -> int:
+    # before the first fork nothing may touch the GPU
+    from . import first_contact
+
+    return first_contact.run(options.output, options.seconds)
+
+
 def _report(options: argparse.Namespace) -> None:
     records = [record for file in options.files or recorded_files() for record in read(file)]
     for document in options.update or []:
@@ -202,7 +223,7 @@ def _plot(options: argparse.Namespace) -> None:
 def _page(options: argparse.Namespace) -> None:
     folder: Path = options.results
     if not folder.is_dir():
-        raise UserError(f"--results {folder} is not a folder; `bench/on_gpu.sh` makes one.")
+        raise UserError(f"--results {folder} is not a folder; `bench/on_gpu.py` makes one.")
     output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(gpu_page.page(folder, output))
@@ -218,27 +239,35 @@ def _device(command: str, kind: str) -> torch.device:
 def _measure(
     options: argparse.Namespace, device: torch.device, parts: Sequence[Part], ways: Sequence[How] = (), **changes: Any
 ) -> None:
-    """Test, measure with a progress bar what `--only` leaves, and print tables; each record is written at once.
+    """Test, measure with a progress bar what the options leave, and print tables; each record is written at once.
 
     ways:    in which each part is timed; by default the host's clock, or events on a GPU.
     changes: of the fields of `Run`.
 
-    Failing tests are named in the records. A trial runs none.
+    Failing tests are named in the records. A trial runs none. A case that fails leaves a line in a file of its own, and
+    the others are measured; CannotMeasure tells of it at the end.
     """
     kept = chosen([case for cases, _ in parts for case in cases], options.only)
+    kept = [case for case in kept if not any(fnmatch(case.name, pattern) for pattern in options.skip)]
+    output = options.output or default_file(options.suite + TRIAL if options.quick else options.suite)
+    errors = output.with_suffix(ERRORS)
+    done = _done(output, errors) if options.missing else set()
+    if not options.missing:
+        errors.unlink(missing_ok=True)
     failed = None if options.quick else failed_tests(dict.fromkeys(case.operation for case in kept), device)
     if failed:
         print(f"tests fail, which the records will say: {', '.join(failed)}", file=sys.stderr)
     bandwidth = copy_bandwidth(device, nbytes=2**25, repetitions=3) if options.quick else copy_bandwidth(device)
     plan, environment = QUICK if options.quick else Plan(), current_environment(device)
-    run = Run(options.suite, device, plan, environment, bandwidth, options.quick, versions={}, failed_tests=failed)
-    output = options.output or default_file(options.suite + TRIAL if options.quick else options.suite)
+    run = Run(
+        options.suite, device, plan, environment, bandwidth, options.quick, {}, failed_tests=failed, errors=errors
+    )
     ways = ways or ("host" if device.type == "cpu" else "events",)
     found: list[Record] = []
     try:
         with Progress(len(ways) * len(kept), f"bench {options.suite}") as progress:
             for way, (cases, records) in ((way, part) for way in ways for part in parts):
-                here = [case for case in cases if case in kept]
+                here = [case for case in cases if case in kept and (case.name, way) not in done]
                 for record in records(replace(run, way=way, **changes), here, progress) if here else ():
                     found.append(record)
                     write(output, [record])
@@ -248,3 +277,12 @@ def _measure(
     earlier = default_file("peers")
     peers = read(earlier) if earlier.is_file() and options.suite != "peers" else []
     print(*report.measured(found, peers), sep="\n\n")
+    if errors.is_file():
+        raise CannotMeasure(f"some cases failed, as {errors} tells.")
+
+
+def _done(output: Path, errors: Path) -> set[tuple[str, str]]:
+    """Cases that were recorded or failed before, and how they were timed."""
+    lines = errors.read_text().splitlines() if errors.is_file() else []
+    recorded = {(record.case, record.clock) for record in read(output)} if output.is_file() else set()
+    return recorded | {(each["case"], each["timing"]) for each in map(json.loads, lines)}

@@ -72,10 +72,11 @@ def cases(capacity: int) -> list[Case]:
 
 def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
     """Resident bytes a transition of a full buffer, beside the bytes of its fields; errors as of `measured`."""
-    for case in cases:
-        progress.show(case.name)
+
+    def filled(case: Case) -> Iterator[Record]:
         found = np.array([measured(case.capacity) for _ in range(1 if run.quick else 3)])
         spread, counted = quantiles(found[:, 0]), round(float(found[0, 1]), 2)
         more = {"unit": "bytes", "bytes": ROW_BYTES, "counted": counted, "copy_share": None}
         yield run.record(case, OURS, spread, len(found), **more)
-        progress.advance()
+
+    return run.each(cases, progress, filled)

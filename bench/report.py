@@ -205,7 +205,7 @@ def section(name: str, records: Records) -> str:
     Raises UserError for a name that no table has.
     """
     if name == "targets":
-        return f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.sh records`."
+        return f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.py records`."
     if name == "pong":
         return runs.section(runs.run_folders())
     if name not in SECTIONS:

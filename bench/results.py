@@ -19,6 +19,8 @@ from .record import Record
 # the folder of one GPU holds kernels.jsonl; elsewhere the kernels have a file for each device
 NAMES = ("cpu", "gpu", "peers", "frames", "storage", "checkpoint", "bench", "kernels", "kernels-*")
 QUICK = "-quick"
+# the file beside records for the cases that failed
+ERRORS = ".errors.jsonl"
 
 
 def recorded_folder() -> Path | None:
@@ -45,7 +47,7 @@ def recorded_files() -> list[Path]:
     """
     folder = recorded_folder()
     paths = (folder.rglob(f"{name}.jsonl") if folder else Path().glob(default_file(name).name) for name in NAMES)
-    found = sorted({path for some in paths for path in some if not path.stem.endswith(QUICK)})
+    found = sorted({path for some in paths for path in some if not path.name.endswith((f"{QUICK}.jsonl", ERRORS))})
     if not found:
         raise UserError("no results are recorded here; run `gpu-replay bench cpu` first, or name the files.")
     return found

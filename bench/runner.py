@@ -6,10 +6,13 @@ all of them alike, and a ratio between them is worth more than either figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from gpu_replay.console.progress import Progress
 
 from .cases import Bound, Case, bind
-from .environment import CannotMeasure
+from .environment import CannotMeasure, DeviceLost
 from .record import Environment, Record
 from .rows import make_priorities
 from .subjects import Subject
@@ -36,6 +39,7 @@ class Run:
     rounds:         parts into which the plan's time is split; each measures all subjects.
     way:            how calls are timed; "graph" where they can be captured.
     failed_tests:   of all operations; None where they were not run.
+    errors:         a file for a line of JSON for each case that fails.
     """
 
     suite: str
@@ -48,21 +52,55 @@ class Run:
     rounds: int = 1
     way: How = "host"
     failed_tests: Sequence[str] | None = None
+    errors: Path | None = None
+
+    def each(
+        self, cases: Iterable[Case], progress: Progress, measured: Callable[[Case], Iterator[Record]]
+    ) -> Iterator[Record]:
+        """The records of one case after the other; one that fails is reported and the next one is measured.
+
+        Raises DeviceLost where the device answers nothing after a failure.
+        """
+        for case in cases:
+            progress.show(case.name)
+            try:
+                yield from measured(case)
+            except Exception as error:
+                self._failed(case, error, progress)
+            progress.advance()
+
+    def _failed(self, case: Case, error: Exception, progress: Progress) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, CannotMeasure):
+            progress.say("".join(traceback.format_exception(error)))
+        progress.say(f"{case.name} failed: {reason}")
+        if self.errors is not None:
+            self.errors.parent.mkdir(parents=True, exist_ok=True)
+            with self.errors.open("a") as file:
+                file.write(json.dumps({"case": case.name, "timing": self.way, "error": reason}) + "\n")
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as lost:
+                raise DeviceLost(f"the device is lost since {case.name}: {reason}") from lost
 
     def records(self, cases: Sequence[Case], makers: Mapping[str, Maker], progress: Progress) -> Iterator[Record]:
         """Measure the cases on all implementations; yields each record as soon as it is known.
 
         makers: name of an implementation to what makes an empty subject of a capacity, or gives one that is filled.
-                Those that raise CannotMeasure or fail their check are reported and left out; it is an error when they
-                are the only ones.
+                Those that raise CannotMeasure or fail their check are reported and left out; a case fails when they are
+                the only ones.
         """
-        for capacity, group in groupby(cases, lambda case: case.capacity):
-            subjects = self._subjects(capacity, makers, progress)
-            for case in group:
-                progress.show(case.name)
+        for _, group in groupby(cases, lambda case: case.capacity):
+            subjects: dict[str, Subject] = {}
+
+            def measured(case: Case, subjects: dict[str, Subject] = subjects) -> Iterator[Record]:
+                if not subjects:
+                    subjects.update(self._subjects(case.capacity, makers, progress))
                 bound = {name: bind(case, subject, self.device) for name, subject in subjects.items()}
-                yield from self.timed(case, bound, progress)
-                progress.advance()
+                return self.timed(case, bound, progress)
+
+            yield from self.each(group, progress, measured)
 
     def _subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
         subjects: dict[str, Subject] = {}

@@ -207,9 +207,9 @@ def check(name: str, make: Callable[[int], Layout]) -> None:
 
 def records(sizes: Sizes, run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
     """A record for each case and layout; quantiles are over chunks, seconds are of all calls."""
-    for case in cases:
+
+    def measured(case: Case) -> Iterator[Record]:
         for name, make in LAYOUTS.items():
-            progress.show(f"{name}, {case.operation}")
             check(name, make)
             layout = make(sizes.capacity)
             parts = [(_nanoseconds(call, inputs), len(inputs)) for call, inputs in _calls(case, layout, sizes)]
@@ -218,7 +218,8 @@ def records(sizes: Sizes, run: Run, cases: Sequence[Case], progress: Progress) -
             yield run.record(case, name, spread, int(found[:, 1].sum()), seconds=seconds, timing="host")
             del layout
             gc.collect()
-        progress.advance()
+
+    return run.each(cases, progress, measured)
 
 
 def _calls(case: Case, layout: Layout, sizes: Sizes) -> Iterator[tuple[Callable[[Any], object], Sequence[Any]]]:

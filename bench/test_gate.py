@@ -29,8 +29,12 @@ GPU_TESTS = f"gpu_smoke {ANSWERS}_on_a_gpu"
 # on a CPU host code is measured, on a GPU kernels; the interpreter is neither and takes long
 _WITHOUT = ("-k", "not interpreted")
 _MARKS = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
+# how the name of a failing test begins where none could be run
+GATE = "gate: "
 # names of failing tests that a record holds
 _NAMED = 20
+# seconds that the tests may take on a GPU, where a lost device lets them wait for ever
+_LIMIT = 90
 
 
 def selection(root: Path, operations: Iterable[str], device: torch.device) -> list[str]:
@@ -44,7 +48,8 @@ def selection(root: Path, operations: Iterable[str], device: torch.device) -> li
 def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] | None:
     """Names of the tests of these operations that fail, at most 20; None outside of a checkout, which has no tests.
 
-    Runs those whose outcome is not cached. Raises CannotMeasure where pytest is missing or finds no tests.
+    Runs those whose outcome is not cached. Raises CannotMeasure where they cannot be run; on a GPU, which may not be
+    there again for long, that is a failure by the name of "gate: ...".
     """
     root = checkout()
     if root is None or not (root / "tests").is_dir():
@@ -57,8 +62,13 @@ def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] |
         known = {}
     if new := [test for test in tests if test not in known]:
         print(f"running the tests in {', '.join(new)} before measuring", file=sys.stderr, flush=True)
-        failed = run(root, new, _MARKS[device.type])
-        known |= {test: [name for name in failed if name.startswith(test.split("::")[0])] for test in new}
+        try:
+            failed = run(root, new, _MARKS[device.type], _LIMIT if device.type == "cuda" else None)
+        except CannotMeasure as reason:
+            if device.type != "cuda":
+                raise
+            failed = [f"{GATE}{reason}"]
+        known |= {test: [name for name in failed if name.startswith((GATE, test.split("::")[0]))] for test in new}
         # where nothing can be written, the next run tests again
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -66,18 +76,22 @@ def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] |
     return list(dict.fromkeys(name for test in tests for name in known[test]))[:_NAMED]
 
 
-def run(root: Path, tests: Sequence[str], marks: str) -> list[str]:
-    """Run tests with such marks in a process of their own; names of those that fail or cannot be collected."""
+def run(root: Path, tests: Sequence[str], marks: str, seconds: float | None = None) -> list[str]:
+    """Run tests with such marks in a process of their own; names of those that fail or cannot be collected.
+
+    Raises CannotMeasure where they are not run to their end, within so many seconds.
+    """
     options = ("-q", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", "--continue-on-collection-errors")
     command = [sys.executable, "-m", "pytest", *options, *_WITHOUT, "-m", marks, *tests]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise CannotMeasure(f"the tests did not end within {seconds:.0f} s") from error
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if done.returncode and not failed:
         last = lines[-1] if lines else "no output"
-        raise CannotMeasure(
-            f"the tests could not be run, so nothing is recorded; pytest ended with {done.returncode}: {last}"
-        )
+        raise CannotMeasure(f"the tests could not be run; pytest ended with {done.returncode}: {last}")
     return failed
 
 

@@ -6,6 +6,7 @@ were, and makes a key of them to look its compiled code up by: three quarters of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 plans = lru_cache(maxsize=64)
 # addresses of which Triton compiles code that moves whole words
 _ALIGNMENT = 16
+# whether launches go past Triton's own way at all; a switch for a Triton in which that does not work
+DIRECT = os.environ.get("GPU_REPLAY_PLAIN_LAUNCH", "") in ("", "0")
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -60,6 +63,6 @@ class Launch:
             self._again(*arguments, *self._sizes)
             return
         compiled = self._kernel[self._grid](*arguments, **self._settings)
-        if aligned and hasattr(compiled, "packed_metadata"):
+        if aligned and DIRECT and hasattr(compiled, "packed_metadata"):
             # nothing of the kind comes from the interpreter, or while Triton compiles beside the program
             self._again = compiled[self._grid]

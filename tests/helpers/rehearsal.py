@@ -14,11 +14,13 @@ import inspect
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from gpu_replay import ops
-from gpu_replay.bench import frames, kernel_inputs, main, peers_suite, runner, timing
+from gpu_replay import Field, ops
+from gpu_replay.bench import first_contact, frames, kernel_inputs, main, runner, timing
 
 GPU = torch.device("cuda", 0)
 NAME = "No GPU, a rehearsal"
@@ -392,7 +394,30 @@ def pretend() -> None:
     setattr(main, "QUICK_BATCHES", (8,))  # noqa: B010
     setattr(runner, "CALLS_PER_GRAPH", 1)  # noqa: B010
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS, frames.FrameSubject.chunk = 40, 8, 12, 8
-    peers_suite.QUICK = peers_suite.Sizes((500,), 96, (500,), (8,), (8,), ())
+    first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
+    first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
+    first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
+    first_contact.LIMIT = 150.0
+    first_contact.TINY.extend(word for name, value in TINY.items() for word in (f"--{name}", str(value)))
+    _plant_failures()
+
+
+# a training run that ends after some steps
+TINY = {"steps": 168, "num-envs": 8, "capacity": 400, "warmup": 80, "batch-size": 8, "updates": 1, "log-every": 40}
+TINY |= {"eval-episodes": 2, "eval-max-steps": 5}
+FAILURES: dict[str, Callable[[], object]] = {
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "hang": lambda: time.sleep(600),
+    "wrong": lambda: first_contact._same([{"key": torch.zeros(1)}], [{"key": torch.ones(1)}]),
+}
+
+
+def _plant_failures() -> None:
+    """Let features of the first contact fail as REHEARSED_FAILURES="streams=hang scan=wrong" says."""
+    for feature, how in (word.split("=") for word in os.environ.get("REHEARSED_FAILURES", "").split()):
+        kept = first_contact.FEATURES[feature]
+        first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how])  # type: ignore[arg-type]
+        first_contact.LIMIT = 20.0
 
 
 def _use_sizes_of_the_interpreter() -> None:

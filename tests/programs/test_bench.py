@@ -321,7 +321,7 @@ def test_bench_cpu_measures_records_and_prints(tmp_path: Path, capsys: Capture, 
 
 def test_each_record_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
     file = tmp_path / "cpu.jsonl"
-    options = SimpleNamespace(suite="cpu", output=file, quick=True, only=None)
+    options = SimpleNamespace(suite="cpu", output=file, quick=True, only=None, skip=[], missing=False)
     cases = [Case("cycle", 10**6, batch, 8) for batch in (32, 256, 4096)]
 
     def measured(run: Run, given: list[Case], progress: Progress) -> Iterator[Record]:

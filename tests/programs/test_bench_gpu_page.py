@@ -70,7 +70,7 @@ def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_
 
 def test_a_page_of_everything(folder: Path) -> None:
     steps(folder, "tests", tests=0)
-    steps(folder, "smoke", catch=0)
+    steps(folder, "contact", contact=0)
     steps(folder, "pong", pong=124)
     lines = [
         json.dumps({"test": f"tests/kernels/test_gpu.py::test_{name}", "outcome": outcome, "seconds": seconds})
@@ -91,11 +91,11 @@ def test_a_page_of_everything(folder: Path) -> None:
     assert "| tests " in text
     assert re.search(r"\| tests +\| +tests \|.* done \|", text)
     assert re.search(r"pong \|.* \*\*out of time\*\* \|", text)
-    assert re.search(r"bench-gpu \|.* not run: `bench/on_gpu.sh records`", text)
+    assert re.search(r"bench-gpu \|.* not run: `bench/on_gpu.py records`", text)
     assert re.search(r"\| tests +\| +1 \| +2 \| +1 \|", text)
     assert "- `tests/kernels/test_gpu.py::test_bad`\n- `tests/test_other.py`" in text
     assert "test_good" not in text
-    for part in ("| draw-update", "Not measured yet: `gpu-replay bench peers`", "torch 2.13.0"):
+    for part in ("| draw-update", "Not measured yet: `gpu-replay bench frames`", "torch 2.13.0"):
         assert part in text
     # Pong's row has its minute and step; catch has no marks of Pong
     assert re.search(r"test-9000/pong +\| +2.0 min, 0.25M \| +ended before \| 25.5 min, 0.95M, solved \|", text)
@@ -110,10 +110,10 @@ def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> N
     text = gpu_page.page(folder, folder / "page.md")
     for part, names in gpu_page.PARTS.items():
         for name in names:
-            assert re.search(rf"\| {part} +\| +{name} \|.* not run: `bench/on_gpu.sh {part}` \|", text)
+            assert re.search(rf"\| {part} +\| +{name} \|.* not run: `bench/on_gpu.py {part}` \|", text)
     assert "No tests were recorded." in text
     assert "Not measured yet: `gpu-replay bench kernels`" in text
-    assert "Not measured yet: `bench/on_gpu.sh pong`" in text
+    assert "Not measured yet: `bench/on_gpu.py pong`" in text
     assert text.count(targets.NOT_MEASURED) == len(targets.TARGETS)
     # tables of a CPU are not missed on a page of a GPU
     assert "bench cpu" not in text
@@ -145,9 +145,9 @@ def test_the_command_writes_the_page_beside_the_folder(folder: Path, tmp_path: P
     [
         ("nothing.txt", "", "holds no records"),
         ("gpu.jsonl", "{}\n", "line 1: not a benchmark record"),
-        ("tests.steps.jsonl", '{"part": "tests"}\n', "line 1: not the line of a step"),
-        ("tests.steps.jsonl", "broken\n", "line 1: not the line of a step"),
-        ("tests.outcomes.jsonl", "[]\n", "line 1: not the outcome of a test"),
+        ("tests.steps.jsonl", '{"part": "tests"}\n', "line 1: part, step, status"),
+        ("tests.steps.jsonl", "broken\n", "line 1: part, step, status"),
+        ("tests.outcomes.jsonl", "[]\n", "line 1: test, outcome are not in it"),
     ],
 )
 def test_a_folder_that_says_nothing_is_refused(folder: Path, name: str, text: str, message: str) -> None:

@@ -65,14 +65,23 @@ def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: Pat
 
 def test_tests_that_cannot_be_run_refuse(checkout: Path) -> None:
     (checkout / "tests" / "test_it.py").write_text("def helper():\n    pass\n")
-    with pytest.raises(CannotMeasure, match="could not be run, so nothing is recorded; pytest ended with 5"):
+    with pytest.raises(CannotMeasure, match="could not be run; pytest ended with 5"):
         test_gate.failed_tests(["draw"], CPU)
     assert not (checkout / "cache").exists()
 
 
+def test_on_a_gpu_tests_that_cannot_be_run_fail(checkout: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(test_gate, "device_slug", lambda device: "a GPU")
+    monkeypatch.setattr(test_gate, "GPU_TESTS", "it")
+    (name,) = test_gate.failed_tests(["draw"], torch.device("cuda")) or ()
+    assert name.startswith("gate: the tests could not be run; pytest ended with 5")
+    with pytest.raises(CannotMeasure, match="did not end within 0 s"):
+        test_gate.run(checkout, ["tests/test_it.py"], "gpu", 0.01)
+
+
 def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: Patch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(test_gate, "run", lambda root, tests, marks: ran.append(tests) or [])
+    monkeypatch.setattr(test_gate, "run", lambda root, tests, marks, seconds: ran.append(tests) or [])
     for changed in (None, "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
         if changed:
             (checkout / changed).write_text("x = 2\n")

@@ -1,0 +1,458 @@
+"""The first minutes on a GPU: which parts of this package work there, each tried in a process of its own.
+
+A crash, a hang or a lost device then costs one feature and not the round. Features are in the order in which others
+need them. Each ends with a verdict that is printed and recorded at once; where one can be worked around, its record
+holds the words for the programs that come after it (`on_gpu.py` passes them on).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_replay import (
+    Batch,
+    Field,
+    Hindsight,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    ShardedReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.console.markdown import table
+from gpu_replay.engines import pinned_memory
+from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
+from gpu_replay.graphs.stream_order import StreamOrder
+from gpu_replay.ops import launch as launches
+from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
+
+from . import kernels, ours
+from .cases import Case
+from .targets import targets_first
+from .timing import Plan, captured, cuda_clock, measure
+
+GPU = torch.device("cuda")
+LIMIT, ALL = 25.0, 180.0
+# the exit status where not even one kernel can be launched, so that nothing else is worth trying
+NO_LAUNCH = 3
+# what is added, drawn and scanned; odd, so that the last program of every launch is partly idle
+SIZES = {"slots": 100_003, "batch": 4_097, "many": 70_001, "scanned": 10_000_019, "turns": 4, "calls": 40}
+# masses that no library rounds differently come from powers of two
+EXACT = Proportional(alpha=1.0, eps=0.0)
+FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
+STEPS = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
+
+
+class Wrong(Exception):
+    """The answer is not the one of the host code."""
+
+
+class Slow(Exception):
+    """The answer is right and took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing to try.
+
+    check:    does it, and returns what to tell of it; raises Wrong, Slow, or whatever goes wrong.
+    fallback: words for what comes after, where it is not ok: of "environment", "timing" and "skip" (of `bench`),
+              "train", and "pytest".
+    """
+
+    check: Callable[[], str]
+    fallback: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+def machine() -> str:
+    """Launch one kernel, and say where."""
+    import triton
+
+    ours.empty(_inputs(Case("empty", 0, 0))).call()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    tools = [name for name in ("nvidia-smi", "gcc", "compute-sanitizer") if shutil.which(name)]
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["nvidia-smi"], timeout=10, check=False)
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
+    return (
+        f"{torch.cuda.get_device_name()}, {versions}, "
+        f"{free / 1e9:.0f} of {total / 1e9:.0f} GB free; {', '.join(tools) or 'no tools'}"
+    )
+
+
+def _inputs(case: Case) -> Any:
+    return kernels.inputs(case, GPU)
+
+
+def _powers(keys: Tensor) -> Tensor:
+    """A priority for each key, a power of two."""
+    return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
+
+
+def _rows(buffer: Any, first: int, count: int) -> dict[str, Tensor]:
+    keys = torch.arange(first, first + count, device=buffer.device)
+    return {"x": keys[:, None].float().repeat(1, 4), "n": keys}
+
+
+def _transitions(device: Any, sampler: Any = EXACT, **more: Any) -> ReplayBuffer:
+    return ReplayBuffer(SIZES["slots"], FIELDS, sampler=sampler, device=device, seed=1, **more)
+
+
+def _life(buffer: Any) -> list[Any]:
+    """Batches of a buffer of transitions whose ring is written past its end, with updates between them."""
+    found = []
+    for turn in range(SIZES["turns"]):
+        buffer.add(**_rows(buffer, turn * SIZES["many"], SIZES["many"]))
+        for batch in (1, SIZES["batch"] // 16, SIZES["batch"]):
+            found.append(buffer.sample(batch))
+            buffer.update_priorities(found[-1].key, _powers(found[-1].key))
+    return found
+
+
+def _steps(device: Any, **settings: Any) -> TrajectoryReplayBuffer:
+    more: dict[str, Any] = {"fields": STEPS, "sampler": EXACT, "stack": 4, "n_step": 3, **settings}
+    return TrajectoryReplayBuffer(SIZES["slots"], 33, device=device, seed=1, autoreset="next_step", **more)
+
+
+def _steps_of_life(buffer: TrajectoryReplayBuffer) -> list[Any]:
+    envs = torch.arange(33, device=buffer.device)
+    found = []
+    for step in range(SIZES["calls"]):
+        ended = (envs * 7 + step) % 13 == 0
+        given = {
+            name: ((step * 31 + envs) % 251).view(33, *[1] * len(each.shape)).expand(33, *each.shape).to(each.dtype)
+            for name, each in buffer.fields.items()
+            if name not in ("reward", "terminated", "truncated")
+        }
+        buffer.add(**given, reward=envs.float(), terminated=ended, truncated=torch.zeros_like(ended))
+        if step >= 6:
+            found.append(buffer.sample(65))
+            buffer.update_priorities(found[-1].key, _powers(found[-1].key))
+    return found
+
+
+def _same(mine: Any, expected: Any) -> None:
+    """Batches, or lists of them, of the device and of the host."""
+    for number, (one, other) in enumerate(zip(mine, expected, strict=True)):
+        for name in other:
+            if not torch.equal(one[name].cpu(), other[name]):
+                raise Wrong(f"{name!r} of batch {number} is not that of the host")
+
+
+def beside_the_host(make: Callable[[Any], Any], life: Callable[[Any], list[Any]] = _life) -> Callable[[], str]:
+    """The check that a buffer does on the device what it does on the host."""
+
+    def check() -> str:
+        found = life(make(GPU))
+        _same(found, life(make("cpu")))
+        return f"{len(found)} batches are those of the host"
+
+    return check
+
+
+def _goals(device: Any) -> TrajectoryReplayBuffer:
+    goal = Field((3,), torch.float32)
+    fields = {"obs.observation": Field((4,), torch.float32), "obs.achieved_goal": goal, "obs.desired_goal": goal}
+    fields["action"] = Field((), torch.int64)
+    return _steps(device, fields=fields, sampler=Uniform(), stack=1, n_step=1, relabel=Hindsight(reward_fn=_reward))
+
+
+def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
+    return -(achieved != desired).any(1).float()
+
+
+def launch() -> str:
+    """The way past Triton's own launcher: the same answers, and less time."""
+    found, microseconds = [], []
+    # a launch that has gone past it once does so for good
+    for direct in (False, True):
+        launches.DIRECT = direct
+        buffer = _transitions(GPU)
+        found.append(_life(buffer))
+        plan = Plan(0.0, 0.0, fewest=SIZES["calls"])
+        timing = measure(lambda b=buffer: b.sample(64), prepare=lambda: None, plan=plan, device=GPU)  # type: ignore[misc]
+        microseconds.append(timing.microseconds()["p50"])
+    _same(*([{name: each[name].cpu() for name in each} for each in batches] for batches in found))
+    text = "{:.1f} µs a sample through Triton, {:.1f} µs direct".format(*microseconds)
+    if microseconds[1] > 2 * microseconds[0]:
+        raise Slow(text)
+    return text
+
+
+def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False) -> Callable[[], str]:
+    """The check that replayed steps of so many graphs are those of the host."""
+
+    def life(buffer: Any) -> list[Any]:
+        more = _rows(buffer, 0, 64)
+
+        def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+            if adds:
+                buffer.add(**more)
+            return _powers(batch.key), batch.key
+
+        buffer.add(**_rows(buffer, 0, SIZES["many"]))
+        steps = [buffer.capture(size, learn, warm_ups=1) for size in (256, 64)[: 1 + twice]]
+        return [{"key": step().clone()} for _ in range(SIZES["turns"]) for step in steps]
+
+    return beside_the_host(lambda device: _transitions(device, sampler), life)
+
+
+def capture_of_adds() -> str:
+    """`capture(None, ...)`, which draws nothing."""
+    buffer = _transitions(GPU)
+    rows = _rows(buffer, 0, 64)
+    step = buffer.capture(None, lambda: buffer.add(**rows), warm_ups=1)
+    for _ in range(5):
+        step()
+    if len(buffer) != 5 * 64:
+        raise Wrong(f"{len(buffer)} rows are stored, not {5 * 64}")
+    return "5 adds, 4 of them replayed"
+
+
+def capture_that_fails() -> str:
+    """A wait within a capture raises CaptureError, and nothing is wrong after it."""
+    call = CudaGraphCall(lambda: torch.ones(3, device=GPU).nonzero(), GPU, warm_ups=1)
+    call()
+    try:
+        call()
+    except CaptureError as error:
+        beside_the_host(_transitions)()
+        torch.randn(3, device=GPU)
+        return str(error)
+    raise Wrong("a wait was captured")
+
+
+def streams() -> str:
+    """Rows that one stream adds are whole where another samples them, and a thread adds while another captures."""
+    buffer, side = _transitions(GPU, Uniform(replacement=True)), torch.cuda.Stream()
+    for turn in range(SIZES["calls"]):
+        with torch.cuda.stream(side if turn % 2 else torch.cuda.default_stream()):
+            buffer.add(**_rows(buffer, turn * 640, 640 % SIZES["slots"]))
+        batch = buffer.sample(SIZES["batch"])
+        if not torch.equal(batch.n.float(), batch.x[:, 0]):
+            raise Wrong("a row was read before it was whole")
+    adding = threading.Thread(target=lambda: [buffer.add(**_rows(buffer, n * 64, 64)) for n in range(SIZES["calls"])])
+    step = buffer.capture(64, lambda batch: (None, (batch.n.float() - batch.x[:, 0]).abs().sum()), warm_ups=1)
+    adding.start()
+    torn = sum(float(step()) for _ in range(SIZES["calls"]))
+    adding.join()
+    if torn:
+        raise Wrong("a row of another thread was torn")
+    return f"{SIZES['calls']} turns of two streams, as many replays beside a thread"
+
+
+def pinned() -> str:
+    """Fields in pinned memory of the host: the same answers, the speed of a gather, and a pin that fails."""
+    beside_the_host(lambda device: _transitions(device, storage_device="cpu"))()
+    ring = ReplayBuffer(SIZES["slots"], {"obs": Field((7056,), torch.uint8)}, device=GPU, storage_device="cpu")
+    ring.add(obs=torch.zeros((SIZES["slots"], 7056), dtype=torch.uint8))
+    nanoseconds = cuda_clock(lambda: ring.sample(SIZES["batch"]), lambda: None, SIZES["calls"])
+    block = pinned_memory.pinned_block(2**20, GPU, StreamOrder(GPU).drain)
+    # pinned already
+    refused = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0))
+    pinned_memory._forget_error()
+    torch.zeros(1, device=GPU).add_(1).item()
+    speed = SIZES["batch"] * 7056 / np.median(nanoseconds)
+    return f"{speed:.1f} GB/s of rows; to pin twice gives {refused}, and harms nothing"
+
+
+def scan() -> str:
+    """Prefix sums of many blocks, beside torch's."""
+    values = torch.randint(2**40, (SIZES["scanned"],), device=GPU)
+    expected = torch.cumsum(values, 0)
+    for turn in range(SIZES["calls"]):
+        if not torch.equal(inclusive_prefix_sum(values), expected):
+            raise Wrong(f"turn {turn} is not what cumsum gives")
+    return f"{SIZES['calls']} times {len(values):,} sums"
+
+
+def contended() -> str:
+    """A million updates that meet on 62 slots."""
+    buffer = ReplayBuffer(62, FIELDS, sampler=EXACT, device=GPU)
+    buffer.add(**_rows(buffer, 0, 62))
+    keys = torch.arange(SIZES["scanned"] // 10, device=GPU) % 62
+    buffer.update_priorities(keys, _powers(keys + 1))
+    if int(buffer.total_mass()) != int(buffer.masses().sum()):
+        raise Wrong("the total is not the sum of the masses")
+    return f"{len(keys):,} updates"
+
+
+def network() -> str:
+    """The first convolution of Atari agents in bfloat16, channels last, forward and back, captured."""
+    images = torch.rand(SIZES["batch"] // 16, 4, 84, 84, device=GPU, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    layer: torch.nn.Module = torch.nn.Conv2d(4, 32, 8, 4, device=GPU, dtype=torch.bfloat16)
+    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def both() -> None:
+        layer(images).float().square().mean().backward()
+
+    both()
+    replay = captured(both, GPU, 1)
+    return f"{np.median(cuda_clock(replay, lambda: None, SIZES['calls'])) / 1e3:.0f} µs forward and back"
+
+
+def trained(env: str, *options: str) -> Callable[[], str]:
+    """The check that a game of the device is learned for some seconds."""
+
+    def check() -> str:
+        from gpu_replay import cli
+
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
+            words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
+            if status := cli.main(words):
+                raise RuntimeError(f"train ended with {status}")
+            summary = json.loads((Path(folder) / "summary.json").read_text())
+        return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
+
+    return check
+
+
+# sizes of the cases that are timed, and further options of `train`
+TIMED: dict[str, Any] = {"capacities": (10_000, 1_000_000, 10_000_000)}
+TINY: list[str] = []
+
+
+def nccl() -> str:
+    """A group of one rank: every message of a sharded buffer, in the types that NCCL must take."""
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29541")
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    buffer = ShardedReplayBuffer(SIZES["slots"], FIELDS, sampler=EXACT, mode="global", device=GPU, seed=1)
+    for batch in _life(buffer):
+        if not torch.equal(batch.n.float(), batch.x[:, 0]):
+            raise Wrong("a row is not whole")
+    dist.destroy_process_group()
+    return "global batches are whole"
+
+
+def times() -> str:
+    """One captured call of each case that has a target: the table of a round that ends here."""
+    told = []
+    for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
+        work = kernels.KERNELS[case.operation].ours(_inputs(case))
+        work.prepare()
+        timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
+        told.append(f"{case.name} {timing.microseconds()['p50']:.1f} µs")
+        print(told[-1], flush=True)
+    return "; ".join(told)
+
+
+_NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}
+_RANKS = {"skip": ["rank-draw*"], "pytest": ["--ignore=tests/kernels/test_rank_gpu.py"]}
+FEATURES: dict[str, Feature] = {
+    "machine": Feature(machine),
+    "transitions": Feature(beside_the_host(_transitions)),
+    "uniform": Feature(beside_the_host(lambda device: _transitions(device, Uniform()))),
+    "ranks": Feature(beside_the_host(lambda device: _transitions(device, RankBased())), _RANKS),
+    "steps": Feature(beside_the_host(_steps, _steps_of_life), {"skip": ["frame*"]}),
+    "goals": Feature(
+        beside_the_host(_goals, _steps_of_life), {"pytest": ["--ignore=tests/kernels/test_hindsight_gpu.py"]}
+    ),
+    "launch": Feature(launch, {"environment": ["GPU_REPLAY_PLAIN_LAUNCH=1"]}),
+    "capture": Feature(captured_step(), _NO_GRAPH),
+    "capture-add": Feature(captured_step(adds=True), _NO_GRAPH),
+    "capture-ranks": Feature(captured_step(RankBased()), _RANKS),
+    "capture-two": Feature(captured_step(twice=True), _NO_GRAPH),
+    "capture-none": Feature(capture_of_adds, _NO_GRAPH),
+    "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
+    "streams": Feature(streams),
+    "pinned": Feature(pinned, {"pytest": ["--ignore=tests/kernels/test_storage_gpu.py"]}),
+    "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
+    "contended": Feature(contended),
+    "network": Feature(network),
+    "catch": Feature(trained("catch")),
+    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000")),
+    "nccl": Feature(nccl),
+    "times": Feature(times),
+}
+
+
+def run(output: Path | None, seconds: float = ALL) -> int:
+    """Try all features for at most so many seconds; returns the exit status: 0 all ok, 1 some not, 3 no launch.
+
+    output: JSON lines, replaced.
+    """
+    until, rows, status = time.monotonic() + seconds, [], 0
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text("")
+    for name, feature in FEATURES.items():
+        began = time.monotonic()
+        verdict, message = _tried(feature, min(LIMIT, until - began))
+        took = time.monotonic() - began
+        print(f"VERDICT {name} {verdict} {took:.1f}s {message}", flush=True)
+        rows.append([name, verdict, f"{took:.1f}", message[:100]])
+        line = {"feature": name, "verdict": verdict, "seconds": round(took, 2), "message": message}
+        line["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if verdict != "ok":
+            status = 1
+            line["fallback"] = dict(feature.fallback)
+        if output:
+            with output.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if verdict != "ok" and name == next(iter(FEATURES)):
+            status = NO_LAUNCH
+            break
+    print(table(["feature", "verdict", "s", "message"], rows), flush=True)
+    return status
+
+
+def _tried(feature: Feature, limit: float) -> tuple[str, str]:
+    """The verdict and what to tell; the feature runs in a fork of this process, which must not have used the GPU."""
+    if limit <= 0:
+        return "SKIPPED", "no time was left for it"
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_in_child, args=(feature.check, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found: tuple[str, str] = mine.recv() if mine.poll(limit) else ("HANG", f"still running after {limit:.0f} s")
+    except EOFError:
+        process.join(5)
+        found = ("CRASH", f"the process ended with status {process.exitcode}")
+    if process.is_alive():
+        process.join(1)
+        process.kill()
+    # a process that waits for a lost device may stay; the others do not wait for it
+    process.join(5)
+    return found
+
+
+def _in_child(check: Callable[[], str], told: Connection) -> None:
+    try:
+        found = ("ok", check())
+    except (Wrong, Slow) as error:
+        found = (type(error).__name__.upper(), str(error))
+    except BaseException as error:
+        found = ("CRASH", " ".join(f"{type(error).__name__}: {error}".split())[:400])
+    told.send(found)
+    told.close()
+    sys.stdout.flush()
+    # nothing of a device that is lost is taken down
+    os._exit(0)

@@ -1,0 +1,321 @@
+"""Runs everything that needs a GPU, in parts that can be run one by one, and makes a page of what they leave.
+
+    python bench/on_gpu.py [PART ...] [options]
+
+It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest; no installation and no network. Each step
+of a part is a process with a limit of its own: it is interrupted when its time is over, killed ten seconds later, and
+the next one starts. A step leaves NAME.log and one line in PART.steps.jsonl. All is written as soon as it is known,
+and the archive of the part is renewed every 30 seconds, so a part may be killed at any moment. The exit status is 0
+only if every step succeeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+# seconds of each part, in the order in which they run
+PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 120, "page": 40}
+# what a suite ends with when the device is lost, and how often it is then started again for the cases that are missing
+LOST, AGAIN = 3, 3
+NO_LAUNCH = 3
+OUT_OF_TIME = 124
+PACK_EVERY = 30.0
+# tests that say nothing without a GPU, before those that say the same of the interpreter
+GPU_ONLY = ("tests/kernels/test_gpu_smoke.py", "tests/kernels", "-k", "_gpu")
+TINY = "--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2"
+TINY += " --eval-max-steps 5 --log-every 40"
+DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep='\\t')"
+
+
+class Step(NamedTuple):
+    """A command, named, and how many seconds it may take; again: started once more for what is missing."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    again: bool = False
+
+
+class Round:
+    """The steps of all parts as the options want them; `fallbacks` are words of features that do not work here."""
+
+    def __init__(self, options: argparse.Namespace, fallbacks: dict[str, list[str]]) -> None:
+        self._output: Path = options.output
+        self._small: bool = options.rehearsal
+        self._workers = 1 if options.rehearsal else options.workers
+        self._fallbacks = fallbacks
+        self._run = [sys.executable, "-m", *(["rehearsal"] if options.rehearsal else [])]
+
+    def _words(self, *kinds: str) -> list[str]:
+        return [word for kind in kinds for word in self._fallbacks.get(kind, [])]
+
+    def _bench(self, suite: str, seconds: float, *kinds: str, only: str = "") -> Step:
+        small = ["--quick", *(["--only", only] if only else [])] if self._small else []
+        skips = [word for pattern in self._words("skip") for word in ("--skip", pattern)]
+        words = ["gpu_replay", "bench", suite, *small, *self._words(*kinds), *skips]
+        output = ["--output", str(self._output / f"{suite}.jsonl")]
+        return Step(f"bench-{suite}", [*self._run, *words, *output], seconds, again=True)
+
+    def _train(self, env: str, seconds: float, reserve: float, *small: str) -> Step:
+        # what a checkpoint holds of a buffer takes gigabytes
+        words = ["--device", "cuda", "--seed", "0", "--no-checkpoint-replay", "--overwrite", *self._words("train")]
+        words += ["--max-seconds", f"{seconds - reserve:.0f}", "--output", str(self._output / env)]
+        tiny = [*TINY.split(), *small] if self._small else []
+        return Step(env, [*self._run, "gpu_replay", "train", env, *words, *tiny], seconds)
+
+    def _pytest(self, name: str, seconds: float, *where: str, before: Sequence[str] = (), workers: int = 0) -> Step:
+        outcomes = self._output / f"{name}.outcomes.jsonl"
+        workers = workers or self._workers
+        parallel = ["-p", "xdist.plugin", "-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+        options = [*parallel, "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", "-W", "default", "-m", "gpu"]
+        options += ["--continue-on-collection-errors", f"--outcomes={outcomes}", "-v", *self._words("pytest")]
+        return Step(name, [*before, *self._run, "pytest", *options, *where], seconds)
+
+    def contact(self, seconds: float) -> Iterator[Step]:
+        """Which features work here."""
+        given = ["--seconds", f"{0.9 * seconds:.0f}", "--output", str(self._output / "contact.jsonl")]
+        yield Step("contact", [*self._run, "gpu_replay", "bench", "contact", *given], seconds)
+
+    def records(self, seconds: float) -> Iterator[Step]:
+        """All suites for a GPU; in each, what has a target comes first."""
+        yield self._bench("kernels", 0.55 * seconds, "timing", only="N=1k")
+        yield self._bench("gpu", 0.3 * seconds, "timing", only="*cycle*")
+        yield self._bench("frames", 0.15 * seconds)
+
+    def pong(self, seconds: float) -> Iterator[Step]:
+        """Two games, the second one by ALE where that is there."""
+        yield self._train("device-pong", 0.175 * seconds, 15, "--steps", "168")
+        if find_spec("ale_py"):
+            yield self._train("pong", 0.825 * seconds, 30, "--n-step", "3", "--warmup", "40", "--steps", "104")
+
+    def tests(self, seconds: float) -> Iterator[Step]:
+        """Tests marked gpu: those that only a GPU can show by themselves, then all the others."""
+        some = ["tests/kernels/test_gpu_smoke.py", "-k", "everything and transitions"]
+        yield self._pytest("gpu-tests", 0.4 * seconds, *(some if self._small else GPU_ONLY))
+        rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", "not _gpu"]
+        yield self._pytest("tests", 0.6 * seconds, *rest)
+
+    def memcheck(self, seconds: float) -> Iterator[Step]:
+        """Some calls under compute-sanitizer, where it is there."""
+        tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+        if tool or self._small:
+            # memory as the driver gives it, so that what lies outside of a tensor is nobody's
+            before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
+            before += [tool, "--tool", "memcheck", "--error-exitcode", "9"] if tool else []
+            chosen = f"test_every_call_once and {'transitions-' * self._small}everything"
+            where = ["tests/kernels/test_gpu_smoke.py", "-k", chosen]
+            yield self._pytest("memcheck", seconds, *where, before=before, workers=1)
+
+    def page(self, seconds: float) -> Iterator[Step]:
+        """Plots, and the page of all records there are."""
+        bench = [sys.executable, "-m", "gpu_replay", "bench"]
+        records = self._output / "kernels.jsonl"
+        if records.is_file() and find_spec("matplotlib"):
+            yield Step("plot", [*bench, "plot", str(records)], seconds / 2)
+        yield Step("page", [*bench, "page", "--results", str(self._output)], seconds / 2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts; returns the exit status."""
+    options = _options(argv)
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    helpers = [f"{ROOT}/tests/helpers", f"{ROOT}/tests/contract"] if options.rehearsal else []
+    with tempfile.TemporaryDirectory() as site:
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), site, *helpers])
+        if options.wheels:
+            wheels = [str(path) for path in sorted(options.wheels.glob("*.whl"))]
+            pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, *wheels]
+            subprocess.run([sys.executable, *pip], check=True)
+            sys.path.append(site)
+        status, about = 0, _about(options, variables)
+        for part in options.parts:
+            fallbacks = found_fallbacks(options.output / "contact.jsonl")
+            variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
+            seconds = options.seconds or PARTS[part] * (4 if options.rehearsal else 1)
+            steps = getattr(Round(options, fallbacks), part)(seconds)
+            if options.dry_run:
+                for step in steps:
+                    print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
+                continue
+            ended = run_part(part, steps, seconds, options.output, options.archives, variables, about)
+            status |= any(ended.values())
+            if ended.get("contact") == NO_LAUNCH:
+                print("== no kernel can be launched, so nothing else is tried")
+                break
+    return int(status)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=about)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
+    parser.add_argument("--archives", type=Path, help="where each part leaves PART.tar.gz (default: OUTPUT-archives)")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels of packages that the machine lacks")
+    parser.add_argument("--commit", help="of the checkout, for the records (default: as git says)")
+    workers = max(1, (os.cpu_count() or 1) - 2) if find_spec("xdist") else 1
+    parser.add_argument("--workers", type=_positive, default=workers, help="test processes on the one GPU")
+    parser.add_argument("--seconds", type=_positive, help="the most that each part may take, instead of its own limit")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands instead; needs no GPU")
+    parser.add_argument("--rehearsal", action="store_true", help="all of it without a GPU, in small; measures nothing")
+    options = parser.parse_args(argv)
+    options.parts = options.parts or list(PARTS)
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if options.wheels and not options.wheels.is_dir():
+        parser.error(f"--wheels {options.wheels} is not a folder")
+    options.gpu, options.versions = "no GPU", {}
+    if options.rehearsal:
+        options.gpu = "a rehearsal"
+    elif not options.dry_run:
+        try:
+            done = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True, check=True)
+        except subprocess.CalledProcessError as error:
+            parser.error(f"this needs a GPU, or --dry-run: {error.stderr.strip().splitlines()[-1]}")
+        options.gpu, torch, triton = done.stdout.strip().split("\t")
+        options.versions = {"torch": torch, "triton": triton}
+    slug = re.sub(r"[^a-z0-9]+", "-", options.gpu.lower()).strip("-")
+    options.output = (options.output or ROOT / "bench" / "results" / slug).absolute()
+    options.archives = (options.archives or Path(f"{options.output}-archives")).absolute()
+    return options
+
+
+def _positive(text: str) -> int:
+    if not (text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number; found {text!r}")
+    return int(text)
+
+
+def _about(options: argparse.Namespace, variables: dict[str, str]) -> dict[str, str]:
+    """What every line of a step holds; the commit goes to all records, where git is not there too."""
+    commit = options.commit or variables.get("GPU_REPLAY_COMMIT")
+    if commit is None:
+        with suppress(OSError, subprocess.CalledProcessError):
+            git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+            commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    else:
+        variables["GPU_REPLAY_COMMIT"] = commit
+    return {"gpu": options.gpu, **options.versions, "commit": commit or "unknown"}
+
+
+def found_fallbacks(file: Path) -> dict[str, list[str]]:
+    """The words for the programs to come, by kind, of all features that first contact found wanting; each once."""
+    found: dict[str, list[str]] = {}
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        for kind, words in json.loads(line).get("fallback", {}).items():
+            # those of one kind are the same list or patterns of one word
+            found[kind] = found.get(kind, []) + [word for word in words if word not in found.get(kind, [])]
+    return found
+
+
+def run_part(
+    part: str,
+    steps: Iterator[Step],
+    seconds: float,
+    output: Path,
+    archives: Path,
+    variables: dict[str, str],
+    about: dict[str, str],
+) -> dict[str, int]:
+    """Run the steps within the part's time, each within its own; returns how they ended."""
+    for folder in (output, archives):
+        folder.mkdir(parents=True, exist_ok=True)
+    lines = output / f"{part}.steps.jsonl"
+    lines.unlink(missing_ok=True)
+    until, saved, ended = time.monotonic() + seconds, 0.0, {}
+    for step in steps:
+        for number in range(1 + AGAIN * step.again):
+            # what an earlier step did not need is left for this one
+            limit = min(step.seconds + saved, until - time.monotonic())
+            began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
+            print(f"== {part}: {step.name}{', again' * bool(number)}", flush=True)
+            status = _ended(step.name, command, limit, part, output, archives, variables)
+            took = time.monotonic() - began
+            saved += step.seconds * (number == 0) - took
+            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            line: dict[str, Any] = {"part": part, "step": step.name, "status": status, "seconds": round(took)}
+            with lines.open("a") as file:
+                file.write(json.dumps({**line, **about, "date": date}) + "\n")
+            ended[step.name] = status
+            if status:
+                print(f"== {part}: {step.name} ended with status {status}", flush=True)
+            if status != LOST:
+                break
+    _pack(part, output, archives)
+    return ended
+
+
+def _ended(
+    name: str, command: list[str], limit: float, part: str, output: Path, archives: Path, variables: dict[str, str]
+) -> int:
+    """The exit status of a command; what it prints goes to NAME.log and, a second later, to where this prints."""
+    log = output / f"{name}.log"
+    if limit <= 0:
+        log.write_text("no time was left for it\n")
+        return OUT_OF_TIME
+    until, packed, told = time.monotonic() + limit, time.monotonic(), None
+    with log.open("wb") as written, log.open("rb") as shown:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+                sys.stdout.write(shown.read().decode(errors="replace"))
+                sys.stdout.flush()
+                now = time.monotonic()
+                if now - packed > PACK_EVERY:
+                    packed = now
+                    _pack(part, output, archives)
+                if now > until:
+                    # interrupted first, so that what was measured is still written
+                    os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
+                    told, until = OUT_OF_TIME, now + 10
+        except BaseException:
+            _pack(part, output, archives)
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        sys.stdout.write(shown.read().decode(errors="replace"))
+    return told or process.returncode
+
+
+def _pack(part: str, output: Path, archives: Path) -> None:
+    """The output as it is now but for checkpoints, in one file that is never half written."""
+    partial = archives / f".{part}.{os.getpid()}.partial"
+    with tarfile.open(partial, "w:gz") as archive:
+        for path in sorted(output.rglob("*")):
+            # files may grow or go meanwhile
+            if path.is_file() and "checkpoint" not in path.relative_to(output).parts:
+                with suppress(OSError):
+                    archive.add(path, f"./{path.relative_to(output)}")
+    partial.replace(archives / f"{part}.tar.gz")
+
+
+def _interrupted(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupted)
+    sys.exit(main(sys.argv[1:]))
