@@ -39,7 +39,7 @@ NO_LAUNCH = 3
 OUT_OF_TIME = 124
 PACK_EVERY = 30.0
 # tests that say nothing without a GPU, before those that say the same of the interpreter
-GPU_ONLY = ("tests/kernels/test_gpu_smoke.py", "tests/kernels", "-k", "_gpu")
+GPU_ONLY = "test_gpu"
 TINY = "--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2"
 TINY += " --eval-max-steps 5 --log-every 40"
 DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, sep='\\t')"
@@ -109,8 +109,8 @@ class Round:
     def tests(self, seconds: float) -> Iterator[Step]:
         """Tests marked gpu: those that only a GPU can show by themselves, then all the others."""
         some = ["tests/kernels/test_gpu_smoke.py", "-k", "everything and transitions"]
-        yield self._pytest("gpu-tests", 0.4 * seconds, *(some if self._small else GPU_ONLY))
-        rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", "not _gpu"]
+        yield self._pytest("gpu-tests", 0.4 * seconds, *(some if self._small else ["tests/kernels", "-k", GPU_ONLY]))
+        rest = ["tests/programs/test_bench_timing.py"] if self._small else ["tests", "-k", f"not {GPU_ONLY}"]
         yield self._pytest("tests", 0.6 * seconds, *rest)
 
     def memcheck(self, seconds: float) -> Iterator[Step]:

@@ -17,8 +17,9 @@ from torch import Tensor
 plans = lru_cache(maxsize=64)
 # addresses of which Triton compiles code that moves whole words
 _ALIGNMENT = 16
-# whether launches go past Triton's own way at all; a switch for a Triton in which that does not work
-DIRECT = os.environ.get("GPU_REPLAY_PLAIN_LAUNCH", "") in ("", "0")
+# whether launches go past Triton's own way at all; a variable for a Triton in which that does not work
+VARIABLE = "GPU_REPLAY_PLAIN_LAUNCH"
+DIRECT = os.environ.get(VARIABLE) in (None, "", "0")
 
 
 def aligned(*tensors: Tensor) -> bool:

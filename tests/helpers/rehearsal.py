@@ -398,6 +398,7 @@ def pretend() -> None:
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
     first_contact.LIMIT = 150.0
+    first_contact.PROGRAM[1:1] = ["rehearsal"]
     first_contact.TINY.extend(word for name, value in TINY.items() for word in (f"--{name}", str(value)))
     _plant_failures()
 

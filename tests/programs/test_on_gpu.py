@@ -18,6 +18,7 @@ import pytest
 
 from gpu_replay import cli
 from gpu_replay.bench import gpu_page, on_gpu
+from gpu_replay.bench.first_contact import FEATURES
 from gpu_replay.bench.on_gpu import PARTS, Round, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,11 @@ def test_parts_fit_ten_minutes_each_and_their_steps_fit_the_part(monkeypatch: py
         # the page names the steps that are missing; memcheck needs its tool, and a plot needs records
         if part not in ("memcheck", "page"):
             assert tuple(step.name for step in steps) == gpu_page.PARTS[part]
+    for step in steps_of("tests"):
+        files = [word for word in step.command if word.startswith("tests/")]
+        assert all((ROOT / file).exists() for file in files)
+    words = {word for each in FEATURES.values() for kind in each.fallback.values() for word in kind}
+    assert all((ROOT / word.partition("=")[2]).is_file() for word in words if word.startswith("--ignore"))
     assert [step.seconds for step in steps_of("pong") if step.name == "pong"] == [330]
 
 
