@@ -1,12 +1,13 @@
 """Buffers of the kernels against buffers of the host code, call by call: the same integers, nothing written outside.
 
-On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
+Random programs of all public calls (`programs.py`) are played to both and to their model. On CPU tensors the kernels
+are interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,29 +15,135 @@ import pytest
 import torch
 from devices import thinned
 from guards import Guards, guarded
+from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
+from programs import SAMPLERS, Player, Program, any_program
 from torch import Tensor
+from trajectory_pair import taken_by
 from trees import check_sums
-from twins import Twins
+from twins import Twins, check_same
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Latest,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.hindsight import plan_choose_goals
 from gpu_replay.ops.mass_tree import DIRTY
-from gpu_replay.ops.ring import as_numpy, gather_rows, plan_gather
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
+
+
+# random programs
+
+
+def play(program: Program, device: str, folder: Path) -> tuple[Any, Any]:
+    """Make each call of a program on the host and through kernels; both are like their model, and hold the same.
+
+    returns: the two buffers, the host's first.
+    """
+    program.settings["place"] = "memory"
+    players = []
+    for backend, place in (("host", "cpu"), ("triton", device)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GPU_REPLAY_BACKEND", backend)
+            players.append((backend, Player(program, place, 1, folder)))
+    for name, *arguments in program.calls:
+        # what is refused, and what is copied, is the same on both
+        if name in ("refused", "renew") and arguments[0] != "state":
+            continue
+        for backend, player in players:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("GPU_REPLAY_BACKEND", backend)
+                getattr(player, name)(*arguments)
+        host, tested = (player.pair.buffer for _, player in players)
+        try:
+            check_same(tested, host)
+        except AssertionError as error:
+            raise AssertionError(f"{program}, after {name}{arguments}: {error}") from error
+    players[1][1].pair.check_counts()
+    return host, tested
+
+
+@thinned("name, kind, seed", SAMPLERS, ["rows", "steps"], range(3), times=2)
+def test_programs_leave_the_same_integers(name: str, kind: str, seed: int, device: str, tmp_path: Path) -> None:
+    draw = random.Random(f"{name} {kind} {seed}")
+    with guarded() as guards:
+        play(any_program(draw, kind, name, calls=16), device, tmp_path)
+        assert len(guards) >= 6
+
+
+@thinned("strategy, autoreset, name", ["future", "final", "episode"], ["next_step", "same_step", "disabled"], SAMPLERS)
+def test_programs_with_goals_leave_the_same_integers(
+    strategy: str, autoreset: str, name: str, device: str, tmp_path: Path
+) -> None:
+    draw = random.Random(f"{name} {autoreset} {strategy}")
+    known = {"n_step": 1, "fields": "goals", "relabel": strategy, "autoreset": autoreset, "final_capacity": None}
+    with guarded():
+        play(any_program(draw, "steps", name, calls=12, **known), device, tmp_path)
+
+
+@pytest.mark.parametrize("capacity", [127, 129, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["annealed", "rank-annealed"])
+def test_programs_in_buffers_of_several_blocks(name: str, capacity: int, device: str, tmp_path: Path) -> None:
+    with guarded():
+        program = any_program(random.Random(f"{name} {capacity}"), "rows", name, calls=12, capacity=capacity)
+        play(program, device, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stack, n_step, envs", [(1, 40, 2), pytest.param(40, 1, 2, marks=pytest.mark.slow), (2, 2, 70)], ids=str
+)
+@pytest.mark.parametrize("autoreset", ["next_step", pytest.param("same_step", marks=pytest.mark.slow)])
+def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
+    autoreset: str, stack: int, n_step: int, envs: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    turn = stack + n_step + 3
+    calls: list[Any] = [("steps", ["." * envs], True, None)] * turn
+    draw = random.Random(f"{stack} {n_step}")
+    for time in range(14):
+        ends = "".join(draw.choice("TUB") if draw.random() < (0.02, 0.1)[envs > 2] else "." for _ in range(envs))
+        calls.append(("steps", [ends], time % 5 > 0, [[draw.choice((0.5, 2.0)) for _ in range(envs)]]))
+        calls += [("sample", 9, None), ("begin", [draw.random() < 0.1 for _ in range(envs)])][: time % 3]
+    settings = {"capacity": turn * envs, "num_envs": envs, "stack": stack, "n_step": n_step, "autoreset": autoreset}
+    settings |= {"sampler": "combined-proportional", "fields": 0, "seed": 7}
+    settings |= {"final_capacity": 40} if autoreset == "same_step" else {}
+    with guarded():
+        host, _ = play(Program("steps", settings, calls), device, tmp_path)
+        assert host.stats().eligible > 0
+
+
+@pytest.mark.parametrize("name", ["uniform", "annealed", pytest.param("rank-annealed", marks=pytest.mark.slow)])
+def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
+    name: str, full: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    # one block more than the rows fill, at both ends of a segment, and in two segments
+    capacity, sizes = (2500, (1020, 1024, 1, 8 * 128, 600, 2501)) if full else (300, (120, 128, 1, 301))
+    draw = random.Random(name)
+    calls: list[Any] = [("add", rows, [draw.choice((0.25, 1.0, 4.0)) for _ in range(rows)]) for rows in sizes]
+    calls += [("sample", 9, None), ("sample", 130, None), ("learn", [draw.choice((0.5, 2.0)) for _ in range(130)])]
+    with guarded():
+        play(Program("rows", {"capacity": capacity, "sampler": name, "seed": 5}, calls), device, tmp_path)
+
+
+@pytest.mark.parametrize("num_envs, finals", [(5, 1), (130, 3), pytest.param(130, 40, marks=pytest.mark.slow)])
+def test_final_observations_beyond_the_room_for_them(
+    num_envs: int, finals: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows go by the order of the environments, however many programs there are."""
+    use_sizes_of_a_gpu(monkeypatch)
+    draw = random.Random(finals)
+    calls: list[Any] = []
+    for time in range(14):
+        ends = "".join(
+            draw.choice("TUB") if draw.random() < (0.0, 0.3, 1.0)[time % 3] else "." for _ in range(num_envs)
+        )
+        calls.append(("steps", [ends], time % 5 != 3, None))
+    settings = {"capacity": 3 * num_envs, "num_envs": num_envs, "autoreset": "same_step", "final_capacity": finals}
+    with guarded():
+        _, tested = play(Program("steps", settings | {"sampler": "latest", "fields": 0}, calls), device, tmp_path)
+        assert tested._counters[Counter.FINALS] > finals
 
 
 # rows
@@ -67,21 +174,6 @@ def rows_of(field: Field, count: int, seed: int) -> Tensor:
     return torch.randint(low, high, shape, generator=generator).to(field.dtype)
 
 
-@pytest.mark.parametrize("batch", [1, 127, 129])
-@pytest.mark.parametrize("name", ROWS)
-def test_gathered_rows(name: str, batch: int, device: str, guards: Guards) -> None:
-    field = ROWS[name]
-    store = guards.allocate((37, *field.shape), field.dtype, device)
-    store.copy_(rows_of(field, 37, batch))
-    slots = torch.from_numpy(np.random.default_rng(batch).integers(0, 37, batch))
-    gather = plan_gather({"x": store}, {"x": field}, batch, store.device, weighed=False)
-    (found,) = gather(slots.to(device), None).values()
-    expected = gather_rows(as_numpy(store.cpu()), field, slots.numpy())
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert torch.equal(found.cpu(), expected)
-
-
 @pytest.mark.parametrize("capacity", [1, 37, 129])
 @pytest.mark.parametrize("name", ROWS)
 def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> None:
@@ -90,6 +182,7 @@ def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> 
     for rows in (2, 36, 2 * capacity + 3, 1):
         both.insert(x=rows_of(field, rows, rows), n=torch.arange(rows))
         both.check()
+        both.draw(min(rows, capacity))
     guards.check()
 
 
@@ -104,104 +197,15 @@ def test_rows_longer_than_a_program_of_a_gpu_moves(field: Field, device: str, mo
         both.check()
 
 
-# whole buffers
+# priorities
 
 EVERYTHING = Proportional(0.5, LinearSchedule(0.4, 1.0, 9), clip=1000.0, initial="stored", normalize="buffer")
-SAMPLERS: dict[str, Any] = {
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "latest": Latest(),
-    "proportional": Proportional(),
-    "exact": Proportional(alpha=1.0, eps=0.0),
-    "everything": EVERYTHING,
-    "independent": Proportional(stratified=False, initial=3.0, normalize="buffer"),
-    "combined-uniform": Combined(Uniform(), newest=2),
-    "combined-everything": Combined(EVERYTHING, newest=3),
-    "rank": RankBased(),
-    "rank-everything": RankBased(1.0, LinearSchedule(0.4, 1.0, 9), initial="stored", normalize="buffer"),
-    "rank-independent": RankBased(2.0, stratified=False, initial=3.0),
-    "combined-rank": Combined(RankBased(stratified=False), newest=3),
-}
-# of ranks: many are equal, and the ends of what a priority can be are among them
-RANKED = (0.0, -0.0, 5e-324, 0.5, 1.0, -1.0, 2.0, 7.25, 1e-3, 1.7976931348623157e308)
-CALLS = ("add", "add", "given", "sample", "sample", "sample", "update", "update", "clear", "move")
 
 
 def twins(device: str, capacity: int, fields: dict[str, Field], sampler: Any = None) -> Twins:
     return Twins(
         lambda place: ReplayBuffer(capacity, fields, sampler=sampler or Latest(), device=place, seed=capacity), device
     )
-
-
-def some_priorities(generator: random.Random, count: int, device: str, sampler: Any = None) -> Tensor:
-    """Priorities over ten orders of magnitude; on a GPU powers of 4, of which no library rounds a root differently."""
-    if isinstance(getattr(sampler, "base", sampler), RankBased):
-        drawn = generator.choices(RANKED, k=count)
-    elif device == "cpu":
-        drawn = [generator.choice((1, -1)) * 10 ** generator.uniform(-5, 5) for _ in range(count)]
-    else:
-        drawn = [4.0 ** generator.randint(-8, 8) for _ in range(count)]
-    return torch.tensor(drawn, dtype=torch.float64)
-
-
-def call(generator: random.Random, both: Twins, device: str, calls: Sequence[str] = CALLS) -> None:
-    """One random call to both buffers, with the same arguments, after which they hold the same integers."""
-    host, sampler = both.host, both.host.sampler
-    capacity, added, newest = host.capacity, host.added, getattr(sampler, "newest", 0)
-    kind = generator.choice(calls)
-    if kind in ("add", "given"):
-        rows = generator.choice((1, 2, capacity // 2 + 1, capacity, 2 * capacity + 1))
-        given = some_priorities(generator, rows, device, sampler) if kind == "given" else None
-        both.insert(n=torch.arange(added, added + rows), priority=given)
-    elif kind == "sample" and len(host):
-        batch = min(generator.choice((3, 33, 129)), len(host) if isinstance(sampler, Uniform | Latest) else 129)
-        batch = max(1, min(batch, len(host) + 2) if newest else batch)
-        if len(host) >= newest and batch >= newest:
-            drawn = both.draw(batch, beta=generator.choice((None, None, 0.7)))
-            assert drawn.n.tolist() == drawn.key.tolist()
-    elif kind == "update" and added:
-        oldest, count = max(0, added - capacity - 2), generator.choice((1, 40, 129))
-        keys = [generator.randrange(oldest, added + 2) for _ in range(count)]
-        keys += keys[: len(keys) // 2]
-        both.update(torch.tensor(keys), some_priorities(generator, len(keys), device, sampler))
-    elif kind == "clear" and generator.random() < 0.3:
-        both.call("clear")
-    elif kind == "move":
-        # the state of one becomes that of both
-        source, target = generator.sample(both.both, 2)
-        target.load_state_dict(source.state_dict())
-    both.check()
-
-
-@thinned("name, capacity", SAMPLERS, [1, 2, 17, 40, 128, 129, 300], times=2)
-def test_random_calls_leave_the_same_integers(name: str, capacity: int, device: str) -> None:
-    generator = random.Random(f"{name} {capacity}")
-    with guarded() as guards:
-        both = twins(device, capacity, NUMBER, SAMPLERS[name])
-        assert len(guards) >= 6
-        for _ in range(16):
-            call(generator, both, device)
-
-
-@pytest.mark.parametrize("name", ["uniform", "everything", "rank"])
-def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_sizes_of_a_gpu(monkeypatch)
-    generator = random.Random(name)
-    with guarded():
-        both = twins(device, 2500, {**NUMBER, "x": Field((24,), torch.float32)}, SAMPLERS[name])
-        # one block more than the rows fill, at both ends of a segment, and in two segments
-        for rows in (1020, 1024, 1, 8 * 128, 600, 2501):
-            n = torch.arange(both.host.added, both.host.added + rows)
-            both.insert(n=n, x=n[:, None] % 1000 + torch.zeros(24), priority=some_priorities(generator, rows, device))
-            both.check()
-        for batch in (9, 130):
-            drawn = both.draw(batch)
-            assert drawn.n.tolist() == drawn.key.tolist()
-            keys = torch.cat((drawn.key, drawn.key[:50]))
-            both.update(keys, some_priorities(generator, len(keys), device))
-            both.check()
 
 
 @pytest.mark.parametrize("batch", [*SIZES, 1024, 1025])
@@ -238,11 +242,11 @@ def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(dev
         assert tested._state.tree.high.tolist().count(DIRTY) == 1
 
 
-@pytest.mark.parametrize("name", ["everything", "rank"])
-def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(name: str, device: str) -> None:
+@pytest.mark.parametrize("sampler", [EVERYTHING, RankBased()], ids=["mass", "rank"])
+def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: Any, device: str) -> None:
     """Kernels cannot raise: such an entry keeps its mass or its rank, also if an earlier one of its key was finite."""
     with guarded():
-        tested = twins(device, 129, NUMBER, SAMPLERS[name]).tested
+        tested = twins(device, 129, NUMBER, sampler).tested
         engine = tested._engine
         given = torch.tensor([4.0, float("nan"), 16.0, float("inf")], dtype=torch.float64, device=device)
         engine.append({"n": torch.arange(4, device=device)}, 4, given)
@@ -256,7 +260,7 @@ def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(name: str,
         assert tested.stats().rejected_priorities == 4
         check_sums(tested._state.tree)
         assert (engine.draws.masses.stamps == -1).all()
-        if name == "rank":
+        if isinstance(sampler, RankBased):
             tested.sample(4)
             ages = engine.draws._ranks.current(tested._state.tree, False).ages[:4]
             assert [(4 + age) % 129 for age in ages.tolist()] == [2, 0, 1, 3]
@@ -283,23 +287,85 @@ def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None
     assert [counters[place] for place in shared] == [0, 0, 0, NO_MASS]
 
 
-@pytest.mark.parametrize("steps", [False, True], ids=["transitions", "steps"])
-def test_kernels_draw_nothing_that_was_forgotten(steps: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's own count of what a device holds is made anew with `clear`."""
-    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
-    number: dict[str, Any] = {"action": torch.arange(3, device=device)}
-    fields = {"action": Field((), torch.int64)}
-    buffer: Any = ReplayBuffer(6, fields, sampler=Uniform(replacement=True), device=device)
-    if steps:
-        flags = torch.zeros(3, dtype=torch.bool, device=device)
-        number |= {"obs": number["action"].float(), "reward": number["action"].float()}
-        number |= {"terminated": flags, "truncated": flags}
-        fields = {"obs": Field((), torch.float32), **fields}
-        buffer = TrajectoryReplayBuffer(12, 3, fields, sampler=Uniform(replacement=True), device=device)
-    for _ in range(2):
-        buffer.add(**number)
-        buffer.add(**number)
-        assert buffer.sample(2).key.min() >= buffer.added - len(buffer)
-        buffer.clear()
-        with pytest.raises(RuntimeError, match="holds no"):
-            buffer.sample(2)
+def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
+    """On the device nobody can raise; what comes with a dead step is not even looked at."""
+    with guarded():
+        fields = {"obs": Field((3,), torch.float32), "action": Field((), torch.int64)}
+        sampler = Proportional(alpha=0.5, eps=0.0)
+        tested = Twins(
+            lambda place: TrajectoryReplayBuffer(20, 4, fields, sampler=sampler, device=place), device
+        ).tested
+        engine, mass = tested._engine, tested._state.rule.mass
+        numbers = [4.0, float("nan"), float("inf"), 16.0]
+        ends = [[False, False, False, True], [False] * 4]
+        for terminated, given in zip(ends, (numbers, [1.0, 1.0, 1.0, float("nan")]), strict=True):
+            values = {"obs": torch.zeros(4, 3), "action": torch.zeros(4, dtype=torch.int64), "reward": torch.zeros(4)}
+            engine.add_step(
+                {name: value.to(device) for name, value in values.items()},
+                torch.tensor(terminated, device=device),
+                torch.zeros(4, dtype=torch.bool, device=device),
+                torch.tensor(given, dtype=torch.float64, device=device),
+                None,
+            )
+        # the fourth ended at once, so its priority was the largest given before the others came to count
+        assert tested.masses()[:8].tolist() == [mass(p) for p in (4.0, 16.0, 16.0, 16.0)] + [0] * 4
+        assert tested.stats().rejected_priorities == 2
+        check_sums(tested._state.tree)
+
+
+# goals
+
+
+def with_goals(device: str, num_envs: int, steps: int, fields: Any = GOALS, **settings: Any) -> Twins:
+    """Buffers with goals that have lived through some steps."""
+    both = Twins(
+        lambda place: TrajectoryReplayBuffer(num_envs * steps, num_envs, fields, device=place, seed=5, **settings),
+        device,
+    )
+    for number in range(steps + 2):
+        ends = ["" if (number + env) % 4 else "TU"[env % 2] for env in range(num_envs)]
+        made = [goal_step(number, env, end=end, final=True, fields=fields) for env, end in enumerate(ends)]
+        both.insert(**{name: torch.from_numpy(value) for name, value in taken_by(both.host, made, fields).items()})
+    return both
+
+
+def test_goals_are_cast_and_scaled_alike(device: str) -> None:
+    goal = Field((2,), torch.int16, torch.float16, 0.25)
+    fields = {**GOALS, ACHIEVED: goal, DESIRED: goal}
+
+    def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        assert achieved.dtype == desired.dtype == torch.float16
+        return reward_of(achieved, desired)
+
+    for mode in ("next_step", "same_step"):
+        twins = with_goals(device, 6, 5, fields, stack=2, relabel=hindsight(reward_fn=reward_fn), autoreset=mode)
+        twins.draw(9, loose=())
+
+
+def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str) -> None:
+    """A graph replayed after a `clear` chooses goals for starts that are not eligible, whatever is known of them."""
+    generator = np.random.default_rng(0)
+    for mode in ("next_step", "same_step"):
+        twins = with_goals(device, 3, 6, relabel=hindsight(), autoreset=mode)
+        buffer = twins.tested
+        streams, slots = buffer._streams.streams, buffer.capacity
+        for added in (0, 18, 33):
+            buffer._counters[Counter.ADDED] = added
+            buffer._counters[Counter.FIRST] = added
+            for strategy in ("future", "final", "episode"):
+                for tensor, low, high in (
+                    (streams.depth, 0, 2**31 - 1),
+                    (streams.spans, -1, 2**31 - 1),
+                    (streams.parted, -1, 2**31 - 1),
+                    (streams.flags, 0, 32),
+                    (streams.final, 0, 2**31 - 1),
+                ):
+                    values = generator.integers(low, high, tensor.shape)
+                    tensor.copy_(torch.from_numpy(values).to(tensor.dtype))
+                keys = torch.arange(-slots, slots, device=device)
+                chosen = plan_choose_goals(streams, 2 * slots, buffer._counters, 36, strategy)(keys)
+                assert sorted(chosen.rows.tolist()) == list(range(36))
+                assert 0 <= int(chosen.slots.min()) <= int(chosen.slots.max()) < slots
+                if chosen.places is not None:
+                    assert int(chosen.places.min()) >= -1
+                    assert int(chosen.places.max()) < streams.shape.finals
