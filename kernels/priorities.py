@@ -184,6 +184,14 @@ def settle_kernel(keys_ptr, counters_ptr, stamp_ptr, batch, capacity, per_capaci
     tl.atomic_max(stamp_ptr + slot, position.to(tl.int32), mask=live, sem="relaxed")
 
 
+@triton.jit
+def add_to_root(root_ptr, node, change, FANOUT: tl.constexpr):
+    """Add (DRAWS,) changes to nodes of the root, summed first: a program adds to each of them once, if at all."""
+    child = tl.arange(0, FANOUT)
+    total = tl.sum(tl.where(node[:, None] == child[None, :], change[:, None], 0), axis=0)
+    tl.atomic_add(root_ptr + child, total, mask=total != 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["batch", "capacity", "per_capacity"])
 def update_kernel(
     keys_ptr,
@@ -238,15 +246,20 @@ def update_kernel(
             # a slot without mass must not be drawn, whatever its priority
             meant = winner & (old > 0)
         accepted = meant & (new > 0)
-        change = new - old
+        change = tl.where(accepted, new - old, 0)
         # copies of a thread's position in other threads have read stamp and leaf before they change
         tl.debug_barrier()
         tl.atomic_min(stamp_ptr + slot, tl.full([DRAWS], -1, tl.int32), mask=winner, sem="relaxed")
         tl.store(levels[0] + slot, new, mask=accepted)
         for each in tl.static_range(len(extremes)):
             tl.store(extremes[each] + slot // EDGE, tl.full([DRAWS], DIRTY, tl.int64), mask=accepted)
-        for level in tl.static_range(1, len(levels)):
+        TOP: tl.constexpr = len(levels) - 1
+        # all keys of thousands would wait for each other at the few nodes of the root
+        SUMS: tl.constexpr = TOP > 0 and not SETTLES
+        for level in tl.static_range(1, TOP if SUMS else TOP + 1):
             tl.atomic_add(levels[level] + (slot >> (SHIFT * level)), change, mask=accepted, sem="relaxed")
+        if SUMS:
+            add_to_root(levels[TOP], slot >> (SHIFT * TOP), change, 1 << SHIFT)
         count_masses(new, saturated, meant, counters_ptr, MAX_MASS, named & (live == 0))
     else:
         stale = named & (is_live(key, counters_ptr, capacity) == 0)

@@ -6,8 +6,8 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -148,35 +148,23 @@ def shift_pictures(pictures: Tensor, shifts: np.ndarray) -> Tensor:
 
 
 class StepStore(Protocol):
-    """What the gathers need of a trajectory buffer's storage."""
+    """What the gathers need of a trajectory buffer's storage.
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """(slots, *shape) of every field, `reward` among them."""
+    tensors, fields: (slots, *shape) of every field, `reward` among them, and what they hold.
+    observations: names of the fields that are stacked.
+    streams:      what is known of every step.
+    finals:       (finals, *shape) kept final observations of each observation field; empty where none are kept.
+    padding:      how stacks are filled before the first frame.
+    random_shift: pixels that pictures are moved by at most.
+    """
 
-    @property
-    def fields(self) -> dict[str, Field]:
-        """What they hold."""
-
-    @property
-    def observations(self) -> tuple[str, ...]:
-        """Names of the fields that are stacked."""
-
-    @property
-    def streams(self) -> Streams:
-        """What is known of every step."""
-
-    @property
-    def finals(self) -> Mapping[str, Tensor]:
-        """(finals, *shape) kept final observations of each observation field; empty where none are kept."""
-
-    @property
-    def padding(self) -> str:
-        """How stacks are filled before the first frame: "reset" or "zero"."""
-
-    @property
-    def random_shift(self) -> int:
-        """Pixels that pictures are moved by at most."""
+    tensors: dict[str, Tensor]
+    fields: dict[str, Field]
+    observations: tuple[str, ...]
+    streams: Streams
+    finals: dict[str, Tensor]
+    padding: Literal["reset", "zero"]
+    random_shift: int
 
 
 def plan_gather_windows(
