@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dqn_update import weighted_huber
 
 gymnasium = pytest.importorskip("gymnasium")
 sb3 = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3, in the extra `integrations`")
@@ -118,15 +119,14 @@ def test_dqn_weighs_its_loss_and_feeds_its_errors_back(settings: dict[str, Any])
     model.policy.optimizer.step = step
     buffer, drawn = model.replay_buffer, model.replay_buffer.drawn
     # a copy, which the hooks do not know
-    values = model.q_net(drawn.observations.clone()).gather(1, drawn.actions)
-    discount = model.gamma if drawn.discounts is None else drawn.discounts
-    best = model.q_net_target(drawn.next_observations).max(1, keepdim=True).values
-    target = (drawn.rewards + (1 - drawn.dones) * discount * best).detach()
-    loss = (buffer.weight * torch.nn.functional.smooth_l1_loss(values, target, reduction="none")).mean()
+    values, following = model.q_net(drawn.observations.clone()), model.q_net_target(drawn.next_observations)
+    discount = (1 - drawn.dones) * (model.gamma if drawn.discounts is None else drawn.discounts)
+    rest = (each[:, 0] for each in (drawn.actions, drawn.rewards, discount, buffer.weight))
+    loss, error = weighted_huber(values, following, following.argmax(1), *rest)
     assert buffer.weight.unique().numel() > 1
     for found, wanted in zip(gradients[0], torch.autograd.grad(loss, list(model.q_net.parameters())), strict=True):
         torch.testing.assert_close(found, wanted)
-    last = dict(zip(buffer._keys.tolist(), (target - values).abs()[:, 0].tolist(), strict=True))
+    last = dict(zip(buffer._keys.tolist(), error.abs().tolist(), strict=True))
     assert buffer.storage.priorities(torch.tensor(list(last))).tolist() == pytest.approx(list(last.values()), abs=1e-5)
 
 
@@ -182,27 +182,6 @@ def test_the_buffer_has_the_steps_the_gamma_and_the_seed_of_its_algorithm(kind: 
     key = model.replay_buffer._keys[whole]
     assert whole.sum() > 50
     torch.testing.assert_close(found.rewards[whole, 0], single[key] + 0.5 * single[key + 1] + 0.25 * single[key + 2])
-
-
-@pytest.mark.parametrize("name, own, other", [("n_steps", 3, 2), ("gamma", 0.9, 0.99), ("seed", 1, 2)])
-def test_replay_buffer_kwargs_cannot_contradict_the_algorithm(name: str, own: Any, other: Any) -> None:
-    with pytest.raises(ValueError, match=rf"PrioritizedTD3 has {name}={own}.*{name}={other}.*to the algorithm alone"):
-        small(PrioritizedTD3, "Pendulum-v1", {name: other}, **{name: own})
-    # said twice is no contradiction
-    assert small(PrioritizedTD3, "Pendulum-v1", {name: own}, **{name: own}).replay_buffer is not None
-
-
-def test_a_loaded_model_has_a_buffer_of_the_gamma_that_it_is_given(tmp_path: Path) -> None:
-    small(PrioritizedDQN, "CartPole-v1", {}, n_steps=2, gamma=0.9).save(tmp_path / "model.zip")
-    loaded = PrioritizedDQN.load(tmp_path / "model.zip", gamma=0.8)
-    assert isinstance(loaded.replay_buffer.storage, TrajectoryReplayBuffer)
-    assert loaded.replay_buffer.storage.gamma == 0.8
-
-
-def test_several_steps_are_not_summed_with_a_gamma_that_nobody_gave() -> None:
-    plain = {"replay_buffer_class": SB3ReplayBuffer, "replay_buffer_kwargs": {"n_steps": 3}, **SMALL}
-    with pytest.raises(ValueError, match=r"n_steps=3.*gamma of the algorithm"):
-        sb3.SAC("MlpPolicy", "Pendulum-v1", **plain)
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
@@ -276,14 +255,6 @@ def test_the_lines_of_cleanrl_on_the_page_run_before_and_after() -> None:
     assert names["rb"].stats().max_priority != 1.0
 
 
-def test_infos_of_gymnasium_are_refused_where_they_must_be_read() -> None:
-    buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 2)
-    row = np.zeros((2, 2))
-    with pytest.raises(TypeError, match=r"list of infos.*handle_timeout_termination=False"):
-        buffer.add(row, row, np.zeros(2, int), np.zeros(2), np.zeros(2, bool), {"episode": {}})  # type: ignore[arg-type]
-    assert buffer.size() == 0
-
-
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_saved_buffer_goes_on(tmp_path: Path, n_steps: int) -> None:
     model = small(PrioritizedDQN, "CartPole-v1", {"n_steps": n_steps})
@@ -295,6 +266,8 @@ def test_a_saved_buffer_goes_on(tmp_path: Path, n_steps: int) -> None:
     assert loaded.replay_buffer.size() == model.replay_buffer.size() == 40
     one, other = (each.replay_buffer.sample(16) for each in (model, loaded))
     assert torch.equal(one.observations, other.observations)
+    # a model that is loaded with another gamma has a buffer of that
+    assert n_steps == 1 or PrioritizedDQN.load(tmp_path / "model.zip", gamma=0.8).replay_buffer.storage.gamma == 0.8
     loaded.learn(12, reset_num_timesteps=False)
     assert loaded.replay_buffer.size() == 52
     assert loaded.replay_buffer.storage.stats().max_priority != 1.0
@@ -329,11 +302,21 @@ def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
     torch.testing.assert_close(ours.sample(1, env).rewards, wanted)
 
 
-def test_the_option_that_it_does_not_have_is_named() -> None:
+def test_what_cannot_be_says_what_to_do() -> None:
+    """Settings that contradict the algorithm or that a buffer lacks, and infos of Gymnasium where they must be read."""
+    for name, own, other in (("n_steps", 3, 2), ("gamma", 0.9, 0.99), ("seed", 1, 2)):
+        with pytest.raises(ValueError, match=f"{name}={own}.*{name}={other}.*to the algorithm alone"):
+            small(PrioritizedTD3, "Pendulum-v1", {name: other}, **{name: own})
+    # said twice is no contradiction
+    assert small(PrioritizedTD3, "Pendulum-v1", {"n_steps": 3}, n_steps=3).replay_buffer is not None
+    ours: dict[str, Any] = {"replay_buffer_class": SB3ReplayBuffer}
+    with pytest.raises(ValueError, match=r"n_steps=3.*gamma of the algorithm"):
+        small(sb3.SAC, "Pendulum-v1", {"n_steps": 3}, **ours)
     with pytest.raises(ValueError, match="optimize_memory_usage=False"):
-        sb3.DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=SB3ReplayBuffer, optimize_memory_usage=True, **SMALL)
-
-
-def test_priorities_need_a_buffer_that_has_some() -> None:
-    with pytest.raises(TypeError, match="PrioritizedDQN needs replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"):
+        small(sb3.DQN, "CartPole-v1", {}, optimize_memory_usage=True, **ours)
+    with pytest.raises(TypeError, match="replay_buffer_class=SB3ReplayBuffer.*DictReplayBuffer"):
         small(PrioritizedDQN, "CartPole-v1", {}, replay_buffer_class=DictReplayBuffer)
+    buffer, row = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 2), np.zeros((2, 2))
+    with pytest.raises(TypeError, match=r"list of infos.*handle_timeout_termination=False"):
+        buffer.add(row, row, np.zeros(2, int), np.zeros(2), np.zeros(2, bool), {"episode": {}})  # type: ignore[arg-type]
+    assert buffer.size() == 0
