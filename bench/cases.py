@@ -126,10 +126,11 @@ OPERATIONS: dict[str, Operation] = {
     # stacks of four frames of 84x84 before and after
     "frames": _frames(STEPS, "sample", drawn=FRAMES),
     # settings of this package beside each other: by rank or by mass, with or without replacement, with other goals or
-    # not, on one thread or two
+    # not, steps as such or as transitions, on one thread or two
     "ratio-rank": Operation(f"rank_based {DRAW}", "cycle", added=ADD, drawn=SAMPLE + UPDATE),
     "ratio-replacement": Operation("uniform", "sample", drawn=SAMPLE),
     "ratio-hindsight": Operation("hindsight", "sample"),
+    "ratio-steps": Operation(RING, "add", added=ADD),
     "ratio-threads": _frames(f"{STEPS} gather_threads", "sample", drawn=FRAMES),
     "storage-one": Operation("bench_storage", added=2 * ROW_BYTES + KEY),
     "storage-blocks": Operation("bench_storage", added=2 * ROW_BYTES + KEY),

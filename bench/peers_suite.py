@@ -3,7 +3,7 @@
 One part after the other is filled, checked and measured, so that at most one buffer of each library is held. Most
 people start with one environment: a step has a float64 reward and a Python bool, whatever the fields are. Settings of
 this package are compared in the same interleaved way (`ratio-*`): draws by rank with draws by mass, uniform draws with
-and without replacement, relabelled batches with plain ones, two threads with one.
+and without replacement, relabelled batches with plain ones, steps as such with transitions, two threads with one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from . import frames
 from .cases import ADDED, OURS, Case, cycle_cases
 from .environment import CannotMeasure
 from .frames import FrameSubject
+from .rows import Rows, buffer_fields
 from .runner import Maker, Part, compared
 from .subjects import ALPHA, BETA, CPU, PEERS, POOL, ReplaySubject, Subject, Task, make_peer
 
@@ -70,6 +71,28 @@ class GoalSubject(ReplaySubject):
         return [] if moved == self._relabelled else ["goals are not those that were asked for"]
 
 
+class StepSubject(ReplaySubject):
+    """A buffer of steps that environments return as they do: a float64 reward, flags in arrays."""
+
+    has_next_obs = False
+
+    def __init__(self, capacity: int, envs: int) -> None:
+        self._device, self.add_size = CPU, envs
+        fields = {name: each for name, each in buffer_fields().items() if name in ("obs", "action")}
+        sampler = Proportional(alpha=ALPHA, beta=BETA)
+        self._buffer = TrajectoryReplayBuffer(capacity, envs, fields, sampler=sampler, device=CPU, seed=0)
+
+    def inputs(self, rows: Rows) -> Any:
+        """See Subject."""
+        step = {**rows, "reward": rows["reward"].astype(np.float64), "truncated": np.zeros(len(rows["obs"]), bool)}
+        del step["next_obs"]
+        return step
+
+    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
+        """See Subject."""
+        return {**sampled, "terminated": sampled["discount"] == 0}
+
+
 def _on_threads(kind: type[ReplaySubject], threads: int, **options: Any) -> Maker:
     """Subjects of a kind whose batches are sampled while torch uses so many threads."""
 
@@ -93,7 +116,9 @@ def _vectors(sampler: Proportional | RankBased | Uniform) -> Maker:
     return partial(ReplaySubject, device=CPU, sampler=sampler)
 
 
-def _settings(slots: int, stacks: int, batches: tuple[int, ...]) -> list[tuple[list[Case], Mapping[str, Maker]]]:
+def _settings(
+    slots: int, stacks: int, stepped: int, batches: tuple[int, ...]
+) -> list[tuple[list[Case], Mapping[str, Maker]]]:
     """What is compared; of the makers the first is what others relate to."""
     frames: dict[str, Any] = {"device": CPU, "n_step": 1}
     exponents: dict[str, Any] = {"alpha": ALPHA, "beta": BETA}
@@ -101,7 +126,18 @@ def _settings(slots: int, stacks: int, batches: tuple[int, ...]) -> list[tuple[l
     uniform: dict[str, Any] = {"Uniform(replacement=True)": Uniform(replacement=True), "Uniform()": Uniform()}
     relabelled = {"plain": None, "Hindsight": Hindsight(reward_fn=_reward)}
     threads = {"1 thread": 1, "2 threads": 2}
+    steps: list[tuple[list[Case], Mapping[str, Maker]]] = [
+        (
+            [Case("ratio-steps", stepped, envs, envs)],
+            {
+                "ReplayBuffer": partial(ReplaySubject, device=CPU, stepped=True),
+                "TrajectoryReplayBuffer": partial(StepSubject, envs=envs),
+            },
+        )
+        for envs in (1, ADDED)
+    ]
     return [
+        *steps,
         ([Case("ratio-rank", slots, batch, ADDED) for batch in batches], {n: _vectors(s) for n, s in ranks.items()}),
         ([Case("ratio-replacement", slots, 64)], {n: _vectors(s) for n, s in uniform.items()}),
         ([Case("ratio-hindsight", slots, _BATCH)], {n: partial(GoalSubject, relabel=r) for n, r in relabelled.items()}),
@@ -171,7 +207,7 @@ def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part
             added=1,
             stepped=True,
         ),
-        *[(cases, compared(makers)) for cases, makers in _settings(sizes.variants, steps, sizes.batches)],
+        *[(cases, compared(makers)) for cases, makers in _settings(sizes.variants, steps, one, sizes.batches)],
     ]
 
 
