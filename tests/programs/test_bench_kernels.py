@@ -12,10 +12,10 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 
 from gpu_replay.bench import kernel_checks, kernels, plots, report, results
 from gpu_replay.bench import main as commands
-from gpu_replay.bench.cases import OURS, Case, chosen
+from gpu_replay.bench.cases import OURS, Case
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
-from gpu_replay.bench.kernels import KERNELS, inputs, kernel_cases, makers
+from gpu_replay.bench.kernels import KERNELS, inputs, makers
 from gpu_replay.bench.record import Record
 from gpu_replay.bench.report import best_baseline, kernels_table
 from gpu_replay.bench.runner import Run
@@ -31,40 +31,6 @@ def kernel(case: str = "draw/N=10k/B=32", implementation: str = OURS, median: fl
 
 
 # the registry
-
-
-def test_bytes_that_must_move_by_hand() -> None:
-    row, frame = 4 * 4 + 8 + 4 + 4 * 4 + 1, 84 * 84
-    expected = {
-        ("empty", 0, 0): 0,
-        ("prefix-sum", 1000, 0): 1000 * (8 + 8),
-        ("tree-build", 1000, 0): 1000 * 8,
-        ("draw", 1000, 32): 32 * (8 + 8),
-        ("update", 1000, 32): 32 * (8 + 4 + 8 + 8),
-        ("draw-update", 1000, 32): 32 * (8 + 8) + 32 * (8 + 4 + 8 + 8),
-        ("rank-draw", 1000, 32): 32 * (8 + 8),
-        ("row-gather", 1000, 32): 32 * (8 + row + row),
-        ("frame-gather", 1000, 32): 32 * (8 + 2 * 4 * (frame + frame)),
-        ("frame-gather-bf16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
-        ("frame-gather-f16", 1000, 32): 32 * (8 + 2 * 4 * (frame + 2 * frame)),
-    }
-    assert {key: Case(*key).bytes for key in expected} == expected
-    assert {operation for operation, _, _ in expected} == set(KERNELS)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_registry_covers_the_sizes_that_were_asked_for(device: str) -> None:
-    cases = kernel_cases(device)
-    names = [case.name for case in cases]
-    assert (len(names), {case.operation for case in cases}) == (len(set(names)), set(KERNELS))
-    for operation in ("draw", "update", "draw-update", "rank-draw"):
-        sizes = {(case.capacity, case.batch) for case in cases if case.operation == operation}
-        assert {capacity for capacity, _ in sizes} == {10**4, 10**5, 10**6, 10**7, 10**8}
-        assert {batch for _, batch in sizes} == {32, 256, 4096, 65_536}
-    assert {case.batch for case in cases if case.operation == "frame-gather"} == {32, 256, 4096, 65_536}
-    assert all(case.batch <= case.capacity for case in cases)
-    assert max(case.capacity for case in kernel_cases(device, most=10**6)) == 10**6
-    assert [case.name for case in chosen(cases, "tree-build/N=1M")] == ["tree-build/N=1M"]
 
 
 def test_baselines_end_where_they_stop_being_right() -> None:
@@ -285,12 +251,6 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     files = plots.draw([found[0], replace(found[0], environment=GPU, timing="graph")], tmp_path / "both")
     assert {file.parent.name for file in files} == {"cpu-host", "nvidia-test-9000-graph"}
     assert plots.draw([], tmp_path / "none") == []
-
-
-def test_plots_without_matplotlib_say_what_to_install(monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert commands.main(["plot"]) == 2
-    assert "matplotlib is needed for gpu-replay bench plot but not installed" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

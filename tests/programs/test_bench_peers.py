@@ -5,7 +5,7 @@ Adapters are tried on the libraries that are installed, with tiny sizes; none is
 
 from __future__ import annotations
 
-import importlib
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -92,10 +92,8 @@ def test_mixed_up_rows_of_stacks_are_noticed(name: str) -> None:
 def test_only_a_few_rows_at_the_seam_may_be_cut() -> None:
     fields = batch_of()
     for cut, allowed in ((3, True), (12, False)):
-        after = fields["next_obs"].clone()
-        after[:cut] = fields["obs"][:cut]
+        after = torch.cat([fields["obs"][:cut], fields["next_obs"][cut:]])
         assert (faults({**fields, "next_obs": after}, seam=0.1) == []) is allowed
-        assert faults({**fields, "next_obs": after}) != []
 
 
 @pytest.mark.parametrize("n_step, envs", [(1, 8), (3, 8), (1, 64)])
@@ -124,21 +122,29 @@ def test_a_library_that_mixes_rows_up_is_refused(stacks: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, modules in LIBRARIES.items() if modules])
-def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(name: str, monkeypatch: Patch) -> None:
+def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(
+    name: str, monkeypatch: Patch, capsys: Capture
+) -> None:
     for module in [found for found in sys.modules if found.startswith(LIBRARIES[name][-1])]:
         monkeypatch.delitem(sys.modules, module)
     for module in LIBRARIES[name]:
         # Python's own way of saying that there is no such module
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        CannotMeasure, match=rf"^{name} skipped: .*; it needs `pip install .*{PEERS[name].distribution}`"
-    ):
-        make_peer(name, Task(256, 8))
+    assert peers_suite.available([name, "python_sum_tree"], CPU) == ["python_sum_tree"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(rf"{name} skipped: .*; it needs `pip install .*{PEERS[name].distribution}`", line)
 
 
-def test_a_device_that_a_library_does_not_know_is_refused() -> None:
-    with pytest.raises(CannotMeasure, match=r"cpprb skipped: it stores nothing on a device of type 'cuda'\."):
-        make_peer("cpprb", Task(256, 8, device=torch.device("cuda")))
+@pytest.mark.parametrize(
+    "name, task, message",
+    [
+        ("cpprb", Task(256, 8, device=torch.device("cuda")), "it stores nothing on a device of type 'cuda'"),
+        ("dopamine", Task(100_000, 8), "filling it with more than 10,000 rows takes too long"),
+    ],
+)
+def test_what_a_library_cannot_do_is_refused(name: str, task: Task, message: str) -> None:
+    with pytest.raises(CannotMeasure, match=f"^{name} skipped: {message}"):
+        make_peer(name, task)
 
 
 def made(name: str, task: Task) -> Subject:
@@ -184,16 +190,6 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
     assert float((drawn < border).float().mean()) < 0.25
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_trees_on_a_gpu_are_refused_without_a_build_that_has_them() -> None:
-    made("torchrl", Task(256, 8))
-    extension = importlib.import_module("torchrl._torchrl")
-    if hasattr(extension, "CudaSumSegmentTreeFp32"):
-        pytest.skip("this build of TorchRL has CUDA trees")
-    with pytest.raises(CannotMeasure, match="torchrl skipped: installed, but it fails here"):
-        make_peer("torchrl", Task(256, 8, device=torch.device("cuda")))
-
-
 # who takes part in what
 
 
@@ -223,11 +219,6 @@ def test_what_is_recorded_is_what_the_command_measures() -> None:
     assert rows in (root / "README.md").read_text()
 
 
-def test_a_library_that_would_take_too_long_is_said_to_be_skipped() -> None:
-    with pytest.raises(CannotMeasure, match=r"dopamine skipped: filling it with more than 10,000 rows takes too long"):
-        make_peer("dopamine", Task(100_000, 8))
-
-
 def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> None:
     def mistaken(task: Task) -> None:
         raise AttributeError("a typing mistake")
@@ -242,9 +233,3 @@ def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> N
     monkeypatch.setattr(python_sum_tree_peer, "PythonSumTree", space["mistaken"])
     with pytest.raises(AttributeError, match="no_such_field"):
         make_peer("python_sum_tree", Task(100, 8))
-
-
-def test_what_is_missing_is_said_once(monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setitem(sys.modules, "cpprb", None)
-    found = peers_suite.available(["cpprb", "python_sum_tree"], CPU)
-    assert (found, capsys.readouterr().err.count("cpprb skipped")) == (["python_sum_tree"], 1)

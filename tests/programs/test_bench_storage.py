@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,27 +28,15 @@ def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
     assert np.array_equal(stored, np.sort(rows["obs"][5:, 0]))
 
 
-def mixed(capacity: int) -> Layout:
-    """Gives rewards of other rows."""
-    layout = list_ring(capacity)
-
-    def batch(size: int) -> Any:
-        found = layout.batch(size)
-        return {**found, "reward": found["reward"].flip(0)}
-
-    return layout._replace(batch=batch)
-
-
 def forgetful(capacity: int) -> Layout:
     """Stores only every second row of a block."""
     layout = list_ring(capacity)
     return layout._replace(extend=lambda block: layout.extend(block[::2]))
 
 
-@pytest.mark.parametrize(("broken", "wrong"), [(mixed, "reward"), (forgetful, "which rows are kept")])
-def test_a_broken_layout_is_not_measured(broken: Callable[[int], Layout], wrong: str) -> None:
-    with pytest.raises(CannotMeasure, match=wrong):
-        storage.check("broken", broken)
+def test_a_broken_layout_is_not_measured() -> None:
+    with pytest.raises(CannotMeasure, match="which rows are kept"):
+        storage.check("broken", forgetful)
 
 
 def test_the_command_records_every_part_of_every_layout(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:

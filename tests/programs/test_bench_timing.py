@@ -56,22 +56,6 @@ class Driver:
             raise RuntimeError("operation not permitted when stream is capturing\nand more that is not shown")
 
 
-def test_a_graph_holds_so_many_calls_after_a_warm_up_on_a_side_stream(monkeypatch: Patch) -> None:
-    cuda = Driver(monkeypatch, refuses=False)
-    replay = captured(lambda: cuda.log.append("call"), CUDA, 4)
-    assert cuda.log == ["side stream", "wait", *["call"] * timing.WARM_UPS, "wait", "capture", *["call"] * 4]
-    cuda.log.clear()
-    replay()
-    replay()
-    assert cuda.log == ["replay", "replay"]
-
-
-def test_a_call_that_cannot_be_captured_says_why_in_one_line(monkeypatch: Patch) -> None:
-    Driver(monkeypatch, refuses=True)
-    with pytest.raises(NotCaptured, match=r"^operation not permitted when stream is capturing$"):
-        captured(lambda: None, CUDA, 1)
-
-
 def test_a_capture_that_failed_leaves_nothing_behind(monkeypatch: Patch) -> None:
     cuda = FakeCuda().install(monkeypatch)
     cuda.refusal = "operation failed due to a previous error during capture"
@@ -94,13 +78,6 @@ def fixed_clock(monkeypatch: Patch, nanoseconds: int) -> None:
     monkeypatch.setattr(timing, "clock_for", lambda device: clock)
     # a collection of the whole heap takes longer than the test
     monkeypatch.setattr(timing.gc, "collect", int)
-
-
-def test_the_time_of_a_graph_is_divided_by_its_calls(monkeypatch: Patch) -> None:
-    fixed_clock(monkeypatch, 8_000)
-    plan = Plan(warmup=0, seconds=0, fewest=3, most=3)
-    found = measure(lambda: None, prepare=lambda: None, plan=plan, device=CPU, calls=4)
-    assert (found.microseconds()["p50"], found.repetitions) == (2.0, 3)
 
 
 def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
@@ -142,17 +119,18 @@ def test_a_call_is_replayed_or_else_timed_by_events(refuses: bool, monkeypatch: 
         # nothing is prepared any more, since a graph works on what stays; each replay is queued behind a sleep
         assert ((found.timing, found.median), cuda.log.count("prepare")) == (("graph", 250.0 / CALLS_PER_GRAPH), 1)
         assert cuda.log[-4:] == ["sleep", "replay"] * 2
+        # caches cannot be flushed between the calls of one graph
+        monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
+        assert timed({"ours": (call, prepare)}, "graph", flush=4096)["ours"].median == 250.0
 
 
-def test_every_graph_holds_as_many_calls_and_one_where_caches_are_flushed(monkeypatch: Patch) -> None:
-    cuda = Driver(monkeypatch, refuses=False)
-    monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
-    for flush, calls in ((0, CALLS_PER_GRAPH), (4096, 1)):
-        for nanoseconds in (1_000, 10**9):
-            fixed_clock(monkeypatch, nanoseconds)
-            cuda.log.clear()
-            timed({"ours": ((lambda: cuda.log.append("call")), int)}, "graph", flush=flush)
-            assert cuda.log[cuda.log.index("capture") :].count("call") == calls
+def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert flush_bytes(CUDA) == 100 * 2**20
+    # older versions of torch do not say
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert flush_bytes(CUDA) == 2**26
+    assert flush_bytes(CPU) >= 2**16
 
 
 def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
@@ -167,19 +145,6 @@ def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
     found = timed({name: ((lambda name=name: log.append(name)), int) for name in ("a", "b")}, "events", rounds=3)
     assert log == ["a", "b"] * 3
     assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
-
-
-def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
-    properties = SimpleNamespace(L2_cache_size=50 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert flush_bytes(CUDA) == 100 * 2**20
-    # older versions of torch do not say, and a CPU may not either
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert flush_bytes(CUDA) == 2**26
-    monkeypatch.setattr(timing, "_last_cache_of_cpu", lambda: 0)
-    assert flush_bytes(CPU) == 2**26
-    monkeypatch.undo()
-    assert flush_bytes(CPU) >= 2**16
 
 
 def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
