@@ -13,7 +13,7 @@ from devices import device_fixture as device_fixture
 from devices import scale
 from trajectory_pair import FIELDS as STEP_FIELDS
 from trajectory_pair import Pair, live_through
-from transitions import SAMPLERS, make, same, transitions
+from transitions import SAMPLERS, STORED, check_rows, fill, make, same, transitions
 
 from gpu_replay import (
     Batch,
@@ -221,3 +221,74 @@ def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_buffer_is_on_the_cpu_where_there_is_no_gpu() -> None:
     assert make(4, device=None).device.type == "cpu"
+
+
+FORMS = {"numpy int64": np.array, "numpy int32": lambda keys: np.array(keys, dtype=np.int32), "list": list}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "tensor", "device tensor", "int"])
+def test_stored_transitions_come_back_by_key(form: str, device: str) -> None:
+    buffer = make(10, device=device)
+    fill(buffer, 25)
+    wanted = [24, 15, 20, 20] if form != "int" else [24]
+    tensor = torch.tensor(wanted, device=device if form == "device tensor" else "cpu")
+    batch = buffer[FORMS[form](wanted) if form in FORMS else 24 if form == "int" else tensor]
+    assert (batch.key.tolist(), batch.key.dtype) == (wanted, torch.int64)
+    assert all(tensor.device.type == device for tensor in batch.values())
+    check_rows(batch)
+
+
+@pytest.mark.parametrize("keys, named", [([20, 14, 9], 14), ([25], 25), ([-1, 20], -1), ([24, 2**62, 3], 2**62)])
+def test_key_error_names_the_first_key_that_is_not_live(keys: list[int], named: int, device: str) -> None:
+    buffer = make(10, device=device)
+    fill(buffer, 25)
+    with pytest.raises(KeyError, match=rf"(?<![\d-]){named}(?!\d)"):
+        buffer[torch.tensor(keys)]
+
+
+def test_batch_is_a_snapshot(device: str) -> None:
+    buffer = make(6, Proportional(), device=device)
+    fill(buffer, 6)
+    batches = buffer.sample(4), buffer[[0, 1, 2]]
+    before = [{name: value.clone() for name, value in batch.items()} for batch in batches]
+    buffer.update_priorities(fill(buffer, 6), torch.full((6,), 9.0, device=device))
+    buffer.sample(4)
+    for batch, old in zip(batches, before, strict=True):
+        same(batch, old)
+
+
+def test_what_was_added_and_what_was_drawn_are_the_callers_to_change(device: str) -> None:
+    buffer = make(4, Uniform(), device=device)
+    given = {name: value.to(device) for name, value in transitions(range(4)).items()}
+    buffer.add(**given)
+    for tensors in (given, buffer.sample(4), buffer[[0, 1, 2, 3]]):
+        tensors["obs"].fill_(-1)
+    check_rows(buffer[buffer.keys()])
+
+
+def test_attributes_say_what_was_asked(device: str) -> None:
+    buffer = make(11, device=device)
+    assert (buffer.capacity, buffer.device, dict(buffer.fields)) == (11, torch.empty(0, device=device).device, STORED)
+    assert (buffer.added, len(buffer)) == (0, 0)
+    assert buffer.nbytes >= 11 * sum(field.row_bytes for field in STORED.values())
+
+
+def test_batch_is_reached_by_name_and_by_attribute(device: str) -> None:
+    buffer = make(3, device=device)
+    fill(buffer, 3)
+    batch = buffer.sample(2)
+    assert batch.obs is batch["obs"]
+    assert set(batch) == {*STORED, "key", "probability", "weight"}
+    with pytest.raises(KeyError, match=r"nothing.*obs"):
+        batch["nothing"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = batch.nothing
+
+
+def test_dotted_fields_are_reached_as_a_group(device: str) -> None:
+    fields = {"obs.camera": Field((2,), torch.uint8), "obs.speed": Field((), torch.float32)}
+    buffer = ReplayBuffer(3, fields, device=device)
+    buffer.add(**{"obs.camera": torch.tensor([[1, 2], [3, 4]]), "obs.speed": torch.tensor([0.5, 1.5])})
+    batch = buffer[[1, 0]]
+    assert batch["obs.camera"].tolist() == batch["obs"]["camera"].tolist() == [[3, 4], [1, 2]]
+    assert batch.obs.speed.tolist() == [1.5, 0.5]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale
 from model import UNIT, mass_of
 from tolerances import close
-from transitions import EXACT, fill, make, same_draws
+from transitions import EXACT, fill, make
 
-from gpu_replay import Combined, Latest, Proportional, ReplayBuffer, Uniform
+from gpu_replay import Proportional, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -62,16 +61,6 @@ def test_repeated_keys_in_a_long_shuffled_update(different: int, count: int, dev
         assert buffer.total_mass() == sum(buffer.masses().tolist())
 
 
-def test_overwritten_key_is_ignored_and_counted(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 6)
-    # keys 0 and 1 were overwritten by 4 and 5, which hold their slots now
-    update(buffer, [0, 2, 1], [50.0, 3.0, 60.0])
-    assert (units(buffer), buffer.stats().stale_updates) == ([1, 1, 3, 1], 2)
-    update(buffer, [1, 5], [70.0, 2.0])
-    assert (units(buffer), buffer.stats().stale_updates) == ([1, 2, 3, 1], 3)
-
-
 @pytest.mark.parametrize("key", [0, 1, -1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
 def test_keys_that_are_not_live_are_ignored_and_counted(order: int, key: int, device: str) -> None:
@@ -83,13 +72,6 @@ def test_keys_that_are_not_live_are_ignored_and_counted(order: int, key: int, de
     # nor is it the largest priority ever given
     fill(buffer, 1)
     assert units(buffer) == [1, 2, 2, 1]
-
-
-def test_key_of_an_unwritten_slot_is_ignored(device: str) -> None:
-    buffer = make(10, EXACT, device=device)
-    fill(buffer, 3)
-    update(buffer, [3, 9], [5.0, 5.0])
-    assert (buffer.total_mass(), buffer.stats().stale_updates) == (3 * UNIT, 2)
 
 
 def test_sign_of_a_priority_is_dropped(device: str) -> None:
@@ -189,21 +171,3 @@ def test_initial_is_subject_to_eps_clip_and_alpha(device: str) -> None:
     fill(buffer, 1)
     assert close(buffer.masses()[:2], [mass_of(1e6, settings, 4)] * 2, "mass")
     assert close(buffer.masses()[1:2], [3 * UNIT], "mass")
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), Uniform(replacement=True), Latest(), Combined(Uniform())], ids=repr)
-def test_update_of_a_sampler_without_priorities_changes_no_draw(sampler: Any, device: str) -> None:
-    buffer, twin = make(65, sampler, device=device), make(65, sampler, device=device)
-    fill(buffer, 65)
-    fill(twin, 65)
-    buffer.update_priorities(torch.arange(65, device=device), torch.full((65,), 1e6, device=device))
-    same_draws(buffer, twin, 5)
-
-
-def test_update_through_a_combined_sampler_changes_its_base(device: str) -> None:
-    buffer = make(8, Combined(EXACT, newest=1), device=device)
-    keys, priorities = fill(buffer, 8), torch.full((8,), 1 / UNIT, device=device)
-    priorities[3] = 2.0**30
-    buffer.update_priorities(keys, priorities)
-    for _ in range(scale(20, 3)):
-        assert buffer.sample(5).key.tolist() == [3, 3, 3, 3, 7]

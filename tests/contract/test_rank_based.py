@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale, statistical
+from devices import statistical
 from distribution import check_counts
 from model import rank_masses, stratum
 from tolerances import close
 from transitions import NUMBER, fill, make
 
-from gpu_replay import Combined, LinearSchedule, RankBased, ReplayBuffer
+from gpu_replay import RankBased, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -63,19 +63,6 @@ def test_equal_priorities_go_by_key_and_not_by_slot(device: str) -> None:
     for given, order in (([2, 1, 2, 2, 2], [0, 2, 3, 4, 1]), (None, [3, 4, 5, 6, 7]), ([2], [4, 5, 6, 7, 8])):
         fill(buffer, 3 if given is None else len(given), priority=given)
         check_ranks(buffer, order)
-
-
-@pytest.mark.parametrize("initial, order", [("running", [3, 1, 2]), ("stored", [1, 3, 2]), (2.0, [1, 3, 2])])
-def test_new_transitions_enter_as_initial_says(initial: Any, order: list[int], device: str) -> None:
-    buffer = make(3, RankBased(alpha=1.0, initial=initial), device=device)
-    fill(buffer, 3, priority=[8.0, 4.0, 1.0])
-    buffer.update_priorities(torch.tensor([0]), torch.tensor([3.0]))
-    # key 3 pushes out key 0, and the largest that is stored is 4
-    fill(buffer, 1)
-    buffer.update_priorities(torch.tensor([1]), torch.tensor([5.0]))
-    check_ranks(buffer, order)
-    entered = {"running": 8.0, "stored": 4.0}.get(initial, 2.0)
-    assert close(buffer.stats().mean_priority, (6.0 + entered) / 3, "statistic")
 
 
 def test_every_number_that_is_a_priority_has_its_place(device: str) -> None:
@@ -142,67 +129,4 @@ def test_alpha_zero_is_uniform_and_a_large_one_is_greedy(
     assert (batch.key.tolist(), batch.probability.tolist(), batch.weight.tolist()) == (keys, [chance] * 8, [1.0] * 8)
 
 
-@pytest.mark.parametrize("normalize", ["batch", "buffer"])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, 2.5, LinearSchedule(0.0, 1.0, 4)], ids=str)
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_weights_undo_the_probabilities(alpha: float, beta: Any, normalize: Any, device: str) -> None:
-    buffer = given(RankBased(alpha=alpha, beta=beta, normalize=normalize, stratified=False), device, seed=5)
-    chances = [rank**-alpha / sum(each**-alpha for each in RANKS) for rank in RANKS]
-    for step, override in enumerate((None, None, 0.3, None, None, None)):
-        # fewer draws than would always meet the last rank
-        batch = buffer.sample(3, beta=override)
-        drawn = batch.key.tolist()
-        exponent = override if override is not None else min(step / 4, 1.0) if callable(beta) else beta
-        raw = [(8 * chance) ** -exponent for chance in chances]
-        largest = max(raw) if normalize == "buffer" else max(raw[key] for key in drawn)
-        assert close(batch.probability, [chances[key] for key in drawn], "probability")
-        assert close(batch.weight, [raw[key] / largest for key in drawn], "weight")
-        assert normalize == "buffer" or batch.weight.max().item() == 1.0
-
-
-def test_combined_ends_with_the_newest(device: str) -> None:
-    buffer = given(Combined(RankBased(alpha=1.0), newest=3), device, seed=4)
-    batch, alone = buffer.sample(9), given(RankBased(alpha=1.0), device, seed=4).sample(6)
-    assert batch.key.tolist() == [*alone.key.tolist(), 5, 6, 7]
-    for name in ("probability", "weight"):
-        assert batch[name].tolist() == [*alone[name].tolist(), 1.0, 1.0, 1.0]
-    assert buffer.sample(3).key.tolist() == [5, 6, 7]
-
-
 # what it says about itself
-
-
-def test_statistics(device: str) -> None:
-    stats = given(RankBased(alpha=1.0), device).stats()
-    chances = [1 / rank / sum(1 / each for each in RANKS) for rank in RANKS]
-    assert (stats.min_priority, stats.mean_priority, stats.max_priority) == (1.0, 31 / 8, 9.0)
-    assert close(stats.entropy, -sum(chance * math.log(chance) for chance in chances), "statistic")
-    assert close(stats.effective_sample_size, 1 / sum(chance**2 for chance in chances), "statistic")
-
-
-@pytest.mark.parametrize("settings", [RankBased(), Combined(RankBased())], ids=repr)
-def test_there_are_no_masses(settings: Any, device: str) -> None:
-    buffer = given(settings, device)
-    for call in (buffer.masses, buffer.total_mass):
-        with pytest.raises(RuntimeError, match="masses exist with Proportional"):
-            call()
-
-
-def test_updates_of_keys_that_are_gone_are_counted(device: str) -> None:
-    buffer = given(RankBased(alpha=1.0), device)
-    buffer.add(number=torch.tensor([8], device=device), priority=torch.tensor([0.5], device=device))
-    # key 0 is gone; of the two updates of key 8 the last one counts
-    buffer.update_priorities(torch.tensor([0, 8, 9, 8]), torch.tensor([99.0, 99.0, 99.0, 0.25]))
-    assert buffer.stats().stale_updates == 2
-    check_ranks(buffer, [5, 7, 4, 2, 6, 1, 3, 8])
-
-
-@pytest.mark.parametrize("count", scale([1, 39, 40, 41, 500], [1, 41]))
-def test_batches_of_any_size_from_few_transitions(count: int, device: str) -> None:
-    buffer = given(RankBased(alpha=0.0), device, [1.0, 3.0, 2.0, 4.0])
-    keys = buffer.sample(count).key.tolist()
-    assert len(keys) == count
-    order = [3, 1, 2, 0]
-    if count % 4 == 0:
-        assert Counter(keys) == dict.fromkeys(order, count // 4)
-    assert [order.index(key) for key in keys] == sorted(order.index(key) for key in keys)

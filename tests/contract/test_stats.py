@@ -74,58 +74,6 @@ def test_entropy_and_effective_sample_size_of_the_sampling_distribution(
     assert [math.isnan(value) for value in found] == [not isinstance(settings, Proportional) or not settings.alpha] * 3
 
 
-def test_size_added_and_age(device: str) -> None:
-    buffer = make(4, device=device)
-    assert (buffer.stats().size, buffer.stats().added) == (0, 0)
-    for count, size, mean, most in ((1, 1, 0, 0), (2, 3, 1, 2), (20, 4, 1.5, 3), (None, 0, None, 0), (2, 2, 0.5, 1)):
-        if count is None:
-            buffer.clear()
-        else:
-            fill(buffer, count)
-        stats = buffer.stats()
-        assert (stats.size, stats.added, stats.max_age) == (size, buffer.added, most)
-        assert mean is None or stats.mean_age == mean
-    assert buffer.added == 25
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_times_sampled_counts_every_row_of_what_is_stored(name: str, device: str) -> None:
-    buffer = make(6, SAMPLERS[name], device=device)
-    fill(buffer, 6)
-    times = dict.fromkeys(range(6), 0)
-    for count in (3, 6, 2):
-        for key in buffer.sample(count).key.tolist():
-            times[key] += 1
-    stats = buffer.stats()
-    assert stats.max_times_sampled == max(times.values())
-    assert close(stats.mean_times_sampled, 11 / 6, "statistic")
-    fill(buffer, 4)
-    # keys 4 and 5 are left, and the new ones were never sampled
-    stats = buffer.stats()
-    assert stats.max_times_sampled == max(times[4], times[5])
-    assert close(stats.mean_times_sampled, (times[4] + times[5]) / 6, "statistic")
-    buffer.sample(6)
-    fill(buffer, 6)
-    # all were overwritten, in two pieces
-    assert buffer.stats().max_times_sampled == 0
-
-
-def test_times_sampled_counts_a_transition_drawn_twice_in_one_batch(device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    fill(buffer, 2)
-    buffer.sample(50)
-    assert (buffer.stats().max_times_sampled, buffer.stats().mean_times_sampled) == (25, 25)
-    buffer.clear()
-    fill(buffer, 2)
-    assert buffer.stats().max_times_sampled == 0
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_stats_of_an_empty_buffer(name: str, device: str) -> None:
-    stats = make(6, SAMPLERS[name], device=device).stats()
-    assert (stats.size, stats.max_age, stats.max_times_sampled, stats.stale_updates) == (0, 0, 0, 0)
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_stats_change_nothing(name: str, device: str) -> None:
     buffer, twin = make(66, SAMPLERS[name], device=device), make(66, SAMPLERS[name], device=device)

@@ -16,7 +16,7 @@ from tolerances import close
 from trajectory_pair import Pair, numbered, play
 from transitions import EXACT
 
-from gpu_replay import Combined, Field, Latest, Proportional, Uniform
+from gpu_replay import Field, Proportional
 
 pytestmark = pytest.mark.contract
 
@@ -172,24 +172,3 @@ def test_own_and_initial_priorities_are_subject_to_eps_clip_and_alpha(device: st
     expected = [mass_of(value, settings, 8) for value in (3.75, 1e6, 1e6)]
     assert close(pair.buffer.masses()[:3], expected, "mass")
     assert close(pair.buffer.masses()[:2], [2 * UNIT, 3 * UNIT], "mass")
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), Latest(), Combined(Uniform())], ids=repr)
-def test_samplers_without_priorities_accept_and_ignore_them(sampler: Any, device: str) -> None:
-    pair = one(device, sampler, capacity=16)
-    for number in range(6):
-        pair.add([numbered(number, 0, FIELDS, priority=3.0)])
-    pair.update([0, 1, 2, 1], [1e6] * 4)
-    assert pair.buffer.stats().eligible == 5
-    assert set(pair.buffer.sample(3).key.tolist()) <= set(range(5))
-    for call in (pair.buffer.masses, pair.buffer.total_mass):
-        with pytest.raises(RuntimeError, match=r"(?i)priorit"):
-            call()
-
-
-def test_update_through_a_combined_sampler_changes_its_base(device: str) -> None:
-    pair = one(device, Combined(EXACT, newest=1), capacity=16)
-    play(pair, ".........", fields=FIELDS)
-    keys = list(range(8))
-    pair.update(keys, [2.0**30 if key == 3 else 1 / UNIT for key in keys])
-    assert pair.buffer.sample(5).key.tolist() == [3, 3, 3, 3, 7]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,10 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import host_only, scale, statistical
 from distribution import check_counts
-from model import stratum
-from tolerances import close
 from trajectory_pair import Pair, live_through, numbered, play
 from transitions import EXACT
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Combined, Field, Latest, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -97,22 +94,6 @@ def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(sampler: Unifo
     check_counts(Counter(tally(pair, rows, 20_000 // rows).flatten().tolist()), dict.fromkeys(eligible, 1.0))
 
 
-@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_uniform_probability_is_one_in_the_eligible(sampler: Uniform, device: str) -> None:
-    pair = lived(sampler, device)
-    eligible, batch = pair.model.view().eligible(), pair.buffer.sample(4)
-    assert batch.probability.dtype == batch.weight.dtype == torch.float32
-    assert close(batch.probability, [1 / len(eligible)] * 4, "probability")
-    assert batch.weight.tolist() == [1.0] * 4
-    if sampler.replacement:
-        assert set(pair.buffer.sample(scale(2000, 200)).key.tolist()) <= set(eligible)
-        return
-    # more steps are stored than asked for, but they cannot be drawn
-    assert len(pair.buffer) > len(eligible)
-    with pytest.raises(ValueError, match=rf"(?s){len(eligible) + 1}.*{len(eligible)}"):
-        pair.buffer.sample(len(eligible) + 1)
-
-
 @statistical
 @pytest.mark.parametrize("settings", [EXACT, INDEPENDENT], ids=["stratified", "independent"])
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
@@ -123,35 +104,6 @@ def test_proportional_draws_are_proportional_to_the_masses(autoreset: str, setti
         if times:
             keys = tally(pair, count, times).flatten().tolist()
             check_counts(Counter(keys), {key: float(mass) for key, mass in masses.items()})
-
-
-def test_stratified_rows_fall_into_their_parts_of_the_mass(device: str) -> None:
-    pair, masses = prioritized(EXACT, device, seed=7)
-    ends, total = dict(zip(masses, accumulate(masses.values()), strict=True)), sum(masses.values())
-    for count in (1, 2, 5, 64, 257):
-        for part, key in enumerate(pair.buffer.sample(count).key.tolist()):
-            low, high = stratum(part, count, total)
-            assert ends[key] > low
-            assert ends[key] - masses[key] < high
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        EXACT,
-        INDEPENDENT,
-        *(
-            Proportional(alpha=1.0, beta=beta, eps=0.0, normalize=normalize)
-            for beta in (0.0, 0.4, 1.0, LinearSchedule(0.0, 1.0, steps=4))
-            for normalize in ("batch", "buffer")
-        ),
-    ],
-    ids=repr,
-)
-def test_draws_probabilities_and_weights_are_those_of_the_model(settings: Proportional, device: str) -> None:
-    pair, _ = prioritized(settings, device, seed=8)
-    for count, beta in ((1, None), (3, None), (4, 2.0), (5, None), (64, None), (100, None)):
-        assert pair.sample(count, beta)
 
 
 def test_lowest_mass_of_the_buffer_is_that_of_an_eligible_start(device: str) -> None:
@@ -180,45 +132,6 @@ def test_rows_of_the_base_of_combined_have_its_distribution(base: Any, device: s
 
 EVERY = [Uniform(), REPLACEMENT, EXACT, INDEPENDENT, RankBased(), Latest()]
 EVERY += [Combined(Uniform()), Combined(EXACT, newest=2), Combined(RankBased(), newest=2)]
-
-
-@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[::3]), ids=repr)
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
-def test_draws_are_eligible_and_the_newest_in_order(autoreset: str, sampler: Any, device: str) -> None:
-    pair = Pair(29, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=3, autoreset=autoreset)
-    newest = {Latest: 3, Combined: getattr(sampler, "newest", 0)}.get(type(sampler), 0)
-    for turn in range(scale(40, 4)):
-        live_through(pair, scale(1, 5), seed=turn)
-        view = pair.model.view()
-        eligible = view.eligible()
-        if len(eligible) > 2:
-            batch = pair.buffer.sample(3)
-            pair.check_rows(batch, view)
-            assert batch.key.tolist()[3 - newest :] == eligible[len(eligible) - newest :]
-            assert batch.weight.tolist()[3 - newest :] == [1.0] * newest
-            assert batch.probability.tolist()[3 - newest :] == [1.0] * newest
-
-
-@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[::3]), ids=repr)
-def test_equal_seeds_draw_the_same_and_other_seeds_do_not(sampler: Any, device: str) -> None:
-    drawn = []
-    for seed in (0, 0, 1):
-        pair = Pair(64, 4, sampler=sampler, fields=FEW, device=device, seed=seed)
-        live_through(pair, scale(20, 5), seed=3)
-        drawn.append([pair.buffer.sample(7).key.tolist() for _ in range(2)])
-    assert drawn[0] == drawn[1]
-    assert isinstance(sampler, Latest) or drawn[0] != drawn[2]
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), EXACT, Latest()], ids=repr)
-def test_stats_count_stored_and_eligible_apart(sampler: Any, device: str) -> None:
-    pair = Pair(13, 2, sampler=sampler, fields=FEW, device=device, stack=2, n_step=2)
-    # t = 1 to 6 are stored: 1 needs a frame that is gone, the last two wait, t = 3 of the first environment is dead;
-    # there t = 2 is complete with its ending: 4, 5, 7, 8 and 9 are left
-    for one, other, expected in (("", "", (0, 0, 0)), ("..T....", ".......", (12, 14, 5)), ("c", "c", (0, 14, 0))):
-        play(pair, one, other, fields=FEW)
-        stats = pair.buffer.stats()
-        assert (stats.size, stats.added, stats.eligible) == expected
 
 
 @host_only

@@ -18,7 +18,7 @@ from tolerances import close
 from trajectory_pair import Pair, live_through, numbered, play
 from transitions import EXACT
 
-from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
+from gpu_replay import Combined, Field, Latest, Proportional, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -53,19 +53,6 @@ def test_shapes_types_and_names(stack: int, frame: list[int], device: str) -> No
     assert {name: (list(batch[name].shape), batch[name].dtype) for name in batch} == expected
     assert {value.device.type for value in batch.values()} == {device}
     assert len(batch) == 5
-
-
-@pytest.mark.parametrize("sampler", scale(EVERY, EVERY[1::3]), ids=repr)
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-def test_windows_hold_their_steps_at_every_place_of_the_ring(autoreset: str, sampler: Any, device: str) -> None:
-    pair = Pair(41, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset, fields=FEW)
-    for turn in range(scale(20, 2)):
-        live_through(pair, scale(2, 9), seed=turn, end=0.1)
-        view = pair.model.view()
-        for length, burn_in in ((1, 0), (2, 1), (4, 3)):
-            if len(view.sequence_starts(length + burn_in)) >= 3:
-                batch = pair.buffer.sample_sequences(3, length, burn_in)
-                pair.check_sequences(batch, view, length + burn_in)
 
 
 def test_burn_in_comes_before_the_steps_that_are_learned_from(device: str) -> None:
@@ -153,36 +140,6 @@ def test_proportional_sequences_start_in_proportion_to_the_masses(settings: Prop
     check_counts(Counter(keys.tolist()), masses)
 
 
-def test_probabilities_and_weights_of_proportional_sequences(device: str) -> None:
-    settings = Proportional(alpha=1.0, beta=LinearSchedule(0.5, 1.0, 1), eps=0.0)
-    pair, mass = heavy(settings, device, 5, seed=4)
-    for beta, exponent in ((None, 0.5), (None, 1.0), (0.25, 0.25)):
-        batch = pair.buffer.sample_sequences(6, 2, burn_in=3, beta=beta)
-        drawn = [mass[key] for key in batch.key.tolist()]
-        assert close(batch.probability, [each / sum(mass.values()) for each in drawn], "probability")
-        assert close(batch.weight, [(min(drawn) / each) ** exponent for each in drawn], "weight")
-
-
-def test_sequences_change_no_priorities_and_can_be_updated(device: str) -> None:
-    pair = lived(EXACT, device, seed=5)
-    before = pair.buffer.masses().tolist()
-    batch = pair.buffer.sample_sequences(4, 3)
-    assert pair.buffer.masses().tolist() == before
-    pair.update(batch.key.tolist(), [3.0] * 4)
-    pair.check()
-
-
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-def test_latest_and_combined_take_the_newest_windows(autoreset: str, device: str) -> None:
-    for sampler, newest in ((Latest(), 5), (Combined(Uniform(), newest=2), 2), (Combined(EXACT, newest=3), 3)):
-        pair = lived(sampler, device, seed=6, autoreset=autoreset)
-        starts = pair.model.view().sequence_starts(4)
-        batch = pair.buffer.sample_sequences(5, 4)
-        assert batch.key.tolist()[-newest:] == starts[-newest:]
-        assert batch.weight.tolist()[-newest:] == batch.probability.tolist()[-newest:] == [1.0] * newest
-        assert set(batch.key.tolist()) <= set(starts)
-
-
 def test_flags_are_those_of_single_steps_and_rewards_those_of_windows(device: str) -> None:
     pair = Pair(40, 1, sampler=Latest(), device=device, fields=FEW, n_step=3, gamma=0.5, autoreset="same_step")
     for number in range(8):
@@ -194,27 +151,6 @@ def test_flags_are_those_of_single_steps_and_rewards_those_of_windows(device: st
     assert batch.discount.tolist() == [[0.0, 0.0, 0.125], [0.0, 0.125, 0.25]]
     assert batch.terminated.tolist() == [[False, True, False], [True, False, False]]
     assert batch.mask.tolist() == [[True, True, False], [True, False, False]]
-
-
-@pytest.mark.parametrize("n_step", [1, 3])
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
-def test_targets_of_steps_are_those_of_samples(autoreset: str, n_step: int, device: str) -> None:
-    """Each step of a sequence that could be drawn alone has the target that it has alone."""
-    settings: dict[str, Any] = {"n_step": n_step, "stack": 2, "autoreset": autoreset, "fields": FEW}
-    pair = live_through(Pair(60, 2, sampler=Uniform(), device=device, **settings), scale(29, 16), end=0.2, final=1.0)
-    starts = pair.model.view().sequence_starts(4)
-    batch, compared = pair.buffer.sample_sequences(len(starts), 4), 0
-    eligible = pair.model.view().eligible()
-    alone = pair.buffer[eligible]
-    for row, key in enumerate(batch.key.tolist()):
-        for age in range(4):
-            later = key + 2 * age
-            if later in eligible and batch.mask[row, age]:
-                place = eligible.index(later)
-                for name in ("obs", "reward", "discount", *(["next_obs"] if alone.discount[place] else [])):
-                    assert torch.equal(batch[name][row, age], alone[name][place]), name
-                compared += 1
-    assert compared >= 2 * len(starts)
 
 
 def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
@@ -234,42 +170,6 @@ def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> 
     assert batch.truncated[row].tolist() == [False, True, False]
 
 
-def allowed(pair: Pair, length: int, strict: bool, stride: int) -> list[int]:
-    """Keys of the starts that may be drawn."""
-    view = pair.model.view()
-    starts = [key for key in view.sequence_starts(length) if key // pair.model.num_envs % stride == 0]
-    if not strict:
-        return starts
-    return [key for key in starts if all(step["mask"] for step in view.sequence(key, length))]
-
-
-@pytest.mark.parametrize("strict, stride", [(True, 1), (False, 3), (True, 2)])
-@pytest.mark.parametrize("sampler", scale([*EVERY, RankBased()], [EXACT, RankBased()]), ids=repr)
-def test_strict_windows_and_strides(sampler: Any, strict: bool, stride: int, device: str) -> None:
-    for seed, autoreset in enumerate(("next_step", "same_step")):
-        pair, twin = (lived(sampler, device, seed=seed, autoreset=autoreset, stack=2) for _ in range(2))
-        for length in (1, 4):
-            starts = allowed(pair, length, strict, stride)
-            drawn = min(4, len(starts))
-            newest = sampler.newest if isinstance(sampler, Combined) else 1
-            assert drawn > newest
-            batch = pair.buffer.sample_sequences(drawn, length, strict=strict, stride=stride)
-            assert set(batch.key.tolist()) <= set(starts)
-            pair.check_sequences(batch, pair.model.view(), length)
-            assert not strict or bool(batch.mask.all())
-            if isinstance(sampler, Latest):
-                assert batch.key.tolist() == starts[-drawn:]
-            if isinstance(sampler, Uniform) and not sampler.replacement:
-                every = pair.buffer.sample_sequences(len(starts), length, strict=strict, stride=stride)
-                assert sorted(every.key.tolist()) == starts
-                with pytest.raises(ValueError, match=rf"stride={stride}.*needs {len(starts) + 1}.*holds {len(starts)}"):
-                    pair.buffer.sample_sequences(len(starts) + 1, length, strict=strict, stride=stride)
-        # masses, keys and orders are as they were
-        pair.check()
-        twin.buffer.load_state_dict(pair.buffer.state_dict())
-        assert twin.buffer.sample(3).key.tolist() == pair.buffer.sample(3).key.tolist()
-
-
 def test_strict_windows_may_end_with_their_last_step(device: str) -> None:
     pair = Pair(40, 1, sampler=Uniform(replacement=True), device=device, fields=FEW, autoreset="same_step")
     play(pair, "...T...T...T", fields=FEW)
@@ -277,15 +177,3 @@ def test_strict_windows_may_end_with_their_last_step(device: str) -> None:
     assert set(pair.buffer.sample_sequences(50, 3, strict=True, stride=4).key.tolist()) == {0, 4, 8}
     with pytest.raises(RuntimeError, match="strict=True"):
         pair.buffer.sample_sequences(1, 5, strict=True)
-
-
-def test_strict_and_weighed_draws_are_in_proportion_to_the_masses(device: str) -> None:
-    pair = lived(EXACT, device, seed=3)
-    starts = allowed(pair, 3, True, 2)
-    mass = {key: 1.0 + key % 5 for key in starts}
-    eligible = pair.model.view().eligible()
-    pair.update(eligible, [mass.get(key, 1000.0) for key in eligible])
-    batch = pair.buffer.sample_sequences(6, 3, strict=True, stride=2, beta=1.0)
-    drawn = [mass[key] for key in batch.key.tolist()]
-    assert close(batch.probability, [each / sum(mass.values()) for each in drawn], "probability")
-    assert close(batch.weight, [min(drawn) / each for each in drawn], "weight")

@@ -11,9 +11,9 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale, statistical
 from distribution import check_counts
-from transitions import check_rows, fill, make
+from transitions import fill, make
 
-from gpu_replay import ReplayBuffer, Uniform
+from gpu_replay import Combined, ReplayBuffer, Uniform
 
 pytestmark = pytest.mark.contract
 
@@ -34,17 +34,6 @@ def tally(buffer: ReplayBuffer, count: int, times: int, outcome: Callable[[list[
     return Counter(outcome([key - first for key in buffer.sample(count).key.tolist()]) for _ in range(times))
 
 
-@pytest.mark.parametrize("size", AWKWARD)
-def test_draws_without_replacement_are_distinct_and_live(size: int, device: str) -> None:
-    buffer = stored(size, device=device, spare=3)
-    for count in sorted({1, 2, size // 2, size - 1, size} & set(range(1, size + 1))) * scale(10, 1):
-        batch = buffer.sample(count)
-        keys = set(batch.key.tolist())
-        assert len(keys) == count
-        assert keys <= set(range(size))
-        check_rows(batch)
-
-
 @pytest.mark.parametrize("size", [*AWKWARD, scale(100_003, 4099)])
 def test_batch_of_everything_is_a_permutation(size: int, device: str) -> None:
     buffer = stored(size, device=device)
@@ -53,14 +42,6 @@ def test_batch_of_everything_is_a_permutation(size: int, device: str) -> None:
         keys = buffer.sample(size).key.cpu()
         assert torch.equal(keys.sort().values, torch.arange(wrapped, wrapped + size))
         assert size < 100 or not torch.equal(keys, keys.sort().values)
-
-
-@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_probability_and_weight(sampler: Uniform, device: str) -> None:
-    buffer = stored(7, device=device, sampler=sampler, spare=4)
-    batch = buffer.sample(3)
-    assert batch.probability.tolist() == torch.full((3,), 1 / 7, dtype=torch.float32).tolist()
-    assert batch.weight.tolist() == [1.0] * 3
 
 
 @statistical
@@ -124,13 +105,6 @@ def test_rows_with_replacement_do_not_depend_on_each_other(device: str) -> None:
     check_counts(pairs, dict.fromkeys(itertools.product(range(6), range(6)), 1.0))
 
 
-@pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
-def test_seeds_differ_and_repeat(sampler: Uniform, device: str) -> None:
-    draws = [stored(1000, device=device, sampler=sampler, seed=seed).sample(32).key.tolist() for seed in (0, 0, 1, 2)]
-    assert draws[0] == draws[1]
-    assert len({tuple(keys) for keys in draws}) == 3
-
-
 @statistical
 @pytest.mark.parametrize("sampler", [Uniform(), REPLACEMENT], ids=["without", "with"])
 def test_both_ends_of_a_large_buffer_are_reached(sampler: Uniform, device: str) -> None:
@@ -138,3 +112,13 @@ def test_both_ends_of_a_large_buffer_are_reached(sampler: Uniform, device: str) 
     keys = torch.cat([buffer.sample(1024).key for _ in range(40)])
     # the 97 parts differ by at most one transition of 1,031
     check_counts(Counter((keys * 97 // 100_003).tolist()), dict.fromkeys(range(97), 1.0))
+
+
+@statistical
+def test_combined_rows_of_a_uniform_base_are_distinct_and_uniform(device: str) -> None:
+    buffer = make(7, Combined(Uniform(), newest=1), device=device, seed=2)
+    fill(buffer, 9)
+    rows = [buffer.sample(4).key.tolist() for _ in range(2000)]
+    assert all(len(set(keys[:3])) == 3 for keys in rows)
+    # the newest is in the base as likely as any other
+    check_counts(Counter(keys[0] for keys in rows), dict.fromkeys(range(2, 9), 1.0))

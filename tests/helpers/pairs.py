@@ -82,6 +82,8 @@ class Pair:
         return batch.key.tolist()
 
     def check_drawn(self, batch: Batch, drawn: Drawn) -> None:
+        assert (batch.key.dtype, batch.probability.dtype, batch.weight.dtype) == (torch.int64, *[torch.float32] * 2)
+        assert {value.device.type for value in batch.values()} == {self.buffer.device.type}
         assert batch.key.tolist() == drawn.keys
         assert close(batch.probability, drawn.probability, "probability")
         assert close(batch.weight, drawn.weight, "weight")

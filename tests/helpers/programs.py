@@ -36,7 +36,7 @@ SAMPLERS: dict[str, Any] = {
     "rank-independent": RankBased(alpha=1.0, beta=1.0, stratified=False, normalize="buffer", initial="stored"),
     "rank-annealed": RankBased(alpha=2.0, beta=LinearSchedule(0.0, 1.0, 25), initial=0.5),
     "combined": Combined(Uniform(), newest=2),
-    "combined-proportional": Combined(Proportional(alpha=1.0, eps=0.0), newest=3),
+    "combined-proportional": Combined(Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 9), eps=0.0), newest=3),
     "combined-rank": Combined(RankBased(normalize="buffer"), newest=2),
 }
 KINDS = ("rows", "steps")
