@@ -1,7 +1,7 @@
 """`gpu-replay soak`: random use, hostile input, damaged files, interrupts, kills and a long day, compared with oracles.
 
-The cases of `soak_cases.py`, `soak_steps.py` and `soak_hazards.py` run in child processes, so that a crash is a finding
-too; whatever is found is printed with the lines that repeat it.
+The cases of `soak_cases.py` run in child processes, so that a crash is a finding too; whatever is found is printed with
+the lines that repeat it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_cases import Tally, damage, disk, fields, priorities, sequences
-from soak_hazards import gathers, interrupts, racing, sharded, threads
-from soak_steps import counters, extends, hostile
+from soak_cases import Tally, damage, interrupts, programs, sharded, threads
 from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
 
@@ -41,9 +39,7 @@ from gpu_replay.console.markdown import table
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
 # how often each of them comes in turn
-CYCLE = [sequences] * 7 + [fields, priorities, damage, counters, extends] + [hostile] * 4
-CYCLE = (CYCLE * 4 + [interrupts, interrupts, racing]) * 2 + [disk, threads, gathers]
-CYCLE = CYCLE * 4 + [sharded]
+CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads, sharded]
 
 
 def kills(count: int) -> Tally:
@@ -249,8 +245,7 @@ def page(tallies: dict[str, Tally], failures: Sequence[Job], command: str) -> st
             "# Reliability",
             "",
             f"Written by `{command}` on {where.date}, commit {where.commit}, {where.cpu}, "
-            f"{versions}. What each part does is said in `tests/helpers/soak_cases.py`, `tests/helpers/soak_steps.py`, "
-            "`tests/helpers/soak_hazards.py` and `tests/soak.py`.",
+            f"{versions}. What each part does is said in `tests/helpers/soak_cases.py` and `tests/soak.py`.",
             "",
             table(["part", "cases compared", "faults injected", "kills survived", "bytes verified"], rows),
             "",

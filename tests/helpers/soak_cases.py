@@ -1,21 +1,20 @@
-"""What the soak does again and again, from a seed: random use, hostile input, damaged files and disks.
+"""What the soak does again and again, from a seed: random programs, damaged files, interrupts, threads and ranks.
 
-A case is one call whose outcome was compared: with the plain-Python oracles of the tests, with rows kept beside, or,
-for a call or a file that is wrong, with the state before it.
+A case is one call whose outcome was compared: with the model of the tests, with rows kept beside, or, for a call or a
+file that is wrong, with the state before it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
-import os
 import random
-import resource
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,145 +22,31 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import edit
-from model import mass_of
+from places import ENVS, STEPS, given, make
 from programs import KINDS, any_program, run
 from programs import SAMPLERS as BY_NAME
-from saving_process import load, save
+from ranks import ranks_of
+from test_sharded_failures import check_one_sided, one_sided
+from test_threads import WIDE, Adder, check_whole, rows
+from twins import check_batches
 
-from gpu_replay import (
-    CheckpointError,
-    Combined,
-    Field,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import CheckpointError, Combined, Field, Proportional, RankBased, ReplayBuffer, Uniform
 
 REFUSED = (ValueError, TypeError, KeyError, RuntimeError, MemoryError, OSError)
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SAMPLERS = [Uniform(), BY_NAME["proportional"], Proportional(), RankBased(), Combined(Uniform())]
 
 Tally = Counter[str]
+Call = Callable[[Any], object]
 
 
-def sequences(seed: int) -> Tally:
-    """Random calls of either buffer and of its model in lists."""
+def programs(seed: int) -> Tally:
+    """Random calls of either buffer, right and wrong, and of its model in lists."""
     draw = random.Random(seed)
     run(any_program(draw, draw.choice(KINDS), draw.choice(list(BY_NAME)), calls=150))
     return Tally(cases=150, bytes=8 * 150)
 
 
-def values_of(draw: random.Random, field: Field, count: int) -> torch.Tensor:
-    """Random values of a field, of any bits that are numbers."""
-    generator = torch.Generator().manual_seed(draw.getrandbits(40))
-    shape = (count, *field.shape)
-    if field.dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if field.dtype.is_floating_point:
-        return (torch.randn(shape, generator=generator) * 10 ** draw.uniform(-3, 3)).to(field.dtype)
-    limits = torch.iinfo(field.dtype)
-    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=field.dtype)
-
-
-def laid_out(draw: random.Random, value: torch.Tensor) -> Any:
-    """The same values in other memory: strided, reversed, overlapping, read-only, of another library."""
-    way = draw.randrange(6)
-    if way == 0:
-        return value.repeat_interleave(2, dim=0)[::2]
-    if way == 1:
-        return torch.stack([value, value], dim=-1)[..., draw.randrange(2)]
-    if value.dtype == torch.bfloat16 or way == 2:
-        return value.requires_grad_() if value.dtype.is_floating_point and draw.random() < 0.3 else value
-    array = value.numpy()
-    if way == 3:
-        return array[::-1].copy()[::-1]
-    if way == 4:
-        array = array.copy()
-        array.flags.writeable = False
-        return array
-    return np.asfortranarray(array)
-
-
-def fields(seed: int) -> Tally:
-    """A random schema, rows of every layout, and a list of what was given."""
-    draw = random.Random(seed)
-    schema = {
-        f"f{number}": Field(tuple(draw.choices((1, 2, 3, 7), k=draw.randint(0, 3))), draw.choice(DTYPES))
-        for number in range(draw.randint(1, 5))
-    }
-    capacity = draw.choice((1, 2, 7, 30, 100))
-    buffer = ReplayBuffer(capacity, schema, sampler=draw.choice(SAMPLERS), device="cpu", seed=seed)
-    given: dict[str, torch.Tensor] = {name: values_of(draw, field, 0) for name, field in schema.items()}
-    tally = Tally()
-    for _ in range(20):
-        count = draw.choice((1, 2, 5, capacity, 3 * capacity))
-        new = {name: values_of(draw, field, count) for name, field in schema.items()}
-        keys = buffer.add(**{name: laid_out(draw, value.clone()) for name, value in new.items()})
-        given = {name: torch.cat([given[name], new[name]]) for name in schema}
-        total = len(given["f0"])
-        assert keys.tolist() == list(range(total - count, total))
-        live = range(max(0, total - capacity), total)
-        drawn = buffer.sample(min(len(live), draw.randint(1, 9)))
-        buffer.update_priorities(drawn.key, torch.rand(len(drawn)))
-        for batch in (buffer[list(live)], drawn):
-            assert set(batch.key.tolist()) <= set(live)
-            for name in schema:
-                assert torch.equal(batch[name], given[name][batch.key]), name
-                tally["bytes"] += batch[name].nbytes
-        tally["cases"] += 3
-    return tally
-
-
-def priorities(seed: int) -> Tally:
-    """Priorities from denormal numbers to the largest, repeated, stale and future keys; NaN and infinities refused."""
-    draw = random.Random(seed)
-    capacity = draw.randint(1, 60)
-    settings = Proportional(alpha=draw.choice((0.0, 0.3, 1.0)), eps=draw.choice((0.0, 1e-6)))
-    both = [
-        ReplayBuffer(capacity, {"n": Field((), torch.int64)}, sampler=sampler, device="cpu")
-        for sampler in (settings, RankBased())
-    ]
-    known: dict[int, float] = {}
-    for _ in range(20):
-        first, count = both[0].added, draw.randint(1, capacity)
-        numbers = [draw.choice((1, -1)) * min(10 ** draw.uniform(-323, 308.2), 1.79e308) for _ in range(count)]
-        for buffer in both:
-            buffer.add(n=torch.arange(first, first + count), priority=np.array(numbers))
-        known |= dict(zip(range(first, first + count), map(abs, numbers), strict=True))
-        keys = [draw.randrange(-3, first + count + 3) for _ in range(9)] + [2**62, -(2**62)]
-        numbers = [draw.choice((0.0, 5e-324, 1e308, draw.random())) for _ in keys]
-        live = range(max(0, first + count - capacity), first + count)
-        for buffer in both:
-            buffer.update_priorities(np.array(keys), np.array(numbers))
-        known |= {key: number for key, number in zip(keys, numbers, strict=True) if key in live}
-        for bad in (math.nan, math.inf, -math.inf):
-            with refusing():
-                draw.choice(both).update_priorities(np.array([live[-1]]), np.array([bad]))
-        masses, ordered = both[0].masses().tolist(), both[1].priorities(list(live)).tolist()
-        for key, number in zip(live, ordered, strict=True):
-            expected = mass_of(known[key], settings, capacity)
-            assert abs(masses[key % capacity] - expected) <= 1 + 1e-12 * expected, (key, known[key])
-            assert number == known[key], key
-        assert both[0].total_mass() == sum(masses)
-    return Tally(cases=20 * 7, faults=20 * 3, bytes=16 * 20 * capacity)
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Fail unless what is done raises an error for people."""
-    try:
-        yield
-    except REFUSED as error:
-        if str(error):
-            return
-        raise AssertionError("an error without a message") from error
-    raise AssertionError("this was not refused")
-
-
-def whole_state(buffer: ReplayBuffer | TrajectoryReplayBuffer) -> str:
+def whole_state(buffer: Any) -> str:
     """Everything that a call that raised must leave as it was."""
     state = buffer.state_dict()
     tensors = {name: tensor.tolist() for name, tensor in state.pop("tensors").items()}
@@ -238,27 +123,162 @@ def damage(seed: int) -> Tally:
     return tally
 
 
-def disk(seed: int) -> Tally:
-    """A disk that takes no more, and a folder that may not be written: the old checkpoint stays."""
+class Alarm(BaseException):
+    """Raised by a signal, between any two operations of Python."""
+
+
+@contextmanager
+def alarms() -> Iterator[Callable[[Call, Any, float], bool]]:
+    """Gives `interrupted(call, buffer, seconds)`: makes a call, and says whether the signal ended it."""
+    armed = False
+
+    def ring(*_: object) -> None:
+        if armed:
+            raise Alarm
+
+    def interrupted(call: Call, buffer: Any, seconds: float) -> bool:
+        nonlocal armed
+        try:
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+                call(buffer)
+            finally:
+                armed = False
+        except Alarm:
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return False
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        yield interrupted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def seen(buffer: Any) -> dict[str, Any]:
+    """All that a buffer shows of itself, but for its next draws."""
+    keys = buffer.keys()
+    found = {"stats": repr(buffer.stats()), "counters": repr(buffer.state_dict()["counters"]), "keys": keys.tolist()}
+    if len(keys):
+        stored = buffer[keys] if isinstance(buffer, ReplayBuffer) else next(buffer.batches(len(keys)))
+        found |= {name: values.tolist() for name, values in stored.items()}
+    with suppress(RuntimeError):
+        found["priorities"] = buffer.priorities(keys).tolist()
+    return found
+
+
+def refused(call: Callable[[], object]) -> type[Exception] | None:
+    """The kind of error that a call raises."""
+    try:
+        call()
+    except REFUSED as error:
+        return type(error)
+    return None
+
+
+def calls_of(draw: random.Random, buffer: Any) -> dict[str, Call]:
+    """One call of each kind, with arguments of its own."""
+    numbers, size = np.random.default_rng(draw.getrandbits(40)), draw.randint(1, 6)
+    keys = numbers.integers(buffer.added - buffer.capacity - 2, buffer.added + 1, size)
+    priorities, new = numbers.random(size) * 9, given(buffer, draw.choice((1, 2, 5, buffer.capacity + 1)))
+    found: dict[str, Call] = {
+        "sample": lambda each: each.sample(size),
+        "update": lambda each: each.update_priorities(keys, priorities),
+        "look": lambda each: each.stats(),
+        "read": lambda each: list(each.batches(4)),
+    }
+    if draw.random() < 0.2:
+        found["clear"] = lambda each: each.clear()
+    found["add"] = found["one more"] = lambda each: each.add(**new)
+    if not isinstance(buffer, ReplayBuffer):
+        steps = [given(buffer, ahead=ENVS * number) for number in range(draw.randint(1, 9))]
+        many = {name: torch.stack([step[name] for step in steps]) for name in steps[0] if name != "priority"}
+        found["extend"] = lambda each: each.extend(**many)
+        found["sequences"] = lambda each: each.sample_sequences(2, 2, 1)
+        found["begin"] = lambda each: each.begin_episodes()
+    return found
+
+
+def interrupts(seed: int) -> Tally:
+    """A signal in the middle of each call: the buffer is that of before the call, or of after it, and draws as that."""
     draw = random.Random(seed)
+    kind, sampler = draw.choice(("transitions", *STEPS)), draw.choice(SAMPLERS)
+    capacity = draw.randint(8, 15) * ENVS if kind in STEPS else 9
+    buffer, twin = (make(kind, sampler=sampler, capacity=capacity, seed=seed) for _ in range(2))
+    tally = Tally()
+    with alarms() as interrupted:
+        for number in range(120):
+            calls = calls_of(draw, twin)
+            name = draw.choice(list(calls)) if number >= len(calls) else list(calls)[number]
+            before, began = seen(twin), time.perf_counter()
+            raised = refused(lambda name=name, calls=calls: calls[name](twin))
+            # what is called for the first time may be compiled
+            seconds = draw.uniform(0, 1.2) * (time.perf_counter() - began) if number >= len(calls) else 9.0
+            ended = False
+
+            def interrupt(call: Call = calls[name], seconds: float = seconds) -> None:
+                nonlocal ended
+                ended = interrupted(call, buffer, seconds)
+
+            again = refused(interrupt)
+            assert ended or again is raised, f"{name} raised {again}, and {raised} in the twin"
+            if ended and seen(buffer) == before:
+                refused(lambda name=name, calls=calls: calls[name](buffer))
+            after, wanted = seen(buffer), seen(twin)
+            unlike = {each: (after.get(each), wanted[each]) for each in wanted if after.get(each) != wanted[each]}
+            assert not unlike, f"{'interrupted ' * ended}{name}: {unlike}"
+            drawn: list[Any] = []
+            kinds = [refused(lambda each=each, drawn=drawn: drawn.append(each.sample(3))) for each in (twin, buffer)]
+            assert kinds[0] is kinds[1], f"after {name} they drew {kinds}"
+            if drawn:
+                check_batches(*drawn)
+            tally += Tally(cases=1, faults=ended)
+    return tally
+
+
+def threads(seed: int) -> Tally:
+    """Adders, learners, readers and savers at once; every number of a row is the key of that row."""
+    capacity = 64 + seed % 200
+    buffer = ReplayBuffer(capacity, WIDE, sampler=SAMPLERS[seed % len(SAMPLERS)], device="cpu", seed=seed)
+    buffer.add(**rows(0, 64, "cpu"))
+    sizes, tally = itertools.cycle(range(1, 24)), Tally()
+
+    def add() -> None:
+        buffer.add(**rows(buffer.added, next(sizes), "cpu"))
+
+    def learn() -> None:
+        batch = buffer.sample(24)
+        check_whole(batch)
+        buffer.update_priorities(batch.key, torch.rand(24))
+        tally.update(cases=1, bytes=sum(batch[name].nbytes for name in WIDE))
+
+    def read() -> None:
+        with suppress(KeyError):
+            check_whole(buffer[[buffer.added - 1]])
+        assert buffer.stats().size <= capacity
+
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
         path = Path(folder) / "c"
-        save(str(path), 1)
-        before = {file.name: file.read_bytes() for file in path.iterdir()}
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            if seed % 2:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (draw.randint(1, 100_000), resource.RLIM_INFINITY))
-            else:
-                os.setuid(65534) if os.getuid() == 0 else os.chmod(path, 0o555)
-            with suppress(OSError):
-                save(str(path), 2)
-                os._exit(1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the save should have failed"
-        os.chmod(path, 0o755)
-        assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-        assert load(path) == 1
-    return Tally(cases=1, faults=1, bytes=sum(map(len, before.values())))
+
+        def keep() -> None:
+            buffer.save(path)
+            found = ReplayBuffer.load(path, device="cpu")
+            check_whole(found[found.keys()])
+            tally["cases"] += 1
+
+        with Adder(add), Adder(learn), Adder(learn), Adder(read), Adder(keep):
+            time.sleep(0.5)
+    check_whole(buffer[buffer.keys()])
+    return tally
+
+
+def sharded(seed: int) -> Tally:
+    """Two ranks that make different calls, or the same with wrong arguments: all raise, and the buffer goes on."""
+    with ranks_of(2) as ranks, tempfile.TemporaryDirectory() as folder:
+        found = ranks.run(2, one_sided, str(Path(folder) / "c"), ("local", "global")[seed % 2])
+        check_one_sided(found)
+    return Tally(cases=len(found[0]), faults=len(found[0]))

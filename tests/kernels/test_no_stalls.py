@@ -216,6 +216,12 @@ def search(sources: Mapping[str, str], roots: tuple[str, ...] = ALL_ROOTS) -> tu
     return reached, found
 
 
+def check_reached(reached: set[str], sources: Mapping[str, str]) -> None:
+    """Fail unless the search went into every module, so that none is listed in vain."""
+    for module, source in sources.items():
+        assert reached & functions({module: source}).keys(), module
+
+
 def package() -> dict[str, str]:
     return {name: (ROOT / f"{name}.py").read_text() for name in MODULES}
 
@@ -223,22 +229,14 @@ def package() -> dict[str, str]:
 def test_nothing_on_the_device_path_waits_for_the_device() -> None:
     reached, found = search(package())
     assert found == []
-    # the search went where the work is done
-    assert {"append", "moved", "cast", "as_keys", "draw"} <= reached
-    assert {"plan_write", "plan_insert", "plan_gather", "plan_update", "tile_for", "aligned"} <= reached
-    assert {"plan_draw", "pending_weights", "launch_arguments", "weight_programs", "uniform_blocks"} <= reached
-    assert {"add_step", "plan_add_step", "plan_keep_finals", "count_at_least", "span_of_steps"} <= reached
-    assert {"current", "of", "_sort", "_new_list", "per_program"} <= reached
-    assert {"plan_gather_windows", "_plan_launch", "plan_gather_sequences"} <= reached
-    assert {"record_stream", "_finish", "capturing", "map_tensors", "_eagerly", "break_streams", "runs_now"} <= reached
+    check_reached(reached, package())
 
 
 def test_no_step_of_games_on_the_device_waits_for_it() -> None:
     sources = {name: (ROOT / "training" / f"{name}.py").read_text() for name in TRAINING}
     reached, found = search(sources, ("send", "recv", "_answer", "_learn_from", "follow"))
     assert found == []
-    assert {"act", "choose", "recv", "push", "update", "values", "prepare", "greedy_actions"} <= reached
-    assert {"_picture", "_served", "_move_ball", "_board", "_new_games", "_needed", "set_epsilon"} <= reached
+    check_reached(reached, sources)
 
 
 def test_functions_that_wait_say_so() -> None:
