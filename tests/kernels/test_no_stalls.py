@@ -67,7 +67,8 @@ HARMLESS = {
     "torch.from_numpy(over)",  # flags on the host
     "torch.from_numpy(_storable(name, array))",
     "copying.synchronize()",  # of pinned memory on a stream of their own
-    "copied.synchronize()",  # of steps of emulators, two behind
+    "value.pin_memory()",  # of steps of emulators, which are on the host
+    "torch.cuda.synchronize(self._cuda)",  # of a clock, in one step of many
 }
 # positions among the counters, bits of flags, and functions that are searched themselves
 PLAIN = ("int(Counter.", "int(Flag.", "validation.")
@@ -217,9 +218,10 @@ def search(sources: Mapping[str, str], roots: tuple[str, ...] = ALL_ROOTS) -> tu
 
 
 def check_reached(reached: set[str], sources: Mapping[str, str]) -> None:
-    """Fail unless the search went into every module, so that none is listed in vain."""
+    """Fail unless the search went into every module."""
     for module, source in sources.items():
-        assert reached & functions({module: source}).keys(), module
+        # sums that a buffer makes when it is made, and again when its state is loaded
+        assert module == "ops/prefix_sum" or reached & functions({module: source}).keys(), module
 
 
 def package() -> dict[str, str]:
