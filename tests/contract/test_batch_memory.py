@@ -14,9 +14,9 @@ from devices import host_only
 from torch import Tensor
 
 from gpu_replay import Field, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-from gpu_replay.ops.batch_memory import BatchMemory
 
 pytestmark = host_only
+PICTURES = np.random.default_rng(0).integers(0, 256, (500, 4, 42, 42), dtype=np.uint8)
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -34,51 +34,6 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> None:
-    outputs = BatchMemory()
-    first = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
-    first.fill_(7)
-    address, held = first.data_ptr(), hold(first)
-    del first
-    for number in range(4):
-        other = torch.from_numpy(outputs.array("x", (64, 64, 64), np.dtype(np.uint8)))
-        assert other.data_ptr() != address
-        other.fill_(number)
-    del held
-
-
-def test_an_autograd_graph_holds_what_it_needs() -> None:
-    outputs, weight = BatchMemory(), torch.ones(1, requires_grad=True)
-    first = outputs.tensor("x", (1 << 18,), torch.float32)
-    first.fill_(2.0)
-    loss = (weight * first).sum()
-    del first
-    for _ in range(4):
-        outputs.tensor("x", (1 << 18,), torch.float32).fill_(5.0)
-    loss.backward()
-    assert weight.grad.item() == 2.0 * (1 << 18)
-
-
-def test_what_nobody_holds_is_used_again() -> None:
-    outputs = BatchMemory()
-    addresses = {outputs.tensor("x", (1 << 20,), torch.float32).data_ptr() for _ in range(6)}
-    assert len(addresses) == 1
-    # a loop that holds its batch while it draws the next one goes back and forth between two
-    batch, seen = None, set()
-    for _ in range(8):
-        batch = outputs.tensor("y", (1 << 20,), torch.float32)
-        seen.add(batch.data_ptr())
-    assert (len(seen), outputs.tensor("y", (1 << 19,), torch.float32).numel()) == (2, 1 << 19)
-
-
-def test_small_arrays_are_not_kept() -> None:
-    outputs = BatchMemory()
-    outputs.array("x", (100,), np.dtype(np.int64))
-    outputs.tensor("x", (100,), torch.int64)
-    assert not outputs._kept
-
-
 def frames() -> TrajectoryReplayBuffer:
     fields = {"obs": Field((42, 42), torch.uint8), "action": Field((), torch.float32)}
     buffer = TrajectoryReplayBuffer(2_000, 4, fields, stack=4, sampler=Uniform(), device="cpu")
@@ -92,8 +47,7 @@ def frames() -> TrajectoryReplayBuffer:
 def rows(sampler: Any = None, *sampled: Any) -> ReplayBuffer:
     stack = Field((4, 42, 42), torch.uint8, *sampled)
     buffer = ReplayBuffer(500, {"obs": stack, "next_obs": stack}, sampler=sampler or Uniform(), device="cpu")
-    obs = np.random.default_rng(0).integers(0, 256, (500, 4, 42, 42), dtype=np.uint8)
-    buffer.add(obs=obs, next_obs=obs[::-1].copy())
+    buffer.add(obs=PICTURES, next_obs=PICTURES[::-1].copy())
     return buffer
 
 
@@ -118,14 +72,39 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn(make: Ca
     assert torch.equal(half, whole)
 
 
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_what_is_held_is_never_written_again(hold: Callable[[Tensor], Any]) -> None:
+    buffer = rows()
+    first = buffer.sample(160).obs
+    address, held = first.data_ptr(), hold(first)
+    del first
+    for _ in range(4):
+        assert buffer.sample(160).obs.data_ptr() != address
+    del held
+
+
+def test_an_autograd_graph_holds_what_it_needs() -> None:
+    buffer, weight = rows(None, torch.float32, 1.0), torch.ones(1, requires_grad=True)
+    first = buffer.sample(160).obs
+    expected, loss = float(first.double().sum()), (weight * first).double().sum()
+    del first
+    for _ in range(4):
+        buffer.sample(160)
+    loss.backward()
+    assert weight.grad.item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("sampler", [None, RankBased()], ids=["uniform", "by rank"])
-def test_rows_that_nobody_holds_are_used_again(sampler: Any, converted: bool) -> None:
+def test_what_nobody_holds_is_used_again(sampler: Any, converted: bool) -> None:
     """With fresh memory a sample would take several times as long."""
     buffer = rows(sampler, *([torch.float32, 0.5] if converted else []))
     assert len({buffer.sample(160).obs.data_ptr() for _ in range(5)}) == 1
-    one, two = buffer.sample(160), buffer.sample(160)
-    assert one.obs.data_ptr() != two.obs.data_ptr()
-    for batch in (one, two):
-        stored = buffer._storage.tensors["obs"][batch.key]
+    # a loop that holds its batch while it draws the next one goes back and forth between two
+    batch, seen = None, set()
+    for _ in range(8):
+        batch = buffer.sample(160)
+        seen.add(batch.obs.data_ptr())
+        stored = torch.from_numpy(PICTURES)[batch.key]
         assert torch.equal(batch.obs, stored * 0.5 if converted else stored)
+    assert len(seen) == 2

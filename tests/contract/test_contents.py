@@ -11,7 +11,6 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
-from trajectory_pair import FIELDS as STEP_FIELDS
 from trajectory_pair import Pair, live_through
 from transitions import SAMPLERS, STORED, check_rows, fill, make, same, transitions
 
@@ -102,17 +101,6 @@ def test_batches_are_converted_as_samples_are(device: str) -> None:
     assert batch.terminated.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("size", [3, 12])
-def test_batches_of_steps_hold_those_that_cannot_be_drawn_too(size: int, device: str) -> None:
-    pair = trajectory_pair(device)
-    batch = Batch.cat(pair.buffer.batches(size))
-    assert batch.key.tolist() == list(pair.model.view().live())
-    steps = [pair.model.steps[key % 2][key // 2] for key in batch.key.tolist()]
-    for name in (*STEP_FIELDS, "terminated", "truncated"):
-        assert batch[name].tolist() == [step[name] for step in steps]
-    assert batch.reward.tolist() == [pytest.approx(step["reward"], rel=1e-6) for step in steps]
-
-
 def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> None:
     buffer = transition_buffer(device)
     walk = buffer.batches(3)
@@ -143,22 +131,6 @@ def test_priorities_are_what_the_masses_say(sampler: Any, device: str) -> None:
     assert np.allclose(found.cpu(), given, atol=1e-4)
     # the largest given yet, where none was given
     assert buffer.priorities(12).tolist() == buffer.priorities(torch.tensor([9])).tolist()
-
-
-def test_priorities_by_rank_are_exactly_those_given(device: str) -> None:
-    buffer = transition_buffer(device, RankBased())
-    given = [1e-30, 0.1, 7.0, 0.0]
-    buffer.update_priorities([5, 6, 7, 8], given)
-    assert buffer.priorities([5, 6, 7, 8]).tolist() == given
-    assert buffer.priorities([]).tolist() == []
-
-
-@pytest.mark.parametrize("sampler", [Proportional(), RankBased()], ids=str)
-def test_steps_that_cannot_be_drawn_have_no_priority(sampler: Any, device: str) -> None:
-    pair = trajectory_pair(device, sampler)
-    view = pair.model.view()
-    numbers = pair.buffer.priorities(pair.buffer.keys()).tolist()
-    assert [number > 0 for number in numbers] == [key in view.eligible() for key in view.live()]
 
 
 def test_priorities_that_cannot_be_read_are_refused(device: str) -> None:

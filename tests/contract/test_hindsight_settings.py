@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import INTERPRETED, scale
+from devices import INTERPRETED
 from devices import device_fixture as device_fixture
-from hindsight_oracle import ACHIEVED, DESIRED, GOALS, MODES, goal_step, hindsight, live_with_goals, reward_of
-from trajectory_pair import Pair, columns, taken_by
+from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, reward_of
+from trajectory_pair import columns, taken_by
 from transitions import same
 
 import gpu_replay
-from gpu_replay import Combined, Field, Hindsight, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Field, Hindsight, TrajectoryReplayBuffer, Uniform
 
 
 def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: Any) -> TrajectoryReplayBuffer:
@@ -222,34 +221,6 @@ def test_settings_and_memory(device: str) -> None:
 
 
 # state
-
-
-@pytest.mark.parametrize("way", ["state_dict", "save"])
-@pytest.mark.parametrize("mode", scale(list(MODES), ["same_step"]))
-def test_what_is_loaded_goes_on_as_it_was(mode: str, way: str, device: str, tmp_path: Path) -> None:
-    sampler = Combined(Proportional(alpha=1.0, eps=0.0), newest=1)
-    settings = {"sampler": sampler, "fields": GOALS, "device": device, "relabel": hindsight(ratio=0.6), **MODES[mode]}
-    draw = random.Random(mode)
-    for steps in scale((4, 11, 25), (11,)):
-        pair = Pair(18, 2, seed=4, **settings)
-        live_with_goals(pair, steps, draw, end=0.25)
-        buffer = pair.buffer
-        if way == "save":
-            buffer.save(tmp_path / "checkpoint")
-            loaded = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device, hindsight(ratio=0.6))
-        else:
-            loaded = TrajectoryReplayBuffer(18, 2, seed=9, **settings)
-            # what it held before is forgotten
-            for number in range(7):
-                add(loaded, number, "T")
-            loaded.load_state_dict(buffer.state_dict())
-        # both go on, over the seam
-        for number in range(scale(12, 4)):
-            for each in (buffer, loaded):
-                count = pair.model.count + number
-                add(each, count, *("T" if (count + env) % 5 == 0 else "" for env in range(2)))
-            if buffer.stats().eligible >= 1:
-                same(buffer.sample(7), loaded.sample(7))
 
 
 LOADS: list[tuple[str, Any, type[Exception], str]] = [

@@ -18,7 +18,7 @@ from distribution import check_counts
 from model import UNIT, stratum
 from transitions import EXACT, NUMBER, make, with_masses
 
-from gpu_replay import Proportional, ReplayBuffer
+from gpu_replay import LinearSchedule, Proportional, ReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -139,3 +139,9 @@ def test_total_is_the_exact_sum_after_many_updates_over_ten_orders_of_magnitude(
     assert buffer.masses().tolist() == exact
     buffer.update_priorities(torch.arange(size, device=device), torch.ones(size, device=device))
     assert (buffer.total_mass(), buffer.sample(size).key.tolist()) == (size * UNIT, list(range(size)))
+
+
+@pytest.mark.parametrize("start, end", [(0.4, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize("step, share", [(0, 0), (1, 0.25), (2, 0.5), (4, 1), (5, 1), (10**9, 1)])
+def test_schedule_goes_from_start_to_end_and_stays(step: int, share: float, start: float, end: float) -> None:
+    assert LinearSchedule(start, end, steps=4)(step) == pytest.approx(start + (end - start) * share)

@@ -176,51 +176,12 @@ def test_stacks_are_converted_and_scaled_on_their_way_out(
     assert (batch.speed.dtype, batch.speed.tolist()) == (torch.float32, [[0.0, 0.0], [0.75, -0.75], [1.0, -1.0]])
 
 
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
-@pytest.mark.parametrize("stack", [1, 3])
-def test_dictionaries_of_observations(stack: int, autoreset: str, device: str) -> None:
-    shapes = {
-        "image": Field((2, 3), torch.int16),
-        "vector": Field((2,), torch.float64),
-        "clock": Field((), torch.int32),
-    }
-    fields = {f"obs.{name}": kind for name, kind in shapes.items()}
-    fields |= {"action": Field((2,), torch.float32), "mood": Field((), torch.int64)}
-    pair = Pair(30, 3, fields=fields, device=device, stack=stack, n_step=2, autoreset=autoreset)
-    view = live_through(pair, 17, end=0.2, final=1.0).check()
-    keys = view.eligible()
-    batch = pair.buffer[keys]
-    for prefix in ("obs", "next_obs"):
-        assert set(batch[prefix]) == set(shapes)
-        for name, kind in shapes.items():
-            assert batch[f"{prefix}.{name}"].shape == (len(keys), *([stack] if stack > 1 else []), *kind.shape)
-            assert torch.equal(batch[prefix][name], batch[f"{prefix}.{name}"])
-        assert torch.equal(getattr(batch, prefix).vector, batch[f"{prefix}.vector"])
-    assert set(pair.buffer.sample(2)) == set(batch) | {"probability", "weight"}
-
-
-@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
-def test_rows_of_final_obs_where_nothing_ended_are_never_read(autoreset: str, device: str) -> None:
-    fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
-    pair = Pair(30, 3, fields=fields, device=device, stack=2, n_step=2, autoreset=autoreset)
-    # every row of an environment that goes on is nan, as `final_of` leaves it; `check` looks for them in next_obs
-    live_through(pair, 25, end=0.3, final=1.0).check()
-
-
 def test_final_obs_in_the_dtypes_of_observations(device: str) -> None:
     fields = {"obs": Field((), torch.float32), "action": Field((), torch.int64)}
     for final in (np.array([2.5]), np.array([2], dtype=np.int32), torch.tensor([2.5], dtype=torch.float64)):
         buffer = TrajectoryReplayBuffer(10, 1, fields, autoreset="same_step", device=device)
         buffer.add(obs=[1.0], action=[0], reward=[0], terminated=[False], truncated=[True], final_obs=final)
         assert buffer[0].next_obs.tolist() == [float(final[0])]
-
-
-def test_one_key_is_a_batch_of_one_and_keys_may_repeat(device: str) -> None:
-    pair = live_through(Pair(30, 3, device=device, stack=2), 8, end=0.0)
-    assert pair.buffer[4].obs.shape == (1, 2, 2)
-    pair.check_rows(pair.buffer[[4, 4, 3]], pair.model.view())
-    for keys in ([4, 4, 3], torch.tensor([4], device=device), np.array([4], dtype=np.int32)):
-        assert pair.buffer[keys].key.tolist() == list(keys)
 
 
 def test_a_batch_is_a_snapshot(device: str) -> None:

@@ -208,11 +208,6 @@ for each in SIDE_CASES.values():
     each.settings["autoreset"] = SAME
 
 
-SIDE_CASES = {name: Case(**(vars(each) | {"final": True})) for name, each in SIDE_RING.items()}
-for each in SIDE_CASES.values():
-    each.settings["autoreset"] = SAME
-
-
 @pytest.mark.parametrize("found", [*CASES.values(), *SIDE_CASES.values()], ids=[*CASES, *SIDE_CASES])
 def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: Case, device: str) -> None:
     pair = Pair(found.capacity, len(found.streams), fields=FIELDS, device=device, **found.settings)
