@@ -53,7 +53,6 @@ from .targets import targets_first
 from .timing import Plan, captured, cuda_clock, measure
 
 GPU = torch.device("cuda")
-LIMIT, ALL = 25.0, 180.0
 # the exit status where not even one kernel can be launched, so that nothing else is worth trying
 NO_LAUNCH = 3
 # what is added, drawn and scanned; odd, so that the last program of every launch is partly idle
@@ -79,10 +78,12 @@ class Feature:
     check:    does it, and returns what to tell of it; raises Wrong, Slow, or whatever goes wrong.
     fallback: words for what comes after, where it is not ok: of "environment", "timing" and "skip" (of `bench`),
               "train", and "pytest".
+    limit:    seconds that it may take.
     """
 
     check: Callable[[], str]
     fallback: Mapping[str, list[str]] = field(default_factory=dict)
+    limit: float = 25.0
 
 
 def machine() -> str:
@@ -390,7 +391,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def run(output: Path | None, seconds: float = ALL) -> int:
+def run(output: Path | None, seconds: float = 180.0) -> int:
     """Try all features for at most so many seconds; returns the exit status: 0 all ok, 1 some not, 3 no launch.
 
     output: JSON lines, replaced.
@@ -401,7 +402,7 @@ def run(output: Path | None, seconds: float = ALL) -> int:
         output.write_text("")
     for name, feature in FEATURES.items():
         began = time.monotonic()
-        verdict, message = _tried(feature, min(LIMIT, until - began))
+        verdict, message = _tried(feature, min(feature.limit, until - began))
         took = time.monotonic() - began
         print(f"VERDICT {name} {verdict} {took:.1f}s {message}", flush=True)
         rows.append([name, verdict, f"{took:.1f}", message[:100]])

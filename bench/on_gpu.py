@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         for part in options.parts:
             fallbacks = found_fallbacks(options.output / "contact.jsonl")
             variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
-            seconds = options.seconds or PARTS[part] * (4 if options.rehearsal else 1)
+            seconds = options.seconds or PARTS[part] * (10 if options.rehearsal else 1)
             steps = getattr(Round(options, fallbacks), part)(seconds)
             if options.dry_run:
                 for step in steps:

@@ -397,7 +397,8 @@ def pretend() -> None:
     first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
-    first_contact.LIMIT = 150.0
+    for name, feature in first_contact.FEATURES.items():
+        first_contact.FEATURES[name] = replace(feature, limit=240.0)
     first_contact.PROGRAM[1:1] = ["rehearsal"]
     first_contact.TINY.extend(word for name, value in TINY.items() for word in (f"--{name}", str(value)))
     _plant_failures()
@@ -417,8 +418,7 @@ def _plant_failures() -> None:
     """Let features of the first contact fail as REHEARSED_FAILURES="streams=hang scan=wrong" says."""
     for feature, how in (word.split("=") for word in os.environ.get("REHEARSED_FAILURES", "").split()):
         kept = first_contact.FEATURES[feature]
-        first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how])  # type: ignore[arg-type]
-        first_contact.LIMIT = 20.0
+        first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how], limit=5.0)  # type: ignore[arg-type]
 
 
 def _use_sizes_of_the_interpreter() -> None:
