@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
                 for step in steps:
                     print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
                 continue
-            ended = run_part(part, steps, seconds, options.output, options.archives, variables, about)
+            ended = Part(part, options.output, options.archives, variables, about).run(steps, seconds)
             status |= any(ended.values())
             if ended.get("contact") == NO_LAUNCH:
                 print("== no kernel can be launched, so nothing else is tried")
@@ -226,90 +226,85 @@ def found_fallbacks(file: Path) -> dict[str, list[str]]:
     return found
 
 
-def run_part(
-    part: str,
-    steps: Iterator[Step],
-    seconds: float,
-    output: Path,
-    archives: Path,
-    variables: dict[str, str],
-    about: dict[str, str],
-) -> dict[str, int]:
-    """Run the steps within the part's time, each within its own; returns how they ended."""
-    for folder in (output, archives):
-        folder.mkdir(parents=True, exist_ok=True)
-    lines = output / f"{part}.steps.jsonl"
-    lines.unlink(missing_ok=True)
-    until, saved, ended = time.monotonic() + seconds, 0.0, {}
-    for step in steps:
-        for number in range(1 + AGAIN * step.again):
-            # what an earlier step did not need is left for this one
-            limit = min(step.seconds + saved, until - time.monotonic())
-            began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
-            print(f"== {part}: {step.name}{', again' * bool(number)}", flush=True)
-            status = _ended(step.name, command, limit, part, output, archives, variables)
-            took = time.monotonic() - began
-            saved += step.seconds * (number == 0) - took
-            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            line: dict[str, Any] = {"part": part, "step": step.name, "status": status, "seconds": round(took)}
-            with lines.open("a") as file:
-                file.write(json.dumps({**line, **about, "date": date}) + "\n")
-            ended[step.name] = status
-            if status:
-                print(f"== {part}: {step.name} ended with status {status}", flush=True)
-            if status != LOST:
-                break
-    _pack(part, output, archives)
-    return ended
+class Part(NamedTuple):
+    """A part that runs: where it leaves what, the variables of its commands, what each line of a step holds."""
 
+    name: str
+    output: Path
+    archives: Path
+    variables: dict[str, str]
+    about: dict[str, str]
 
-def _ended(
-    name: str, command: list[str], limit: float, part: str, output: Path, archives: Path, variables: dict[str, str]
-) -> int:
-    """The exit status of a command; what it prints goes to NAME.log and, a second later, to where this prints."""
-    log = output / f"{name}.log"
-    if limit <= 0:
-        log.write_text("no time was left for it\n")
-        return OUT_OF_TIME
-    until, packed, told = time.monotonic() + limit, time.monotonic(), None
-    with log.open("wb") as written, log.open("rb") as shown:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-                sys.stdout.write(shown.read().decode(errors="replace"))
-                sys.stdout.flush()
-                now = time.monotonic()
-                if now - packed > PACK_EVERY:
-                    packed = now
-                    _pack(part, output, archives)
-                if now > until:
-                    # interrupted first, so that what was measured is still written
-                    os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
-                    told, until = OUT_OF_TIME, now + 10
-        except BaseException:
-            _pack(part, output, archives)
-            raise
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        sys.stdout.write(shown.read().decode(errors="replace"))
-    return told or process.returncode
+    def run(self, steps: Iterator[Step], seconds: float) -> dict[str, int]:
+        """Run the steps within the part's time, each within its own; returns how they ended."""
+        for folder in (self.output, self.archives):
+            folder.mkdir(parents=True, exist_ok=True)
+        lines = self.output / f"{self.name}.steps.jsonl"
+        lines.unlink(missing_ok=True)
+        until, saved, ended = time.monotonic() + seconds, 0.0, {}
+        for step in steps:
+            for number in range(1 + AGAIN * step.again):
+                # what an earlier step did not need is left for this one
+                limit = min(step.seconds + saved, until - time.monotonic())
+                began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
+                print(f"== {self.name}: {step.name}{', again' * bool(number)}", flush=True)
+                status = ended[step.name] = self._ended(self.output / f"{step.name}.log", command, limit)
+                took = time.monotonic() - began
+                saved += step.seconds * (number == 0) - took
+                date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+                line: dict[str, Any] = {"part": self.name, "step": step.name, "status": status, "seconds": round(took)}
+                with lines.open("a") as file:
+                    file.write(json.dumps({**line, **self.about, "date": date}) + "\n")
+                if status:
+                    print(f"== {self.name}: {step.name} ended with status {status}", flush=True)
+                if status != LOST:
+                    break
+        self._pack()
+        return ended
 
+    def _ended(self, log: Path, command: list[str], limit: float) -> int:
+        """The exit status of a command; what it prints goes to the log, and at once to where this prints."""
+        if limit <= 0:
+            log.write_text("no time was left for it\n")
+            return OUT_OF_TIME
+        until, packed, told = time.monotonic() + limit, time.monotonic(), None
+        with log.open("wb") as written, log.open("rb") as shown:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self.variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                while process.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+                    sys.stdout.write(shown.read().decode(errors="replace"))
+                    sys.stdout.flush()
+                    now = time.monotonic()
+                    if now - packed > PACK_EVERY:
+                        packed = now
+                        self._pack()
+                    if now > until:
+                        # interrupted first, so that what was measured is still written
+                        os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
+                        told, until = OUT_OF_TIME, now + 10
+            except BaseException:
+                self._pack()
+                raise
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            sys.stdout.write(shown.read().decode(errors="replace"))
+        return told or process.returncode
 
-def _pack(part: str, output: Path, archives: Path) -> None:
-    """The output as it is now but for checkpoints, in one file that is never half written."""
-    partial = archives / f".{part}.{os.getpid()}.partial"
-    with tarfile.open(partial, "w:gz") as archive:
-        for path in sorted(output.rglob("*")):
-            # files may grow or go meanwhile
-            if path.is_file() and "checkpoint" not in path.relative_to(output).parts:
-                with suppress(OSError):
-                    archive.add(path, f"./{path.relative_to(output)}")
-    partial.replace(archives / f"{part}.tar.gz")
+    def _pack(self) -> None:
+        """The output as it is now but for checkpoints, in one file that is never half written."""
+        partial = self.archives / f".{self.name}.{os.getpid()}.partial"
+        with tarfile.open(partial, "w:gz") as archive:
+            for path in sorted(self.output.rglob("*")):
+                # files may grow or go meanwhile
+                if path.is_file() and "checkpoint" not in path.relative_to(self.output).parts:
+                    with suppress(OSError):
+                        archive.add(path, f"./{path.relative_to(self.output)}")
+        partial.replace(self.archives / f"{self.name}.tar.gz")
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -19,7 +19,7 @@ import pytest
 from gpu_replay import cli
 from gpu_replay.bench import gpu_page, on_gpu
 from gpu_replay.bench.first_contact import FEATURES
-from gpu_replay.bench.on_gpu import PARTS, Round, Step
+from gpu_replay.bench.on_gpu import PARTS, Part, Round, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "on_gpu.py"
@@ -42,8 +42,8 @@ def run(tmp_path: Path) -> Run:
             each if isinstance(each, Step) else Step(name, [sys.executable, "-c", each], seconds)
             for name, each in steps.items()
         ]
-        folders = (tmp_path / "out", tmp_path / "archives")
-        return on_gpu.run_part("part", iter(made), seconds, *folders, dict(os.environ), {"gpu": "Test"})
+        part = Part("part", tmp_path / "out", tmp_path / "archives", dict(os.environ), {"gpu": "Test"})
+        return part.run(iter(made), seconds)
 
     return run
 
