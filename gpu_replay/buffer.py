@@ -19,7 +19,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
-from gpu_replay.fields import Field, check_fields, classic_fields, flattened, refuse_names
+from gpu_replay.fields import Field, check_fields, check_names, classic_fields, flattened
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.samplers import Sampler
 
@@ -72,8 +72,7 @@ class ReplayBuffer(Buffer):
     ) -> None:
         checked = check_fields(fields)
         super().__init__(check_capacity(capacity), checked, sampler, device, seed, storage_device, storage_path)
-        # what every value of an add is compared with
-        self._checks = [(name, field, self._plain_dtypes[name], field.shape) for name, field in self._fields.items()]
+        self._checks = validation.checks_of(self._fields)
         self._batch_kind = batch_kind({name: (field.output_dtype, field.shape) for name, field in self._fields.items()})
 
     def _sizes(self) -> dict[str, int]:
@@ -131,41 +130,16 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.add(fields, priority)
-        values, rows = self._checked(fields)
+        if fields.keys() != self._fields.keys():
+            fields = flattened(fields, self._fields)
+            check_names(fields, self._fields)
+        values, rows = self._rows_of(fields, None)
+        if not rows:
+            raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
         if priority is not None:
             priority = validation.as_priorities("priority", priority, rows, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.append(values, rows, priority)
-
-    def _checked(self, given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The given values as tensors, or as arrays that can be copied as they are, and their number of rows."""
-        if given.keys() != self._fields.keys():
-            given = flattened(given, self._fields)
-            if given.keys() != self._fields.keys():
-                refuse_names(given, self._fields)
-        rows: int | None = None
-        values: dict[str, Any] = {}
-        on_host, device, stream = self._on_host, self._device, self._stream_order.current()
-        for name, field, dtype, wanted in self._checks:
-            value: Any = given[name]
-            # fast path: what can be copied as it is, and arrays of the right shape
-            if on_host:
-                array = validation.plain_array(value)
-                shape = () if array is None else array.shape
-            else:
-                shape = value.shape if validation.is_plain(value, field.dtype, device) else ()
-            if not shape or shape[1:] != wanted or (rows is not None and shape[0] != rows):
-                value = validation.as_field(name, value, field, rows, device, on_host=on_host)
-                shape = value.shape
-            elif on_host:
-                value = array if array.dtype == dtype else validation.as_stored(name, array, field.dtype)
-            elif stream is not None:
-                value.record_stream(stream)
-            values[name] = value
-            rows = shape[0]
-        if not rows:
-            raise ValueError("add needs at least one transition (m >= 1); found fields with 0 rows.")
-        return values, rows
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
         """Draw `B` transitions as a Batch on the buffer's device.

@@ -175,8 +175,10 @@ def _leaves(name: str, parts: Iterable[tuple[Any, Any]], wanted: Collection[str]
     return flattened({f"{name}.{part}": value for part, value in parts}, wanted).items()
 
 
-def refuse_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise KeyError for an `add` whose names are not the wanted ones."""
+    if given.keys() == wanted.keys():
+        return
     missing = [name for name in wanted if name not in given]
     unknown = [name for name in given if name not in wanted]
     parts = []

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from gpu_replay import validation
 from gpu_replay.base import state
-from gpu_replay.base.buffer import NO_DTYPE, Buffer
+from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import class_only, names_from_spaces
 from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
@@ -40,8 +40,8 @@ from gpu_replay.engines.trajectory_storage import (
 from gpu_replay.fields import (
     Field,
     autoreset_name,
+    check_names,
     flattened,
-    refuse_names,
     step_fields,
     vector_settings,
     warn_of_stacks,
@@ -139,13 +139,11 @@ class TrajectoryReplayBuffer(Buffer):
         check_relabel(relabel, checked, self._shape.n_step, self._random_shift)
         super().__init__(self._shape.slots, checked, sampler, device, seed, storage_device, storage_path)
         self._step_fields = {**self._fields, "reward": REWARD, "terminated": _FLAG, "truncated": _FLAG}
-        flag = np.dtype(bool) if self._on_host else NO_DTYPE
-        self._plain_dtypes |= dict.fromkeys(("terminated", "truncated", "envs"), flag)
+        self._checks = validation.checks_of(self._step_fields)
         self._input = StepInput(
-            {**self._step_fields, "envs": _FLAG},
+            self._step_fields,
             self._streams.observations,
             self._shape,
-            self._plain_dtypes,
             self._device,
             on_host=self._on_host,
             reads_all=relabel is not None,
@@ -284,24 +282,25 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.add(fields if final_obs is None else {**fields, "final_obs": final_obs}, priority)
-        wanted, observations, finals = self._step_fields, self._streams.observations, {}
-        if fields.keys() != wanted.keys():
-            fields = flattened(fields, wanted)
-            finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
-            if fields.keys() != wanted.keys():
-                refuse_names(fields, wanted)
+        finals: dict[str, Any] = {}
+        if fields.keys() != self._step_fields.keys():
+            fields, finals = self._named(fields)
         if final_obs is not None:
-            finals |= validation.final_columns(final_obs, observations, self._num_envs)
-        stream = self._stream_order.current()
-        values = {name: self._input.step(name, fields[name], field, stream) for name, field in wanted.items()}
+            finals |= validation.final_columns(final_obs, self._streams.observations, self._num_envs)
+        values, envs = self._rows_of(fields, self._num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
         kept = self._input.finals(finals, terminated, truncated)
         if priority is not None:
-            priority = validation.as_priorities(
-                "priority", priority, self._num_envs, self._device, as_array=self._on_host
-            )
+            priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
         with self._lock:
             return self._engine.add_step(values, terminated, truncated, priority, kept)
+
+    def _named(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values by the names of the fields, and final observations that were given by theirs."""
+        fields, observations = flattened(given, self._step_fields), self._streams.observations
+        finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
+        check_names(fields, self._step_fields)
+        return fields, finals
 
     def extend(self, *, priority: Any = None, final_obs: Any = None, **fields: Any) -> Tensor:
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
@@ -317,16 +316,11 @@ class TrajectoryReplayBuffer(Buffer):
         CUDA it waits for the device, and keeps a copy of what it overwrites until it returns. Raises as `add` does, and
         nothing is stored by a call that raises.
         """
-        wanted, observations = self._step_fields, self._streams.observations
-        if fields.keys() != wanted.keys():
-            fields = flattened(fields, wanted)
-            named = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
-            if named:
-                final_obs = {name.removeprefix("obs."): value for name, value in named.items()}
-            if fields.keys() != wanted.keys():
-                refuse_names(fields, wanted)
+        fields, named = self._named(fields)
+        if named:
+            final_obs = {name.removeprefix("obs."): value for name, value in named.items()}
         values: dict[str, Any] = {}
-        for name, field in wanted.items():
+        for name, field in self._step_fields.items():
             steps = len(next(iter(values.values()))) if values else None
             values[name] = self._input.steps(name, fields[name], field, steps)
         terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
@@ -358,7 +352,8 @@ class TrajectoryReplayBuffer(Buffer):
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
-            chosen = self._input.step("envs", envs, _FLAG, self._stream_order.current())
+            whole_step = {"on_host": self._on_host, "steps": True}
+            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, self._device, **whole_step)
         with self._lock:
             self._engine.break_streams(chosen)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _MOST_ROWS = 2**48
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
+# looked up once
+_ARRAY = np.ndarray
+# of no number
+_NO_DTYPE = np.dtype("V1")
 _REAL = (np.dtype(np.float32), np.dtype(np.float64))
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # unsigned numbers of torch that int64 can hold whatever they are
@@ -66,9 +70,7 @@ def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
         if value.dtype in _UNSIGNED:
             return value.to(torch.int64)
         return value.detach() if value.requires_grad else value
-    if _masked(value):
-        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
-    array = value if isinstance(value, np.ndarray) else _array_from(name, value)
+    array = _array_from(name, value)
     if array.dtype not in TORCH_OF:
         return torch.from_numpy(_storable(name, array))
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -118,7 +120,11 @@ def _masked(value: Any) -> bool:
 
 
 def _array_from(name: str, value: Any) -> np.ndarray:
-    if isinstance(value, DICTIONARIES):
+    if type(value) is np.ndarray:
+        return value
+    if _masked(value):
+        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
+    if not isinstance(value, (list, tuple)) and isinstance(value, DICTIONARIES):
         parts = ", ".join(map(repr, value.keys()))
         raise TypeError(f"{name!r} must be a tensor or an array; found a dictionary of {parts}.")
     try:
@@ -138,14 +144,13 @@ def _storable(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def plain_array(value: Any) -> Any:
-    """An array of numbers that can be stored, or what a dense tensor on the CPU shows of its memory; None of others."""
-    if type(value) is Tensor:
-        try:
-            value = value.numpy()
-        except (RuntimeError, TypeError):
-            # elsewhere, not dense, with a gradient, or lazy
-            return None
-    return value if type(value) is np.ndarray and value.dtype in TORCH_OF else None
+    """An array, or what a dense tensor on the CPU shows of its memory; None of anything else."""
+    try:
+        array = value.numpy() if type(value) is Tensor else value
+    except (RuntimeError, TypeError):
+        # elsewhere, not dense, with a gradient, or lazy
+        return None
+    return array if type(array) is np.ndarray else None
 
 
 def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor:
@@ -155,11 +160,7 @@ def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor
     if isinstance(value, Tensor):
         tensor = as_tensor(name, value, device)
         return numpy_view(name, tensor) if tensor.dtype in _NUMPY_OF else tensor
-    if type(value) is np.ndarray and value.dtype in TORCH_OF:
-        return value
-    if _masked(value):
-        raise TypeError(f"{name!r} must be an array without a mask; found a masked one: fill it with .filled(number).")
-    array = np.asarray(value) if isinstance(value, np.ndarray) else _array_from(name, value)
+    array = _array_from(name, value)
     return array if array.dtype in TORCH_OF else _storable(name, array)
 
 
@@ -178,15 +179,73 @@ def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.n
     return cast(name, torch.from_numpy(np.require(value, requirements="W")), dtype).numpy()
 
 
-def as_field(name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool) -> Any:
+Checks = list[tuple[str, Field, "np.dtype[Any]", tuple[int, ...]]]
+
+
+def checks_of(fields: Mapping[str, Field]) -> Checks:
+    """What `host_rows` compares values with: name, field, the NumPy dtype that is stored as it is, and shape."""
+    return [(name, field, _NUMPY_OF.get(field.dtype, _NO_DTYPE), field.shape) for name, field in fields.items()]
+
+
+def host_rows(
+    given: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device
+) -> tuple[dict[str, np.ndarray], int]:
+    """The values of all fields as `as_field` gives them to the host's engine, in the order of the checks; their rows.
+
+    rows: environments, one step of each of which is given; None where every value has as many rows as the first.
+    """
+    values, count = {}, rows
+    for name, field, dtype, shape in checks:
+        value = given[name]
+        # fast path: what can be stored as it is
+        try:
+            array = value.numpy() if type(value) is Tensor else value
+            fits = type(array) is _ARRAY and array.dtype == dtype
+        except (RuntimeError, TypeError):
+            # elsewhere, not dense, with a gradient, or lazy
+            fits = False
+        sides = array.shape if fits else ()
+        if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
+            array = as_field(name, value, field, count, device, on_host=True, steps=rows is not None)
+            sides = array.shape
+        values[name] = array
+        count = sides[0]
+    return values, count or 0
+
+
+def device_rows(
+    given: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[dict[str, Tensor], int]:
+    """As `host_rows`, tensors for an engine on a device, whose current stream is `stream`."""
+    values, count = {}, rows
+    for name, field, _, shape in checks:
+        value = given[name]
+        sides = value.shape if is_plain(value, field.dtype, device) else ()
+        if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
+            value = as_field(name, value, field, count, device, on_host=False, steps=rows is not None)
+        elif stream is not None:
+            value.record_stream(stream)
+        values[name] = value
+        count = value.shape[0]
+    return values, count or 0
+
+
+def as_field(
+    name: str, value: Any, field: Field, rows: int | None, device: torch.device, *, on_host: bool, steps: bool = False
+) -> Any:
     """The value as `[m, *field.shape]` of the field's dtype: a tensor on the CPU or on `device`, or, for the host's
     engine, an array as `numpy_view` shows it.
 
-    rows: the `m` that the other fields of this call have, or None.
+    rows:  the `m` that the other fields of this call have, or None. steps: whether it is the number of environments.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
     found: Any = as_array(name, value, device) if on_host else as_tensor(name, value, device)
     wanted, shape = field.shape, tuple(found.shape)
+    if steps and shape != (rows, *wanted):
+        raise ValueError(
+            f"field {name!r} needs shape {[rows, *wanted]}, one step of each of the {rows} environments; found "
+            f"{list(shape)}."
+        )
     if not shape or shape[1:] != wanted:
         expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
         hint = " Add the leading batch dimension: value[None]." if shape == wanted else ""

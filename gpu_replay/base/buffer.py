@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     Engine = HostEngine | DeviceEngine | TrajectoryHostEngine | TrajectoryDeviceEngine
 
-# a dtype that no input has
-NO_DTYPE = np.dtype([("nothing", "V1")])
 Own = TypeVar("Own", bound="Buffer")
 
 
@@ -65,6 +63,8 @@ class Buffer(ABC):
     # what is drawn, for messages, and whether some of what is stored may not be drawn
     _units: ClassVar[str]
     _tracks_eligibility: ClassVar[bool]
+    # what the values of an `add` are compared with
+    _checks: validation.Checks
     # what decides which state a buffer made with these arguments has
     _layout: ClassVar[Callable[..., StateLayout]]
     # slots of all shards, in the shard of a larger buffer
@@ -109,11 +109,6 @@ class Buffer(ABC):
             self._engine: Engine = self._make_engine()
         self._draws: HostSampler | DeviceSampler = self._engine.draws
         self._operators = Operators(self, self._device)
-        # the NumPy dtype that each field takes as it is, one that no input has where there is none
-        self._plain_dtypes: dict[str, np.dtype[Any]] = {
-            name: tensor.numpy().dtype if self._on_host and tensor.dtype != torch.bfloat16 else NO_DTYPE
-            for name, tensor in self._storage.tensors.items()
-        }
 
     @abstractmethod
     def _make_engine(self) -> Engine:
@@ -288,6 +283,12 @@ class Buffer(ABC):
         return torch.from_numpy(numbers).to(self._device)
 
     # calls
+
+    def _rows_of(self, given: Mapping[str, Any], envs: int | None) -> tuple[dict[str, Any], int]:
+        """The values of all fields, checked, and their rows: those of the first, or one for each environment."""
+        if self._on_host:
+            return validation.host_rows(given, self._checks, envs, self._device)
+        return validation.device_rows(given, self._checks, envs, self._device, self._stream_order.current())
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay import validation
-from gpu_replay.fields import DICTIONARIES, Field, refuse_names
+from gpu_replay.fields import DICTIONARIES, Field, check_names
 from gpu_replay.ops.eligibility import GivenFinals, StreamShape
 
 
@@ -19,7 +19,6 @@ class StepInput:
 
     fields:        of a step, by name.
     observations:  names of those that observations are made of, and that have final ones.
-    plain_dtypes:  the NumPy dtypes that are stored as they are.
     reads_all:     whether final observations of terminated episodes are read too, not only of truncated ones.
     """
 
@@ -28,7 +27,6 @@ class StepInput:
         fields: Mapping[str, Field],
         observations: Iterable[str],
         shape: StreamShape,
-        plain_dtypes: Mapping[str, np.dtype[Any]],
         device: torch.device,
         *,
         on_host: bool,
@@ -38,30 +36,9 @@ class StepInput:
         self._observations = list(observations)
         self._shape = shape
         self._num_envs = shape.num_envs
-        self._plain_dtypes = plain_dtypes
         self._device = device
         self._on_host = on_host
         self._reads_all = reads_all
-
-    def step(self, name: str, given: Any, field: Field, stream: torch.cuda.Stream | None) -> Any:
-        """The value as `[E, *shape]`: a tensor, or for the host engine an array that can be stored as it is.
-
-        stream: the one that is current on a GPU.
-        """
-        wanted = (self._num_envs, *field.shape)
-        if type(given) is np.ndarray and given.dtype == self._plain_dtypes[name] and given.shape == wanted:
-            return given
-        if not self._on_host and validation.is_plain(given, field.dtype, self._device) and given.shape == wanted:
-            if stream is not None:
-                given.record_stream(stream)
-            return given
-        value = (validation.as_array if self._on_host else validation.as_tensor)(name, given, self._device)
-        if tuple(value.shape) != wanted:
-            raise ValueError(
-                f"field {name!r} needs shape {list(wanted)}, one step of each of the {self._num_envs} environments; "
-                f"found {list(value.shape)}."
-            )
-        return validation.as_field(name, value, field, None, self._device, on_host=self._on_host)
 
     def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
         """The final observations as `[E, *shape]` of each observation field, or None where none came."""
@@ -95,9 +72,8 @@ class StepInput:
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
         """Raise KeyError unless there is one final observation for each observation field."""
-        if given.keys() != set(self._observations):
-            found, wanted = ({f"final_{name}": None for name in names} for names in (given, self._observations))
-            refuse_names(found, wanted)
+        found, wanted = ({f"final_{name}": None for name in names} for names in (given, self._observations))
+        check_names(found, wanted)
 
     def reads_final(self, terminated: Any, truncated: Any) -> Any:
         """Of which steps, by these flags, the final observation will be read."""
@@ -106,9 +82,7 @@ class StepInput:
     def steps(self, name: str, given: Any, field: Field, steps: int | None) -> Any:
         """The value as `[T, E, *shape]` of the field's dtype: a tensor, or an array for the host engine."""
         wanted = (self._num_envs, *field.shape)
-        plain = type(given) in (np.ndarray, np.memmap) and given.dtype == self._plain_dtypes[name]
-        as_numbers = validation.as_array if self._on_host else validation.as_tensor
-        value: Any = given if plain else as_numbers(name, given, self._device)
+        value: Any = (validation.as_array if self._on_host else validation.as_tensor)(name, given, self._device)
         if value.ndim == 0 or tuple(value.shape[1:]) != wanted:
             alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
             hint = " Add the axis of the environments: value[:, None]." if alone else ""

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter, new_counters
 from gpu_replay.ops.mass_tree import MassTree
+
+_SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
 
 
 class DrawState:
@@ -52,6 +55,15 @@ class DrawState:
     def trees(self) -> list[MassTree]:
         """Those that there are."""
         return [tree for tree in (self.tree, self.eligible_tree) if tree is not None]
+
+    @property
+    def initial(self) -> tuple[int, int]:
+        """Where loops find the mass of new transitions, and the fixed one, or that before any other."""
+        given = self.plan.initial
+        if self.tree is None:
+            # every start counts one
+            return FIXED, 1
+        return _SOURCES.get(str(given), FIXED), self.rule.mass(1.0 if isinstance(given, str) else float(given))
 
     @property
     def masses(self) -> MassTree:

@@ -17,12 +17,15 @@ from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.draw import slots_of
 from gpu_replay.ops.frames import rows_as_sampled
-from gpu_replay.ops.ring import Write, as_numpy, commit, parts_of, taken
+from gpu_replay.ops.ring import as_numpy, commit, parts_of, put, taken
 
 # numbers as which short rows are moved, by their bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 # looked up once
+_ADDED = Counter.ADDED
 _from_numpy = torch.from_numpy
+# masses that came with rows, the largest of them, and how many were cut
+_NOT_GIVEN = np.zeros(0, dtype=np.int64), 0, 0
 
 
 class HostEngine:
@@ -36,12 +39,12 @@ class HostEngine:
     def __init__(self, storage: Storage, draws: HostSampler) -> None:
         self.draws = draws
         self.count_at_least = draws.count_at_least
-        self._capacity = storage.capacity
+        self._capacity, self._counters = storage.capacity, draws.counters
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         self._stores = [rows[name] for name in storage.fields]
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
-        self._append, self._known = loops.append.ready(), (*draws.initial, *draws.arrays)
+        self._append, self._known = loops.append.ready(), (*draws.state.initial, *draws.arrays)
         # small fields lie in records, of which each field is seen as one number where there is one of its size
         self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:
@@ -80,20 +83,21 @@ class HostEngine:
 
     def append(self, values: dict[str, np.ndarray], rows: int, priorities: np.ndarray | None) -> Tensor:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
-        draws, capacity = self.draws, self._capacity
-        added = draws.counters.item(Counter.ADDED)
-        keys, count = _from_numpy(np.arange(added, added + rows)), (rows, *draws.masses_of(priorities), *self._known)
-        start = added % capacity
-        writes: Iterable[Write] = zip(self._stores, repeat(slice(start, start + rows)), values.values(), strict=False)
+        state, capacity, added = self.draws.state, self._capacity, self._counters.item(_ADDED)
+        keys, start = _from_numpy(np.arange(added, added + rows)), added % capacity
+        given = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
+        counted = starmap(self._append, ((rows, *given, *self._known),))
+        stores: Iterable[Any] = self._stores
+        slots: Iterable[Any] = repeat(slice(start, start + rows))
+        stored: Iterable[Any] = values.values()
         if start + rows > capacity:
             skipped = max(0, rows - capacity)
             parts = parts_of((added + skipped) % capacity, rows - skipped, capacity, skipped)
-            writes = [
-                (store, slots, value[some])
-                for slots, some in parts
-                for store, value in zip(self._stores, values.values(), strict=True)
-            ]
-        return commit(writes, keys, starmap(self._append, (count,)))
+            stores, slots, stored = zip(
+                *((store, at, value[some]) for at, some in parts for store, value in zip(stores, stored, strict=False)),
+                strict=True,
+            )
+        return commit(keys, map(put, stores, slots, stored), counted)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` transitions: fields, key, probability and weight."""

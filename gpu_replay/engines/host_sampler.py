@@ -38,7 +38,6 @@ _DAMAGED = (
     "fewer transitions can be drawn than were counted. The buffer was changed past its lock, or its memory is "
     "damaged; load it from a checkpoint."
 )
-_SOURCES = {"running": ring_loops.LARGEST_EVER, "stored": ring_loops.LARGEST_STORED}
 
 
 class HostDraw(NamedTuple):
@@ -55,9 +54,7 @@ class HostSampler:
 
     The buffer has checked all arguments and holds the lock. A draw changes nothing until `finish` counts it.
 
-    arrays:  counters, times sampled, and the tree of masses as `loops/tree.py` takes it, or nothing.
-    initial: where the masses of new transitions come from, and the one that the plan names, or that comes before any
-             other, as `loops.ring.append` takes them.
+    arrays: counters, times sampled, and the tree of masses as `loops/tree.py` takes it, or nothing.
     """
 
     def __init__(self, state: DrawState, storage: Storage, seed: int) -> None:
@@ -72,9 +69,6 @@ class HostSampler:
             codes.host = codes.host._replace(noted=self._ranks.noted)
         tree = (_NONE,) * 5 if state.tree is None else state.tree.host
         self.arrays = self.counters, self.times_sampled, *tree
-        given = self._plan.initial
-        self.first_mass = state.rule.mass(1.0 if isinstance(given, str) else float(given))
-        self.initial = _SOURCES.get(str(given), ring_loops.FIXED), self.first_mass
         self._finish = ring_loops.finish.ready()
         self.reseed(seed)
         # slots that the last draw counted
@@ -121,10 +115,6 @@ class HostSampler:
         if self._ranks is not None:
             found._ranks = self._ranks.restricted_to(found.state.masses.arrays[0][: self._capacity])
         return found, int(np.count_nonzero(found.state.eligible.arrays[0]))
-
-    def masses_of(self, priorities: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-        """The (m,) masses of new transitions with these priorities, the largest, and how many were cut; or nothing."""
-        return (_NONE, 0, 0) if priorities is None or self._tree is None else self.state.rule.masses(priorities)
 
     # random words
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from itertools import chain, repeat, starmap
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,8 @@ from gpu_replay.ops.hindsight import (
     goal_blocks,
     goal_words,
 )
-from gpu_replay.ops.ring import Write, as_numpy, commit, gather_rows, parts_of
-from gpu_replay.ops.steps import HostSteps, entering
+from gpu_replay.ops.ring import as_numpy, gather_rows, parts_of, put
+from gpu_replay.ops.steps import NONE_KEPT, HostSteps
 from gpu_replay.ops.windows import HostWindows, Windows
 
 # where the final observations of the only step are
@@ -51,16 +53,15 @@ class TrajectoryHostEngine:
         self._storage = storage
         rows = {name: as_numpy(tensor) for name, tensor in storage.tensors.items()}
         rewards, powers = rows.pop("reward"), powers_of(storage.gamma, shape.n_step)
-        initial = entering(state.rule, None if state.tree is None else state.plan.initial)
         ring = draws.counters, rewards, powers, draws.times_sampled
-        self._steps = HostSteps(storage.streams, (state.tree, state.eligible_tree), initial, *ring)
+        self._steps = HostSteps(storage.streams, (state.tree, state.eligible_tree), state.initial, *ring)
         self._lengths, self._sums = self._steps.lengths, self._steps.sums
         self._windows = HostWindows(storage.streams, self._steps, rewards, powers, zero=storage.padding == "zero")
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
         # of every field a view by steps: the loop stores rewards
         by_step = shape.steps, shape.num_envs
-        self._rings = [(name, each.reshape(*by_step, *each.shape[1:])) for name, each in rows.items()]
+        self._rings = [each.reshape(*by_step, *each.shape[1:]) for each in rows.values()]
         columns = [(name, rows[name], storage.fields[name]) for name in rows]
         seen = [column for column in columns if column[0] in storage.observations]
         self._single = [column for column in columns if column[0] not in storage.observations]
@@ -103,8 +104,8 @@ class TrajectoryHostEngine:
         """Store one step of all environments and return its (num_envs,) keys."""
         added, envs = self.draws.counters.item(Counter.ADDED), self._shape.num_envs
         row, keys = added // envs % self._shape.steps, torch.from_numpy(np.arange(added, added + envs))
-        writes: list[Write] = [(ring, row, values[name]) for name, ring in self._rings]
         given = None if finals is None else GivenFinals(finals, _FIRST)
+        writes = map(put, self._rings, repeat(row), values.values())
         return self._store(writes, values["reward"], terminated, truncated, priorities, given, keys)
 
     def extend(
@@ -119,14 +120,16 @@ class TrajectoryHostEngine:
         """Store T steps of all environments, as T calls of `add_step` do, and return `keys`."""
         count, steps = len(terminated), self._shape.steps
         first, skipped = self.span_of_steps()[1], max(0, count - steps)
-        writes: list[Write] = []
-        for part, some in parts_of((first + skipped) % steps, count - skipped, steps, skipped):
-            writes += [(ring, part, values[name][some or slice(None)]) for name, ring in self._rings]
-        return self._store(writes, values["reward"], terminated, truncated, priorities, finals, keys)
+        writes = [
+            (ring, part, value[some or slice(None)])
+            for part, some in parts_of((first + skipped) % steps, count - skipped, steps, skipped)
+            for ring, value in zip(self._rings, values.values(), strict=False)
+        ]
+        return self._store(starmap(put, writes), values["reward"], terminated, truncated, priorities, finals, keys)
 
     def _store(
         self,
-        writes: list[Write],
+        writes: Iterable[object],
         rewards: np.ndarray,
         terminated: np.ndarray,
         truncated: np.ndarray,
@@ -138,11 +141,12 @@ class TrajectoryHostEngine:
         masses, saturated, state = None, 0, self.draws.state
         if priorities is not None and state.tree is not None:
             masses, _, saturated = state.rule.masses(priorities.reshape(-1))
-        kept = self._steps.keep(terminated, truncated, finals)
-        if finals is not None and kept.pool.size:
-            writes += [(pool, kept.pool, as_numpy(finals.rows[name])[kept.given]) for name, pool in self._pools.items()]
-        added = self._steps.added(terminated, truncated, rewards, masses, saturated, kept)
-        return commit(writes, keys, added)
+        steps, kept = (terminated, truncated, rewards), NONE_KEPT
+        if finals is not None:
+            kept = self._steps.keep(terminated, truncated, finals)
+            given = [as_numpy(finals.rows[name])[kept.given] for name in self._pools]
+            writes = chain(writes, map(put, self._pools.values(), repeat(kept.pool), given))
+        return self._steps.add(steps, masses, saturated, kept, keys, writes)
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
         """The next step of these environments, a bool (num_envs,), is the first of an episode."""

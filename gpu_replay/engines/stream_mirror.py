@@ -10,8 +10,7 @@ from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.eligibility import GivenFinals, Streams
 from gpu_replay.ops.mass_tree import DIRTY, MassTree
-from gpu_replay.ops.ring import commit
-from gpu_replay.ops.steps import HostSteps, KeptFinals, entering
+from gpu_replay.ops.steps import NONE_KEPT, HostSteps, KeptFinals
 
 
 class StreamMirror:
@@ -38,7 +37,7 @@ class StreamMirror:
         self._steps = HostSteps(
             streams,
             (trees[0], trees[1]),
-            entering(state.rule, None if state.tree is None else state.plan.initial),
+            state.initial,
             counters.numpy(),
             np.zeros(shape.slots, dtype=np.float32),
             powers.cpu().numpy(),
@@ -57,10 +56,10 @@ class StreamMirror:
             finite = np.isfinite(priorities.reshape(-1))
             masses, _, saturated = self._rule.masses(np.where(finite, priorities.reshape(-1), 0.0))
             masses *= finite
-        kept = self._steps.keep(terminated, truncated, finals)
+        kept = NONE_KEPT if finals is None else self._steps.keep(terminated, truncated, finals)
         # windows are not summed up on a device
         rewards = np.zeros(terminated.size, dtype=np.float32)
-        return commit((), kept, self._steps.added(terminated, truncated, rewards, masses, saturated, kept))
+        return self._steps.add((terminated, truncated, rewards), masses, saturated, kept, kept)
 
     def write_back(self) -> None:
         """Make the device know what is known here."""

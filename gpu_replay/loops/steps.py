@@ -73,15 +73,15 @@ def add_steps(
     masses:    (T * E,) given with the steps, 0 for a priority that is no number; or nothing.
     places:    (T * E,) as `plan_finals` gives them; or nothing where no final observations came.
     saturated: how many masses were cut.
-    settings:  environments, frames of a stack, whether the step after an ending carries the final observation, mass of
-               starts without one, and where that is found instead if it is there.
+    settings:  environments, frames of a stack, whether the step after an ending carries the final observation, where
+               the mass of starts without one is found, and the fixed one, or that before any other.
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
     rewards:   (slots,) of the ring. powers: (n_step + 1,) of gamma.
     sums, lengths: (slots,) discounted rewards and steps of the windows of starts that can be drawn.
     flat, starts, low, high, noted: a tree, of masses where there are any, else of ones.
     ones, one_starts: a tree of ones beside it, or nothing.
     """
-    envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[3], settings[4]
+    envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
     slots, n = flags.size, powers.size - 1
     steps, count, lines, hindsight = slots // envs, terminated.size // envs, n + 1, spans.size > 0
     first, deepest = counters[_ADDED] // envs, 2**31 - 1 - n

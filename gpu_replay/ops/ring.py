@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain, starmap
+from itertools import chain
 from operator import setitem
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,8 +25,8 @@ from gpu_replay.ops.threads import LARGE, take_rows
 from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
 
 Result = TypeVar("Result")
-# an array, where in it, and what comes there
-Write = tuple[np.ndarray, Any, Any]
+# puts what comes to a place in an array there
+put: Callable[[Any, Any, Any], None] = setitem
 
 
 def as_numpy(tensor: Tensor | np.ndarray) -> np.ndarray:
@@ -54,16 +54,16 @@ def parts_of(start: int, count: int, size: int, skipped: int = 0) -> list[tuple[
     return [(slice(start, size), slice(skipped, seam)), (slice(0, stop - size), slice(seam, skipped + count))]
 
 
-def commit(writes: Iterable[Write], result: Result, *after: Iterable[object]) -> Result:
-    """Host: make these writes all together or not at all; returns `result`.
+def commit(result: Result, *changes: Iterable[object]) -> Result:
+    """Host: make these changes all together or not at all; returns `result`.
 
-    after: what is done after them: iterators that do it as they are read, and run no Python code of their own, such as
-           `starmap` of a loop that is ready.
+    changes: iterators that make them as they are read and run no Python code of their own, such as `map` of `put`
+             over arrays, places and values, or `starmap` of a loop that is ready.
 
     An exception in between would leave transitions that are half those that they overwrite. The interpreter handles a
     signal between two of its own instructions, and this is one. The values must fit: nothing may be left that fails.
     """
-    return (tuple(chain(starmap(setitem, writes), *after)), result)[1]
+    return (tuple(chain(*changes)), result)[1]
 
 
 def gather_rows(rows: np.ndarray, field: Field, slots: np.ndarray) -> Tensor:

@@ -6,34 +6,20 @@ fields is changed by one loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import starmap
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from gpu_replay.loops import steps as loops
-from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops.eligibility import GivenFinals, Streams
-from gpu_replay.ops.mass import Rule
 from gpu_replay.ops.mass_tree import MassTree
-from gpu_replay.ops.ring import plain
+from gpu_replay.ops.ring import commit, plain
 
+Result = TypeVar("Result")
 _NOTHING = np.zeros(0, dtype=np.int64)
 _NOWHERE = np.zeros(0, dtype=np.int32)
-
-
-def entering(rule: Rule, initial: str | float | None) -> tuple[int, int]:
-    """Mass of starts that enter without a priority of their own, and where the loop finds it if it is there.
-
-    initial: of the sampler; None where there are no masses.
-    """
-    if initial is None:
-        # every start counts one
-        return 1, FIXED
-    if isinstance(initial, str):
-        return rule.mass(1.0), LARGEST_EVER if initial == "running" else LARGEST_STORED
-    return rule.mass(float(initial)), FIXED
 
 
 class KeptFinals(NamedTuple):
@@ -48,14 +34,14 @@ class KeptFinals(NamedTuple):
     pool: np.ndarray
 
 
-_NONE_KEPT = KeptFinals(_NOWHERE, _NOTHING, _NOTHING)
+NONE_KEPT = KeptFinals(_NOWHERE, _NOTHING, _NOTHING)
 
 
 class HostSteps:
     """Adds steps to what is known of one ring: streams, trees, counters and windows.
 
     trees:   of masses, and of ones for eligible starts; either or both.
-    entering: mass of starts without a priority of their own, and where it is found instead, as `entering` says.
+    initial: where the mass of starts without a priority of their own is found, and the fixed one, or that before any.
     rewards, times_sampled: (slots,) of the ring. powers: of gamma, as `powers_of` gives them.
     sums, lengths: (slots,) float32 discounted rewards and int32 steps of the windows of eligible starts, found when
              they are complete: looking a window up with every draw means a trip to memory for each of its steps.
@@ -65,7 +51,7 @@ class HostSteps:
         self,
         streams: Streams,
         trees: tuple[MassTree | None, MassTree | None],
-        entering: tuple[int, int],
+        initial: tuple[int, int],
         counters: np.ndarray,
         rewards: np.ndarray,
         powers: np.ndarray,
@@ -78,16 +64,16 @@ class HostSteps:
         tree, ones = trees if trees[0] is not None else trees[::-1]
         if tree is None:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
-        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *entering], dtype=np.int64)
+        settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial], dtype=np.int64)
         windows = rewards, powers, self.sums, self.lengths, times_sampled, counters
         known = [each.numpy().reshape(-1) for each in streams.tensors]
         self._known = settings, *known, *windows, *tree.host, *((_NOTHING, _NOTHING) if ones is None else ones.host[:2])
         self._tree = tree
 
-    def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals | None) -> KeptFinals:
+    def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
         """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""
-        if finals is None or not (terminated.any() or truncated.any()):
-            return _NONE_KEPT
+        if not (terminated.any() or truncated.any()):
+            return NONE_KEPT
         shape, rows = self._shape, terminated.size
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
         ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
@@ -96,21 +82,22 @@ class HostSteps:
         )
         # of a row of the pool that is taken more than once the last one stays
         given, pool = moves[:, max(0, count - shape.finals) : count]
-        return KeptFinals(places, given, pool) if count else _NONE_KEPT
+        return KeptFinals(places, given, pool) if count else NONE_KEPT
 
-    def added(
+    def add(
         self,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        rewards: np.ndarray,
+        steps: tuple[np.ndarray, np.ndarray, np.ndarray],
         masses: np.ndarray | None,
         saturated: int,
         kept: KeptFinals,
-    ) -> Iterator[object]:
-        """What adds (T, E) or (E,) steps when it is read, in one call, for `ring.commit`.
+        result: Result,
+        *changes: Iterable[object],
+    ) -> Result:
+        """Add steps together with other changes, as `commit` makes them; returns `result`.
 
-        masses: of all of them, or None. saturated: how many of these were cut.
+        steps:  terminated, truncated and rewards, (T, E) or (E,). masses: of all of them, or None. saturated: how many
+                of these were cut.
         """
         given = _NOTHING if masses is None else plain(masses)
-        steps = plain(terminated), plain(truncated), plain(rewards), given, kept.places, saturated
-        return starmap(self._add, ((*steps, *self._known),))
+        call = *map(plain, steps), given, kept.places, saturated, *self._known
+        return commit(result, *changes, starmap(self._add, (call,)))

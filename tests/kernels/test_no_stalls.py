@@ -81,7 +81,7 @@ MAY_WAIT = {"count_at_least", "span_of_steps", "among"}
 # of dictionaries; a buffer's own waits, and none of these calls it
 OF_DICTIONARIES = {"keys"}
 # of values on the CPU: a tensor elsewhere has no `numpy()`, which raises at once
-HOST_ONLY = {"plain_array", "as_stored", "numpy_view", "as_sampled"}
+HOST_ONLY = {"host_rows", "plain_array", "as_stored", "numpy_view", "as_sampled"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
