@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 from gpu_replay.bench import kernel_checks, kernels, plots, report, results
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.cases import OURS, Case
+from gpu_replay.bench.environment import DeviceLost
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
 from gpu_replay.bench.kernels import KERNELS, inputs, makers
@@ -169,6 +172,43 @@ def test_wrong_answers_are_not_measured(monkeypatch: Patch, capsys: Capture) -> 
     # a case that fails leaves a line, and the next one is measured
     assert [each.case for each in measured(case, Case("draw", 1000, 32))][:1] == ["draw/N=1k/B=32"]
     assert "prefix-sum/N=1k failed: gpu_replay is not measured" in capsys.readouterr().err
+
+
+def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    replaced(monkeypatch, ours=wrong_work)
+    file, errors = tmp_path / "kernels.jsonl", tmp_path / "kernels.errors.jsonl"
+    command = ["kernels", "--device", "cpu", "--quick", "--only", "N=10k", "--skip", "*draw*", "--skip", "update*"]
+    assert commands.main([*command, "--output", str(file)]) == 1
+    (line,) = map(json.loads, errors.read_text().splitlines())
+    assert (line["case"], line["timing"]) == ("prefix-sum/N=10k", "host")
+    assert "it is all wrong" in line["error"]
+    assert {each.case for each in results.read(file)} == {
+        "tree-build/N=10k",
+        "row-gather/N=10k/B=32",
+        "row-gather/N=10k/B=256",
+    }
+    capsys.readouterr()
+    # what was recorded or failed is not missing
+    assert commands.main([*command, "--output", str(file), "--missing"]) == 1
+    assert "records written" not in capsys.readouterr().err
+
+
+def test_a_device_that_is_lost_ends_the_suite(monkeypatch: Patch) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fails(case: Case) -> Iterator[Record]:
+        raise ValueError("a kernel ended badly")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    cases, on_gpu = [Case("draw", 1000, 32)] * 2, replace(run(), device=CUDA)
+    with (
+        Progress(2, "test") as progress,
+        pytest.raises(DeviceLost, match="lost since draw/N=1k/B=32: a kernel ended badly"),
+    ):
+        list(on_gpu.each(cases, progress, fails))
+    monkeypatch.setitem(commands.SUITES, "gpu", (lambda options: list(on_gpu.each(cases, progress, fails)), "nothing"))
+    assert commands.main(["gpu"]) == commands.LOST
 
 
 def test_what_does_not_fit_is_skipped_with_a_word(monkeypatch: Patch, capsys: Capture) -> None:
