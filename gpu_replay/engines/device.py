@@ -27,8 +27,6 @@ class DeviceEngine:
     def __init__(self, storage: Storage, draws: DeviceSampler) -> None:
         self.draws = draws
         self._storage = storage
-        # transitions known to be stored
-        self._known = 0
         self._gathers = plans(
             lambda batch, weighed, schedule: plan_gather(
                 storage.tensors, storage.fields, batch, storage.device, weighed=weighed
@@ -42,28 +40,25 @@ class DeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        first, added = self.draws.rebuild()
-        self._known = added - first
+        self.draws.rebuild()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        self._known = 0
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, or an `add` that runs now."""
         self.draws.added += rows
-        self._known = min(self._storage.capacity, self._known + rows)
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
         """Stored transitions, exact only below `wanted`.
 
         Waits for the device only when adds that others replay may have changed the answer.
         """
-        if self._known < wanted and self.draws.uncounted and not self.draws.capturing():
-            first, added = self.draws.span()
-            self._known = added - first
-        return self._known
+        draws = self.draws
+        if draws.added - draws.first < wanted and draws.uncounted and not draws.capturing():
+            draws.look()
+        return min(self._storage.capacity, draws.added - draws.first)
 
     def append(self, values: dict[str, Tensor], rows: int, priorities: Tensor | None) -> Tensor:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""

@@ -52,14 +52,14 @@ class WeighedDraw(NamedTuple):
 class DrawLedger:
     """What the sample in progress has consumed, as far as its launches were made, for `take_back`.
 
-    added:   transitions when it began.
     slots:   (B,) that were counted as sampled.
+    added:   the next key when they were.
     pending: of a draw by priority, whose gather moves schedule and stream on.
     steps, blocks: by which schedule and stream were moved on by other launches.
     """
 
-    added: int
     slots: Tensor | None = None
+    added: int = 0
     pending: PendingWeights | None = None
     steps: int = 0
     blocks: int = 0
@@ -109,9 +109,9 @@ class DeviceSampler:
         self._ranks: DeviceRanks | None = None
         # whether it draws from some of the slots, for one call
         self._narrowed = False
-        # transitions added, but for those that others replay
-        self.added = 0
-        self._ledger = DrawLedger(0)
+        # the smallest live key, until the ring overwrites it, and the next key, but for adds that others replay
+        self.first = self.added = 0
+        self._ledger = DrawLedger()
         if plan.kind == "rank":
             self._ranks = DeviceRanks(state.slots, plan.alpha, self.counters)
         if state.tree is not None:
@@ -140,15 +140,19 @@ class DeviceSampler:
     # no order of ranks outlives a call
     ranked: Tensor | None = None
 
-    def rebuild(self) -> tuple[int, int]:
-        """Take over a restored state, of which the counters hold the seed; returns its `span`. Waits for the device."""
+    def rebuild(self) -> None:
+        """Take over a restored state, of which the counters hold the seed. Waits for the device."""
         self._changed()
-        first, self.added = self.span()
-        return first, self.added
+        self.look()
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
         self._changed()
+        self.first = self.added
+
+    def look(self) -> None:
+        """Find out what is stored, adds that others replay among it. Waits for the device."""
+        self.first, self.added = self.span()
 
     def span(self) -> tuple[int, int]:
         """The smallest live key and the next key; waits for the device."""
@@ -161,7 +165,7 @@ class DeviceSampler:
 
     def mark(self) -> Any:
         """Where the draws stand, for `take_back` of the draw that begins here."""
-        self._ledger = DrawLedger(self.added)
+        self._ledger = DrawLedger()
         return self._ledger
 
     def take_back(self, mark: Any) -> None:
@@ -181,7 +185,7 @@ class DeviceSampler:
             if ledger.slots is not None and ledger.added == self.added:
                 less = self._storage.times_sampled.new_full((1,), -1).expand(ledger.slots.shape)
                 self._storage.times_sampled.scatter_add_(0, ledger.slots, less)
-            self._ledger = DrawLedger(self.added)
+            self._ledger = DrawLedger()
 
     def note_blocks(self, blocks: int) -> None:
         """The sample in progress has moved the stream on by so many more blocks."""
@@ -278,7 +282,7 @@ class DeviceSampler:
         planned = self._draws(batch, skipped, shifted)
         found = planned.launch(ranked)
         pending, ledger = None, self._ledger
-        ledger.slots = found.slots
+        ledger.slots, ledger.added = found.slots, self.added
         if planned.moves is not None:
             ledger.blocks += planned.moves
             ledger.steps += 1

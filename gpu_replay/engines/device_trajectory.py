@@ -59,8 +59,6 @@ class TrajectoryDeviceEngine:
         self._storage = storage
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
-        # the oldest stored step and the next one, but for adds that others replay
-        self._first_step = self._next_step = 0
         # eligible starts when their number was last read, and steps overwritten since
         self._known = self._overwritten = 0
         powers, counters = self._powers, draws.counters
@@ -104,22 +102,18 @@ class TrajectoryDeviceEngine:
 
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
-        first, added = self.draws.rebuild()
-        self._first_step, self._next_step = first // self._shape.num_envs, added // self._shape.num_envs
+        self.draws.rebuild()
         self._known = self._overwritten = 0
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        self._first_step = self._next_step
         self._known = self._overwritten = 0
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
         """Count a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
-        steps = rows // self._shape.num_envs
         self.draws.added += rows
-        self._next_step += steps
-        self._overwritten += min(steps, max(0, self._next_step - self._shape.steps))
+        self._overwritten += min(rows, max(0, self.draws.added - self._shape.slots)) // self._shape.num_envs
 
     # add
 
@@ -234,13 +228,12 @@ class TrajectoryDeviceEngine:
         Waits for the device only when adds that others replay may have changed the answer; while capturing it takes the
         ring for full then.
         """
-        steps, envs = self._shape.steps, self._shape.num_envs
-        if self.draws.uncounted:
-            if self.draws.capturing():
+        steps, envs, draws = self._shape.steps, self._shape.num_envs, self.draws
+        if draws.uncounted:
+            if draws.capturing():
                 return 0, steps
-            first, added = self.draws.span()
-            self._first_step, self._next_step = first // envs, added // envs
-        return max(self._first_step, self._next_step - steps), self._next_step
+            draws.look()
+        return max(draws.first // envs, draws.added // envs - steps), draws.added // envs
 
     # sample
 
