@@ -1,10 +1,12 @@
-"""`PYTHONPATH=tests python -m rehearsal rehearsed_captures`: captures with the fewest warm-ups, of every sampler.
+"""`python -m rehearsal rehearsed_captures [--full]`: captures with the fewest warm-ups, of some samplers or of all.
+
 
 There a capture refuses what the driver refuses, a kernel that is launched for the first time while a graph is recorded.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from gpu_replay import Batch
 
 def main() -> None:
     """Capture, replay, and compare what was drawn with the host."""
-    for kind, names in (("transitions", SAMPLERS), ("same_step", ("latest", "combined-everything", "combined-rank"))):
+    some = ("uniform", "everything", "combined-rank")
+    of_steps = ("latest", "combined-everything", "combined-rank")
+    cases = (("transitions", SAMPLERS), ("same_step", of_steps))
+    for kind, names in cases if "--full" in sys.argv else (("transitions", some), ("same_step", of_steps[1:2])):
         for name in names:
             sampler = SAMPLERS[name]
             both = OnGpu(60, 4, sampler, kind)

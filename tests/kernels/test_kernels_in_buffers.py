@@ -99,7 +99,7 @@ def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
 ) -> None:
     use_sizes_of_a_gpu(monkeypatch)
     turn = stack + n_step + 3
-    calls: list[Any] = [("steps", ["." * envs], True, None)] * turn
+    calls: list[Any] = [("extend", ["." * envs] * turn, True, None)]
     draw = random.Random(f"{stack} {n_step}")
     for time in range(14):
         ends = "".join(draw.choice("TUB") if draw.random() < (0.02, 0.1)[envs > 2] else "." for _ in range(envs))
