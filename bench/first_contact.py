@@ -384,8 +384,8 @@ FEATURES: dict[str, Feature] = {
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
     "contended": Feature(contended),
     "network": Feature(network),
-    "catch": Feature(trained("catch")),
-    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000")),
+    "catch": Feature(trained("catch"), limit=40.0),
+    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0),
     "nccl": Feature(nccl),
     "times": Feature(times),
 }

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from gpu_replay import cli
-from gpu_replay.bench import gpu_page, on_gpu
-from gpu_replay.bench.first_contact import FEATURES
+from gpu_replay.bench import first_contact, gpu_page, on_gpu
+from gpu_replay.bench.first_contact import FEATURES, Feature, Slow, Wrong
 from gpu_replay.bench.on_gpu import PARTS, Part, Round, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +127,41 @@ def test_fallbacks_of_features_reach_the_programs_after_them(tmp_path: Path) -> 
     found += [{"feature": "c", "fallback": {"train": ["--no-graph"], "skip": ["scan*"]}}]
     (tmp_path / "contact.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     assert on_gpu.found_fallbacks(tmp_path / "contact.jsonl") == {"train": ["--no-graph"], "skip": ["rank*", "scan*"]}
+
+
+def raises(error: Exception) -> Callable[[], str]:
+    def check() -> str:
+        raise error
+
+    return check
+
+
+def test_each_feature_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    features = {
+        "good": Feature(lambda: "all is well"),
+        "wrong": Feature(raises(Wrong("not that of the host")), {"train": ["--no-graph"]}),
+        "slow": Feature(raises(Slow("9 µs"))),
+        "mistaken": Feature(raises(KeyError("a name"))),
+        "crashing": Feature(lambda: str(os.kill(os.getpid(), signal.SIGSEGV))),
+        "hanging": Feature(lambda: str(time.sleep(60)), limit=0.3),
+        "last": Feature(lambda: "still here"),
+    }
+    monkeypatch.setattr(first_contact, "FEATURES", features)
+    file = tmp_path / "contact.jsonl"
+    assert first_contact.run(file) == 1
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    verdicts = ["ok", "WRONG", "SLOW", "CRASH", "CRASH", "HANG", "ok"]
+    assert [(line["feature"], line["verdict"]) for line in found] == list(zip(features, verdicts, strict=True))
+    assert on_gpu.found_fallbacks(file) == {"train": ["--no-graph"]}
+    assert "VERDICT crashing CRASH 0" in capfd.readouterr().out
+    # without a launch nothing else is worth trying; without time nothing is tried
+    monkeypatch.setattr(first_contact, "FEATURES", dict(reversed(features.items())) | {"last": features["wrong"]})
+    assert (first_contact.run(file), len(file.read_text().splitlines())) == (on_gpu.NO_LAUNCH, 1)
+    monkeypatch.setattr(first_contact, "FEATURES", {"good": features["good"]})
+    first_contact.run(file, seconds=0)
+    assert json.loads(file.read_text())["verdict"] == "SKIPPED"
 
 
 def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
