@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     tables = command("report", "Markdown tables made from records", _report)
     renew = "renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable"
     tables.add_argument("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
-    images = command("plot", "PNGs of kernel microbenchmarks made from records, one folder for each file", _plot)
+    images = command("plot", "PNGs of kernels and of cycles made from records, one folder for each file", _plot)
     for each in (tables, images):
         each.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON lines (default: all recorded)")
     page = command("page", "write the page of one GPU from all that bench/on_gpu.py left in a folder", _page)
@@ -215,7 +215,7 @@ def _report(options: argparse.Namespace) -> None:
 def _plot(options: argparse.Namespace) -> None:
     require("matplotlib", purpose="gpu-replay bench plot")
     for file in options.files or recorded_files():
-        kept = [record for record in read(file) if record.suite == "kernels"]
+        kept = [each for each in read(file) if each.suite == "kernels" or each.operation in ("cycle", "frame-cycle")]
         for image in plots.draw(kept, file.with_suffix("")):
             print(f"{image}: drawn from {file}", file=sys.stderr)
 

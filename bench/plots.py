@@ -1,4 +1,4 @@
-"""Plots of kernel microbenchmarks, drawn from records: time over size, and a roofline.
+"""Plots of records: time over size of kernels and of cycles beside other libraries, and a roofline of kernels.
 
 No operation can move bytes faster than a plain copy, nor end before an empty launch does: the first bound is flat, the
 second rises with the bytes. Both come from the same run as the points.
@@ -10,20 +10,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_replay.console.figures import PALETTE, panels, save
+from gpu_replay.console.figures import GREY, PALETTE, panels, save
 
 from .cases import OURS, short
 from .kernels import KERNELS
 from .record import Record
+from .subjects import PEERS
 
 _INK, _FAINT = "0.15", "0.85"
 # the first is this package's
-_COLORS = PALETTE[1:]
+_COLORS = (*PALETTE[1:], GREY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw one PNG for each operation that was measured at several sizes, and the roofline; returns the files.
+    """Plot each operation that was measured at several sizes as one PNG, and the roofline; returns the files.
 
     Those of several devices or ways of timing go into folders of their own below `folder`.
     """
@@ -38,7 +39,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             chosen = [record for record in group if record.operation == operation]
             if len({(record.capacity, record.batch) for record in chosen}) > 1:
                 files.append(_times(chosen, place / f"{operation}.png"))
-        if any(record.implementation == OURS and record.bytes for record in group):
+        if any(record.suite == "kernels" and record.implementation == OURS and record.bytes for record in group):
             files.append(_roofline(group, place / "roofline.png"))
     return files
 
@@ -62,14 +63,16 @@ def _times(records: Sequence[Record], file: Path) -> Path:
             axis.set_title(f"B = {batch:,}", fontsize=9, color=_INK)
         _log_axes(axis, (r.capacity if over_slots else r.batch for r in records))
     axes[0].set_ylabel("time of a call, µs")
-    return _finish(figure, f"{operation}: {KERNELS[operation].about}", records, file)
+    about = KERNELS[operation].about if operation in KERNELS else f"add {records[0].added}, sample B, update B"
+    return _finish(figure, f"{operation}: {about}", records, file)
 
 
 def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -> None:
     """Medians, and a band from p10 to p90."""
     name, color, marker = records[0].implementation, _COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)]
     x = [record.capacity if over_slots else record.batch for record in records]
-    look = {"marker": marker, "markersize": 4, "linewidth": 1.4, "color": color, "label": name}
+    look = {"marker": marker, "markersize": 4, "linewidth": 1.4, "color": color}
+    look["label"] = f"{name} (uniform)" if name in PEERS and PEERS[name].uniform else name
     axis.plot(x, [r.median for r in records], "-" if name == OURS else "--", **look)
     low, high = ([record.quantiles[each] for record in records] for each in ("p10", "p90"))
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)

@@ -171,7 +171,7 @@ class Section(NamedTuple):
     table:   made of these records and of the peers' on the same machine.
     needs:   which of the suite's records it shows.
 
-    What its columns mean stands in bench/README.md.
+    What its columns mean stands in bench/RESULTS.md.
     """
 
     command: str
@@ -184,6 +184,9 @@ class Section(NamedTuple):
 
 
 _ON_CPU = "kernels --device cpu"
+# the rows of the table in README.md
+_IN_SHORT = ("cycle/N=100k/B=256", *(f"cycle/N=1M/B={batch}" for batch in (32, 256, 4096)))
+_IN_SHORT += (*(f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)), "step-add/N=100k/B=1")
 
 SECTIONS: dict[str, Section] = {
     "cpu": Section("cpu", cells_table, lambda record: record.unit == "us"),
@@ -206,10 +209,14 @@ def section(name: str, records: Records) -> str:
     """
     if name == "targets":
         return f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.py records`."
+    if name == "peers-in-short":
+        return section("peers", [record for record in records if record.case in _IN_SHORT])
     if name == "pong":
         return runs.section(runs.run_folders())
     if name not in SECTIONS:
-        raise UserError(f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'targets', 'pong'])}.")
+        raise UserError(
+            f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'targets', 'peers-in-short', 'pong'])}."
+        )
     each = SECTIONS[name]
     machines: dict[tuple[str, str], list[Record]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""What a `ShardedReplayBuffer` sends in a call, on paper: the table in bench/README.md."""
+"""What a `ShardedReplayBuffer` sends in a call, counted on paper."""
 
 from __future__ import annotations
 

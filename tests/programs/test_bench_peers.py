@@ -216,7 +216,9 @@ def test_what_is_recorded_is_what_the_command_measures() -> None:
     recorded = {each.case for each in read(root / "bench" / "results" / "peers.jsonl")}
     assert recorded == measured
     rows = report.section("peers", read(root / "bench" / "results" / "peers.jsonl"))
-    assert rows in (root / "README.md").read_text()
+    assert rows in (root / "bench" / "RESULTS.md").read_text()
+    in_short = report.section("peers-in-short", read(root / "bench" / "results" / "peers.jsonl"))
+    assert in_short in (root / "README.md").read_text()
 
 
 def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> None:

@@ -15,7 +15,7 @@ from gpu_replay.bench.record import Record
 from gpu_replay.bench.results import read, recorded_files
 from gpu_replay.bench.targets import NOT_MEASURED, TARGETS, targets_first, targets_table
 
-DOCUMENT = Path(__file__).parents[2] / "bench" / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "bench" / "RESULTS.md"
 
 
 def made(case: str, median: float, implementation: str = "gpu_replay") -> Record:

@@ -20,7 +20,16 @@ from test_architecture import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", ".ci", ".gitignore", "pyproject.toml", "constraints.txt"}
-TOP_LEVEL |= {"README.md", "CHANGELOG.md", "LICENSE"}
+TOP_LEVEL |= {
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "LICENSE",
+    "mkdocs.yml",
+    "docs",
+    ".github",
+}
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
