@@ -151,12 +151,7 @@ def measure(masses, flags, rewards, powers, num_envs, lengths, sums):
             sums[slot] = window_reward(rewards, powers, slot, length, num_envs)
 
 
-@loop(
-    "(int64[:, ::1], int64[:, ::1], int64[:, ::1], int64, int64, int64, int64[:, ::1])",
-    "(uint8[:, ::1], uint8[:, ::1], int64[:, ::1], int64, int64, int64, uint8[:, ::1])",
-    nogil=True,
-)
-def gather_stacks(ring, pool, plan, begin, end, first, out):
+def _gather_stacks(ring, pool, plan, begin, end, first, out):
     """Copy the frames of the windows from `begin` to `end` to where the plan says.
 
     ring: (slots, words). pool: (finals, words). plan: (2 * B, S).
@@ -184,3 +179,9 @@ def gather_stacks(ring, pool, plan, begin, end, first, out):
                     else:
                         for word in range(words):
                             out[place, word] = 0 if source == ZEROS else pool[ZEROS - 1 - source, word]
+
+
+_PLACES = "int64[:, ::1], int64, int64, int64"
+# of frames seen as words of 8 bytes, and as bytes
+gather_words = loop(f"(int64[:, ::1], int64[:, ::1], {_PLACES}, int64[:, ::1])", nogil=True)(_gather_stacks)
+gather_bytes = loop(f"(uint8[:, ::1], uint8[:, ::1], {_PLACES}, uint8[:, ::1])", nogil=True)(_gather_stacks)

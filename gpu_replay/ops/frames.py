@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.fields import Field
-from gpu_replay.loops.windows import gather_stacks as _gather
+from gpu_replay.loops.windows import gather_bytes, gather_words
 from gpu_replay.ops.batch_memory import LARGE, BatchMemory
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams, endings
@@ -36,21 +36,23 @@ class FrameStore(NamedTuple):
 
     ring, pool: (slots, words) and (finals, words) stored frames and kept final observations, seen as words.
     dtype:      of the values in them, as NumPy sees it.
+    gather:     the loop that copies them, compiled.
     """
 
     ring: np.ndarray
     pool: np.ndarray
     dtype: np.dtype[Any]
+    gather: Callable[..., None]
 
     @classmethod
     def of(cls, ring: np.ndarray, pool: np.ndarray | None) -> FrameStore:
-        """Of arrays (slots, *shape) and (finals, *shape), whose loop is compiled."""
-        _gather.ready()
+        """Of arrays (slots, *shape) and (finals, *shape)."""
         rows = ring.reshape(len(ring), -1).view(np.uint8)
         # words of 8 bytes where rows are made of these
-        word = np.uint8 if rows.shape[1] % 8 or ring.ctypes.data % 8 else np.int64
+        parted = rows.shape[1] % 8 or ring.ctypes.data % 8
+        word, gather = (np.uint8, gather_bytes) if parted else (np.int64, gather_words)
         kept = rows[:0] if pool is None else pool.reshape(len(pool), -1)
-        return cls(rows.view(word), kept.view(word), ring.dtype)
+        return cls(rows.view(word), kept.view(word), ring.dtype, gather.ready())
 
 
 def gather_stacks(
@@ -84,7 +86,7 @@ def gather_stacks(
 
 def _gather_into(out: np.ndarray, frames: FrameStore, plan: np.ndarray, begin: int, end: int) -> None:
     """Copy the frames of the windows from `begin` to `end` to `out`, which holds them alone."""
-    ring, pool, gather = frames.ring, frames.pool, _gather.ready()
+    ring, pool, gather = frames.ring, frames.pool, frames.gather
     words = out.reshape(-1).view(ring.dtype).reshape(-1, ring.shape[1])
     if out.nbytes < LARGE_GATHER:
         gather(ring, pool, plan, begin, end, begin, words)
