@@ -85,18 +85,20 @@ def _find_blocks(codes, keys, begin, stop, fences, fence_keys, blocks, places):
 
 
 @inner
-def _sort(codes, slots, size, added, head, capacity):
-    """Sort the first `size` slots of a block by insertion: few are out of place."""
+def _sort(codes, slots, size, head, capacity):
+    """Sort the first `size` slots of a block by insertion: few are out of place. head: slot of the next key."""
     for entry in range(1, size):
         code = codes[entry]
         if codes[entry - 1] > code:
             continue
+        # slots from `head` on have the older keys
         slot, place = slots[entry], entry
-        key = _key_of(slot, added, head, capacity)
+        turned = slot - capacity if slot >= head else slot
         while place > 0 and codes[place - 1] <= code:
-            if codes[place - 1] == code and _key_of(slots[place - 1], added, head, capacity) < key:
+            other = slots[place - 1]
+            if codes[place - 1] == code and (other - capacity if other >= head else other) < turned:
                 break
-            codes[place], slots[place] = codes[place - 1], slots[place - 1]
+            codes[place], slots[place] = codes[place - 1], other
             place -= 1
         codes[place], slots[place] = code, slot
 
@@ -107,7 +109,7 @@ def _divide(place, code, key, added, head, codes, slots, block_of, fences, fence
     of it, so that slots that come one after the other fill their blocks.
     """
     block, other, width = listed[place], state[BLOCKS], codes.shape[1]
-    _sort(codes[block], slots[block], width, added, head, block_of.size)
+    _sort(codes[block], slots[block], width, head, block_of.size)
     for later in range(other, place + 1, -1):
         listed[later] = listed[later - 1]
         fences[later], fence_keys[later] = fences[later - 1], fence_keys[later - 1]
@@ -179,38 +181,15 @@ def draw(sums, count, doubles, stratified, ranks, masses):
 
 
 @loop(f"(int64[::1], int64, {_ORDER})")
-def locate(ranks, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
-    """Replace (B,) ascending ranks, counted from 0, by the slots that have them. added: the next key."""
-    blocks, head = np.empty(ranks.size + 1, dtype=np.int64), added % block_of.size
-    row, before, last = 0, 0, -1
-    for place in range(state[BLOCKS]):
-        block = listed[place]
-        after = before + sizes[block]
-        while row < ranks.size and ranks[row] < after:
-            blocks[row] = block
-            ranks[row] -= before
-            row += 1
-        before = after
-    for begin in range(0, ranks.size, _TOGETHER):
-        stop = min(begin + _TOGETHER, ranks.size)
-        blocks[-1] = _read_ahead(blocks, begin, stop, codes, sizes, 8)
-        blocks[-1] = _read_ahead(blocks, begin, stop, slots, sizes, 16)
-        for row in range(begin, stop):
-            block = blocks[row]
+def sort(blocks, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Sort these (B,) blocks, of which the same ones mostly follow each other. added: the next key."""
+    ahead, head, last = np.empty(1, dtype=np.int64), added % block_of.size, -1
+    for begin in range(0, blocks.size, _TOGETHER):
+        stop = min(begin + _TOGETHER, blocks.size)
+        ahead[0] = _read_ahead(blocks, begin, stop, codes, sizes, 8)
+        ahead[0] = _read_ahead(blocks, begin, stop, slots, sizes, 16)
+        for at in range(begin, stop):
+            block = blocks[at]
             if block != last:
-                _sort(codes[block], slots[block], sizes[block], added, head, block_of.size)
+                _sort(codes[block], slots[block], sizes[block], head, block_of.size)
                 last = block
-            ranks[row] = slots[block, ranks[row]]
-
-
-@loop(f"(int64[::1], int64, {_ORDER})")
-def list_all(ranked, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
-    """Write all (n,) slots that have a rank in order. added: the next key."""
-    done, head = 0, added % block_of.size
-    for place in range(state[BLOCKS]):
-        block = listed[place]
-        size = sizes[block]
-        _sort(codes[block], slots[block], size, added, head, block_of.size)
-        for entry in range(size):
-            ranked[done + entry] = slots[block, entry]
-        done += size

@@ -68,9 +68,9 @@ def noted_slots(slots: int) -> int:
 def _block_shape(slots: int) -> tuple[int, int]:
     """Blocks, twice as many as must be, and the slots of one at most.
 
-    A draw sums up the sizes of all blocks and sorts one for each of its rows: 64 slots of a million.
+    A draw sums up the sizes of all blocks and sorts one for each of its rows: 128 slots of a million.
     """
-    width = max(8, 1 << max(0, (slots.bit_length() + 1) // 2 - 4))
+    width = max(8, 1 << max(0, (slots.bit_length() + 1) // 2 - 3))
     return 2 * slots // width + 2, width
 
 
@@ -163,18 +163,23 @@ class HostRanks:
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
         """The slots that have these (B,) ranks, counted from 0."""
-        # sorted already where draws are stratified
-        rows, slots = ranks.argsort(kind="stable"), np.empty_like(ranks)
-        ordered = ranks[rows]
-        loops.locate.ready()(ordered, added, *self._order)
-        slots[rows] = ordered
-        return slots
+        blocks, sizes = self._blocks()
+        ends = sizes.cumsum()
+        place = ends.searchsorted(ranks, "right")
+        chosen, entries = blocks[place], ranks - (ends - sizes)[place]
+        loops.sort.ready()(chosen, added, *self._order)
+        return self._order[1][chosen, entries].astype(np.int64)
 
     def _list(self, added: int) -> np.ndarray:
         """The (n,) slots that have a rank in order."""
-        listed = np.empty(self._state.item(loops.RANKED), dtype=np.int64)
-        loops.list_all.ready()(listed, added, *self._order)
-        return listed
+        (blocks, sizes), slots = self._blocks(), self._order[1]
+        loops.sort.ready()(blocks, added, *self._order)
+        return slots[blocks][np.arange(slots.shape[1]) < sizes[:, None]].astype(np.int64)
+
+    def _blocks(self) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks in order, and how many slots each has."""
+        blocks = self._order[5][: self._state.item(loops.BLOCKS)]
+        return blocks, self._order[6][blocks]
 
     def _fill(self, listed: np.ndarray, added: int) -> None:
         """Make all blocks anew of (n,) slots in order, each five eighths full."""
