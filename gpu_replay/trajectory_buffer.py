@@ -175,7 +175,7 @@ class TrajectoryReplayBuffer(Buffer):
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 
         draws = DeviceSampler(self._state, self._streams, self._stream_order)
-        return TrajectoryDeviceEngine(self._streams, draws, pinned=self._placement.pinned)
+        return TrajectoryDeviceEngine(self._streams, draws)
 
     @classmethod
     def from_spaces(

@@ -46,16 +46,13 @@ class TrajectoryDeviceEngine:
     """Adds steps, samples and reads windows of one trajectory buffer, in at most 3, 2 and 1 launches; a draw by rank
     sorts besides.
 
-    pinned: whether the fields are in host memory that kernels read.
-
     The buffer has checked all arguments and holds the lock.
     """
 
     scratch_bytes = 0
 
-    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, *, pinned: bool = False) -> None:
+    def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler) -> None:
         self.draws = draws
-        self._pinned = pinned
         self._storage = storage
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
@@ -89,7 +86,7 @@ class TrajectoryDeviceEngine:
         )
         # rows of all fields, by their number
         self._rows = plans(lambda rows: plan_gather(storage.tensors, storage.fields, rows, draws.device, weighed=False))
-        # rows of a field in pinned memory as they are stored, by its name and their number
+        # rows of a field as they are stored, wherever that is, by its name and their number
         self._raw_rows = plans(
             lambda name, rows: plan_gather(
                 {name: storage.tensors[name]},
@@ -309,15 +306,12 @@ class TrajectoryDeviceEngine:
     def sample_relabeled(
         self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
     ) -> tuple[dict[str, Tensor], RelabelInput]:
-        """As `sample`, with other goals in `count` rows: 1 launch more, and small ones of torch that put them there."""
+        """As `sample`, with other goals in `count` rows: 2 launches more, and small ones of torch to put them there."""
         storage, achieved = self._storage, relabel.achieved_field
         tensors = self.sample(batch, beta)
         with self.draws.ordered():
             chosen = self.choose_goals(tensors["key"], count, relabel.strategy)
-            if self._pinned:
-                raw = self._raw_rows(achieved, count)(chosen.slots, None)[achieved]
-            else:
-                raw = storage.tensors[achieved].index_select(0, chosen.slots)
+            raw = self._raw_rows(achieved, count)(chosen.slots, None)[achieved]
             goals = gather_goals(chosen, raw, storage.finals.get(achieved), storage.fields[relabel.desired_field])
             return tensors, put_goals(tensors, chosen, goals, relabel, self._shape.stack)
 

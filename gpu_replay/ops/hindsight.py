@@ -22,9 +22,8 @@ from gpu_replay.loops import goals as loops
 from gpu_replay.ops.counters import blocks_for
 from gpu_replay.ops.draw import PERMUTATION_WORDS, per_program
 from gpu_replay.ops.eligibility import Streams
-from gpu_replay.ops.frames import convert_into
 from gpu_replay.ops.launch import Launch, aligned
-from gpu_replay.ops.ring import as_numpy, as_sampled
+from gpu_replay.ops.ring import as_numpy, as_sampled, converted
 
 Strategy = Literal["future", "final", "episode"]
 
@@ -89,16 +88,13 @@ def goal_blocks(count: int, strategy: Strategy) -> int:
 def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
     """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
-    raw:  (K, *shape) as stored, what was achieved in the steps. pool: (finals, *shape) of final observations, or None.
+    raw:  (K, *shape) as stored, what was achieved in the steps; referenced nowhere else.
+    pool: (finals, *shape) of final observations, or None.
     """
     if pool is not None and chosen.places is not None:
         pooled = (chosen.places >= 0).reshape(-1, *(1 for _ in field.shape))
         raw = torch.where(pooled, pool.index_select(0, chosen.places.clamp(min=0)), raw)
-    if not field.converts:
-        return raw
-    goals = torch.empty(raw.shape, dtype=field.output_dtype, device=raw.device)
-    convert_into(goals, raw, field)
-    return goals
+    return converted(raw, field)
 
 
 def put_goals(
