@@ -242,7 +242,7 @@ def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.Ca
 
 
 # each through the same door: flags, and what the summary says beside
-ATARI = ["--num-envs", "4", "--capacity", "2000", "--warmup", "1500", "--batch-size", "8", "--log-every", "400"]
+ATARI = ["--num-envs", "4", "--capacity", "2000", "--warmup", "700", "--batch-size", "8", "--log-every", "400"]
 DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     # the limit falls between two evaluations, and no row is written just before it, whose time would be the loop's
     "time": (
@@ -253,7 +253,7 @@ DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "CartPole": ("CartPole-v1", ["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475}),
     "Pong": (
         "pong",
-        [*ATARI, "--steps", "1600", "--eval-episodes", "2", "--eval-max-steps", "50"],
+        [*ATARI, "--steps", "800", "--eval-episodes", "2", "--eval-max-steps", "50"],
         {"eval_length_mean": 50},
     ),
 }
@@ -278,4 +278,4 @@ def test_runs_of_all_kinds_end_with_their_figures(name: str, tmp_path: Path) -> 
         assert 8 <= found["eval_return_mean"] <= 500
         assert last["episodes"] > 50
     else:
-        assert last["stored"] == 1_600
+        assert last["stored"] == 800
