@@ -261,7 +261,7 @@ class DeviceSampler:
         if self._ranks is not None:
             self._ranks.changed(self.capturing())
 
-    def among(self, allowed: Tensor) -> DeviceSampler:
+    def restricted_to(self, allowed: Tensor) -> DeviceSampler:
         """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
         found = copy.copy(self)
         found.state, found._narrowed = self.state.narrowed(allowed), True

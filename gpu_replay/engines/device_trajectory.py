@@ -287,7 +287,7 @@ class TrajectoryDeviceEngine:
         draws = self.draws
         with draws.ordered():
             added = draws.counters[Counter.ADDED]
-            found = draws.among(sequence_starts(self._storage.streams, added, length, strict, stride))
+            found = draws.restricted_to(sequence_starts(self._storage.streams, added, length, strict, stride))
             if draws.capturing():
                 return found, self._shape.slots
             return found, int((found.state.eligible.masses > 0).sum())

@@ -107,7 +107,7 @@ class HostSampler:
         found = self._range(self.state.eligible, skipped).mass
         return found if self.state.eligible_tree is not None else min(found, 1)
 
-    def among(self, allowed: Tensor) -> tuple[HostSampler, int]:
+    def restricted_to(self, allowed: Tensor) -> tuple[HostSampler, int]:
         """What draws, for one call, no other slots than the allowed, (slots,) bool, and how many of them it can."""
         found = copy.copy(self)
         found.state = self.state.narrowed(allowed)

@@ -187,7 +187,7 @@ class TrajectoryHostEngine:
     def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """What draws only the starts that `sequence_starts` names, and how many there are."""
         added = self.draws.counters.item(Counter.ADDED)
-        return self.draws.among(sequence_starts(self._streams, added, length, strict, stride))
+        return self.draws.restricted_to(sequence_starts(self._streams, added, length, strict, stride))
 
     def sample_sequences(
         self, batch: int, length: int, beta: float | None, among: HostSampler | None = None

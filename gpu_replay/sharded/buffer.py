@@ -106,7 +106,7 @@ class ShardedReplayBuffer:
             self._shard = Shard(
                 slots // ranks,
                 self._fields,
-                whole=slots // ranks * ranks,
+                total_slots=slots // ranks * ranks,
                 sampler=sampler,
                 device=self._group.device,
                 seed=self._seed if self._mode == "global" else seed_of(self._seed, self._group.rank),

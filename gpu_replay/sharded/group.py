@@ -222,14 +222,16 @@ class Group:
                 )
         said = "it says why" if error is None else f"{type(error).__name__}: {error}"
         own = json.dumps([said, text])
-        told = [json.loads(each) for each in ([own] * self.size if late else self.tell(own))]
+        answers = [json.loads(each) for each in ([own] * self.size if late else self.tell(own))]
         if error is not None:
             raise Agreed(error)
         failed = [bool(head >> _DIGEST_BITS & 1) for head in heads]
         wrong = next(rank for rank, head in enumerate(heads) if failed[rank] or head != heads[0])
         if failed[wrong]:
-            raise Agreed(RuntimeError(f"{name}: rank {wrong} of {self.size} failed: {told[wrong][0]}"))
-        unlike = difference(json.loads(told[0][1]), json.loads(told[wrong][1])) or "those here are others than there"
+            raise Agreed(RuntimeError(f"{name}: rank {wrong} of {self.size} failed: {answers[wrong][0]}"))
+        unlike = (
+            difference(json.loads(answers[0][1]), json.loads(answers[wrong][1])) or "those here are others than there"
+        )
         unlike = unlike.replace(" here", " on rank 0").replace(" there", f" on rank {wrong}")
         raise Agreed(ValueError(f"{name} needs the same arguments on every rank; {unlike}."))
 

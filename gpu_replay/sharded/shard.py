@@ -45,11 +45,11 @@ class ShardDraw(NamedTuple):
 class Shard(ReplayBuffer):
     """The transitions of one rank.
 
-    whole: slots of all shards together; masses have the limit of a buffer of so many, so that no sum overflows.
+    total_slots: of all shards together; masses have the limit of a buffer of so many, so that no sum overflows.
     """
 
-    def __init__(self, capacity: int, fields: Mapping[str, Field], *, whole: int, **settings: Any) -> None:
-        self._total_slots = whole
+    def __init__(self, capacity: int, fields: Mapping[str, Field], *, total_slots: int, **settings: Any) -> None:
+        self._total_slots = total_slots
         super().__init__(capacity, fields, **settings)
 
     # what the ranks are told

@@ -131,7 +131,7 @@ def test_a_narrowed_draw_has_plans_of_its_own() -> None:
         buffer = of_steps(400, 8, ATARI, Proportional())
         buffer.sample(4)
         tree = launches[0].arguments[0]
-        narrowed = buffer._draws.among(torch.ones(400, dtype=torch.bool))
+        narrowed = buffer._draws.restricted_to(torch.ones(400, dtype=torch.bool))
         narrowed.draw(4, None)
         assert launches[-1].arguments[0][0].data_ptr() == narrowed.state.masses.levels[0].data_ptr()
         buffer.sample(4)
