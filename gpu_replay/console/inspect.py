@@ -11,7 +11,7 @@ from gpu_replay.console.errors import UserError
 
 SUFFIXES = (".png", ".pdf", ".svg")
 DESCRIPTION = (
-    "Say what a checkpoint of a buffer (or the newest one of a run) holds and how it is drawn from, and draw it. Only "
+    "Print and plot what a checkpoint of a buffer (or the newest one of a run) holds and how it is sampled. Only "
     "priorities, counts and a few rows are read, however large it is."
 )
 

@@ -1,4 +1,4 @@
-"""DQN on an Atari game with prioritized 3-step replay; each frame is stored once, stacks are made when they are drawn.
+"""DQN on an Atari game with prioritized 3-step replay; each frame is stored once, stacks are made by sampling.
 
     python -m gpu_replay.examples.dqn_atari --game pong --total-timesteps 10000000
 

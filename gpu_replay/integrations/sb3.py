@@ -43,7 +43,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
     sampler:         as that of a ReplayBuffer; only the Prioritized algorithms of this module update priorities.
     n_steps, gamma:  n-step returns, as those of Stable-Baselines3's `NStepReplayBuffer`; with more than one step every
                      observation is stored once, and `gamma` is needed: the algorithm's, which a buffer cannot see.
-    seed:            of the draws.
+    seed:            of sampling.
 
     `storage` is the ReplayBuffer, or with more than one step the TrajectoryReplayBuffer, behind it. Raises ValueError
     for `optimize_memory_usage`, and for several steps without `gamma`.
@@ -123,7 +123,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         step: dict[str, Any] = {**before, "action": action.reshape(self.n_envs, self.action_dim)}
         step |= {"reward": np.asarray(reward, np.float32), "terminated": ended & ~truncated}
         if isinstance(self.storage, TrajectoryReplayBuffer):
-            # learn() may reset environments without a word
+            # learn() may reset environments silently
             same = [(before[name] == was).reshape(self.n_envs, -1).all(1) for name, was in self._next_obs.items()]
             reset = self._goes_on & ~np.logical_and.reduce(same) if same else self._goes_on
             if reset.any():
@@ -155,7 +155,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self._forget_drawn()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> ReplayBufferSamples | DictReplayBufferSamples:
-        """Draw `batch_size` transitions, normalized by `env`; `dones` leaves out those that a time limit ended.
+        """Sample `batch_size` transitions, normalized by `env`; `dones` leaves out those that a time limit ended.
 
         The sum of several rewards is divided as each of them would be, and not clipped.
         """
@@ -175,7 +175,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         return samples
 
     def feed_back(self) -> None:
-        """Give the transitions drawn last the mean of the TD errors in `errors` as their priority."""
+        """Give the transitions sampled last the mean of the TD errors in `errors` as their priority."""
         if self.errors:
             self.storage.update_priorities(self._keys, torch.cat(self.errors, 1).abs().mean(1))
             self.errors.clear()

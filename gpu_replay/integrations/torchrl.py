@@ -37,7 +37,7 @@ class TensorDictReplayBuffer:
     priority_key: where TD errors are found, in `extend` and in `update_tensordict_priority`; it is not stored. That of
                   a nested entry is a tuple.
     device:       "cuda" when there is one, else "cpu"; samples are there.
-    seed:         of the draws.
+    seed:         of sampling.
 
     Its fields are those of the first TensorDict; `buffer` is then the ReplayBuffer behind it, and None before; there
     ("next", "reward") is `next.reward`, and a dot inside of a name is written %2E. "index" holds keys: they count rows
@@ -104,7 +104,7 @@ class TensorDictReplayBuffer:
         return self.extend(data.unsqueeze(0))[0]
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Draw a TensorDict of `batch_size` rows, with "index" and "priority_weight"; with `return_info` also a dict.
+        """Sample a TensorDict of `batch_size` rows, with "index" and "priority_weight"; with `return_info` also a dict.
 
         Raises RuntimeError while the buffer is empty, ValueError where neither call nor buffer has a batch size.
         """
@@ -182,7 +182,7 @@ class TensorDictReplayBuffer:
         return {} if self.buffer is None else self.buffer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
+        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have returned.
 
         Raises ValueError where it has another capacity or sampler, or other fields than the rows that are here;
         TypeError or KeyError for what is no such state. Nothing is changed then.

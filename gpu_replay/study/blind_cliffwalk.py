@@ -26,7 +26,7 @@ from gpu_replay.samplers import Sampler
 STEP_SIZE = 0.25
 INITIAL_SPREAD = 0.1
 CONVERGED = 1e-3
-# uniform draws do not depend on what is learned, so they are sampled in blocks
+# uniform samples do not depend on what is learned, so they are taken in blocks
 BLOCK = 16384
 PRIORITIZED: dict[str, Sampler] = {"proportional": Proportional(), "rank": RankBased()}
 FIELDS = {
@@ -126,7 +126,7 @@ def solve(agent: str, states: int, seed: int, most_updates: int) -> Outcome:
 
     agent: "oracle" takes the transition whose update lowers the error most; "greedy" the one with the largest last
            |TD error|; "proportional" and "rank" sample by it from a ReplayBuffer; "uniform" samples from one uniformly.
-    seed:  of the memory's order, the initial values and the draws; agents of one seed share memory and values.
+    seed:  of the memory's order, the initial values and of sampling; agents of one seed share memory and values.
 
     Transitions that were never sampled come first with "greedy", and have the largest priority so far with the two that
     sample by it. No importance weights: the environment is deterministic, so there is no bias to correct.

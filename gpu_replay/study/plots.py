@@ -31,14 +31,14 @@ BASELINE = "uniform"
 LEAST_WIDTH = 8.3
 # narrowest axis of returns
 LEAST_SPAN = 4.0
-# values that differ by more than this factor are drawn on a logarithmic axis
+# values that differ by more than this factor are plotted on a logarithmic axis
 WIDE = 20.0
 # lines that differ by a smaller share than this cannot be told apart
 FLAT = 0.01
 
 
 def draw_all(folder: Path, episodes: DataFrame, points: DataFrame, found: Sequence[Correlation]) -> list[Path]:
-    """Draw every picture of a study; returns the paths."""
+    """Plot every picture of a study; returns the paths."""
     from matplotlib import rc_context
 
     td_errors = {f"td_{name}": f"{name} |TD error|" for name in ("mean", "median", "max", "std")}

@@ -62,7 +62,7 @@ def make_run(run: RunId, settings: AgentSettings) -> list[dict[str, Any]]:
     seconds:          of the run so far.
 
     Everything random follows from the seed of the run: the environment's starts, the network's first values, random
-    actions and draws. Methods with the same seed share the first three.
+    actions and sampling. Methods with the same seed share the first three.
     """
     import gymnasium
 
