@@ -1,7 +1,7 @@
 """`sample_sequences`: windows of consecutive steps for recurrent agents, masked to the first episode.
 
 What the masks mean is worked out by hand in test_trajectory_oracle.py; contents over thousands of random streams are
-compared in test_trajectory_random_streams.py.
+compared in test_programs.py.
 """
 
 from __future__ import annotations

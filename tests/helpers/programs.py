@@ -30,13 +30,13 @@ SAMPLERS: dict[str, Any] = {
     "proportional": Proportional(alpha=1.0, beta=0.5, eps=0.0),
     "independent": Proportional(alpha=1.0, beta=1.0, eps=0.0, stratified=False, initial=0.25),
     "annealed": Proportional(
-        alpha=1.0, beta=LinearSchedule(0.0, 1.0, 9), eps=0.25, clip=512.0, normalize="buffer", initial="stored"
+        alpha=1.0, beta=LinearSchedule(0.0, 1.0, 4), eps=0.25, clip=512.0, normalize="buffer", initial="stored"
     ),
     "rank": RankBased(),
     "rank-independent": RankBased(alpha=1.0, beta=1.0, stratified=False, normalize="buffer", initial="stored"),
-    "rank-annealed": RankBased(alpha=2.0, beta=LinearSchedule(0.0, 1.0, 25), initial=0.5),
+    "rank-annealed": RankBased(alpha=2.0, beta=LinearSchedule(0.0, 1.0, 6), initial=0.5),
     "combined": Combined(Uniform(), newest=2),
-    "combined-proportional": Combined(Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 9), eps=0.0), newest=3),
+    "combined-proportional": Combined(Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 4), eps=0.0), newest=3),
     "combined-rank": Combined(RankBased(normalize="buffer"), newest=2),
 }
 KINDS = ("rows", "steps")
@@ -66,9 +66,15 @@ class Program(NamedTuple):
 # making programs
 
 
-def numbers(draw: random.Random, count: int, ranked: bool) -> list[float]:
-    """Priorities over ten orders of magnitude, each a whole number of mass units, some negative; or many equal ones."""
-    if ranked:
+def numbers(draw: random.Random, count: int, style: str) -> list[float]:
+    """Priorities that are whole numbers of mass units, some negative.
+
+    style: "equal" for many equal ones; "tiny" for a few units each, so that targets fall on borders between slots;
+           "wide" for ten orders of magnitude.
+    """
+    if style == "tiny":
+        return [draw.randint(1, 3) / UNIT for _ in range(count)]
+    if style == "equal":
         return draw.choices((0.0, 0.25, 0.5, 0.5, 1.0, 1.0, 1.0, -2.0, 7.25, 300.0), k=count)
     sizes = (round(10 ** draw.uniform(-5, 5) * UNIT) for _ in range(count))
     return [draw.choice((1, 1, -1)) * max(1, size) / UNIT for size in sizes]
@@ -88,17 +94,17 @@ def letters(draw: random.Random, envs: int, end: float) -> str:
     return "".join(draw.choice("TUB") if draw.random() < end else "." for _ in range(envs))
 
 
-def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: float, ranked: bool, largest: int) -> Call:
+def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: float, style: str, largest: int) -> Call:
     """One call with its arguments."""
     chance = draw.random()
     if chance < 0.45:
         own = draw.random() < 0.3
         if kind == "rows":
             count = draw.randint(1, draw.choice((1, 3, capacity // 2 + 1, capacity, 2 * capacity + 3)))
-            return "add", count, numbers(draw, count, ranked) if own else None
+            return "add", count, numbers(draw, count, style) if own else None
         many = draw.choice((1, 1, 1, 1, 2, 2 * capacity // envs + 1))
         steps = [letters(draw, envs, end) for _ in range(draw.randint(1, many))]
-        own_numbers = [numbers(draw, envs, ranked) for _ in steps] if own else None
+        own_numbers = [numbers(draw, envs, style) for _ in steps] if own else None
         return "steps" if len(steps) == 1 else "extend", steps, draw.random() < 0.6, own_numbers
     beta = draw.choice((None, None, 0.0, 1.0, 0.3))
     if chance < 0.6:
@@ -107,10 +113,10 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
         windows = {"strict": draw.random() < 0.3, "stride": draw.choice((1, 1, 1, 2, 3)), "beta": beta}
         return "sequences", draw.randint(1, largest), draw.randint(1, 5), draw.choice((0, 0, 1, 3)), windows
     if chance < 0.76:
-        return "learn", numbers(draw, largest, ranked)
+        return "learn", numbers(draw, largest, style)
     if chance < 0.88:
         keys = any_keys(draw, capacity)
-        return "update", keys, numbers(draw, len(keys), ranked)
+        return "update", keys, numbers(draw, len(keys), style)
     if chance < 0.92:
         return "refused", draw.randrange(1000)
     if chance < 0.95:
@@ -127,7 +133,8 @@ def any_program(
 
     capacity: transitions, or steps of one environment.
     """
-    ranked, envs, end = "rank" in sampler, 1, draw.choice((0.02, 0.1, 0.3, 0.6, 1.0))
+    envs, end = 1, draw.choice((0.02, 0.1, 0.3, 0.6, 1.0))
+    style = "equal" if "rank" in sampler else draw.choice(("tiny", "wide", "wide"))
     size = capacity or draw.choice((1, 2, 3, 5, 7, 8, 13, 21, 40))
     settings: dict[str, Any] = {"sampler": sampler, "seed": draw.getrandbits(16)}
     if kind == "steps":
@@ -153,7 +160,7 @@ def any_program(
     settings["place"] = draw.choice(("memory", "memory", "memory", "file"))
     turn, largest = settings["capacity"] // envs * envs, draw.choice((5, 12, 40))
     # first something that can be drawn
-    made = [any_call(draw, kind, turn, envs, end, ranked, largest) for _ in range(calls)]
+    made = [any_call(draw, kind, turn, envs, end, style, largest) for _ in range(calls)]
     return Program(kind, settings, made)
 
 
