@@ -40,6 +40,26 @@ def test_programs_in_larger_buffers(capacity: int, name: str, device: str) -> No
     run(any_program(draw, "rows", name, calls=scale(25, 8), capacity=capacity), device, often=25)
 
 
+# programs that caught what random ones let pass
+FOUND = {
+    "more updates between two draws than an order of ranks notes": Program(
+        "rows",
+        {"sampler": "rank", "capacity": 200, "seed": 3, "place": "memory"},
+        [
+            ("add", 200, None),
+            ("sample", 5, None),
+            ("update", [*range(-200, 0)], [float(key * 37 % 101) for key in range(200)]),
+            ("sample", 40, None),
+        ],
+    )
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_programs(name: str, device: str) -> None:
+    run(FOUND[name], device)
+
+
 @hypothesis.settings(
     max_examples=scale(40, 4),
     deadline=None,
