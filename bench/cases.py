@@ -103,7 +103,7 @@ def short(count: int) -> str:
     return str(count)
 
 
-RING, DRAW, UPDATED = "buffer_ring buffer_add_inputs", "proportional", "priorities"
+RING, DRAW, UPDATED = "programs buffer_add_inputs", "proportional", "priorities"
 STEPS, SAVED = "trajectory_oracle", "checkpoint checkpoint_incremental"
 CYCLE = f"{RING} {DRAW} {UPDATED}"
 STEP = "one environment: add"

@@ -46,9 +46,7 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Te
 
 def same_device(found: torch.device, wanted: torch.device) -> bool:
     """Whether two devices are one, "cuda" without an index being the current one."""
-    if found.type != wanted.type:
-        return False
-    return wanted.index is None or found.index is None or found.index == wanted.index
+    return found.type == wanted.type and (wanted.index is None or found.index in (None, wanted.index))
 
 
 def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
@@ -411,25 +409,11 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
     Raises TypeError for booleans and non-numbers, ValueError for another shape, a third device or, on the CPU, for
     priorities that are not finite.
     """
-    # fast path: what a learner has computed
-    if (
-        type(value) is Tensor
-        and value.dtype is torch.float32
-        and (value.is_cpu or value.device == device)
-        and value.layout is torch.strided
-        and not value.is_nested
-        and value.dim() == 1
-        and value.shape[0] == rows
-    ):
-        tensor = value.detach() if value.requires_grad else value
-        if not value.is_cpu:
-            record_stream(value)
-    else:
-        tensor = as_tensor(name, value, device)
-        if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:
-            raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
-        if tensor.dim() != 1 or tensor.shape[0] != rows:
-            raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
+    tensor = as_tensor(name, value, device)
+    if tensor.dtype == torch.bool or tensor.dtype not in STORABLE:
+        raise TypeError(f"{name} must be real numbers; found {tensor.dtype}.")
+    if tensor.dim() != 1 or tensor.shape[0] != rows:
+        raise ValueError(f"{name} must have shape [{rows}], one for each transition; found {list(tensor.shape)}.")
     if device.type != "cpu":
         return tensor
     numbers = numpy_view(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)

@@ -188,16 +188,13 @@ class Buffer(ABC):
         names = ", ".join(self._fields)
         return (
             f"{type(self).__name__}({len(self):,} of {self._capacity:,} transitions of {names}; {self._described()}; "
-            f"{self.nbytes / 1e6:,.1f} MB on {self._device}{self._elsewhere()})"
+            f"{self.nbytes / 1e6:,.1f} MB on {self._device}"
+            f"{f', fields {self._placement.where}' if self._placement.apart else ''})"
         )
 
     def _described(self) -> str:
         """The settings that `repr` names."""
         return str(self._sampler)
-
-    def _elsewhere(self) -> str:
-        """Where the fields are if not on the device, for messages."""
-        return f", fields {self._placement.where}" if self._placement.apart else ""
 
     # what is stored, by key and in order; on CUDA each of these calls waits for the device
 

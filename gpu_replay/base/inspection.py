@@ -81,16 +81,11 @@ class BufferReport:
         """Rows that can be drawn."""
         return int((self.probability > 0).sum())
 
-    @property
-    def most_entropy(self) -> float:
-        """That of a uniform draw from the same rows."""
-        return math.log(max(self.drawable, 1))
-
     def lines(self) -> list[str]:
         """What is stored and how it is drawn, in words."""
         size = len(self.keys)
         sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
-        lines = [
+        return [
             f"{self.name}: {size:,} of {self.capacity:,} rows, {self.added:,} added",
             f"{self.sampler}",
             *([", ".join(f"{name}={value}" for name, value in self.settings.items())] if self.settings else []),
@@ -100,12 +95,11 @@ class BufferReport:
             ),
             f"ages 0 to {self.added - 1 - int(self.keys.min(initial=self.added - 1)):,} rows",
             f"{self.drawable:,} rows can be drawn; effective sample size {self.effective:,.0f}",
-            f"entropy {self.entropy:.2f} nats of {self.most_entropy:.2f} in a uniform draw",
+            f"entropy {self.entropy:.2f} nats of {math.log(max(self.drawable, 1)):.2f} in a uniform draw",
             f"drawn {self.sampled.mean() if size else 0:.2f} times on average, at most {self.sampled.max(initial=0):,}",
             f"late updates {self.counters['STALE']:,}, rejected priorities {self.counters['REJECTED']:,}, cut to the "
             f"largest mass {self.counters['SATURATED']:,}",
         ]
-        return lines
 
 
 def _bytes(count: float) -> str:
@@ -256,12 +250,10 @@ def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
     sides = {"left": 0.7 / width, "right": 1 - 0.15 / width}
     low, high = (full_height - height + 0.55) / full_height, 1 - 0.35 / full_height
     grid = figure.add_gridspec(2, 2, bottom=low, top=high, hspace=0.36, wspace=0.16, **sides)
-    panel = grid[0, 0].subgridspec(2, 1, height_ratios=[3, 1])
-    text = figure.add_subplot(panel[0])
+    text = figure.add_subplot(grid[0, 0])
     text.axis("off")
     lines = [part for line in report.lines() for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ")]
-    text.text(-0.1, 1.1, "\n".join(lines), va="top", family="monospace", fontsize=7)
-    _draw_spread(figure.add_subplot(panel[1]), report)
+    text.text(-0.1, 1.05, "\n".join(lines), va="top", family="monospace", fontsize=7)
     _draw_priorities(figure.add_subplot(grid[0, 1]), report)
     share = report.probability * report.drawable
     _draw_by_age(figure.add_subplot(grid[1, 0]), share, "chance of a row to be drawn, by age", "1 = uniform draw")
@@ -282,23 +274,6 @@ def _titled(axes: Axes, title: str, across: str, up: str = "") -> None:
     axes.tick_params(labelsize=8)
 
 
-def _draw_spread(axes: Axes, report: BufferReport) -> None:
-    """Effective sample size and entropy as shares of those of a uniform draw."""
-    most = max(report.drawable, 1)
-    bars = {
-        f"effective sample size: {report.effective:,.0f} of {report.drawable:,}": report.effective / most,
-        f"entropy: {report.entropy:.2f} of {report.most_entropy:.2f} nats": report.entropy
-        / max(report.most_entropy, 1e-9),
-    }
-    axes.barh([1, 0], [1, 1], color="#E6E6E6")
-    axes.barh([1, 0], list(bars.values()), color=_BLUE)
-    for place, words in zip((1, 0), bars, strict=True):
-        axes.text(0.01, place, words, va="center", fontsize=8, bbox={"color": "white", "alpha": 0.75, "pad": 1.5})
-    _titled(axes, "how evenly rows are drawn (full bar: a uniform draw)", "")
-    axes.set(xlim=(0, 1), xticks=[], yticks=[])
-    axes.set_frame_on(False)
-
-
 def _draw_priorities(axes: Axes, report: BufferReport) -> None:
     if report.priority is None:
         axes.axis("off")
@@ -306,10 +281,9 @@ def _draw_priorities(axes: Axes, report: BufferReport) -> None:
         return
     held = report.priority[report.priority > 0]
     if held.size:
-        low, high = held.min(), held.max()
-        axes.hist(
-            held, bins=np.geomspace(low, high * (1 + 1e-9) if high > low else low * 1.1, 60).tolist(), color=_BLUE
-        )
+        # the last edge just above the largest, or well above where all are alike
+        high = held.max() * (1.1 if held.min() == held.max() else 1 + 1e-9)
+        axes.hist(held, bins=np.geomspace(held.min(), high, 60).tolist(), color=_BLUE)
     axes.set(xscale="log", yscale="log")
     axes.minorticks_off()
     _titled(axes, "priorities of rows that can be drawn", "priority", "rows")

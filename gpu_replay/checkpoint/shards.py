@@ -131,8 +131,9 @@ def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[P
             plan.append(shared)
             shared = (whole,)
         else:
-            # not the header's own length, so that a tensor that grows is cut at the same rows
-            most = max(1, (shard_bytes - _longest_header(whole)) // max(1, whole.row_bytes))
+            # room for the header of the longest tensor, so that one that grows is cut at the same rows
+            longest = Part(name, tensor.dtype, (2**40, *shape[1:]), 0, 2**40)
+            most = max(1, (shard_bytes - len(header_of((longest,)))) // max(1, whole.row_bytes))
             for start in range(0, max(1, whole.stop), most):
                 plan.append((Part(name, tensor.dtype, shape, start, min(whole.stop, start + most)),))
     return [*plan, shared] if shared else plan
@@ -154,12 +155,6 @@ def header_of(parts: tuple[Part, ...]) -> bytes:
 
 def file_bytes(parts: tuple[Part, ...]) -> int:
     return len(header_of(parts)) + sum(part.nbytes for part in parts)
-
-
-def _longest_header(part: Part) -> int:
-    """Bytes of the header of this part or of any slice of a longer tensor."""
-    rows = 2**40
-    return len(header_of((Part(part.name, part.dtype, (rows, *part.shape[1:]), 0, rows),)))
 
 
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Callable[[Result], object]) -> None:

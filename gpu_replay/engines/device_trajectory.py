@@ -90,7 +90,7 @@ class TrajectoryDeviceEngine:
         self._raw_rows = plans(
             lambda name, rows: plan_gather(
                 {name: storage.tensors[name]},
-                {name: _unconverted(storage.fields[name])},
+                {name: Field(storage.fields[name].shape, storage.fields[name].dtype)},
                 rows,
                 draws.device,
                 weighed=False,
@@ -342,8 +342,3 @@ class TrajectoryDeviceEngine:
         with self.draws.ordered():
             slots = keys % self._shape.slots
             return self._rows(keys.shape[0])(slots, None) | endings(storage.streams.flags.take(slots))
-
-
-def _unconverted(field: Field) -> Field:
-    """The field, sampled as it is stored."""
-    return Field(field.shape, field.dtype)

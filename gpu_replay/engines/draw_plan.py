@@ -104,6 +104,4 @@ def plan_of(sampler: object) -> DrawPlan:
         stratified=base.stratified,
         lowest_of_all=base.normalize == "buffer",
     )
-    if isinstance(base, RankBased):
-        return plan
-    return replace(plan, kind="mass", eps=base.eps, clip=base.clip)
+    return plan if isinstance(base, RankBased) else replace(plan, kind="mass", eps=base.eps, clip=base.clip)

@@ -96,17 +96,12 @@ def _require_within(tensors: Mapping[str, Tensor], name: str, low: int, high: in
         _require(holds, f"{name} has values from {least} to {most}")
 
 
-def _slots(layout: StateLayout, first: int, added: int) -> Tensor:
-    """The slots of these keys in order."""
-    return torch.arange(first, added) % layout.slots
-
-
 def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Tensor:
     """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at."""
     added = counters["ADDED"]
     first = max(counters["FIRST"], added - layout.slots)
     found = torch.zeros(layout.written(counters), dtype=torch.bool)
-    slots = _slots(layout, first, added)
+    slots = torch.arange(first, added) % layout.slots
     if layout.stream is None:
         found[slots] = True
     elif slots.numel():

@@ -196,15 +196,7 @@ def _sample(
 
 
 def _sample_fake(
-    token: Tensor,
-    buffer: str,
-    layout: str,
-    batch: int,
-    length: int | None,
-    burn_in: int,
-    strict: bool,
-    stride: int,
-    beta: Tensor | None,
+    token: Tensor, buffer: str, layout: str, batch: int, length: int | None, burn_in: int, *_: object
 ) -> tuple[Tensor, ...]:
     steps = 0 if length is None else length + burn_in
     return tuple(

@@ -112,12 +112,6 @@ def lowest(flat, low):
     return lowest_of(flat, low)
 
 
-@loop("(int64[::1], int64[::1])")
-def highest(flat, high):
-    """As `highest_of`."""
-    return highest_of(flat, high)
-
-
 # priorities
 
 

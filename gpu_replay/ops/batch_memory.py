@@ -8,6 +8,7 @@ to it, and the interpreter counts those.
 
 from __future__ import annotations
 
+import math
 import sys
 
 import numpy as np
@@ -42,9 +43,7 @@ class BatchMemory:
 
         name: of the field it is for; arrays are reused within a name.
         """
-        count = dtype.itemsize
-        for side in shape:
-            count *= side
+        count = dtype.itemsize * math.prod(shape)
         if count < LARGE:
             return np.empty(shape, dtype)
         return self._bytes(name, count).view(dtype).reshape(shape)
@@ -59,9 +58,7 @@ class BatchMemory:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape with any content, which no batch of before shares."""
-        count = dtype.itemsize
-        for side in shape:
-            count *= side
+        count = dtype.itemsize * math.prod(shape)
         if count < LARGE:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._bytes(name, count)).view(dtype).view(shape)

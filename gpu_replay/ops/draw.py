@@ -159,11 +159,6 @@ def permuted_ranks(count: int, batch: int, words: np.ndarray, begin: int = 0, si
     return ranks
 
 
-def uniform_blocks(drawn: int, replacement: bool) -> int:
-    """Philox blocks that `drawn` uniform draws take; none where all rows are the newest."""
-    return blocks_for(drawn if replacement else PERMUTATION_WORDS) if drawn else 0
-
-
 def slots_at(tree: MassTree, targets: Tensor) -> Tensor:
     """(B,) int64 slots of (B,) int64 targets; on a device a few operations of torch for each level."""
     if not targets.numel():
@@ -259,14 +254,6 @@ def digits_for(slots: int) -> int:
     return digits
 
 
-def draws_per_program(by: str, starts: bool, batch: int, interpreted: bool) -> int:
-    """Draws of one program: few of a search, so that a small batch spreads over a GPU, and one a thread without."""
-    if by == "uniform" and not starts:
-        return per_program(128, batch, interpreted)
-    # for each of four warps two, or of a tree four, whose nodes have half as many children as a warp has words
-    return per_program(8 if by == "rank" else 16, batch, interpreted)
-
-
 def plan_draw(
     by: Literal["mass", "uniform", "rank"],
     counters: Tensor,
@@ -314,8 +301,12 @@ def plan_draw(
             raise RuntimeError("this tree was made without its smallest masses.")
         low, leaves = (tree.low,), leaf_blocks(tree, interpreted)
     newest = starts.levels if starts is not None and by_priority and drawn < batch else ()
-    own = blocks_for(drawn) if by_priority else uniform_blocks(drawn, replacement)
-    draws = draws_per_program(by, sparse, batch, interpreted)
+    # none where all rows are the newest
+    own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
+    # one draw a thread without a search. Few of a search, so that a small batch spreads over a GPU: for each of four
+    # warps two, or of a tree four, whose nodes have half as many children as a warp has words
+    most = 128 if by == "uniform" and not sparse else 8 if by == "rank" else 16
+    draws = per_program(most, batch, interpreted)
     programs = -(-batch // draws)
     launch = Launch(
         draw_kernel,

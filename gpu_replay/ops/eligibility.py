@@ -248,7 +248,7 @@ def plan_keep_finals(
     from gpu_replay.kernels.steps import keep_finals_kernel
 
     envs, names, held = streams.shape.num_envs, tuple(pools), tuple(pools.values())
-    layout, programs = moved_rows((fields[name] for name in names), envs, counters.device.type == "cpu")
+    layout, programs = moved_rows(tuple(fields[name] for name in names), envs, counters.device.type == "cpu")
     launch = Launch(keep_finals_kernel, programs, LAYOUT=layout)
 
     def keep_finals(given: Mapping[str, Tensor]) -> None:

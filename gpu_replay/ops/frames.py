@@ -288,7 +288,7 @@ def _plan_launch(
     names = [name for name, *_ in forms]
     fields = (storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
-    part = weight_programs(batch // span if weighed else 0, interpreted)
+    weights, draws = weight_programs(batch // span if weighed else 0, interpreted)
     held = (
         tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
@@ -298,7 +298,7 @@ def _plan_launch(
     rewards = storage.tensors["reward"]
     launch = Launch(
         gather_windows_kernel,
-        part.programs + programs,
+        weights + programs,
         STACKED=stacked,
         LAYOUT=layout,
         ITEMS=items,
@@ -309,7 +309,7 @@ def _plan_launch(
         ZERO=storage.padding == "zero",
         SHIFT=storage.random_shift if shifted else 0,
         HINDSIGHT=shape.hindsight,
-        DRAWS=part.draws,
+        DRAWS=draws,
         # a product of the sum of rewards is rounded before it is added, as on the host
         enable_fp_fusion=False,
     )

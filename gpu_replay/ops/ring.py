@@ -173,13 +173,9 @@ class Moved(NamedTuple):
     programs: int
 
 
-def moved_rows(fields: Iterable[Field], rows: int, interpreted: bool, *, converted: bool = False) -> Moved:
-    """How a launch moves so many rows of fields; made once, since making it takes longer than a launch."""
-    return _moved_rows(tuple(fields), rows, interpreted, converted)
-
-
 @lru_cache(maxsize=256)
-def _moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, converted: bool) -> Moved:
+def moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, *, converted: bool = False) -> Moved:
+    """How a launch moves so many rows of fields; made once, since making it takes longer than a launch."""
     layout = layout_of(fields, [tile_for(field, rows, interpreted) for field in fields], converted=converted)
     return Moved(layout, layout.programs(rows))
 
@@ -204,9 +200,9 @@ def plan_gather(
     """
     from gpu_replay.kernels.ring import gather_kernel
 
-    layout, programs = moved_rows(fields.values(), batch, device.type == "cpu", converted=True)
-    part = weight_programs(batch if weighed else 0, device.type == "cpu")
-    launch = Launch(gather_kernel, part.programs + programs, LAYOUT=layout, DRAWS=part.draws)
+    layout, programs = moved_rows(tuple(fields.values()), batch, device.type == "cpu", converted=True)
+    weights, draws = weight_programs(batch if weighed else 0, device.type == "cpu")
+    launch = Launch(gather_kernel, weights + programs, LAYOUT=layout, DRAWS=draws)
     held = tuple(stores[name] for name in fields)
     forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
 
@@ -238,7 +234,7 @@ def plan_write(
     names = tuple(fields)
     capacity = stores[names[0]].shape[0]
     skipped = max(0, rows - capacity)
-    (layout, programs), leaves = moved_rows(fields.values(), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
+    (layout, programs), leaves = moved_rows(tuple(fields.values()), rows - skipped, interpreted), LeafBlocks(0, 0, 1)
     high: tuple[Tensor, ...] = ()
     if highest and tree is not None and tree.high is not None:
         leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])

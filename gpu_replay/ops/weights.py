@@ -36,20 +36,11 @@ class PendingWeights(NamedTuple):
 NO_WEIGHTS: tuple[tuple[Tensor, ...], tuple[int, float]] = ((), (0, 0.0))
 
 
-class LaunchPart(NamedTuple):
-    """The share of weights in a launch: programs, and draws of each."""
-
-    programs: int
-    draws: int
-
-
-def weight_programs(batch: int, interpreted: bool) -> LaunchPart:
-    """How much of a launch makes the weights of a batch; nothing for none."""
-    if not batch:
-        return LaunchPart(0, 0)
+def weight_programs(batch: int, interpreted: bool) -> tuple[int, int]:
+    """The programs of a launch that make the weights of a batch, and the draws of each; none for no batch."""
     # one draw per thread: more would need more registers than the gather that they are part of
-    draws = per_program(128, batch, interpreted)
-    return LaunchPart(-(-batch // draws), draws)
+    draws = per_program(128, batch, interpreted) if batch else 0
+    return (-(-batch // draws) if batch else 0), draws
 
 
 def launch_arguments(weighing: PendingWeights) -> tuple[tuple[Tensor, ...], tuple[int, float]]:

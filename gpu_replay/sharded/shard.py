@@ -164,7 +164,6 @@ class Shard(ReplayBuffer):
 
     def count_draw(self, slots: Tensor, random: int, step: int) -> None:
         """Count these slots as sampled; the stream and the schedule go on from here."""
-        ones = torch.ones(slots.numel(), dtype=torch.int32, device=self._device)
-        self._storage.times_sampled.index_add_(0, slots, ones)
+        self._storage.times_sampled.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
         self._counters[Counter.RANDOM] = random
         self._counters[Counter.STEP] = step

@@ -146,7 +146,6 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         ready(tree.update)(keys, given, 2**40, 300, 600, 300, True, counters, flat, starts, low, high, noted)
         found = (
             ready(tree.lowest)(flat, low),
-            ready(tree.highest)(flat, high),
             ready(tree.mass_before)(flat, starts, 77),
         )
         both.append(
