@@ -1,14 +1,14 @@
 """Actors on Ray, in processes of their own, here or on other machines, that step environments for one learner.
 
-An actor sends chunks of steps, each complete in itself. Where an episode goes on in the next chunk its last step is
-marked as truncated, with the next frame as its final one, so that every window of the chunk can be learned from: those
-that reach its end bootstrap from there, a few steps early. Chunks of several actors follow each other in the learner's
-buffer in any order. Only the stacks of the first frames of a chunk are shorter than they were when the actor saw them.
+An actor sends chunks of steps, each complete in itself. If an episode continues in the next chunk, its last step in
+this one is marked as truncated and carries the next frame as its final observation. Every n-step window of the chunk
+can then be learned from: windows that reach the end bootstrap there, a few steps early. Chunks of several actors enter
+the learner's buffer in any order. Only the frame stacks at the start of a chunk are shorter than those the actor saw.
 
-Every actor has two calls of `collect` in flight, so that it steps on while the learner handles what it sent. The
-learner takes what has arrived, makes the updates that belong to it, and asks for more with its newest weights: it
-learns as often per step as with environments of its own. It waits only while nothing at all has arrived, never for one
-actor. An actor whose process or machine is gone is replaced; of what it sent nothing is lost.
+Every actor has two calls of `collect` in flight, so it keeps stepping while the learner handles its last chunk. The
+learner takes the chunks that have arrived, makes the updates due for their steps, and asks for more with its newest
+weights. It makes as many updates per step as with environments of its own. It waits only when no chunk at all has
+arrived, never for one particular actor. An actor whose process or machine died is replaced; chunks it sent are kept.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from gpu_replay.training.registry import CPU, EnvironmentId
 from gpu_replay.training.settings import Settings
 
 EXTRA = 'pip install -c constraints.txt -e ".[training,ray]" in the checkout'
-# steps of each environment in a chunk: its end cuts windows short, and where frames are stacked its first ones have
-# stacks that are padded as those of a new episode
+# steps of each environment in a chunk: its end cuts n-step windows short, and the stacks of its first frames are padded
+# like those of a new episode
 CHUNK, CHUNK_OF_STACKS = 32, 128
-# calls of each actor that are under way
+# calls of `collect` in flight per actor
 IN_FLIGHT = 2
 # the shortest time between two copies of the weights
 WEIGHTS_SECONDS = 0.2
 # how long the learner waits for a chunk before it looks for signals, when there is nothing else to do
 PATIENCE = 0.2
-# an actor that ends so often before its first chunk would end the next time, too
+# an actor that died this often before its first chunk is not restarted again
 MOST_DEATHS = 3
-# frames compress 80 to 220 times at this level, in less than a hundredth of the time that the emulator takes for them;
-# smaller arrays are sent as they are
+# at this level frames shrink 80 to 220 times, in less than a hundredth of the emulator's own time; smaller arrays are
+# sent uncompressed
 LEVEL, SMALLEST = 1, 4096
 
 
@@ -57,9 +57,9 @@ LEVEL, SMALLEST = 1, 4096
 class Chunk:
     """What an actor sends.
 
-    steps:   obs, action, reward, terminated, truncated, `[T, E, ...]`, and final_obs, as `extend` takes them; arrays of
-             bytes are packed on their way.
-    returns, lengths: of the episodes that ended.
+    steps:   obs, action, reward, terminated, truncated, `[T, E, ...]`, and final_obs, as `extend` takes them; byte
+             arrays are compressed for sending.
+    returns, lengths: one entry for each episode that ended.
     """
 
     steps: dict[str, Any]
@@ -70,12 +70,12 @@ class Chunk:
 class Collector:
     """`num_envs` environments, and a copy of the learner's network that acts in them.
 
-    seed: of the episodes and of the random actions.
+    seed: seeds the episodes and the random actions.
     """
 
     def __init__(self, environment: EnvironmentId, settings: Settings, num_envs: int, seed: int) -> None:
         torch.set_num_threads(1)
-        # emulators get the cores that the network leaves: here one thread, since there is an actor for each core
+        # one thread: there is an actor for each core, and the emulators need the rest
         alone = dataclasses.replace(settings, threads=cpu_cores())
         self._actors = Actors(environment.make(num_envs, alone, CPU), CPU)
         spec = self._actors.environment.spec
@@ -86,7 +86,7 @@ class Collector:
 
     @torch.no_grad()
     def collect(self, weights: Mapping[str, np.ndarray], epsilon: float) -> Chunk:
-        """Steps of all environments with these weights."""
+        """Step all environments for one chunk with these weights."""
         self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         self._explorer.set_epsilon(epsilon)
         actors, stack = self._actors, self._actors.stack
@@ -120,7 +120,7 @@ class Collector:
 
 
 def pack(array: np.ndarray | None) -> Any:
-    """An array as it is sent: bytes are compressed with Zstandard, all else stays."""
+    """Prepare an array for sending: large byte arrays are compressed with Zstandard, others stay as they are."""
     if array is None or array.dtype != np.uint8 or array.nbytes < SMALLEST:
         return array
     import zstandard
@@ -129,7 +129,7 @@ def pack(array: np.ndarray | None) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """The inverse of `pack`, of a list of arrays too."""
+    """Undo `pack`, for one array or for a list of them."""
     if isinstance(packed, list):
         return [unpack(each) for each in packed]
     if not isinstance(packed, tuple):
@@ -141,7 +141,7 @@ def unpack(packed: Any) -> Any:
 
 
 def check_actors(actors: str) -> None:
-    """Raise UserError unless `--actors` is a number or the address of a cluster, and what it needs is installed."""
+    """Raise UserError unless `--actors` is a number or a cluster's address, and the packages it needs are installed."""
     if not re.fullmatch(r"[1-9]\d*|ray://[^/:]+:\d+", actors):
         raise UserError(f"--actors must be a number such as 4, or ray://HOST:PORT; found {actors!r}.")
     require("ray", "zstandard", purpose="--actors", extra=EXTRA)
@@ -150,12 +150,12 @@ def check_actors(actors: str) -> None:
 class Fleet:
     """Ray actors that collect.
 
-    where:    a number of actors of a Ray of this machine, started here, or `ray://HOST:PORT`, where there is one for
-              each CPU of the cluster, at most one for each environment; its machines need this package, too.
-    num_envs: of each actor; by default `settings.num_envs` are divided among them.
-    restarts: of actors so far.
+    where:    the number of actors, run by a local Ray that is started here, or the address `ray://HOST:PORT` of a
+              cluster, which runs one actor per CPU and at most one per environment. Its machines need this package.
+    num_envs: environments of each actor; by default `settings.num_envs` are divided among the actors.
+    restarts: how many actors have been replaced so far.
 
-    Raises UserError where Ray cannot be reached.
+    Raises UserError if Ray cannot be reached.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class Fleet:
         import ray
 
         self._ray, on_sigterm = ray, signal.getsignal(signal.SIGTERM)
-        # one that runs already is left as it is
+        # a Ray that runs already is not shut down by `close`
         self._started = not ray.is_initialized()
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             with warnings.catch_warnings():
-                # what matters of them, the errors below say
+                # Ray's own messages are hidden: the errors below say what matters
                 warnings.simplefilter("ignore")
                 if self._started and where.startswith("ray://"):
                     ray.init(where, **quiet)
@@ -181,7 +181,7 @@ class Fleet:
                 "cluster with a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
             ) from None
         finally:
-            # Ray would end the process at once, with nothing written
+            # Ray's handler would end the process at once, before the run's files are written
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)
         cpus = int(ray.cluster_resources().get("CPU", 1))
@@ -191,7 +191,7 @@ class Fleet:
         self._make = ray.remote(num_cpus=1, num_gpus=0, max_restarts=0)(Collector).remote
         self._of = environment, settings, self.num_envs
         self._seed = seed
-        # the actor of each number, which of its kind it is, and its deaths since its last chunk
+        # by actor number: the actor, its generation, and its deaths since its last chunk
         self._actors: list[Any] = [None] * self.count
         self._lives, self._deaths = [-1] * self.count, [0] * self.count
         self._pending: dict[Any, tuple[int, int]] = {}
@@ -200,10 +200,10 @@ class Fleet:
         self._sent = -WEIGHTS_SECONDS
 
     def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
-        """The chunks that have arrived, or the first within `wait` seconds; their actors go on with this epsilon.
+        """Return the chunks that have arrived, waiting at most `wait` seconds; their actors go on with this epsilon.
 
-        Sends the agent's weights first, if the last time is long enough ago.
-        Raises UserError for an actor whose environment or network fails, or that dies again and again at once.
+        The agent's weights are sent first if the last copy is old enough.
+        Raises UserError if an actor's environment or network fails, or if it keeps dying before its first chunk.
         """
         ray, self._epsilon = self._ray, epsilon
         self._publish(agent)
@@ -239,7 +239,7 @@ class Fleet:
             self._ray.shutdown()
 
     def _publish(self, agent: Agent) -> None:
-        """Give the newest weights to calls from now on, and start the actors if this is the first time."""
+        """Use the newest weights in all further calls; the first time, start the actors."""
         if time.perf_counter() - self._sent >= WEIGHTS_SECONDS:
             weights = {name: value.detach().cpu().numpy() for name, value in agent.online.state_dict().items()}
             self._weights, self._sent = self._ray.put(weights), time.perf_counter()

@@ -24,9 +24,11 @@ MAX_GRAD_NORM = 10.0
 
 @torch.no_grad()
 def greedy_actions(values: Tensor, epsilon: float | Tensor, generator: torch.Generator) -> Tensor:
-    """values: (E, actions); returns (E,) int64: the best actions, or random ones with probability `epsilon`.
+    """Choose the best action in each row, or a random one with probability `epsilon`.
 
-    epsilon: a number, or a tensor () that a captured graph reads anew in each replay.
+    values:  (E, actions).
+    epsilon: a number, or a tensor of shape () that a captured graph reads again in each replay.
+    returns: (E,) int64.
     """
     greedy = values.argmax(1)
     if not isinstance(epsilon, Tensor) and epsilon <= 0:
@@ -40,12 +42,13 @@ def greedy_actions(values: Tensor, epsilon: float | Tensor, generator: torch.Gen
 class Explorer(nn.Module):
     """Epsilon-greedy actions in `E` environments, each random one repeated in the next step with some probability.
 
-    Where one random action undoes the one before (Acrobot, MountainCar) independent ones lead nowhere: of 30 random
-    episodes of Acrobot-v1 none reached the goal within its 500 steps, and 13 did with each action repeated with
-    probability 0.8. In the long run a share `epsilon` of all actions is random, whatever the persistence.
+    In environments where one random action undoes the previous one (Acrobot, MountainCar), independent random actions
+    lead nowhere: of 30 random episodes of Acrobot-v1 none reached the goal within 500 steps, and 13 did when each
+    action was repeated with probability 0.8. In the long run a share `epsilon` of all actions is random, whatever the
+    persistence.
 
-    Never synchronises with the device, and all that moves on lies in memory that stays where it is, or in the
-    generator: a captured graph goes on.
+    No call synchronises with the device. All state lies in the generator and in tensors that are changed in place, so
+    a captured graph can be replayed.
 
     Dabney et al. 2021, "Temporally-Extended Epsilon-Greedy Exploration", with a geometric duration.
     """
@@ -58,19 +61,19 @@ class Explorer(nn.Module):
         super().__init__()
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self._persistence = persistence
-        # the probability to begin to explore
+        # the probability that exploration begins in a step that repeats no action
         self.register_buffer("begin", torch.zeros((), device=device))
         self.register_buffer("random", torch.zeros(num_envs, dtype=torch.int64, device=device))
         self.register_buffer("exploring", torch.zeros(num_envs, dtype=torch.bool, device=device))
 
     def set_epsilon(self, epsilon: float) -> None:
-        """The share of random actions from now on, also of a captured graph; 0 before the first call."""
-        # what makes exploring steps a share `epsilon` of all
+        """Set the share of random actions, for captured graphs too; it is 0 before the first call."""
+        # with this probability a share `epsilon` of all steps explores
         self.begin.fill_(epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence))
 
     @torch.no_grad()
     def choose(self, values: Tensor) -> Tensor:
-        """values: (E, actions); returns (E,) int64 actions."""
+        """Choose actions (E,) int64 by values (E, actions)."""
         if self._persistence <= 0:
             return greedy_actions(values, self.begin, self.generator)
         count, actions = values.shape
@@ -78,7 +81,7 @@ class Explorer(nn.Module):
         chance = torch.rand((2, count), generator=self.generator, device=values.device)
         persisting = self.exploring & (chance[0] < self._persistence)
         self.random.copy_(torch.where(persisting, self.random, fresh))
-        # without exploration nothing persists
+        # a greedy step ends the repetition
         self.exploring.copy_((persisting | (chance[1] < self.begin)) & (self.begin > 0))
         return torch.where(self.exploring, self.random, values.argmax(1))
 
@@ -87,17 +90,18 @@ class Explorer(nn.Module):
         return self.generator.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on with that generator."""
+        """Restore the state of the generator."""
         self.generator.set_state(state)
 
 
 class Agent(nn.Module):
-    """The online network, its target copy, the average that is judged, and the optimiser.
+    """The online network, its target copy, the averaged network, and the optimiser.
 
-    average: makes the gradients of these weights the mean over all ranks of a run, in place; None in a run of one.
-    judged:  the network to evaluate and to save: the average of the online one over the last updates, where it is kept.
-             Near a plateau the policy of single networks changes from update to update, and that of their mean does
-             not (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging").
+    average: replaces the gradients of these weights by their mean over all ranks, in place; None in a run of one rank.
+    judged:  the network to evaluate and to save: the average of the online network over the last updates, if the
+             settings ask for one. Near a plateau the policy of the online network changes from update to update, and
+             that of the average does not (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
+             averaging").
     updates: steps of the optimiser so far.
 
     Only `means` synchronises with the device.
@@ -130,7 +134,7 @@ class Agent(nn.Module):
         self._optimizer = torch.optim.Adam(self._weights, rate, eps=settings.adam_eps, fused=True, capturable=cuda)
         self._averages = [] if self.averaged is None else list(self.averaged.parameters())
         self._move_average = get_ema_multi_avg_fn(1 - 1 / max(settings.ema_updates, 1))
-        # of loss, absolute TD error and value since the last `means`, and of how many updates
+        # sums of loss, absolute TD error and value since the last `means`, and the number of updates
         self.register_buffer("sums", torch.zeros(3, device=device))
         self._summed = 0
 
@@ -141,7 +145,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Tensor) -> Tensor:
-        """obs: (E, *shape) on the agent's device; returns (E,) int64, explored with the epsilon of `explorer`."""
+        """Epsilon-greedy actions (E,) int64 for observations (E, *shape) on the agent's device."""
         return self.explorer.choose(self.online(obs))
 
     def whiten(self, obs: Tensor) -> None:
@@ -150,12 +154,12 @@ class Agent(nn.Module):
             network.whiten(obs)
 
     def update(self, batch: Batch) -> Tensor:
-        """A step of the optimiser on an importance-weighted Huber loss; returns (B,) absolute TD errors.
+        """Take one optimiser step on an importance-weighted Huber loss; returns (B,) absolute TD errors.
 
         batch: obs, action, reward, next_obs, discount, weight; the target is `reward + discount * value(next_obs)`,
                where the online network chooses the action and the target network values it.
 
-        Runs on the device alone, so that it can be captured in a CUDA graph; `after_updates` follows on the host.
+        Runs on the device alone, so it can be captured in a CUDA graph; call `after_updates` on the host afterwards.
         """
         with torch.no_grad():
             next_obs = self.online.prepare(batch.next_obs)
@@ -178,7 +182,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def after_updates(self, count: int) -> None:
-        """Count the updates of a step, and copy to the target network when due."""
+        """Count `count` updates, and copy the online network to the target network when due."""
         before, self.updates = self.updates, self.updates + count
         self._summed += count
         if self.updates // self._target_every > before // self._target_every:
@@ -186,7 +190,7 @@ class Agent(nn.Module):
                 target.copy_(weight)
 
     def follow(self, learning_rate: float, epsilon: float) -> None:
-        """Set the step size of the following updates and the share of random actions, also of captured graphs."""
+        """Set the learning rate and the share of random actions, for captured graphs too."""
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(learning_rate)
@@ -204,13 +208,13 @@ class Agent(nn.Module):
         return loss, td_error, value
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What a module does not know: counts, and the moments of the optimiser."""
+        """The state beyond the networks' weights: counts, and the optimiser's moments."""
         moments = self._optimizer.state_dict()["state"]
         named = {str(place): each for place, each in moments.items()}
         return {"updates": self.updates, "summed": self._summed, "moments": named}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on with these; the settings of the optimiser stay."""
+        """Restore counts and moments; the optimiser keeps its own settings."""
         self.updates, self._summed = state["updates"], state["summed"]
         groups = self._optimizer.state_dict()["param_groups"]
         moments = {int(place): each for place, each in state["moments"].items()}

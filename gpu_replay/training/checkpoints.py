@@ -30,13 +30,13 @@ REPLAY = "replay"
 STATE = "state"
 _NAME = re.compile(r"\d{12,}")
 SEPARATOR = "/"
-# saving takes at most one part in so many of the time between two checkpoints
+# saving takes at most this fraction, one part in so many, of the time between two checkpoints
 COST = 40
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A complete checkpoint: its state, tensors in host memory, and the folder of the replay buffer if it has one."""
+    """A complete checkpoint: its state, with tensors in host memory, and the replay buffer's folder if it has one."""
 
     state: dict[str, Any]
     replay: Path | None
@@ -60,14 +60,14 @@ def latest(folder: Path) -> SavedRun | None:
 
 
 def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: TrajectoryReplayBuffer | None) -> None:
-    """Write a checkpoint of this step, then remove the others; one that is complete already is left as it is.
+    """Write a checkpoint of this step, then remove the others. If this step has a complete one, nothing is written.
 
-    Until the new checkpoint is complete the disk holds both.
+    The disk holds both checkpoints until the new one is complete.
     Raises OSError if the disk is full or fails; the previous checkpoint is then unchanged.
     """
     target = folder / f"{step:012d}"
     if not (target / STATE / MANIFEST).is_file():
-        # what a crash left of this very step
+        # a crash while this same step was saved can leave a part of it
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         sync_folder(folder)
@@ -93,13 +93,13 @@ def _checkpoints(folder: Path) -> list[Path]:
 class CheckpointManager:
     """Saves a run at intervals, and at its end.
 
-    folder:  of the checkpoints.
-    every:   seconds between two of them; longer if saving is slow, so that it takes at most a fortieth of the time.
+    folder:  holds the checkpoints.
+    every:   seconds between two checkpoints; longer if saving is slow, so that it takes at most a fortieth of the time.
     collect: returns the step, the state, and the replay buffer or None to leave it out.
     due:     when the next checkpoint should be written, by `time.perf_counter`.
-    seconds: spent here, which is not part of the learning loop's.
+    seconds: time spent saving, which does not count as learning time.
 
-    A save that fails is reported in one line and the run continues: the last complete checkpoint is still there.
+    If a save fails, one line reports it and the run continues; the last complete checkpoint is still there.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class CheckpointManager:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The tree without its tensors, and the tensors by path: {"a": {"b": t, "c": 1}} is {"a": {"c": 1}}, {"a/b": t}.
+    """Split off the tensors by path: {"a": {"b": t, "c": 1}} becomes {"a": {"c": 1}} and {"a/b": t}.
 
-    Dictionaries stay, even if nothing is left in them. Tensors are not copied.
+    Dictionaries stay even if they become empty. Tensors are not copied.
     """
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}

@@ -5,17 +5,17 @@ ENV is an Atari game (pong, breakout, ALE/Pong-v5, ...), a Gymnasium id with dis
 device-pong.
 
 Written to --output: progress.csv (a row every --log-every steps, flushed), curve.png (redrawn during the run),
-buffer.png (what the replay buffer holds at the end and how it is drawn from, as `gpu-replay inspect` shows it),
-network.safetensors (the network with the best evaluation), settings.json, summary.json, and TensorBoard events, those
-of the replay buffer under replay/, if tensorboard is installed. Training episodes explore (column epsilon);
-evaluations are greedy but for --eval-epsilon. Ctrl-C or SIGTERM ends the run with everything written; the exit code is
-then 130 or 143, and bad input gives 2. A second Ctrl-C ends it at once.
+buffer.png (contents and sampling distribution of the replay buffer at the end, as `gpu-replay inspect` plots them),
+network.safetensors (the network with the best evaluation), settings.json, summary.json, and, if tensorboard is
+installed, TensorBoard events, with the replay buffer's under replay/. Training episodes explore (column epsilon);
+evaluations are greedy except for --eval-epsilon. On Ctrl-C or SIGTERM the run writes all its files and exits with code
+130 or 143; bad input exits with code 2. A second Ctrl-C ends the run at once.
 
 --output also holds checkpoint/, written at intervals and at the end, from which `gpu-replay train --resume --output
 DIR` continues an interrupted run, even after kill -9: network, target network, optimiser, schedules, random
 generators, statistics, best network, rows and replay buffer are the same as in an uninterrupted run. Running games of
-catch, device-pong and Gymnasium's classic control continue. Others, Atari among them, do not expose their state: they
-are reset with new seeds, and their running episodes are dropped.
+catch, device-pong and Gymnasium's classic control continue. Other environments, such as Atari, do not expose their
+state: they are reset with new seeds, and their running episodes are dropped.
 
 `--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start.
 
@@ -52,11 +52,11 @@ FAMILIES = (
     "Defaults are listed for catch first, then, where they differ, for device-pong, Gymnasium environments with "
     "vectors or images as observations, Atari on a CPU or on CUDA, and device-pong on CUDA."
 )
-# how the values of a flag are read, and what stands for them in --help
+# the parser of a flag's values, and their placeholder in --help
 READERS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (whole, "N"), float: (float, "X"), tuple: (widths, "N,N")}
-# what saved networks, statistics and environments are made for: a run that goes on has the same
+# saved networks, statistics and environments depend on these settings: a continued run cannot change them
 SHAPES = ("network", "hidden", "layer_norm", "whiten", "num_envs", "return_window", "frame_size", "frame_stack")
-# what the saved replay buffer is made for: with another value a new one is filled
+# the saved replay buffer depends on these settings: with another value a new buffer is filled
 BUFFER = ("capacity", "n_step", "gamma", "sampler", "alpha", "beta_start", "beta_end", "clip_reward")
 
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     resume = "continue the run in --output with its own settings; --steps may be raised, flags of this group given anew"
     existing.add_argument("--resume", action="store_true", help=resume)
-    branch = "begin where the checkpoint in DIR is, with its settings but for those given here; DIR stays as it is"
+    branch = "start from the checkpoint in DIR, with its settings except those given here; DIR is not changed"
     existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
     run.add_argument("--checkpoint-every", type=positive_float, metavar="X", help=interval)
@@ -84,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
         "it continues to learn. The disk needs room for two checkpoints",
     )
-    actors = "number of actors of a local Ray, or ray://HOST:PORT of a cluster (one for each CPU): they step the "
-    actors += "environments in processes of their own, which share --num-envs, and are replaced when they die; needs "
+    actors = "step the environments in Ray actors, which share --num-envs and are replaced when they die: the number "
+    actors += "of actors of a local Ray, or ray://HOST:PORT of a cluster (one actor for each CPU); needs "
     actors += "the extra ray (default: environments in this process)"
     run.add_argument("--actors", metavar="N", help=actors)
     agent = parser.add_argument_group("the agent", FAMILIES)
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _defaults(field: dataclasses.Field[Any]) -> str:
-    """The default, and those of families that differ."""
+    """The default of a setting, and the defaults of the families that differ from it."""
     others: dict[str, list[str]] = {}
     for family, preset in PRESETS.items():
         if preset.get(field.name, field.default) != field.default:
@@ -178,11 +178,11 @@ def new(options: argparse.Namespace) -> Plan:
 
 
 def continued(options: argparse.Namespace) -> Plan:
-    """The plan to go on from a checkpoint: with `--resume` of the same run, with `--from` of a new one.
+    """The plan that continues from a checkpoint: the same run with `--resume`, a new one with `--from`.
 
-    A resumed run has its own settings, and may have more steps. One that branches off has those that are given, and
-    else the same ones; the step, the networks, the optimiser, the replay buffer, the rows so far and the seconds are
-    those of the checkpoint, and the best network is chosen anew.
+    A resumed run keeps its own settings, and may get more steps. A branch takes the settings that are given, and the
+    others from the checkpoint. Step, networks, optimiser, replay buffer, rows and seconds continue from the
+    checkpoint; the best network is chosen anew.
 
     Raises UserError if there is no checkpoint, or if flags contradict it.
     """
@@ -197,7 +197,7 @@ def continued(options: argparse.Namespace) -> Plan:
     identity, progress, given = state["identity"], state["trainer"]["progress"], given_settings(options)
     fixed = TYPES.keys() - {"steps"} if options.resume else set(SHAPES)
     device = identity["device"] if options.device is None else str(given_device(options.device))
-    # what is given, and what the run has
+    # each flag, the value given, and the value of the run
     flags = [
         (f"--{name.replace('_', '-')}", value, getattr(before, name)) for name, value in given.items() if name in fixed
     ]
@@ -234,7 +234,7 @@ def continued(options: argparse.Namespace) -> Plan:
         check_actors(actors)
     output, seed = options.output, identity["seed"] if options.seed is None else options.seed
     if options.source is not None:
-        # what was judged with other settings is no match for what comes
+        # evaluations under other settings do not compare with the coming ones
         progress["solved"], state["evaluator"]["best"] = False, None
         output = output or Path("runs") / f"{source.name}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     every, replay = options.checkpoint_every, options.checkpoint_replay
@@ -253,7 +253,7 @@ def continued(options: argparse.Namespace) -> Plan:
 
 
 def _finished(run_dir: RunDir, steps: int) -> str:
-    """A message if the run is complete and has none of so many steps left."""
+    """A message if the run is complete and `steps` adds nothing to it."""
     summary = run_dir.read_json(SUMMARY)
     if summary.get("stopped_by") == "solved":
         return f"the run in {run_dir.path} is finished: solved after {summary.get('steps'):,} steps."
@@ -268,9 +268,9 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_device(name: str | None) -> torch.device:
-    """The device of `--device`, by default a GPU where there is one. Raises UserError if it is not available."""
+    """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
     try:
-        # a buffer knows what can be wrong with a device
+        # the buffer's own check names what is wrong with a device
         return ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--device: {error}") from None

@@ -1,4 +1,4 @@
-"""Games in torch on any device, of which every step is work of the device alone: Catch and Pong."""
+"""Catch and Pong in torch: every step runs on the device alone, without the host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LEFT, RIGHT = 4 * CELL, COURT - 4 * CELL - WIDTH  # left edges of the paddles
 AGENT_SPEED, OPPONENT_SPEED = 8 * CELL, 11 * CELL // 2
 SERVE_SPEED, FASTER, MOST_SPEED = 8 * CELL, 3 * CELL // 4, 12 * CELL  # horizontal; each hit adds FASTER
 END = 6 * CELL  # from the middle of a paddle: hits further out make no steeper angle
-# brightness is a product of shares covered, down in fifteenths and across in seventeenths, which makes 255 in all
+# a pixel's brightness is the share covered vertically, in 15ths, times the share covered across, in 17ths: 0 to 255
 DOWN, ACROSS = 15, 17
 MOST_AIM = CELL  # the opponent hits the ball up to this far from the middle of its paddle
-AIMED = 2  # what random numbers of a rally are for: 0 and 1 its serve, 2 and on what the opponent aims at after hits
+AIMED = 2  # purposes of a rally's random numbers: 0 and 1 are its serve, 2 and up the opponent's aim after each hit
 # rows of the state, (ROWS, E) int64; positions are those of upper left corners
 (BALL_X, BALL_Y, AGENT, OPPONENT, SPEED_X, SPEED_Y, AIM, HITS, AGENT_SCORE, OPPONENT_SCORE, SERVES, ROWS) = range(12)
 
@@ -94,7 +94,7 @@ class Catch(Environment):
         return self._generator.get_state()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on with that generator."""
+        """Restore the state of that generator."""
         self._generator.set_state(state)
 
     def _new_games(self) -> tuple[Tensor, Tensor]:
@@ -116,12 +116,12 @@ class DevicePong(Environment):
     """Pong: thousands of games at once, without an emulator and without the host in the loop.
 
     The opponent's paddle is on the left, the agent's on the right. A ball leaves a paddle at an angle that depends on
-    where it was hit, and faster after each hit of a rally. The opponent follows the ball with limited speed: slow balls
-    it always reaches, fast and steep ones it misses. Whoever scores 21 points first wins, and the game is reset within
+    where it was hit, and faster after each hit of a rally. The opponent follows the ball with limited speed: it always
+    reaches slow balls and misses fast, steep ones. Whoever scores 21 points first wins, and the game is reset within
     that step.
 
-    The picture is smooth: a pixel is as bright as the share of it that is covered, as in a photograph, so that 42
-    pixels a side show where things are as exactly as 84.
+    The image is anti-aliased: a pixel is as bright as the share of it that is covered, so that 42 pixels a side show
+    positions as exactly as 84.
 
     All quantities are integers, and serves come from a counter-based hash instead of a generator: the same seed and
     actions give the same games on every device, bit for bit.
@@ -150,14 +150,14 @@ class DevicePong(Environment):
         self.device = device
         self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._numbers = torch.arange(num_envs, device=device)
-        # of the agent's paddle and of the opponent's: the direction away from it, and how far that way a touch is
+        # for the agent's paddle and the opponent's: the direction away from it, and the ball's position along it at a touch
         self._away = torch.tensor([[-1], [1]], device=device)
         self._touch = torch.tensor([[BALL - RIGHT], [LEFT + WIDTH]], device=device)
-        # of the height and vertical speed of a serve and of the opponent's aim
+        # ranges of the height and vertical speed of a serve, and of the opponent's aim
         self._purposes = torch.arange(AIMED + 1, device=device)[:, None]
         self._least = torch.tensor([[COURT // 8], [-SERVE_SPEED // 2], [-MOST_AIM]], device=device)
         self._most = torch.tensor([[COURT - COURT // 8], [SERVE_SPEED // 2], [MOST_AIM]], device=device)
-        # of the rows from BALL_Y to OPPONENT
+        # sizes for the state's rows from BALL_Y to OPPONENT
         self._heights = torch.tensor([BALL, HEIGHT, HEIGHT], device=device)[:, None, None]
         columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)
         self._columns = columns[:, None, None]
@@ -204,9 +204,9 @@ class DevicePong(Environment):
         return wanted.clamp(-OPPONENT_SPEED, OPPONENT_SPEED)
 
     def _move_ball(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The ball flies one step, off walls and paddles, and its state is changed in place.
+        """Move the ball one step and bounce it off walls and paddles, in place.
 
-        Returns where the agent and where the opponent scored, (E,) bool each.
+        Returns masks (E,) bool of the games in which the agent scored, and in which the opponent did.
         """
         before = state[BALL_X].clone()
         x, y = before + state[SPEED_X], state[BALL_Y] + state[SPEED_Y]
@@ -236,7 +236,7 @@ class DevicePong(Environment):
         return x < 0, x > top
 
     def _served(self, state: Tensor, where: Tensor, to_agent: Tensor) -> Tensor:
-        """The state with a new rally `where`: paddles in the middle, as is the ball, which flies `to_agent` or away."""
+        """The state with a new rally in games `where`: paddles and ball centred, the ball flying `to_agent` or away."""
         serves = state[SERVES] + where
         fresh = state.clone()
         fresh[BALL_X] = (COURT - BALL) // 2
@@ -249,13 +249,13 @@ class DevicePong(Environment):
         return torch.where(where, fresh, state)
 
     def _needed(self, where: Tensor) -> bool:
-        """Whether any row needs what follows: on a CPU that saves time, elsewhere the answer would be waited for."""
+        """Whether any row needs the work that follows. A GPU always says yes: the answer would synchronise with it."""
         if self.device.type != "cpu":
             return True
         return bool(where.any())
 
     def _random(self, serve: Tensor, purpose: Tensor | int, low: Tensor | int, high: Tensor | int) -> Tensor:
-        """(..., E) int64 in [low, high], a function of the seed, the game, its serve and the purpose (..., 1) alone."""
+        """(..., E) int64 in [low, high], a function of only the seed, the game, its serve and the purpose (..., 1)."""
         bits = _mixed(self.seeds + (serve * 1024 + purpose) + 1)
         return low + _shift_right(bits, 32) * (high - low + 1) // 2**32
 
@@ -290,5 +290,5 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """The logical shift of int64 taken as 64 bits; torch's own keeps the sign."""
+    """Shift int64 right as unsigned 64-bit integers; torch's own shift keeps the sign."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

@@ -72,9 +72,9 @@ class Step:
 class Environment(nn.Module):
     """`num_envs` parallel environments; the `state_dict` is what they need to continue in mid-episode.
 
-    on_device:  whether a step is work of the agent's device alone, on memory that stays where it is, so that it can be
+    on_device:  whether a step runs on the agent's device alone and changes its memory in place, so that it can be
                 captured in a CUDA graph.
-    generators: those that such steps draw from.
+    generators: the random generators that such steps use.
     """
 
     spec: EnvironmentSpec
@@ -84,7 +84,7 @@ class Environment(nn.Module):
 
     @property
     def resumable(self) -> bool:
-        """Whether the `state_dict` holds all that the environments need; simulators may not expose their state."""
+        """Whether the `state_dict` is complete: simulators may not expose their state."""
         return True
 
     @abstractmethod
@@ -106,8 +106,8 @@ class Environment(nn.Module):
 class FrameStack(nn.Module):
     """The newest `depth` frames of each of `E` environments, oldest first; zeros before an episode's first frame.
 
-    ALE's own stacks begin the same way, and so do the buffer's with `padding="zero"`. Never synchronises with the
-    device. The frames stay where they are, so that a captured graph goes on with them.
+    ALE's own stacks begin the same way, and so do the buffer's with `padding="zero"`. No call synchronises with the
+    device. The frames are changed in place, so a captured graph keeps working on them.
 
     frame: (E, *shape) the newest frames.
     obs:   (E, depth, *shape) all frames, or the newest ones without a stack axis at a depth of 1.
@@ -137,7 +137,7 @@ class FrameStack(nn.Module):
 class EpisodeStatistics(nn.Module):
     """Returns and lengths of the last `window` finished episodes of `E` environments, and of the running ones.
 
-    They are on the device of the rewards. `read` synchronises with it, `push` does not.
+    They lie on the device of the rewards. `read` synchronises with it, `push` does not.
     """
 
     returns: Tensor
@@ -159,7 +159,7 @@ class EpisodeStatistics(nn.Module):
         self.returns += reward
         self.lengths += 1
         place = self.count + torch.cumsum(ended, 0) - 1
-        # if more episodes end than the window holds only the last ones write: one row has one writer
+        # if more episodes end than the window holds, only the last ones write, so no row has two writers
         total = self.count + ended.sum()
         kept = ended & (place >= total - self._window)
         row = torch.where(kept, place % self._window, self._window)
@@ -169,7 +169,7 @@ class EpisodeStatistics(nn.Module):
         self.lengths *= ~ended
 
     def finish(self, returns: Sequence[float], lengths: Sequence[float]) -> None:
-        """Count episodes that others have added up."""
+        """Count finished episodes whose returns and lengths actors have summed."""
         for row in zip(returns, lengths, strict=True):
             self.finished[int(self.count) % self._window] = torch.tensor(row)
             self.count += 1
@@ -190,12 +190,12 @@ class EpisodeStatistics(nn.Module):
 
 
 class Actors:
-    """Environments, the transfer of their steps to `device`, and there the stacks of their frames.
+    """Environments, the transfer of their steps to `device`, and the stacks of their frames there.
 
-    statistics: of the episodes, counted with each `push`, or None.
+    statistics: episode statistics that each `push` extends, or None.
 
-    Steps of environments on the device itself are passed through. Those of emulators are copied out of pinned memory,
-    so that the host does not wait for the device, to memory that stays in place, so that captured graphs read from it.
+    Steps of environments on the device itself are passed through. Steps of emulators are copied from pinned memory, so
+    that the host does not wait for the device, to fixed device memory, from which captured graphs read.
     """
 
     def __init__(
@@ -216,9 +216,9 @@ class Actors:
         self.stack.begin(self.environment.reset(seed).to(self.device))
 
     def recv(self) -> Step:
-        """Wait for the step that `environment.send` started; on the device of the agent, valid until the next one.
+        """Wait for the step that `environment.send` started; its tensors, on the agent's device, hold until the next.
 
-        From host memory it is the same memory every time, with final frames that mean nothing where none ended.
+        Steps from host memory reuse the same tensors; their final frames are undefined where no episode ended.
         """
         step = self.environment.recv()
         if self._there is None:
@@ -226,22 +226,22 @@ class Actors:
         for name, there in vars(self._there).items():
             value = getattr(step, name)
             if value is not None:
-                # torch uses the pinned memory again when the copy is done
+                # torch reuses the pinned memory once the copy is done
                 there.copy_(value.pin_memory(), non_blocking=True)
         return self._there
 
     def push(self, step: Step) -> None:
-        """Count a step that was received, and stack its frames."""
+        """Add a received step to the statistics, and its frames to the stacks."""
         ended = step.ended
         if self.statistics is not None:
             self.statistics.push(step.reward, ended)
         self.stack.push(step.frame, ended)
 
     def state_dict(self) -> dict[str, Any]:
-        """What environments need to continue in mid-episode."""
+        """The state from which the environments continue in mid-episode."""
         return {"environment": self.environment.state_dict(), "stack": self.stack.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, after a `reset`."""
+        """Continue from a state; call `reset` first."""
         self.environment.load_state_dict(state["environment"])
         self.stack.load_state_dict(state["stack"])

@@ -1,12 +1,12 @@
-"""Print the bytes that a buffer would take, per field, and whether they are free.
+"""Print the bytes that a buffer would take, per field, and whether that much memory is free.
 
-With --env also what `gpu-replay train` would take there.
+With --env, also print what `gpu-replay train` would take there.
 
 examples:
   gpu-replay estimate --capacity 1e6 --env Pendulum-v1
   gpu-replay estimate --capacity 1e6 --env pong --stack 4 --num-envs 64
   gpu-replay estimate --capacity 1e6 --num-envs 64 --field obs=84x84:uint8 --field action=int64
-With --num-envs it is a trajectory buffer, which stores each frame once.
+With --num-envs the buffer is a trajectory buffer, which stores each frame once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
     """The fields of a step of one environment."""
     if found.kind == "gymnasium":
-        # of any spaces, also those that the agent cannot use
+        # any spaces will do here, also those that the agent cannot use
         fields = TrajectoryReplayBuffer.from_spaces(1, 1, *spaces(found.name), device="cpu").fields
         return {name: fields[name] for name in fields if name.partition(".")[0] in ("obs", "action")}
     with closing(found.make(1, found.settings(CPU, frame_size=side), CPU)) as environment:
@@ -51,7 +51,7 @@ def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
 
 
 def _of_trainer(found: EnvironmentId, options: argparse.Namespace, capacity: int, device: torch.device) -> str:
-    """What the trainer would take with this capacity, or why it would not begin, as a sentence."""
+    """A sentence: the bytes that the trainer would take with this capacity, or why it could not start."""
     changes = {"frame_size": options.frame_size, "num_envs": options.num_envs}
     if options.stack != 1:
         changes["frame_stack"] = options.stack

@@ -58,7 +58,7 @@ class Evaluator:
     environment: `settings.eval_episodes` parallel environments.
     stop:        checked in every step, since an evaluation of long episodes can take a minute; `evaluate` and `final`
                  raise Stopped.
-    seconds:     spent here, which is not part of the learning loop's.
+    seconds:     time spent evaluating, which does not count as learning time.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Evaluator:
         self._count = 0
 
     def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
-        """Evaluate `network` and keep a copy if it is the best so far; returns whether the environment is solved, too.
+        """Evaluate `network` and keep a copy if it is the best so far; also returns whether the environment is solved.
 
-        Solved: this evaluation reaches the threshold, and so does one more on fresh seeds, which is then what `final`
-        returns.
+        It is solved when this evaluation reaches the threshold and one more on fresh seeds does too; `final` then
+        returns that second evaluation.
         """
         count = self._count + 1
         result, fresh = self._play(network, "evaluation", count), None

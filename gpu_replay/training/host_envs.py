@@ -52,12 +52,12 @@ class HostEnvironment(Environment):
         self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
         self._asynchronous = asynchronous
         games = [_game(environment) for environment in getattr(vector, "envs", ())]
-        # those whose state can be set
+        # games whose state can be set
         self._games = [game for game in games if game is not None]
 
     @property
     def resumable(self) -> bool:
-        """Whether all games are of Gymnasium's classic control."""
+        """Whether all games are Gymnasium's classic control, whose state can be set."""
         return len(self._games) == self.num_envs
 
     def reset(self, seed: int) -> Tensor:
@@ -86,7 +86,7 @@ class HostEnvironment(Environment):
         )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Of each game its own state, its steps and its random stream; nothing where not all games have them."""
+        """State, step count and random stream of each game; empty unless every game exposes them."""
         games = self._games if self.resumable else []
         return {
             "states": {str(place): torch.tensor(np.array(game.state)) for place, (game, _) in enumerate(games)},
@@ -125,9 +125,9 @@ class HostEnvironment(Environment):
 
 
 def _game(environment: Any) -> tuple[Any, Any] | None:
-    """A game of Gymnasium's classic control, all of whose state is its `state`, and the wrapper that counts its steps.
+    """A classic control game of Gymnasium, whose attribute `state` is complete, and the wrapper that counts its steps.
 
-    None for other games, and for others of its wrappers, which may have a state of their own.
+    None for other games, and for games in other wrappers, which may have a state of their own.
     """
     limit = None
     while hasattr(environment, "env"):
@@ -156,7 +156,7 @@ def make_atari(
     """ALE's vector environment of a game, by its ROM name such as `pong`; rewards are not clipped.
 
     screen: frames in the console's resolution and colours, (height, width, 3), instead of the agent's small grey ones.
-    alone:  the emulators have all cores, since nothing else computes while they run.
+    alone:  the emulators use all cores, since nothing else computes while they run.
     """
     from ale_py.vector_env import AtariVectorEnv
     from gymnasium.vector import AutoresetMode
@@ -166,7 +166,7 @@ def make_atari(
     vector = AtariVectorEnv(
         game,
         num_envs,
-        # leave the network its cores where it learns meanwhile
+        # otherwise the network learns meanwhile and needs its own cores
         num_threads=max(1, cpu_cores() - (0 if alone else settings.threads)),
         autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=field.shape[0],

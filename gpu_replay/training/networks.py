@@ -1,11 +1,11 @@
-"""Q networks: an MLP for vectors, a stack of convolutions or a cosine transform for images.
+"""Q networks: an MLP for vectors; convolutions, or an MLP on a cosine transform, for images.
 
 Networks take observations as they are stored: `prepare` scales integers by the field's `scale`, maps vectors with
-bounds to [-1, 1], and can whiten images. All of it is part of the network, so that a saved file is complete.
+bounds to [-1, 1], and can whiten images. These steps are part of the network, so a saved file is complete.
 
-The cosine transform keeps the lowest frequencies of each image, and MLPs learn from those. Where a few things move
-before an empty background, that is far faster than from pixels: an object that moves by a pixel changes all inputs a
-little, instead of two of them from nothing to all, so that what is learned of one place holds for places near it.
+The cosine transform keeps the lowest frequencies of each image, and an MLP learns from those. Where a few objects move
+in front of an empty background, it learns far faster than from pixels: an object that moves by one pixel changes every
+input a little, instead of switching one pixel off and another on, so the values of nearby positions generalise.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FREQUENCIES = (4, 12)
 
 
 class CosineTransform(nn.Module):
-    """The lowest frequencies of images, and of how they differ from one image of a stack to the next.
+    """The lowest frequencies of the newest image of a stack, and of the differences between its successive images.
 
     shape: (channels, height, width) of the images.
 
-    Differences show how fast things move, which would otherwise be a small part of large numbers.
+    Differences show speeds, which would otherwise be small differences of large numbers.
 
     Ahmed et al. 1974, "Discrete Cosine Transform", type II.
     """
@@ -60,7 +60,7 @@ class CosineTransform(nn.Module):
 
 
 class Conv(nn.Conv2d):
-    """A convolution that computes in the dtype of what comes in."""
+    """A convolution that computes in the dtype of its input."""
 
     bias: Tensor
 
@@ -71,7 +71,7 @@ class Conv(nn.Conv2d):
 
 
 class Hidden(nn.Linear):
-    """A layer that computes in `computes`, whatever comes in."""
+    """A linear layer that computes in the dtype `computes`, whatever its input's dtype."""
 
     def __init__(self, features: int, width: int, computes: torch.dtype) -> None:
         super().__init__(features, width)
@@ -84,7 +84,7 @@ class Hidden(nn.Linear):
 
 
 class Norm(nn.LayerNorm):
-    """LayerNorm in float32, whatever comes in."""
+    """LayerNorm that computes in float32, whatever its input's dtype."""
 
     def forward(self, features: Tensor) -> Tensor:
         """features: (B, width); returns (B, width) float32."""
@@ -94,7 +94,7 @@ class Norm(nn.LayerNorm):
 class QNetwork(nn.Module):
     """Action values of a batch of observations, as a value and centred advantages (Wang et al. 2016).
 
-    observation: the field that stores them; images are (channels, height, width).
+    observation: the field that stores the observations; images are (channels, height, width).
     bounds:      (low, high) of a vector observation where both are finite, else None.
 
     Raises UserError if the network does not fit the observation.
@@ -109,7 +109,7 @@ class QNetwork(nn.Module):
         super().__init__()
         self.scale = observation.scale if observation.scale is not None else 1.0
         convolutions, features = _convolutions(settings.network, observation.shape)
-        # the gradient of a convolution takes a third of the time on a CPU, and cuDNN transposes nothing
+        # channels last: a convolution's gradient takes a third of the time on a CPU, and cuDNN transposes nothing
         self.convolutions = convolutions.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.cosines = CosineTransform(observation.shape) if settings.network == "cosine" else None
         self.whitens = settings.whiten and settings.network != "mlp" and len(observation.shape) == 3
@@ -117,7 +117,7 @@ class QNetwork(nn.Module):
             features = self.cosines.features
             centre, stretch = torch.zeros(features), torch.ones(features)
         elif self.whitens:
-            # the same for all channels, which are frames of one stack
+            # one pair for all channels, which are frames of one stack
             centre, stretch = torch.zeros(observation.shape[1:]), torch.ones(())
         else:
             bounds = None if len(self.convolutions) else bounds
@@ -125,7 +125,7 @@ class QNetwork(nn.Module):
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
         half = settings.bfloat16 is True and len(self.convolutions) > 0
-        # of convolutions and hidden layers; norms and the last layer compute in float32
+        # the dtype of convolutions and hidden layers; norms and the last layer compute in float32
         self.dtype = torch.bfloat16 if half else torch.float32
         self.normalises = bounds is not None and not self.whitens
         layers: list[nn.Module] = []
@@ -141,7 +141,7 @@ class QNetwork(nn.Module):
         return self.values(self.prepare(obs))
 
     def lower(self) -> None:
-        """Keep weights as they are computed with, of a network that does not learn."""
+        """Convert the weights to the dtype of the computation; the network must not learn afterwards."""
         for layer in (*self.convolutions, *self.hidden):
             if isinstance(layer, (Conv, Hidden)):
                 layer.to(self.dtype)
@@ -153,9 +153,9 @@ class QNetwork(nn.Module):
         return value + advantage - advantage.mean(1, keepdim=True)
 
     def prepare(self, obs: Tensor) -> Tensor:
-        """What the first layer takes: scaled, mapped, transformed or whitened, of the dtype in which it computes.
+        """The first layer's input: `obs` scaled, mapped, transformed or whitened, in the layer's dtype.
 
-        It depends on no weight, so the networks of one run share it. Images are prepared channels last.
+        It depends on no weight, so the networks of one run share it. Images become channels last.
         """
         scale = 1.0 if obs.is_floating_point() else self.scale
         if self.cosines is not None:
@@ -163,14 +163,14 @@ class QNetwork(nn.Module):
         if not len(self.convolutions):
             obs = obs if obs.is_floating_point() else obs.float() * scale
             return (obs.float() - self.centre) * self.stretch if self.normalises else obs
-        # whitened is offset + gain * stored
+        # whitening is offset + gain * stored value
         offset, gain = -self.centre * self.stretch, self.stretch * scale
         if obs.device.type != "cpu":
-            # a GPU reads each number once, as stored, and writes it once
+            # on a GPU each number is read once, as stored, and written once
             prepared = torch.empty_like(obs, dtype=self.dtype, memory_format=torch.channels_last)
             return torch.addcmul(offset, obs, gain, out=prepared)
         pixels = _channels_last(obs).float().permute(0, 2, 3, 1)
-        # over the pixels of all channels, which lie side by side
+        # channels last: the channels of a pixel are adjacent in memory
         offset = offset[..., None].expand(*offset.shape, pixels.shape[-1]).contiguous()
         prepared = torch.addcmul(offset, pixels, gain, out=pixels if obs.dtype == torch.uint8 else None)
         return prepared.permute(0, 3, 1, 2).to(self.dtype)
@@ -179,8 +179,8 @@ class QNetwork(nn.Module):
     def whiten(self, obs: Tensor) -> None:
         """Fit the whitening: subtract the mean image of `obs`, divide by the standard deviation of all pixels from it.
 
-        obs: (B, channels, height, width) as stored or as sampled. A static background vanishes, and what moves is large
-        even if it is one grey pixel in a thousand. Frequencies of a cosine transform have a mean and a deviation each.
+        obs: (B, channels, height, width) as stored or as sampled. A static background vanishes, and moving objects stay
+        visible even if they are one grey pixel in a thousand. Each cosine frequency has its own mean and deviation.
         """
         if not self.whitens:
             return
@@ -192,7 +192,7 @@ class QNetwork(nn.Module):
             mean = images.mean((0, 1))
             deviation = (images - mean).square().mean().sqrt()
         self.centre.copy_(mean)
-        # what never changes stays finite
+        # a pixel or frequency that never changes must stay finite
         self.stretch.copy_(1 / deviation.clamp(min=1e-3))
 
 
@@ -200,7 +200,7 @@ def _channels_last(images: Tensor) -> Tensor:
     """Images (B, channels, height, width) in host memory with the channels of each pixel side by side."""
     if images.dtype != torch.uint8 or images.shape[1] != 4 or sys.byteorder != "little":
         return images.contiguous(memory_format=torch.channels_last)
-    # four bytes of a pixel as one integer: half the time of a copy to other strides
+    # the four bytes of a pixel move as one integer: half the time of a strided copy
     count, channels, height, width = images.shape
     packed = images[:, 3].to(torch.int32)
     plane = torch.empty_like(packed)

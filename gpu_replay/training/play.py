@@ -1,6 +1,6 @@
 """Play episodes with the greedy policy of a trained network and write them as a video: Atari games in the console's
 colours, resolution and speed; Gymnasium environments as they render themselves; the board of catch.
-CHECKPOINT is the output folder of `gpu-replay train`, or the network.safetensors in it. Prints return and length.
+CHECKPOINT is the output folder of `gpu-replay train`, or the network.safetensors in it. Prints each return and length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu_replay.training.rendering import RenderedEnvironment
 from gpu_replay.training.settings import Settings
 
 VIDEO = "episode.gif"
-# the last picture of an episode is shown for so long
+# how long the last image of an episode is shown
 PAUSE_SECONDS = 0.7
 DESCRIPTION = __doc__
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Play as the flags say; returns the exit code. Raises UserError for what cannot be done."""
+    """Play as the flags say; returns the exit code. Raises UserError for bad input."""
     require("safetensors", "tqdm", "PIL", purpose="gpu-replay play")
     path = options.checkpoint / NETWORK if options.checkpoint.is_dir() else options.checkpoint
     output: Path = options.output if options.output is not None else path.with_name(VIDEO)
@@ -93,7 +93,7 @@ def play(
 
 
 class Video:
-    """Pictures with 256 colours at most: all that a GIF can show, and a third of the memory.
+    """Images of at most 256 colours: a GIF can show no more, and they take a third of the memory.
 
     fps:   pictures per second.
     scale: magnification in the file; a pixel becomes a square of this side.
@@ -116,7 +116,7 @@ class Video:
     def write(self, path: Path) -> None:
         """Write a video in the format of the file's suffix. Raises OSError if that fails."""
         width, height = self.images[0].size
-        # nearest neighbours, the default of images with a palette
+        # images with a palette are resized by nearest neighbour
         shown = (image.resize((width * self.scale, height * self.scale)) for image in self.images)
         if path.suffix.lower() == ".mp4":
             import imageio  # type: ignore[import-untyped, import-not-found, unused-ignore]
@@ -126,7 +126,7 @@ class Video:
                 for image in shown:
                     file.append_data(np.asarray(image.convert("RGB")))
             return
-        # a GIF counts in hundredths of a second: delays alternate between two values that give the right mean
+        # GIF delays are whole hundredths of a second: alternate between two of them to get the right mean
         ends = np.round(np.arange(len(self.images) + 1) * 100 / self.fps).astype(int)
         delays = (np.diff(ends) * 10).tolist()
         next(shown).save(path, "GIF", save_all=True, append_images=shown, duration=delays, loop=0)
@@ -143,7 +143,7 @@ def check_output(path: Path) -> None:
 
 
 def described(path: Path) -> tuple[EnvironmentId, Settings, int]:
-    """Environment, settings and step in the metadata of a network file. Raises UserError."""
+    """Read environment, settings and step from a network file. Raises UserError if it is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -159,7 +159,7 @@ def described(path: Path) -> tuple[EnvironmentId, Settings, int]:
 
 
 def load(path: Path, spec: EnvironmentSpec, settings: Settings) -> QNetwork:
-    """The network of a file. Raises UserError if it does not fit the environment."""
+    """Load the network of a file. Raises UserError if it does not fit the environment."""
     from safetensors.torch import load_file
 
     network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)

@@ -40,16 +40,16 @@ REPLAY_STATS = (
 )
 # columns of whole numbers
 COUNTS = frozenset({"step", "episodes", "updates", "stored"})
-# drawing takes about half a second, so the curve is drawn rarely
+# plotting takes about half a second, so the curve is plotted rarely
 CURVE_SECONDS = 30.0
 
 
 class RunDir:
-    """The folder of one run, locked while it goes on. A folder that is not there is made by `open`, not before.
+    """The folder of one run, locked while the run goes on. If there is no such folder, `open` makes it.
 
-    existing: what to do with a run that is already there: "refuse" it, "replace" it, or "resume" it.
+    existing: "refuse", "replace" or "resume" a run that is already there.
 
-    Raises UserError if the folder holds a run that is refused, or one that is going on.
+    Raises UserError if the folder holds a run that is refused, or one that is still going on.
     """
 
     def __init__(self, path: Path, existing: Literal["refuse", "replace", "resume"]) -> None:
@@ -60,7 +60,7 @@ class RunDir:
             self._enter()
 
     def open(self) -> None:
-        """Make the folder and remove the previous run; of a run that is resumed, only its summary.
+        """Make the folder and remove the previous run, or only its summary if that run is resumed.
 
         Raises UserError if the folder cannot be written.
         """
@@ -87,14 +87,14 @@ class RunDir:
         write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """What `write_json` wrote; empty if there is no such file, or another."""
+        """Read what `write_json` wrote; empty if the file is missing or holds something else."""
         try:
             return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return {}
 
     def _enter(self) -> None:
-        """Lock the folder, until the process ends however it does (Windows has no such lock), and see what is in it."""
+        """Lock the folder until the process ends in whatever way (not on Windows), and check what is in it."""
         if self._lock is None and sys.platform != "win32":
             import fcntl
 
@@ -102,7 +102,7 @@ class RunDir:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                # a file system without locks goes without
+                # the file system has no locks: continue without one
                 if isinstance(error, BlockingIOError):
                     self.close()
                     raise UserError(
@@ -118,13 +118,13 @@ class RunDir:
 
 
 class Recorder:
-    """Writes what a run is doing to `folder`, and shows a progress bar on standard error.
+    """Writes a run's progress to `folder`, and shows a progress bar on standard error.
 
     progress.csv is flushed after each row and the other files are replaced atomically, so that a run which is killed
     keeps everything written so far.
 
-    rows: of progress.csv, those of earlier parts of the run first.
-    step: of the checkpoint from which a run goes on.
+    rows: the rows of progress.csv, beginning with those of earlier parts of the run.
+    step: step of the checkpoint from which the run continues.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Recorder:
         self._bar.update(min(step, self._settings.steps) - self._bar.n)
 
     def row(self, row: Mapping[str, float]) -> None:
-        """Write the row, show it beside the bar, and draw the curve if it was last drawn long ago."""
+        """Write the row, show it beside the bar, and plot the curve if it is out of date."""
         self.rows.append(row)
         with (self._folder / PROGRESS).open("a", newline="", encoding="utf-8") as file:
             _write(file, [row], header=len(self.rows) == 1)
@@ -207,7 +207,7 @@ class Recorder:
         self._drawn = time.perf_counter()
 
     def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
-        """Write the picture of the replay buffer."""
+        """Plot the replay buffer to a file."""
         replace(self._folder / BUFFER, buffer.plot)
 
     def _write_rows(self, path: Path) -> None:
@@ -216,7 +216,7 @@ class Recorder:
 
 
 def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
-    """The rows of progress.csv up to step `last`; none where there is no such file."""
+    """The rows of progress.csv up to step `last`; none if there is no such file."""
     if not (folder / PROGRESS).is_file():
         return []
     with (folder / PROGRESS).open(newline="", encoding="utf-8") as file:
@@ -250,8 +250,8 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    # Readers take the files of one folder in the order of their names, which begin with the second in which each was
-    # made; files of the same second follow in no useful order, and the dropped events could come last.
+    # TensorBoard reads the files of a folder in the order of their names, which begin with the second of creation. Two
+    # files of the same second have no useful order, and the events to be dropped could come last.
     events = folder / TENSORBOARD
     seconds = [int(file.name.split(".")[3]) for file in events.glob("events.out.tfevents.*")]
     while int(time.time()) in seconds:
@@ -260,7 +260,7 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
 
 
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
-    """How good, exploring as well, how fast, how its actors were, where."""
+    """The closing lines of a run: evaluation, training return, speed, actors if any, and the output folder."""
     solved = f"solved, the mean return reached {summary['reward_threshold']}"
     reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}.get(
         summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
@@ -291,14 +291,14 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
 def draw_curve(
     path: Path, title: str, rows: Sequence[Mapping[str, float]], threshold: float | None, settings: Settings
 ) -> None:
-    """Return, episode length and what training explores with over environment steps, as a PNG.
+    """Plot return, episode length and exploration rate over environment steps, as a PNG.
 
-    rows:      of progress.csv.
+    rows:      the rows of progress.csv.
     threshold: the return at which the environment counts as solved, or None.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    # fixed margins: finding them takes as long as all the rest
+    # fixed margins: computing them takes as long as the rest of the plot
     sides = {"left": 0.105, "right": 0.98, "bottom": 0.07, "top": 0.95, "hspace": 0.08}
     figure, axes = figures.panels(3, 1, 8, 7, sharex=True, gridspec_kw={"height_ratios": [3, 2.2, 1], **sides})
     figure.set_layout_engine("none")

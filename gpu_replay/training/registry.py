@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Kind:
-    """What to do with environments of one kind.
+    """How to configure, make and render the environments of one kind.
 
-    family: of the name, and of whether the agent's device is a GPU; its default settings apply.
-    make:   of the name, the number of environments, the settings, the device, and whether nothing else computes
-            while they step.
-    render: of the name and the settings.
+    family: (name, whether the agent's device is a GPU) -> the family whose default settings apply.
+    make:   (name, number of environments, settings, device, whether nothing else computes while they step) -> the
+            environments.
+    render: (name, settings) -> an environment that renders itself.
     """
 
     family: Callable[[str, bool], Family]
@@ -90,7 +90,7 @@ class EnvironmentId:
 def identify(name: str) -> EnvironmentId:
     """Look up an environment: `catch`, `device-pong`, a ROM name or ALE id, or a registered Gymnasium id.
 
-    Raises UserError that names the closest known names, or the missing package.
+    Raises UserError with the closest known names, or with the missing package.
     """
     if name in ("catch", "device-pong"):
         return EnvironmentId(name, name)

@@ -1,7 +1,7 @@
-"""Environments with a picture for human viewers beside the agent's observations.
+"""Environments that also render an image for human viewers.
 
-An agent that plays Atari sees small grey frames. The colour pictures come from a second emulator that runs the same
-game with the same seed and actions; rewards and endings are compared at every step to confirm that.
+An agent that plays Atari sees small grey frames. The colour images come from a second emulator that runs the same game
+with the same seed and actions; rewards and endings are compared at every step to confirm that the games are equal.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class RenderedEnvironment(Environment):
 
 
 class RenderedBoard(RenderedEnvironment):
-    """A game whose observations are its picture: Catch and DevicePong, drawn cell by cell.
+    """A game whose observations are its image: Catch and DevicePong, rendered cell by cell.
 
-    pixels: side of a cell; `gaps` draws thin lines between cells.
+    pixels: side of a cell in pixels; `gaps` puts thin lines between cells.
     """
 
     def __init__(self, played: Environment, fps: float, pixels: int, gaps: bool = False) -> None:
@@ -138,7 +138,7 @@ class RenderedGymnasium(RenderedEnvironment):
     def recv(self) -> Step:
         """Wait for the step."""
         step = self._played.recv()
-        # after the last picture of an episode came the first of the next
+        # the newest image is the first of the next episode, the one before it the last of this one
         self._show(-2 if bool(step.ended[0]) else -1)
         return step
 

@@ -1,4 +1,4 @@
-"""Carries out a plan: makes environments, buffer and trainer, runs the loop, and writes what is left of it."""
+"""Carry out a plan: make environments, buffer and trainer, run the loop, and write the closing files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Plan:
     actors:   `--actors`, checked; None steps environments in this process.
     checkpoint_every: seconds between checkpoints, `checkpoint_replay` whether they include the replay buffer.
     saved:    the checkpoint from which the run goes on, or None.
-    rows:     of progress.csv up to there.
+    rows:     the rows of progress.csv up to that checkpoint.
     """
 
     environment: EnvironmentId
@@ -60,15 +60,15 @@ class Plan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What settings.json and checkpoints say of a run beside its settings."""
+        """What settings.json and checkpoints record of a run besides its settings."""
         found = {"env": self.environment.name, "seed": self.seed, "device": str(self.device)}
         return found if self.actors is None else found | {"actors": self.actors}
 
 
 def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds: float | None, began: float) -> int:
-    """Run the plan and write all its files; returns the exit code. Raises UserError for what cannot be made.
+    """Run the plan and write all its files; returns the exit code. Raises UserError for bad settings or files.
 
-    run_dir: of the rank that evaluates and writes; None on others.
+    run_dir: the folder, on the rank that evaluates and writes; None on others.
     """
     settings = plan.settings if team is None else team.share()
     earlier = {} if plan.saved is None else plan.saved.state
@@ -82,7 +82,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds
     with StopRequest() as stop, ExitStack() as stack:
         fleet = None
         if plan.actors is not None:
-            # new episodes in each part; as many environments each as the buffer has streams
+            # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
             part = earlier["trainer"]["progress"]["resumed"] + 1 if earlier else 0
             seed = stream_seed(plan.seed, "actor", part)
             fleet = Fleet(plan.actors, plan.environment, settings, seed, earlier.get("streams"))
@@ -126,7 +126,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds
         try:
             reason = trainer.run(recorder, stop, max_seconds, checkpoints)
         except ValueError:
-            # TD errors that are not finite are no priorities
+            # the buffer refuses TD errors that are not finite as priorities
             if all(bool(each.isfinite().all()) for each in trainer.agent.online.parameters()):
                 raise
             raise UserError(
@@ -157,7 +157,7 @@ def _make_trainer(
     fleet: Fleet | None,
     team: Team | None,
 ) -> Trainer:
-    """The trainer, and with it the evaluator, in the state of the run that goes on."""
+    """Make the trainer and its evaluator; a run that continues gives them their state."""
     saved, seed = plan.saved, plan.seed if team is None else team.seed(plan.seed)
     try:
         if saved is not None and saved.replay is not None:
@@ -165,7 +165,7 @@ def _make_trainer(
         else:
             beta, samples = beta_schedule(plan.settings), 0
             if saved is not None:
-                # a new buffer begins where the schedule was
+                # a new buffer starts at the schedule's current place
                 samples = saved.state["trainer"]["samples"]
                 beta = LinearSchedule(beta(samples), beta.end, max(1, beta.steps - samples))
             seed, count = stream_seed(seed, "replay"), environment.num_envs
@@ -195,13 +195,13 @@ def make_buffer(
     return TrajectoryReplayBuffer(
         settings.capacity,
         num_envs,
-        # frames are sampled as stored: the network scales them in the pass that it makes over them anyway
+        # frames are sampled as stored: the network scales them in a pass over them that it makes anyway
         {"obs": Field(spec.observation.shape, spec.observation.dtype), "action": Field((), torch.int64)},
         stack=spec.stack,
         n_step=settings.n_step,
         gamma=settings.gamma,
         autoreset="same_step",
-        # as stacks of ALE and of the agent begin
+        # ALE's and the agent's own stacks begin with zeros, too
         padding="zero",
         sampler=samplers[settings.sampler],
         device=device,
@@ -214,11 +214,11 @@ def summarize(
 ) -> dict[str, Any]:
     """The figures of a run.
 
-    fresh: evaluation of the best network on episodes that were not used to choose it; without it (an interrupted run)
-           the evaluation by which it was chosen is reported, and `eval_fresh` is false.
+    fresh: evaluation of the best network on episodes that were not used to choose it. An interrupted run has none: the
+           evaluation that chose the network is then reported, and `eval_fresh` is false.
 
     Rates are over `wall_seconds`, which include evaluations, start-up and all parts of a resumed run. `time_split` is
-    in seconds of the learning loop, extrapolated from timed steps on CUDA; `replay_share` is the share of replay in it.
+    in seconds of the learning loop, extrapolated from timed steps on CUDA; `replay_share` is the replay buffer's share.
     """
     evaluator, progress, settings = trainer.evaluator, trainer.progress, trainer.settings
     best, last, shares = evaluator.best, trainer.last_row, trainer.watch.shares()

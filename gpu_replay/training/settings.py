@@ -34,7 +34,7 @@ class Settings:
     batch_size: int = setting(64, "transitions of one update", 1)
     updates: int = setting(2, "updates per step of all environments; more cost time and gain little", 0)
     shared_draw: bool = setting(
-        False, "one call of sample draws the batches of all updates of a step: less work, but later priorities"
+        False, "one call of sample returns the batches of all updates of a step: less work, but older priorities"
     )
     learning_rate: float = setting(1e-3, "Adam's step size at the start; a small MLP tolerates a large one", 0)
     learning_rate_end: float = setting(1e-3, "Adam's step size at the end of --steps, reached linearly", 0)
@@ -153,7 +153,7 @@ class Settings:
         return cls(**{**PRESETS[family], **changes})
 
 
-# the type of each setting: one of Python's, perhaps or None, choices, or widths
+# the type of each setting: a Python type, which may allow None, a Literal, or a tuple of widths
 TYPES: dict[str, Any] = get_type_hints(Settings)
 
 
@@ -163,7 +163,7 @@ def without_none(kind: Any) -> Any:
 
 
 def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str:
-    """What a setting of this type must be, if this is not it."""
+    """What a setting of this type must be, or "" if `value` is valid."""
     if value is None and NoneType in get_args(kind):
         return ""
     kind = without_none(kind)
@@ -172,7 +172,7 @@ def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str
     if get_origin(kind) is tuple:
         fits = isinstance(value, tuple) and value and all(type(each) is int and each >= 1 for each in value)
         return "" if fits else "widths of at least 1, such as 128,128"
-    # an int is a float too, and a bool is no int
+    # an int also counts as a float, but a bool does not count as an int
     if type(value) is not kind and (type(value), kind) != (int, float):
         return f"of type {kind.__name__}"
     if kind is bool or (math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)):
@@ -198,7 +198,7 @@ _ATARI: dict[str, Any] = {
     "learning_rate": 2.5e-4,  # with 5e-4 Pong stayed between +6 and +10 until it fell below 8e-5
     "learning_rate_end": 2e-5,  # with 3e-4 after a million steps Pong fluctuated between +4 and +12
     "adam_eps": 1e-5,  # 1.5e-4 exceeded the root of the second moment of all weights of Pong's largest layer
-    "ema_updates": 1_000,  # some 10,000 steps: single networks of the same minute differ by ten points
+    "ema_updates": 1_000,  # about 10,000 steps: single networks of the same minute differ by ten points
     "n_step": 10,  # a point is scored twenty steps after the stroke that decides it
     "layer_norm": True,  # the step size was tuned with it
     "whiten": True,  # Pong's moving pixels have a deviation of 0.034 around its mean image
@@ -207,13 +207,13 @@ _ATARI: dict[str, Any] = {
     "eval_max_steps": 6_000,  # ends the long rallies of an agent that cannot score yet
 }
 _DEVICE_PONG: dict[str, Any] = {
-    "capacity": 200_000,  # some two hundred games
+    "capacity": 200_000,  # about two hundred games
     "network": "cosine",  # +15 after 30,000 updates where an MLP on pixels had -4, and networks of convolutions less
     "hidden": (256, 128),  # twice as many learned no faster in a test with known values
     "whiten": True,  # frequencies differ a hundredfold in size
     "frame_stack": 2,  # older frames add nothing
     "layer_norm": True,  # the step size was tuned with it
-    "n_step": 5,  # half the way of a slow ball from paddle to paddle
+    "n_step": 5,  # half of a slow ball's flight from paddle to paddle
     "adam_eps": 1e-5,  # Rainbow's value is above most gradients of a network of this size
     "learning_rate_end": 5e-5,  # less noise at the end
     "ema_updates": 500,  # single networks of the same minute differ by six points
@@ -310,6 +310,6 @@ PRESETS: dict[Family, dict[str, Any]] = {
 # what single games of Atari add to their family
 GAMES: dict[str, dict[str, Any]] = {
     "pong": {
-        "eval_from": 8.0,  # of 870 s until a win 390 were evaluations, most of networks that could not reach 18
+        "eval_from": 8.0,  # 390 of the 870 s until a win went into evaluations, mostly of networks far from 18
     }
 }

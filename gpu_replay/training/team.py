@@ -1,7 +1,7 @@
 """Data-parallel training: ranks that `torchrun` started share one run, each with its own environments and replay.
 
-Settings say what all ranks have together: of environments, batches, capacity and warm-up each has its share. Every rank
-draws from what its own environments did; gradients are averaged, so that all networks stay equal. Rank 0 alone
+Settings describe all ranks together: environments, batches, capacity and warm-up are divided among them. Every rank
+samples from the steps of its own environments; gradients are averaged, so that all networks stay equal. Rank 0 alone
 evaluates and writes.
 """
 
@@ -18,21 +18,21 @@ from gpu_replay.console.errors import UserError
 from gpu_replay.sharded.buffer import seed_of
 from gpu_replay.training.settings import Settings
 
-# why a run ends, the more urgent the later
+# reasons to end a run, the most urgent last
 _REASONS = ("", "steps", "max_seconds", "solved", "SIGTERM", "SIGINT")
 
 
 class Team:
     """The ranks of a run, seen from one of them; made on every rank.
 
-    rank, size: of this process, and how many there are.
-    settings:   of the whole run.
+    rank, size: the rank of this process, and the number of ranks.
+    settings:   settings of the whole run.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # what the host decides, beside gradients on a GPU
+        # decisions of the host travel apart from gradients on a GPU
         self._hosts = dist.new_group(backend="gloo")
 
     def share(self) -> Settings:
@@ -52,7 +52,7 @@ class Team:
         )
 
     def seed(self, seed: int) -> int:
-        """Of this rank's environments, exploration and replay."""
+        """The seed of this rank's environments, exploration and replay."""
         return seed_of(seed, self.rank)
 
     def average(self, weights: Sequence[Tensor]) -> None:
@@ -65,13 +65,13 @@ class Team:
             gradient.copy_(mean.view_as(gradient))
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, on every rank, all of one shape."""
+        """Return the tensor of rank 0 on every rank; all ranks give the same shape."""
         tensor = tensor.contiguous()
         dist.broadcast(tensor, 0)
         return tensor
 
     def agree(self, reason: str) -> str:
-        """Why the run ends, where any rank has a reason; after every step of the environments."""
+        """The most urgent reason of any rank to end the run, or ""; called after every step of the environments."""
         found = torch.tensor([_REASONS.index(reason)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._hosts)
         return _REASONS[int(found)]
@@ -83,7 +83,7 @@ def launched_together() -> bool:
 
 
 def join(device: torch.device) -> torch.device:
-    """Begin to exchange with the other ranks; returns the device of this one."""
+    """Connect to the other ranks; returns the device of this one."""
     if device.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)

@@ -1,8 +1,9 @@
 """The learning loop, from top to bottom: act, learn while the environments run, store; evaluate, log and save when due.
 
-On CUDA an update is one graph wherever environments are. Where they are on the device as well, a whole step with its
-updates is one, and the host only counts and sets what changes with the counts. Of environments on the host, what comes
-between the arrival of a step and the next actions is another graph: statistics, the add, the stacks and the network.
+On CUDA the updates of a step are captured as one graph. If the environments run on the device as well, the graph holds
+a whole step with its updates, and the host only counts and sets the values that depend on counts. If they run on the
+host, a second graph covers the work between the arrival of a step and the next actions: statistics, the add, the
+stacks and the network.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from gpu_replay.training.records import REPLAY_STATS, Recorder
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.team import Team
 
-# batches to which the whitening of images is fitted
+# number of batches on which the whitening of images is fitted
 WHITENING_BATCHES = 16
 NAN = float("nan")
-# on a GPU one step in so many is timed
+# on a GPU one step in this many is timed
 SAMPLED = 64
 Part = Literal["env", "act", "replay", "learn"]
 
@@ -41,8 +42,8 @@ Part = Literal["env", "act", "replay", "learn"]
 class Stopwatch:
     """Attributes the time since the last lap to a part of the loop.
 
-    On the CPU every step is timed. On CUDA one step in 64 is, made of calls instead of graphs and synchronised at each
-    lap, so that work is attributed to the part that launched it; overlap between parts is lost in such a step.
+    On the CPU every step is timed. On CUDA one step in 64 is: it runs without graphs and synchronises at each lap, so
+    that work is attributed to the part that launched it. Such a step loses the overlap between parts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +54,7 @@ class Stopwatch:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether this step is one of a GPU that is timed, so that no graph may hide its parts."""
+        """Whether this is a timed step on a GPU, in which no graph may hide the parts."""
         return self._timing and self._cuda is not None
 
     def begin(self) -> None:
@@ -85,13 +86,13 @@ class Stopwatch:
 class Progress:
     """How far a run is.
 
-    step:    of all environments together, of all ranks.
-    added:   steps that this process added to the buffer, `lost` those of them whose windows a reset cut off.
-    owed:    steps of actors that are stored and not yet learned from.
-    evaluated, logged: the last step at which that was done; `next_evaluation`, `next_row` when it is due again.
-    seconds: of the run so far, evaluations and checkpoints included; `checkpoint_seconds` of the latter.
+    step:    environment steps so far, of all environments and ranks together.
+    added:   steps that this process added to the buffer; `lost` counts those whose n-step windows a reset cut off.
+    owed:    steps of actors that are stored but whose updates have not been made yet.
+    evaluated, logged: the last step at which that was done; `next_evaluation`, `next_row`: the step when it is due.
+    seconds: duration of the run so far with evaluations and checkpoints; `checkpoint_seconds`: that of checkpoints.
     mark:    step, updates and seconds of the learning loop at the last row.
-    evaluation: the one that belongs to the next row, if there was one.
+    evaluation: the evaluation to report in the next row, if any.
     """
 
     next_evaluation: int
@@ -113,9 +114,9 @@ class Progress:
 class Trainer:
     """One run of the agent; `evaluator` plays in environments of its own.
 
-    buffer: of this run, empty or filled by an earlier part of it.
-    team:   the ranks that share the run, of whose settings these are a share; None for a run of one process.
-    fleet:  the actors that play in processes of their own; `environment` then only describes theirs.
+    buffer: the run's replay buffer, empty or filled by an earlier part of the run.
+    team:   the ranks that share the run; `settings` are then this rank's share. None for a run of one process.
+    fleet:  the Ray actors that step the environments; `environment` then only describes theirs.
 
     Raises UserError if the network does not fit the environment.
     """
@@ -137,7 +138,7 @@ class Trainer:
             network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
         average = None
         if team is not None:
-            # all ranks have one network; whatever else is random is their own
+            # all ranks start with the same network; all other randomness is their own
             seed, average = team.seed(seed), team.average
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
@@ -155,7 +156,7 @@ class Trainer:
         self._actors = Actors(environment, device, self.statistics)
         self._actions = torch.zeros(count, dtype=torch.int64, device=device)
         self._arrived: Step
-        # updates that share a draw, rows of it, and draws of a step
+        # updates that share one call of `sample`, rows of such a call, and calls per step
         self._together = settings.updates_a_sample
         self._draw_size, self._draws = settings.batch_size * self._together, settings.updates // self._together
         self._graphs: dict[str, Callable[[], Any]] = {}
@@ -193,9 +194,9 @@ class Trainer:
     ) -> str:
         """Learn until the steps or seconds are used up, the environment is solved, or a signal arrives.
 
-        records:     of the rank that evaluates and writes; None on others.
-        checkpoints: saved when due and at the end of the loop, before the closing evaluation and row: a resumed run
-                     continues as if it had never stopped.
+        records:     the recorder, on the rank that evaluates and writes; None on others.
+        checkpoints: saved when due and at the end of the loop, before the closing evaluation and row, so that a
+                     resumed run continues as if it had never stopped.
 
         Returns why it ended: "steps", "max_seconds", "solved", or the name of the signal.
         """
@@ -229,11 +230,11 @@ class Trainer:
         return reason
 
     def _between_steps(self) -> str:
-        """What is due before the next step; returns why the run ends, or nothing."""
+        """Evaluate, log and save if due; returns why the run ends, or ""."""
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
-            # reading the return waits for the device
+            # reading the return synchronises with the device
             if settings.eval_from is None or self.statistics.read()[1] >= settings.eval_from:
                 self._evaluate()
             progress.next_evaluation += settings.eval_every
@@ -252,13 +253,13 @@ class Trainer:
         return ""
 
     def advance(self) -> None:
-        """One step of all environments with its updates; of a fleet, what has come, or the updates that are owed."""
+        """Step all environments once, with the updates; with a fleet, take its chunks or make the updates owed."""
         progress, settings, agent = self.progress, self.settings, self.agent
         stride = self.environment.num_envs * (1 if self._team is None else self._team.size)
-        # the warm-up is counted on the host: asking the buffer would wait for the device
+        # the warm-up is counted on the host: asking the buffer would synchronise with the device
         learns = progress.added - progress.lost - self._open_windows >= settings.warmup and settings.updates > 0
         self.watch.begin()
-        # the actions after this step are random that often
+        # applies to the actions chosen after this step
         agent.follow(self._rate(progress.step), self.epsilon(progress.step + stride))
         if learns and settings.whiten and not agent.updates:
             self._fit_whitening()
@@ -302,16 +303,16 @@ class Trainer:
         self.watch.lap("act")
 
     def _learn(self) -> None:
-        """The updates of one step of all environments."""
+        """Make the updates of one step of all environments."""
         for _ in range(self._draws):
             if not self._replayed("the learning step"):
                 self._learn_from(self.buffer.sample(self._draw_size))
 
     def _learn_from(self, batch: Batch) -> None:
-        """The updates that share a draw.
+        """Make the updates that share one sampled batch.
 
-        Priorities are updated here, in the order of the updates, and not returned to `capture` in the order of rows:
-        the latest TD error of a key that was drawn twice is the one that counts.
+        Priorities are updated here, in the order of the updates, instead of being returned to `capture` in the order
+        of the rows, so that the latest TD error of a key that was sampled twice counts.
         """
         self.watch.lap("replay")
         # adjacent rows come from adjacent strata of the distribution, so each update takes rows at a stride
@@ -325,9 +326,9 @@ class Trainer:
     # graphs
 
     def capture(self) -> None:
-        """Make graphs of what a step repeats, after a few more calls; on a CPU they are calls.
+        """Capture the repeated work of a step as CUDA graphs, after a few more calls; on a CPU it stays calls.
 
-        Captured steps go on with the memory of what they work on, so nothing may be restored once there are any.
+        Graphs keep working on the memory that they were captured with, so no state may be restored after this.
         """
         capture = self.buffer.capture
         generators = (self.agent.explorer.generator, *self.environment.generators)
@@ -348,9 +349,9 @@ class Trainer:
                 self._graphs["acting and adding"] = capture(None, self._answer, generators=generators)
 
     def _replayed(self, name: str) -> bool:
-        """Make the captured call of this name; returns whether it was made.
+        """Replay the graph of this name, except in a timed step; returns whether there is one and it was replayed.
 
-        One that cannot be captured is named on standard error, and made of calls from then on.
+        If it cannot be captured, standard error says so, and its work is done by ordinary calls from then on.
         """
         step = self._graphs.get(name)
         if step is None or self.watch.looks_inside:
@@ -358,7 +359,7 @@ class Trainer:
         try:
             step()
         except RuntimeError as error:
-            # what is wrong with the call itself is raised again by the calls
+            # an error of the call itself is raised again by the ordinary calls
             print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
             del self._graphs[name]
             return False
@@ -367,7 +368,7 @@ class Trainer:
     # actors in processes of their own
 
     def _take_or_learn(self, fleet: Fleet, learns: bool) -> None:
-        """Take what has come, or make the updates of as many steps as there are environments."""
+        """Take the chunks that have arrived, or make the updates of as many steps as there are environments."""
         progress, settings = self.progress, self.settings
         if not learns:
             progress.owed = 0
@@ -428,7 +429,7 @@ class Trainer:
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         progress.mark, progress.logged = (progress.step, updates, loop_seconds), progress.step
         evaluation, progress.evaluation = progress.evaluation or {}, None
-        # this waits for the device, as reading the means of losses has
+        # this synchronises with the device, as reading the mean losses already did
         stats = self.buffer.stats()
         self.last_row = {
             "step": progress.step,
@@ -461,7 +462,7 @@ class Trainer:
             self.progress.checkpoint_seconds = self._checkpoints.seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs except the content of the replay buffer; tensors are not copies."""
+        """Everything that `load_state_dict` needs except the content of the replay buffer; tensors are not copied."""
         games = None if self.fleet is not None or not self.environment.resumable else self._actors.state_dict()
         updates = self.agent.updates
         whitening = WHITENING_BATCHES if self.settings.whiten and updates else 0
@@ -478,11 +479,11 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any], *, filled: bool) -> None:
         """Continue from the state of another trainer.
 
-        filled: whether this trainer was made with that one's replay buffer. Otherwise the warm-up of the buffer is
+        filled: whether this trainer was made with the other's replay buffer. Otherwise the warm-up of the buffer is
                 repeated, with the agent as it is.
 
-        Environments that have a state continue in mid-episode. Others start new episodes, on seeds that the run has not
-        used, and the last steps of the unfinished episodes are not learned from.
+        Environments that expose their state continue in mid-episode. Others start new episodes on unused seeds, and
+        the last steps of their unfinished episodes are never sampled.
         """
         self.progress = progress = Progress(**state["progress"])
         progress.resumed += 1
@@ -499,11 +500,11 @@ class Trainer:
         self._begin(stream_seed(self._seed, "training", progress.resumed))
         self.statistics.abandon()
         self.buffer.begin_episodes()
-        # windows that were open are never completed
+        # the n-step windows that were open are never completed
         progress.lost += self._open_windows
 
 
 def beta_schedule(settings: Settings) -> LinearSchedule:
-    """Of importance sampling: it advances by one with each sample, and ends with the planned number of them."""
+    """The importance-sampling exponent: it moves one step with each sample and ends with the planned number of them."""
     samples = max(1, settings.planned_updates // settings.updates_a_sample)
     return LinearSchedule(settings.beta_start, settings.beta_end, samples)
