@@ -81,7 +81,7 @@ class Explorer(nn.Module):
         chance = torch.rand((2, count), generator=self.generator, device=values.device)
         persisting = self.exploring & (chance[0] < self._persistence)
         self.random.copy_(torch.where(persisting, self.random, fresh))
-        # a greedy step ends the repetition
+        # with an epsilon of 0 no action is repeated either
         self.exploring.copy_((persisting | (chance[1] < self.begin)) & (self.begin > 0))
         return torch.where(self.exploring, self.random, values.argmax(1))
 

@@ -150,7 +150,7 @@ class DevicePong(Environment):
         self.device = device
         self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._numbers = torch.arange(num_envs, device=device)
-        # for the agent's paddle and the opponent's: the direction away from it, and the ball's position along it at a touch
+        # for the agent's paddle and the opponent's: the direction away from it, and where along it the ball touches it
         self._away = torch.tensor([[-1], [1]], device=device)
         self._touch = torch.tensor([[BALL - RIGHT], [LEFT + WIDTH]], device=device)
         # ranges of the height and vertical speed of a serve, and of the opponent's aim
