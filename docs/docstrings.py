@@ -1,4 +1,4 @@
-"""How the site reads docstrings: an extension of griffe that makes Markdown of the style of this package."""
+"""A griffe extension that turns this package's docstring style into Markdown for the site."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 import griffe
 
-# `name: text`, or `one, other: text`, continued by lines that are indented more
+# `name: text`, or `one, other: text`, continued by lines with a deeper indent
 ENTRY = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*):\s+(.*)")
 
 
 def as_markdown(docstring: str) -> str:
-    """Descriptions of arguments as a list; asterisks outside of code mean themselves."""
+    """Turn descriptions of arguments into a list, and escape asterisks outside of code."""
     lines: list[str] = []
     inside = False
     for line in docstring.splitlines():
@@ -31,13 +31,13 @@ def as_markdown(docstring: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text outside of code without Markdown's emphasis."""
+    """Escape Markdown's emphasis in text outside of code."""
     code_and_text = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else part.replace("*", r"\*") for part in code_and_text)
 
 
 class Docstrings(griffe.Extension):
-    """Makes Markdown of each docstring."""
+    """Turns each docstring into Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:

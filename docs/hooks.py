@@ -1,7 +1,7 @@
-"""What the site needs beyond docs/: pages that lie beside the code, their pictures, and links between all of them.
+"""Adds to the site what lies outside docs/: pages beside the code, their pictures, and the links between them.
 
-Links are written as paths of files, so that they lead somewhere in a checkout too. On the site a link to a page becomes
-that page, a link to a picture is copied, and a link to any other file leads to the repository. A link to a file that
+Links are written as file paths, so that they also work in a checkout. On the site, a link to a page leads to that page
+of the site, a linked picture is copied, and a link to any other file leads to the repository. A link to a file that
 does not exist is an error.
 """
 
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-# where a page lies, and what it is called on the site
+# pages outside docs/: path in the repository to path on the site
 PAGES = {
     "README.md": "index.md",
     "gpu_replay/README.md": "how-it-works.md",
@@ -62,9 +62,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def resolved(source: str, target: str) -> str:
-    """The path from the top of a file that a page links to.
+    """The path, from the top of the repository, of a file that a page links to.
 
-    Raises PluginError where it does not exist.
+    Raises PluginError if it does not exist.
     """
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     if not os.path.exists(ROOT / path):

@@ -45,7 +45,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["soak"]:
         return _soak(arguments[1:])
     if arguments[:2] == ["study", "cliffwalk"]:
-        # a command of its own: after `study` comes the name of an environment otherwise
+        # `study cliffwalk` is a command of its own; otherwise the name of an environment follows `study`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments:
         _parser().print_help()
@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _soak(arguments: list[str]) -> int:
-    """Run `tests/soak.py`, which compares with the oracles of the tests."""
+    """Run `tests/soak.py`, which compares with the reference implementations of the tests."""
     if not (TESTS / "soak.py").is_file():
         raise UserError("the soak needs the tests/ of a checkout; there is none around this installation.")
     sys.path[:0] = [str(TESTS), *map(str, sorted(TESTS.glob("[a-z]*/")))]
@@ -85,11 +85,11 @@ def _parser() -> argparse.ArgumentParser:
         ("info", info, "versions, devices, and which code would run"),
     ):
         if module is None:
-            # these have parsers of their own; the entries are for --help
+            # these have their own parsers; the entries only serve --help
             if name != "soak" or (TESTS / "soak.py").is_file():
                 commands.add_parser(name, help=summary)
             continue
-        # descriptions of several lines are wrapped already
+        # descriptions of several lines are already wrapped
         wrapped = "\n" in module.DESCRIPTION
         layout = argparse.RawDescriptionHelpFormatter if wrapped else argparse.HelpFormatter
         command = commands.add_parser(name, help=summary, description=module.DESCRIPTION, formatter_class=layout)

@@ -1,1 +1,1 @@
-"""Shared by all commands of `gpu-replay`: arguments, errors, versions, progress bars, files, tables."""
+"""What all commands of `gpu-replay` share: arguments, errors, versions, progress bars, files, tables."""

@@ -1,4 +1,4 @@
-"""Command lines: errors in one line, and numbers checked where they are read."""
+"""Command lines: errors in one line, and numbers checked while they are parsed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad command line in one line on standard error, exit code 2; usage is left to --help."""
+    """Reports a bad command line in one line on standard error and exits with 2; usage is shown by --help only."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")

@@ -1,10 +1,10 @@
-"""Errors of the user, reported in one line instead of a traceback."""
+"""User errors, reported in one line instead of a traceback."""
 
 from __future__ import annotations
 
 import importlib.util
 
-# the package is on no index: its extras are installed from the checkout
+# the package is not on an index: its extras are installed from the checkout
 EXTRA = 'pip install -c constraints.txt -e ".[training]" in the checkout'
 
 
@@ -18,7 +18,7 @@ def require(*modules: str, purpose: str, extra: str = EXTRA) -> None:
     purpose: completes the sentence "... is needed for".
     extra:   the command that installs them.
 
-    Raises UserError that names the missing packages and the extra that installs them.
+    Raises UserError with the missing packages and the command that installs them.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

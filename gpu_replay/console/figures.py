@@ -16,7 +16,7 @@ GREY = "#8A8A8A"
 
 
 def panels(rows: int, columns: int, width: float, height: float, **shared: Any) -> tuple[Figure, Any]:
-    """A figure and its (rows, columns) axes; width and height in inches of the whole."""
+    """A figure and its (rows, columns) axes; width and height of the figure in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
@@ -24,5 +24,5 @@ def panels(rows: int, columns: int, width: float, height: float, **shared: Any) 
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write it as a PNG and return the path."""
+    """Write the figure as a PNG and return the path."""
     return replace(path, lambda partial: figure.savefig(partial, format="png", metadata={"Software": None}))

@@ -16,7 +16,7 @@ DESCRIPTION = "Print versions, devices, and for each device which code runs ther
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The one flag."""
+    """Add the flag --compile."""
     parser.add_argument("--compile", action="store_true", help="compile the loops of buffers on a CPU now")
 
 

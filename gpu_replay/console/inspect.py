@@ -1,4 +1,4 @@
-"""`gpu-replay inspect`: what a checkpoint of a buffer holds, in words and as one picture."""
+"""`gpu-replay inspect`: the contents of a saved buffer, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the words and write the picture; returns the exit code. Raises UserError for bad input."""
+    """Print the text and write the plot; returns the exit code. Raises UserError for bad input."""
     folder = options.folder
     output = options.output or folder.resolve().with_name(f"{folder.resolve().name}.png")
     if output.suffix not in SUFFIXES:

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-# what a shell reports for a process that such a signal ended
+# the exit code that a shell reports for a process ended by such a signal
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -22,8 +22,8 @@ class Stopped(Exception):
 class StopRequest:
     """A context in which the first SIGINT or SIGTERM is recorded; a second one has its usual effect.
 
-    Calling it returns the name of the signal, or None. Only the main thread of a program receives signals; in others
-    nothing is recorded.
+    Calling it returns the name of the signal, or None. Only the main thread of a program receives signals; in other
+    threads nothing is recorded.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ NOTHING = "–"
 
 
 def number(value: float) -> str:
-    """Three significant digits or all digits before the point: 0.123, 12.3, 123, 1,234; a dash for NaN."""
+    """Three significant digits, or all before the point if those are more: 0.123, 12.3, 1,234; a dash for NaN."""
     if math.isnan(value):
         return NOTHING
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")

@@ -12,7 +12,7 @@ __all__ = ["Progress", "progress_bar"]
 
 
 class Progress:
-    """The cases of a benchmark: a progress bar, or one plain line per case where tqdm is not installed."""
+    """Shows the cases of a benchmark: a progress bar, or one plain line per case if tqdm is not installed."""
 
     def __init__(self, total: int, title: str) -> None:
         self._total = total

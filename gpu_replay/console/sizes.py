@@ -1,4 +1,4 @@
-"""The bytes that a buffer would take, from the flags of a command: of each field, where, and whether they are free."""
+"""The bytes that a buffer would take, per field and place, and whether they are free, from the flags of a command."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def report(
 ) -> int:
     """Print the sizes; returns the exit code. Raises UserError for bad input.
 
-    stored: gives the fields of a step of an environment, or None where they are those of `--field`.
-    more:   of the capacity and the device, a line for an environment.
+    stored: returns the fields of a step of the environment; None if `--field` gives the fields.
+    more:   (capacity, device) -> one more line about the environment.
     """
     sampler = SAMPLERS[options.sampler]
     try:
@@ -128,7 +128,7 @@ def _named(pairs: Sequence[tuple[str, Field]]) -> dict[str, Field]:
 
 
 def _classic(step: Mapping[str, Field]) -> dict[str, Field]:
-    """The five classic fields, as `ReplayBuffer.from_spaces` makes them, of those of a step."""
+    """The five classic fields that `ReplayBuffer.from_spaces` makes, from the fields of a step."""
     after = {f"next_{name}": field for name, field in step.items() if _is_observation(name)}
     return {**step, "reward": Field((), torch.float32), **after, "terminated": Field((), torch.bool)}
 

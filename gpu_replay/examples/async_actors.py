@@ -1,12 +1,12 @@
-"""Actors in processes of their own feed one buffer: DQN on CartPole-v1, or another environment with vectors.
+"""Actor processes feed one buffer: DQN on CartPole-v1, or another environment with vector observations.
 
     python -m gpu_replay.examples.async_actors --actors 2
 
 Every actor steps environments with a copy of the learner's network and sends chunks of transitions through a pipe. A
-pipe is a bounded queue: an actor that is ahead waits until the learner reads. Each actor has its own, because a process
-killed while it writes to a queue that others share leaves that locked. An actor that dies is noticed and replaced, and
-what it had sent is kept; the chunk that it was collecting is lost. Processes are spawned, not forked: a buffer, like
-everything of CUDA, does not work in a forked process.
+pipe is a bounded queue: an actor that is ahead waits until the learner reads. Each actor has its own pipe, because a
+process that is killed while it writes to a shared queue leaves the queue locked. An actor that dies is replaced; the
+chunks it sent are kept, and the chunk it was collecting is lost. Processes are spawned, not forked: like everything
+that uses CUDA, a buffer does not work in a forked process.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from torch import Tensor, nn
 from gpu_replay import LinearSchedule, Proportional, ReplayBuffer
 
 GAMMA, ENVS, CHUNK, BATCH = 0.99, 4, 16, 128
-# every so many chunks an actor copies the learner's weights
+# an actor copies the learner's weights every time it has sent this many chunks
 COPY_EVERY = 2
 
 
 def made_network(env_id: str) -> nn.Sequential:
-    """A small network of action values for an environment with vectors and discrete actions."""
+    """A small network of action values, for vector observations and discrete actions."""
     with gymnasium.make(env_id) as env:
         (inputs,), outputs = env.observation_space.shape or (0,), int(env.action_space.n)  # type: ignore[attr-defined]
     return nn.Sequential(nn.Linear(inputs, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs))
 
 
 def exploration(number: int, count: int) -> float:
-    """The share of random actions of an actor: 0.05 of one alone, else from 0.0007 to 0.4, as in Horgan et al. 2018."""
+    """An actor's share of random actions: 0.05 if it is alone, else from 0.0007 to 0.4, as in Horgan et al. 2018."""
     return 0.05 if count == 1 else 0.4 ** (8 - 7 * number / (count - 1))
 
 
 def act(env_id: str, shared: nn.Sequential, sender: Any, epsilon: float, seed: int) -> None:
-    """Step environments and send chunks of transitions, and the returns of episodes that ended, until the pipe closes.
+    """Step environments, and send chunks of transitions with the returns of finished episodes, until the pipe closes.
 
     epsilon: share of random actions.
     """
@@ -58,7 +58,7 @@ def act(env_id: str, shared: nn.Sequential, sender: Any, epsilon: float, seed: i
     try:
         while True:
             if chunks % COPY_EVERY == 0:
-                # read while the learner may write: a mixture of two neighbouring updates is a policy as good as either
+                # the learner may write meanwhile: a mixture of two successive updates is as good a policy as either
                 network.load_state_dict(shared.state_dict())
             rows: list[dict[str, np.ndarray]] = []
             returns: list[float] = []
@@ -88,7 +88,7 @@ def act(env_id: str, shared: nn.Sequential, sender: Any, epsilon: float, seed: i
 
 @dataclass
 class Actors:
-    """Processes that act, one pipe each."""
+    """The actor processes, one pipe each."""
 
     env_id: str
     shared: nn.Sequential
@@ -111,16 +111,16 @@ class Actors:
         seed = self.seed + 1_000 * number + 100_000 * self.restarts
         process = context.Process(target=act, args=(self.env_id, self.shared, sender, epsilon, seed), daemon=True)
         process.start()
-        # without this copy the pipe ends when the actor does
+        # close the learner's copy, so that the pipe ends when the actor does
         sender.close()
         self._running[receiver] = number, process
 
     def receive(self, timeout: float) -> list[Any]:
-        """Chunks that have arrived, or those that come within `timeout` seconds; actors that died are replaced.
+        """Return the chunks that arrive within `timeout` seconds; actors that died are replaced.
 
-        Each is the number of its actor, the transitions by field, and the returns of the episodes that ended.
+        A chunk is the number of its actor, the transitions by field, and the returns of the episodes that ended.
 
-        Raises RuntimeError for an actor that ends before its first chunk: so would the next one.
+        Raises RuntimeError if an actor ends before its first chunk, because its replacement would too.
         """
         found = []
         receiver: Any
@@ -142,7 +142,7 @@ class Actors:
 
     @property
     def processes(self) -> list[BaseProcess]:
-        """The processes that run now."""
+        """The running processes."""
         return [process for _, process in self._running.values()]
 
     def __exit__(self, *_exception: object) -> None:
@@ -182,7 +182,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)
 
-    # actors read it; the learner's own may be on a GPU
+    # actors read this copy; the learner's own network may be on a GPU
     shared = made_network(arguments.env_id).share_memory()
     network, target = (made_network(arguments.env_id).to(arguments.device) for _ in range(2))
     network.load_state_dict(shared.state_dict())
@@ -196,7 +196,7 @@ def main() -> None:
     start, updates = time.perf_counter(), 0
     with Actors(arguments.env_id, shared, arguments.actors, arguments.seed) as actors:
         while updates < arguments.updates:
-            # learning waits for actors only at the beginning
+            # the learner waits for actors only at the beginning
             for number, chunk, ended in actors.receive(timeout=0.0 if len(buffer) >= 1_000 else 1.0):
                 buffer.add(**chunk)
                 # the others explore more

@@ -1,9 +1,9 @@
-"""DQN on an Atari game with prioritized 3-step replay; each frame is stored once, stacks are made by sampling.
+"""DQN on an Atari game with prioritized 3-step replay; each frame is stored once, and sampling assembles the stacks.
 
     python -m gpu_replay.examples.dqn_atari --game pong --total-timesteps 10000000
 
 Mnih et al. 2015; double Q-learning of van Hasselt et al. 2016; Schaul et al. 2016; 3-step returns as in Hessel et al.
-2018. `gpu-replay train pong` is the tuned program; this one is to be read and changed.
+2018. `gpu-replay train pong` is the tuned program; this one is meant to be read and changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STACK, SIDE = 4, 84
 
 
 class Network(nn.Module):
-    """The network of Mnih et al. 2015, of stacks as bytes."""
+    """The network of Mnih et al. 2015, for stacks of uint8 frames."""
 
     def __init__(self, actions: int) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Network(nn.Module):
 def update(
     online: Network, target: Network, optimizer: torch.optim.Adam, buffer: TrajectoryReplayBuffer, batch_size: int
 ) -> Tensor:
-    """One step of double DQN; returns the loss, for which the host does not wait."""
+    """One step of double DQN; returns the loss as a tensor, without waiting for the device."""
     batch = buffer.sample(batch_size)
     with torch.no_grad():
         best = online(batch.next_obs).argmax(1, keepdim=True)
-        # the discount is gamma to the number of steps, or 0 where the episode terminated
+        # the discount is gamma to the power of the number of steps, or 0 if the episode terminated
         wanted = batch.reward + batch.discount * target(batch.next_obs).gather(1, best)[:, 0]
     error = wanted - online(batch.obs).gather(1, batch.action[:, None])[:, 0]
     loss = (batch.weight * nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none")).mean()
@@ -85,7 +85,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     generator = np.random.default_rng(arguments.seed)
 
-    # the emulators give single frames; a stack is kept for acting, and the buffer makes those to learn from
+    # the emulators return single frames; this program stacks them for acting, and the buffer stacks them for learning
     env = AtariVectorEnv(
         arguments.game,
         num_envs=count,
@@ -136,7 +136,7 @@ def main() -> None:
             final_obs=final,
         )
         stacks = np.concatenate([stacks[:, 1:], after], axis=1)
-        # a new episode begins with its first frame repeated, as the buffer makes it
+        # a new episode begins with its first frame repeated, as in the buffer
         stacks[ended] = np.repeat(after[ended], STACK, axis=1)
         scores += reward
         returns += scores[ended].tolist()

@@ -1,11 +1,11 @@
-"""R2D2 on a task that needs memory: a recurrent agent, learned from sequences with stored hidden states and burn-in.
+"""R2D2 on a task that needs memory: a recurrent agent that learns from sequences, with stored states and burn-in.
 
-A cue is shown in the first step of an episode, nothing for the next ones, and in the last one the agent must name the
-cue: +1 if it does, -1 if not. Without memory the mean return is 0, with it 1: reached with seeds 0, 1 and 2.
+The first step of an episode shows a cue, the following ones show nothing, and in the last one the agent must name the
+cue: +1 if it does, -1 if not. The mean return is 0 without memory and 1 with it, which seeds 0, 1 and 2 reached.
 
-What R2D2 asks of a replay buffer, and where it is below:
+What R2D2 needs from a replay buffer, and how this program gets it:
 
-- the recurrent state in which each step was taken is stored beside it: the field `hidden`;
+- each step is stored with the recurrent state in which it was taken: the field `hidden`;
 - sequences of consecutive steps: `sample_sequences`, whose `mask` ends with the episode in which they begin;
 - the first `BURN_IN` steps only bring the recurrent state up to date with the network as it is now;
 - n-step targets: `reward`, `discount` and `next_obs` of each step are those of its window;
@@ -34,15 +34,15 @@ WARM_UP, STEPS_PER_UPDATE, UPDATES_PER_TARGET = 50, 2, 50
 
 
 class Recall:
-    """`ENVS` environments that show a cue and ask for it later; an episode that ended has begun anew in the next step.
+    """`ENVS` environments that show a cue and ask for it later; after an episode ends, the next step begins a new one.
 
-    An observation is the cue (one place for each, all 0 after the first step) and whether it is asked for now.
+    An observation is the cue, one-hot and all 0 after the first step, and a flag that is 1 when the cue is asked for.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
         self._cue = torch.randint(CUES, (ENVS,), generator=self._random)
-        # not all at once, so that each step ends some episodes
+        # start at different ages, so that each step ends some episodes
         self._step = torch.arange(ENVS) % EPISODE
 
     def observe(self) -> Tensor:
@@ -61,7 +61,7 @@ class Recall:
 
 
 class Network(nn.Module):
-    """Values of the actions after a recurrent layer."""
+    """A recurrent layer followed by action values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class Network(nn.Module):
         self.values = nn.Linear(HIDDEN, CUES)
 
     def forward(self, obs: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, L, CUES) of L steps that begin in the states (B, HIDDEN), and the states after them."""
+        """Action values (B, L, CUES) of L steps that start from the states (B, HIDDEN), and the states after them."""
         out, after = self.recurrent(obs, hidden[None].contiguous())
         return self.values(out), after[0]
 
 
 class Agent:
-    """The network, its target, and how both learn from a batch of sequences."""
+    """The network and its target, which learn from batches of sequences."""
 
     def __init__(self, device: torch.device) -> None:
         self.network = Network().to(device)
@@ -84,8 +84,8 @@ class Agent:
         self._updates = 0
 
     def learn(self, batch: Batch) -> Tensor:
-        """One step of learning; returns the priorities of the sequences, (B,)."""
-        # the windows of the last steps reach over the end of the sequence: their observations follow it
+        """Take one optimiser step; returns the priorities of the sequences, (B,)."""
+        # the windows of the last steps reach past the end of the sequence: append their next observations
         obs = torch.cat((batch.obs, batch.next_obs[:, -N_STEP:]), dim=1)
         hidden = target_hidden = batch.hidden[:, 0]
         with torch.no_grad():
@@ -96,8 +96,8 @@ class Agent:
 
         reward, discount, mask = (batch[name][:, BURN_IN:] for name in ("reward", "discount", "mask"))
         with torch.no_grad():
-            # the state after a window is N_STEP later in the same sequence; where its episode ended before, the
-            # discount is 0. (Episodes that are truncated need N_STEP = 1 and a step of the layer from each state.)
+            # the state after a window is found N_STEP later in the same sequence; if the episode ended before that, the
+            # discount is 0. (Truncated episodes would need N_STEP = 1 and one step of the layer from each state.)
             best = values[:, N_STEP:].argmax(dim=2, keepdim=True)
             after = target_values[:, N_STEP:].gather(2, best)[..., 0]
             target = reward + discount * after
@@ -117,7 +117,7 @@ class Agent:
 
 
 def make_buffer(capacity: int, device: torch.device, seed: int) -> TrajectoryReplayBuffer:
-    """Steps of all environments, each with the recurrent state in which it was taken."""
+    """A buffer for steps of all environments, each with the recurrent state in which it was taken."""
     return TrajectoryReplayBuffer(
         capacity,
         ENVS,
@@ -136,7 +136,7 @@ def make_buffer(capacity: int, device: torch.device, seed: int) -> TrajectoryRep
 
 
 def train(steps: int, seed: int = 0, device: torch.device | str = "cpu") -> float:
-    """Train for so many steps of all environments; returns the mean return of greedy episodes after it."""
+    """Train for `steps` steps of all environments; returns the mean return of greedy episodes afterwards."""
     torch.manual_seed(seed)
     place = torch.device(device)
     envs, agent, buffer = Recall(seed), Agent(place), make_buffer(20_000, place, seed)

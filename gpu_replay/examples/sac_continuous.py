@@ -1,8 +1,9 @@
-"""Soft actor-critic on Pendulum-v1 or another environment with vectors and continuous actions, with priorities.
+"""Soft actor-critic with prioritized replay, on Pendulum-v1 or another task with vectors and continuous actions.
 
     python -m gpu_replay.examples.sac_continuous --env-id Pendulum-v1 --total-timesteps 8000
 
-Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications", with prioritized replay (Schaul et al. 2016).
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications"; Schaul et al. 2016, "Prioritized Experience
+Replay".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpu_replay import LinearSchedule, Proportional, ReplayBuffer
 
 
 class Actor(nn.Module):
-    """A Gaussian squeezed by tanh into the range of the actions."""
+    """A Gaussian policy, squashed by tanh into the range of the actions."""
 
     def __init__(self, inputs: int, outputs: int, low: np.ndarray, high: np.ndarray) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ def main() -> None:
         actor_loss.backward()
         optimizers[0].step()
 
-        # the entropy is held at minus the number of actions
+        # the target entropy is minus the number of action components
         alpha_loss = -(log_alpha.exp() * (log_prob.detach() - outputs)).mean()
         optimizers[2].zero_grad()
         alpha_loss.backward()

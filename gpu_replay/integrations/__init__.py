@@ -1,1 +1,1 @@
-"""Other libraries' programs on buffers of this package; each module imports its library, and nothing imports it."""
+"""Adapters for other libraries; each module imports its library, and nothing else in the package imports the module."""

@@ -1,8 +1,8 @@
-"""Gymnasium: step a vector environment with a policy and store what it gives, whatever its autoreset mode.
+"""Gymnasium: step a vector environment with a policy and store every step, in any autoreset mode.
 
 buffer = TrajectoryReplayBuffer.from_env(env, 100_000, n_step=3)
 progress = collect(env, policy, buffer, 1_000)
-progress = collect(env, policy, buffer, 16, after=progress)    # goes on where that ended
+progress = collect(env, policy, buffer, 16, after=progress)    # continues from there
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gpu_replay.fields import vector_settings
 class Progress:
     """Where `collect` stopped.
 
-    obs:     the observations in which the next actions are chosen, as the environment gave them.
-    ended:   (E,) bool, whose episodes ended in the last step.
+    obs:     the observations for which the next actions are chosen, as the environment returned them.
+    ended:   (E,) bool, which episodes ended in the last step.
     returns: undiscounted returns of the episodes that ended in this call, in that order; `lengths` their steps.
     """
 
@@ -35,7 +35,7 @@ class Progress:
     ended: np.ndarray
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    # of the episodes that go on
+    # sums over the unfinished episodes
     total: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, int), repr=False)
 
@@ -51,14 +51,14 @@ def collect(
 ) -> Progress:
     """Step all environments `steps` times and store every step.
 
-    env:    a vector environment that gives copies of its observations (`copy=True`, the default).
-    policy: observations `[E, ...]` to actions `[E, ...]`, arrays or tensors.
-    buffer: of the fields of `from_env` or of `from_spaces`; a ReplayBuffer that also has `truncated` gets that too.
-    after:  what the last call returned; without it the environments are reset, with `seed`.
+    env:    a vector environment that returns copies of its observations (`copy=True`, the default).
+    policy: maps observations `[E, ...]` to actions `[E, ...]`, arrays or tensors.
+    buffer: has the fields of `from_env` or `from_spaces`; a ReplayBuffer with a field `truncated` gets that too.
+    after:  what the last call returned; without it the environments are reset with `seed`.
 
-    A ReplayBuffer gets transitions whose `next_obs` is the true last observation where an episode ended, and none for
-    the steps in which environments are only reset. Raises ValueError where a trajectory buffer is for another number of
-    environments or another autoreset mode, TypeError for what is no vector environment.
+    In a ReplayBuffer, `next_obs` is the true last observation where an episode ended, and steps that only reset an
+    environment are not stored. Raises ValueError if a trajectory buffer is for another number of environments or
+    another autoreset mode, TypeError if `env` is not a vector environment.
     """
     found = vector_settings(env)
     mode, count = found.get("autoreset", "next_step"), found["num_envs"]
@@ -71,7 +71,7 @@ def collect(
         obs, _ = env.reset(seed=seed)
         after = Progress(obs, np.zeros(count, bool), total=np.zeros(count), steps=np.zeros(count, int))
         if isinstance(buffer, TrajectoryReplayBuffer):
-            # what other calls left open does not go on here
+            # episodes that other calls left unfinished do not continue here
             buffer.begin_episodes()
     done = Progress(after.obs, after.ended, total=after.total.copy(), steps=after.steps.copy())
     for _ in range(steps):
@@ -79,7 +79,7 @@ def collect(
         action = action.detach().cpu().numpy() if isinstance(action, torch.Tensor) else np.asarray(action)
         obs, reward, terminated, truncated, info = env.step(action)
         ended = terminated | truncated
-        # of environments that this step only reset, nothing else counts
+        # environments that this step only reset add nothing to returns and lengths
         acted = ~done.ended if mode == "next_step" else np.ones(count, bool)
         final = info.get("final_obs") if mode == "same_step" else obs if mode == "disabled" else None
         step = {"obs": done.obs, "action": action, "reward": np.asarray(reward, np.float32), "terminated": terminated}
@@ -101,7 +101,7 @@ def collect(
 
 
 def _with_finals(env: VectorEnv[Any, Any, Any], obs: Any, final: Any, ended: np.ndarray) -> Any:
-    """The observations after a step, those of ended episodes from `final`: an array of rows, or a dict of columns."""
+    """The observations after a step, with `final` (an array of rows, or a dict of columns) where episodes ended."""
     last = iterate(env.observation_space, final) if isinstance(final, dict) else final
     pairs = zip(iterate(env.observation_space, obs), last, ended, strict=True)
     rows = [lasting if over else after for after, lasting, over in pairs]

@@ -1,4 +1,4 @@
-"""Minari: offline datasets into a buffer, and what a buffer holds into a dataset.
+"""Minari: load an offline dataset into a buffer, and write the content of a buffer as a dataset.
 
 buffer = from_minari("D4RL/pen/human-v2", n_step=3, sampler=Proportional())
 dataset = to_minari(buffer, "cartpole/mine-v0", env="CartPole-v1")
@@ -25,12 +25,12 @@ from gpu_replay.ops.eligibility import Flag
 def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **settings: Any) -> TrajectoryReplayBuffer:
     """A buffer of one stream that holds the episodes of a dataset, one after the other.
 
-    dataset:  one that is open, or the name of one on this machine; `minari.load_dataset(name, download=True)` fetches.
-    capacity: steps that are kept, the last ones; by default all fit: `total_steps + total_episodes`, because the last
-              observation of an episode takes a row of its own.
-    settings: of `TrajectoryReplayBuffer.from_spaces`: n_step, stack, sampler, device, seed, dtypes.
+    dataset:  an open dataset, or the name of a local one; `minari.load_dataset(name, download=True)` downloads it.
+    capacity: number of steps to keep, the last ones. The default holds all of them, `total_steps + total_episodes`,
+              because the last observation of an episode takes a row of its own.
+    settings: arguments of `TrajectoryReplayBuffer.from_spaces`: n_step, stack, sampler, device, seed, dtypes.
 
-    Raises TypeError for spaces without a fixed shape, such as Text; FileNotFoundError for a name that is not here.
+    Raises TypeError for spaces without a fixed shape, such as Text; FileNotFoundError for a name not found here.
     """
     if isinstance(dataset, str):
         dataset = minari.load_dataset(dataset)
@@ -38,10 +38,10 @@ def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **set
     both = dataset.observation_space, dataset.action_space
     buffer = TrajectoryReplayBuffer.from_spaces(capacity or rows, 1, *both, autoreset="next_step", **settings)
     for episode in dataset.iterate_episodes():
-        # a row more than there are actions: it carries the last observation
+        # one row more than there are actions: it carries the last observation
         steps = {"action": episode.actions, "reward": np.asarray(episode.rewards, np.float32)}
         steps |= {"terminated": episode.terminations, "truncated": episode.truncations.copy()}
-        # where the recording ended, the episode does
+        # the episode ends where the recording does
         steps["truncated"][-1] |= not steps["terminated"][-1]
         steps = tree_map(lambda column: np.concatenate([column, np.zeros_like(column[:1])]), steps)
         buffer.extend(**tree_map(lambda column: np.asarray(column)[:, None], {"obs": episode.observations, **steps}))
@@ -51,11 +51,12 @@ def from_minari(dataset: MinariDataset | str, capacity: int | None = None, **set
 def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) -> MinariDataset:
     """Write the episodes that a buffer holds as a dataset, which Minari opens with `load_dataset(dataset_id)`.
 
-    settings: of `minari.create_dataset_from_buffers`: env, or observation_space and action_space; algorithm_name, ...
+    settings: arguments of `minari.create_dataset_from_buffers`: env, or observation_space and action_space;
+              algorithm_name, ...
 
-    Episodes whose beginning was overwritten, and those that go on, are written as far as they are stored, cut by
-    `truncated`. Raises ValueError for buffers with another autoreset mode than "next_step", which do not keep the last
-    observation of every episode, which a dataset has; and for spaces that are not those of the buffer's fields.
+    Of episodes whose beginning was overwritten, and of unfinished ones, the stored part is written and ends with
+    `truncated`. Raises ValueError for spaces that do not fit the buffer's fields, and for autoreset modes other than
+    "next_step": such buffers do not keep the last observation of every episode, which a dataset needs.
     """
     if buffer.autoreset != "next_step":
         raise ValueError(
@@ -72,7 +73,7 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
                 f"to_minari: the spaces have {name} {list(field.shape)}, the buffer holds {held}. Give the "
                 "observation_space and the action_space of what it holds."
             )
-    # by parts, since a device may have no memory for all of it once more
+    # in parts, since the device may lack memory for a second copy
     parts = [{name: value.cpu().numpy() for name, value in part.items()} for part in buffer.batches(65_536)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     flags = buffer._streams.streams.flags.cpu().numpy().reshape(-1)[columns["key"] % buffer.capacity]
@@ -80,11 +81,11 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
     for env in range(buffer.num_envs):
         stream = {name: column[env :: buffer.num_envs] for name, column in columns.items()}
         flag = flags[env :: buffer.num_envs]
-        # a row begins an episode after a last observation, and where the stream was broken
+        # an episode begins after a last observation, and where the stream was interrupted
         begins = np.flatnonzero(np.append(True, flag[:-1] & (Flag.DEAD | Flag.CUT) != 0))
         for begin, end in zip(begins, [*begins[1:], len(flag)], strict=True):
             rows = {name: column[begin:end] for name, column in stream.items()}
-            # the last row gives its observation alone
+            # of the last row, only the observation belongs to the episode
             if end - begin > 1:
                 steps = int(end - begin) - 1
                 values = _column(rows, "obs", observed, steps + 1), _column(rows, "action", acted, steps)
@@ -93,7 +94,7 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
 
 
 def _spaces(settings: dict[str, Any]) -> list[Any]:
-    """Those of observations and actions that Minari will find in its settings."""
+    """The observation and action spaces that Minari will find in its settings."""
     env = settings.get("env")
     made = gymnasium.make(env) if isinstance(env, (str, EnvSpec)) else env
     names = "observation_space", "action_space"
@@ -101,7 +102,7 @@ def _spaces(settings: dict[str, Any]) -> list[Any]:
 
 
 def _episode(number: int, rows: dict[str, np.ndarray], observations: Any, actions: Any, steps: int) -> EpisodeBuffer:
-    """An episode of so many steps, with an observation more than there are actions."""
+    """An episode of `steps` steps, with one observation more than actions."""
     truncated = rows["truncated"][:steps].copy()
     truncated[-1] |= not rows["terminated"][steps - 1]
     return EpisodeBuffer(
@@ -116,7 +117,7 @@ def _episode(number: int, rows: dict[str, np.ndarray], observations: Any, action
 
 
 def _column(rows: dict[str, np.ndarray], name: str, space: Any, count: int) -> Any:
-    """The column of this name, or the dict or tuple of those that a composite space has."""
+    """The column of this name, or for a composite space the dict or tuple of its columns."""
     if isinstance(space, spaces.Dict):
         return {key: _column(rows, f"{name}.{key}", part, count) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):

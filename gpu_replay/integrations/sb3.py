@@ -6,8 +6,8 @@
     model = PrioritizedDQN("MlpPolicy", env, n_steps=3, replay_buffer_kwargs={"sampler": Proportional(beta=0.4)})
     rb = SB3ReplayBuffer(10_000, space, actions, device, handle_timeout_termination=False)    # in a loop of CleanRL
 
-`train()` stays that of Stable-Baselines3: the gradient of a loss in which row i has the weight w_i is that of the plain
-loss with row i of the gradient of the network's output multiplied by w_i, and so hooks on the networks weigh it.
+`train()` stays that of Stable-Baselines3. Weighting row i of the loss by w_i is the same as multiplying row i of the
+gradient at the network's output by w_i, so hooks on the networks apply the weights.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from gpu_replay.samplers import Sampler
 class SB3ReplayBuffer(PlainReplayBuffer):
     """A buffer for `replay_buffer_class=`, on the model's device, and for loops of CleanRL; Dict observations included.
 
-    handle_timeout_termination: whether `infos` say which ends are those of a time limit; without it they are not read.
-    sampler:         as that of a ReplayBuffer; only the Prioritized algorithms of this module update priorities.
-    n_steps, gamma:  n-step returns, as those of Stable-Baselines3's `NStepReplayBuffer`; with more than one step every
-                     observation is stored once, and `gamma` is needed: the algorithm's, which a buffer cannot see.
-    seed:            of sampling.
+    handle_timeout_termination: whether `infos` mark the episodes that a time limit ended; False ignores `infos`.
+    sampler:         the sampler of the ReplayBuffer; only the Prioritized algorithms of this module update priorities.
+    n_steps, gamma:  n-step returns, like those of Stable-Baselines3's `NStepReplayBuffer`. With more than one step
+                     each observation is stored once, and `gamma` must be given: a buffer cannot see the algorithm's.
+    seed:            seed of sampling.
 
-    `storage` is the ReplayBuffer, or with more than one step the TrajectoryReplayBuffer, behind it. Raises ValueError
-    for `optimize_memory_usage`, and for several steps without `gamma`.
+    `storage` is the underlying ReplayBuffer, or TrajectoryReplayBuffer for more than one step. Raises ValueError for
+    `optimize_memory_usage`, and for several steps without `gamma`.
     """
 
     pos: int
-    # what `sample` gave last, the target network's values of what follows, (B, A) with DQN, its importance weights
-    # (B, 1), and the TD errors, (B, 1) of each critic, found for it
+    # the last sampled batch; the target network's values of its next observations, (B, A) with DQN; its importance
+    # weights, (B, 1); and its TD errors, (B, 1) for each critic
     drawn: Any
     following: Tensor
     weight: Tensor
@@ -72,7 +72,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         gamma: float | None = None,
         seed: int = 0,
     ) -> None:
-        # not that of the parent, which allocates its arrays
+        # skip the parent's __init__, which allocates its own arrays
         BaseBuffer.__init__(self, max(buffer_size // n_envs, 1), observation_space, action_space, device, n_envs)
         if optimize_memory_usage:
             raise ValueError(
@@ -99,7 +99,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         else:
             settings |= {"n_step": n_steps, "gamma": gamma, "autoreset": "same_step"}
             self.storage = TrajectoryReplayBuffer(self.buffer_size * n_envs, n_envs, fields, **settings)
-        # the observations that must come next, by name, and those environments whose episode goes on
+        # the observations that the next step must start from, by name, and the environments whose episode continues
         self._next_obs: dict[str, np.ndarray] = {}
         self._goes_on = np.zeros(n_envs, bool)
         self._forget_drawn()
@@ -113,9 +113,9 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         done: np.ndarray,
         infos: list[dict[str, Any]],
     ) -> None:
-        """Store one step of all environments; `next_obs` of those that are done is their last observation.
+        """Store one step of all environments; where an episode is done, `next_obs` is its last observation.
 
-        Raises TypeError for `infos` of a vector environment of Gymnasium where those of each environment are needed.
+        Raises TypeError if a list of `infos` is needed and Gymnasium's single dictionary is given.
         """
         ended = np.asarray(done, bool)
         truncated = ended & self._timed_out(infos)
@@ -136,7 +136,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self.pos = (self.pos + 1) % self.buffer_size
 
     def _timed_out(self, infos: Any) -> np.ndarray:
-        """(n_envs,) bool, in which environments a time limit was met."""
+        """(n_envs,) bool, in which environments a time limit ended the episode."""
         if not self.handle_timeout_termination:
             return np.zeros(self.n_envs, bool)
         if isinstance(infos, Mapping):
@@ -155,9 +155,9 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self._forget_drawn()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> ReplayBufferSamples | DictReplayBufferSamples:
-        """Sample `batch_size` transitions, normalized by `env`; `dones` leaves out those that a time limit ended.
+        """Sample `batch_size` transitions, normalized by `env`; `dones` is 0 where a time limit ended the episode.
 
-        The sum of several rewards is divided as each of them would be, and not clipped.
+        Sums of several rewards are scaled like single ones, but not clipped.
         """
         self.feed_back()
         batch = self.storage.sample(batch_size)
@@ -166,7 +166,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         if env is not None and self.n_steps == 1:
             reward = self._to_device(env.normalize_reward(reward.cpu().numpy()))
         elif env is not None and env.norm_reward:
-            # `clip_reward` is for single steps, not for their sum
+            # `clip_reward` is meant for single rewards, not for their sum
             reward = reward / float(np.sqrt(env.ret_rms.var + env.epsilon))
         discount = batch.discount[:, None] if self.n_steps > 1 else None
         kind = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
@@ -175,7 +175,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         return samples
 
     def feed_back(self) -> None:
-        """Give the transitions sampled last the mean of the TD errors in `errors` as their priority."""
+        """Set the priorities of the last sampled transitions to the mean of the TD errors in `errors`."""
         if self.errors:
             self.storage.update_priorities(self._keys, torch.cat(self.errors, 1).abs().mean(1))
             self.errors.clear()
@@ -185,7 +185,7 @@ class SB3ReplayBuffer(PlainReplayBuffer):
         self.following = self.weight = self._keys = torch.empty(0)
 
     def _named(self, obs: Any) -> dict[str, np.ndarray]:
-        """Observations by the names of their fields, with the axes that Stable-Baselines3 gives them."""
+        """Observations by field name, with the axes that Stable-Baselines3 gives them."""
         shapes = {name: (self.n_envs, *field.shape) for name, field in self.storage.fields.items()}
         return {name: value.reshape(shapes[name]) for name, value in _by_field(obs).items()}
 
@@ -205,15 +205,15 @@ class SB3ReplayBuffer(PlainReplayBuffer):
 
 
 def _by_field(parts: Any) -> dict[str, Any]:
-    """What belongs to observations, or to the parts of a dictionary of them, by the names of the fields."""
+    """The values of an observation, or of the parts of a dictionary observation, by field name."""
     return {f"obs.{name}": part for name, part in parts.items()} if isinstance(parts, dict) else {"obs": parts}
 
 
 class _Prioritized(OffPolicyAlgorithm):
-    """Losses weighed by importance, and TD errors fed back as priorities; `replay_buffer_kwargs` may have `sampler`.
+    """Importance-weighted losses, and TD errors fed back as priorities; `replay_buffer_kwargs` may have `sampler`.
 
-    The buffer's `n_steps`, `gamma` and `seed` are those of the algorithm; ValueError where `replay_buffer_kwargs` say
-    otherwise. Without an `n_steps` of its own the algorithm takes that of `replay_buffer_kwargs`.
+    The buffer takes `n_steps`, `gamma` and `seed` from the algorithm; different values in `replay_buffer_kwargs` are a
+    ValueError. An algorithm without `n_steps` of its own takes it from `replay_buffer_kwargs`.
     """
 
     replay_buffer: Any
@@ -234,16 +234,16 @@ class _Prioritized(OffPolicyAlgorithm):
         self.replay_buffer_kwargs = {"sampler": Proportional(), **given, **self._own_settings()}
         self.n_steps = self.replay_buffer_kwargs.get("n_steps", 1)
         with warnings.catch_warnings():
-            # it says so of every buffer class but its own
+            # Stable-Baselines3 warns about every buffer class except its own
             warnings.filterwarnings("ignore", "`n_steps=.*is ignored", UserWarning)
             super()._setup_model()
-        # a model that is loaded with another gamma makes its buffer anew
+        # a model loaded with another gamma makes a new buffer
         self.replay_buffer_kwargs = given
 
         def weigh(_module: object, args: tuple[Any, ...], output: Any) -> None:
             drawn, weight = self.replay_buffer.drawn, self.replay_buffer.weight
             values = output if isinstance(output, tuple) else (output,)
-            # in the loss alone: not where an actor asks for the values of its own actions
+            # only in the critics' loss, not where an actor asks for the values of its own actions
             if drawn is None or not all(map(is_, args, (drawn.observations, drawn.actions))):
                 return
             if values[0].requires_grad:
@@ -254,7 +254,7 @@ class _Prioritized(OffPolicyAlgorithm):
         getattr(self, self._compared).register_forward_hook(weigh)
 
     def _own_settings(self) -> dict[str, Any]:
-        """What the buffer takes from the algorithm, where that was told."""
+        """The settings that the buffer takes from the algorithm, if they were given."""
         own = {"gamma": self.gamma, "n_steps": None if self.n_steps == 1 else self.n_steps, "seed": self.seed}
         told = {name: value for name, value in own.items() if value is not None}
         for name, value in told.items():
@@ -268,10 +268,10 @@ class _Prioritized(OffPolicyAlgorithm):
 
     @abstractmethod
     def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:
-        """Put the TD errors of these values into `errors` of the buffer, now or when their gradients are known."""
+        """Put the TD errors of these values into the buffer's `errors`, now or once their gradients are known."""
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
-        """That of the algorithm without priorities; the hooks do the rest."""
+        """Run the plain algorithm's `train`; hooks add weights and priorities."""
         super().train(gradient_steps, batch_size)
         self.replay_buffer.feed_back()
 
@@ -290,7 +290,7 @@ class PrioritizedDQN(_Prioritized, DQN):
         self.q_net_target.register_forward_hook(keep)
 
     def _note(self, drawn: Any, values: tuple[Tensor, ...]) -> None:
-        # the loss evaluates its target first; not from the gradient, since that of the Huber loss ends at 1
+        # the loss evaluates its target first. The gradient would not do: that of the Huber loss is clipped at 1
         best = self.replay_buffer.following.max(1, keepdim=True).values
         discount = self.gamma if drawn.discounts is None else drawn.discounts
         target = drawn.rewards + (1 - drawn.dones) * discount * best
@@ -298,7 +298,7 @@ class PrioritizedDQN(_Prioritized, DQN):
 
 
 class _PrioritizedCritics(_Prioritized):
-    """Of an algorithm whose critics have squared losses: their gradient is the TD error times `_slope` / B."""
+    """An algorithm whose critics have squared losses: the gradient is the TD error times `_slope` / B."""
 
     _compared = "critic"
     _slope: float

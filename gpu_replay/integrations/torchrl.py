@@ -1,4 +1,4 @@
-"""TorchRL: a buffer with the calls of its TensorDictReplayBuffer, prioritized or not; needs tensordict alone.
+"""TorchRL: a buffer with the methods of its TensorDictReplayBuffer, prioritized or not; needs only tensordict.
 
 from gpu_replay.integrations.torchrl import TensorDictReplayBuffer
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from gpu_replay import Batch, CheckpointError, Field, ReplayBuffer, Uniform
 from gpu_replay.samplers import Sampler
 
-# what `sample` puts beside the fields, and what a loss left: not stored again when a sample is added
+# entries that `sample` adds to the fields, and that a loss writes: not stored when a sample is added again
 _ADDED = ("index", "priority_weight")
 
 
@@ -33,15 +33,15 @@ class TensorDictReplayBuffer:
 
     capacity:     rows, from 1 to 2**31 - 1.
     sampler:      Uniform, Proportional, RankBased, Latest or Combined.
-    batch_size:   of `sample()` without one.
-    priority_key: where TD errors are found, in `extend` and in `update_tensordict_priority`; it is not stored. That of
-                  a nested entry is a tuple.
-    device:       "cuda" when there is one, else "cpu"; samples are there.
-    seed:         of sampling.
+    batch_size:   default of `sample()`.
+    priority_key: entry that holds TD errors in `extend` and `update_tensordict_priority`; it is not stored. A nested
+                  entry is named by a tuple.
+    device:       where rows are stored and samples are returned; by default "cuda" if available, else "cpu".
+    seed:         seed of sampling.
 
-    Its fields are those of the first TensorDict; `buffer` is then the ReplayBuffer behind it, and None before; there
-    ("next", "reward") is `next.reward`, and a dot inside of a name is written %2E. "index" holds keys: they count rows
-    and are never used again, so that a late priority cannot meet another row. Iteration gives samples without an end.
+    The first TensorDict defines the fields. From then on `buffer` is the underlying ReplayBuffer; before, it is None.
+    Its field for ("next", "reward") is `next.reward`, and a dot inside a name is written %2E. "index" holds keys, which
+    count rows and are never reused, so a late priority cannot reach another row. Iteration yields samples endlessly.
     Raises ValueError for a `priority_key` with a dot.
     """
 
@@ -68,8 +68,8 @@ class TensorDictReplayBuffer:
         """Store all rows of a TensorDict of any batch size; returns their keys, (rows,) int64.
 
         Rows with a `priority_key` enter with that priority. Raises TypeError for anything but a TensorDict of tensors,
-        KeyError where "a.b" stands beside ("a", "b"), and as `ReplayBuffer.add` for other names, shapes or dtypes than
-        those of the first one.
+        KeyError if it has both "a.b" and ("a", "b"), and what `ReplayBuffer.add` raises for names, shapes or dtypes
+        that differ from the first TensorDict's.
         """
         if not isinstance(data, TensorDictBase):
             raise TypeError(f"extend needs a TensorDict; found {type(data).__name__}.")
@@ -95,7 +95,7 @@ class TensorDictReplayBuffer:
             fields = {name: Field(tuple(value.shape[1:]), value.dtype) for name, value in values.items()}
             buffer = ReplayBuffer(self._capacity, fields, **self._settings)
         keys = buffer.add(**values, priority=None if priority is None else _of_rows(priority))
-        # rows that were refused do not say what the fields are
+        # rows that were refused must not define the fields
         self.buffer = buffer
         return keys
 
@@ -106,7 +106,7 @@ class TensorDictReplayBuffer:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Sample a TensorDict of `batch_size` rows, with "index" and "priority_weight"; with `return_info` also a dict.
 
-        Raises RuntimeError while the buffer is empty, ValueError where neither call nor buffer has a batch size.
+        Raises RuntimeError while the buffer is empty, ValueError if neither the call nor the buffer has a batch size.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
@@ -117,15 +117,15 @@ class TensorDictReplayBuffer:
         return (found, info) if return_info else found
 
     def __iter__(self) -> Iterator[Any]:
-        """Samples of `batch_size` rows, without an end."""
+        """Yield samples of `batch_size` rows, endlessly."""
         while True:
             yield self.sample()
 
     def __getitem__(self, index: Any) -> Any:
-        """Stored rows as a TensorDict with their "index"; one row without a batch dimension for one key.
+        """Stored rows as a TensorDict with their "index"; a single key gives one row without a batch dimension.
 
-        index: a key or several, as "index" has them; a slice of all rows, oldest first; or the name of an entry, of
-               which all rows are given.
+        index: one key or several, as in "index"; a slice of all rows, oldest first; or the name of an entry, for that
+               entry of all rows.
 
         Raises KeyError for a key that is not stored, RuntimeError while the buffer is empty.
         """
@@ -137,20 +137,20 @@ class TensorDictReplayBuffer:
         return found if isinstance(index, slice) or np.ndim(index) else found[0]
 
     def _filled(self, call: str) -> ReplayBuffer:
-        """The buffer, or RuntimeError while there is none."""
+        """The buffer. Raises RuntimeError before the first row is stored."""
         if self.buffer is None:
             raise RuntimeError(f"{call}: the buffer holds no rows. Add more first.")
         return self.buffer
 
     def _rows(self, batch: Batch, info: dict[str, Tensor]) -> Any:
-        """The fields of a batch under the names that they came with, beside `info`."""
+        """The fields of a batch under their original names, together with `info`."""
         found = TensorDict(info, batch_size=[len(batch)], device=batch.key.device)
         for name in self._filled("rows").fields:
             found.set(tuple(map(unquote, name.split("."))), batch[name])
         return found
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Give the rows of a sample the TD errors that a loss wrote into it as priorities."""
+        """Set the priorities of a sample's rows to the TD errors that a loss wrote into it."""
         rows = data.reshape(-1)
         missing = [name for name in ("index", self.priority_key) if rows.get(name, None) is None]
         if missing:
@@ -158,9 +158,10 @@ class TensorDictReplayBuffer:
         self.update_priority(rows["index"], rows[self.priority_key])
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give the rows with these keys new priorities, (rows,) or with further dimensions, of which the largest.
+        """Set the priorities of the rows with these keys.
 
-        Both are tensors, arrays, lists, or one number each.
+        index:    the keys, as a tensor, an array, a list or one number.
+        priority: one value per row; if a row has several, the largest magnitude counts.
         """
         if self.buffer is not None:
             self.buffer.update_priorities(index, _of_rows(priority))
@@ -178,14 +179,14 @@ class TensorDictReplayBuffer:
         return f"{type(self).__name__}({held}, batch_size={self.batch_size}, priority_key={self.priority_key!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as copies in memory, as `ReplayBuffer.state_dict`; empty before the first row."""
+        """Copies of the whole state in memory, as `ReplayBuffer.state_dict`; empty before the first row."""
         return {} if self.buffer is None else self.buffer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have returned.
+        """Restore a state: the next `sample` returns what the saved buffer's next one would have returned.
 
-        Raises ValueError where it has another capacity or sampler, or other fields than the rows that are here;
-        TypeError or KeyError for what is no such state. Nothing is changed then.
+        Raises ValueError if capacity, sampler or fields differ from this buffer's, TypeError or KeyError if `state` is
+        not from `state_dict`. Nothing is changed then.
         """
         if not isinstance(state, Mapping) or (state and "settings" not in state):
             raise TypeError(f"load_state_dict needs what state_dict() of a {type(self).__name__} returned.")
@@ -199,11 +200,11 @@ class TensorDictReplayBuffer:
         self.buffer = buffer
 
     def dumps(self, path: str | Path) -> None:
-        """Write everything into a folder, which `loads` reads; see `ReplayBuffer.save`."""
+        """Write the whole state to a folder, which `loads` reads; see `ReplayBuffer.save`."""
         self._filled("dumps").save(path)
 
     def loads(self, path: str | Path) -> None:
-        """Take over what `dumps` wrote; CheckpointError where that is damaged or of another capacity or sampler."""
+        """Load what `dumps` wrote. Raises CheckpointError if it is damaged or of another capacity or sampler."""
         loaded = ReplayBuffer.load(path, device=self._settings["device"])
         for name, wanted in (("capacity", self._capacity), ("sampler", self._settings["sampler"])):
             found = getattr(loaded, name)
@@ -213,11 +214,11 @@ class TensorDictReplayBuffer:
 
 
 def _field(parts: tuple[str, ...]) -> str:
-    """The name of a field for that of an entry, from which `unquote` makes each part again."""
+    """The field name of an entry; `unquote` gives back each part."""
     return ".".join(part.replace("%", "%25").replace(".", "%2E") for part in parts)
 
 
 def _of_rows(priority: Any) -> Tensor:
-    """One number a row: the largest magnitude of those that a row has."""
+    """One number per row: the largest magnitude in the row."""
     found = torch.as_tensor(priority).detach().abs()
     return found.flatten(1).amax(1) if found.dim() > 1 else found.reshape(-1)

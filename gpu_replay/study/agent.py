@@ -1,4 +1,4 @@
-"""Deep Q-learning on batches of NumPy arrays: an update of the network from a batch, and how the agent explores."""
+"""Deep Q-learning on batches of NumPy arrays: the network's update from a batch, and epsilon-greedy exploration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_replay.study.settings import AgentSettings
 class Agent:
     """The online network, its target copy and their optimiser.
 
-    inputs, actions: numbers of the network's inputs and outputs.
+    inputs, actions: number of the network's inputs and of its outputs.
     """
 
     def __init__(self, settings: AgentSettings, inputs: int, actions: int, seed: int) -> None:
@@ -38,7 +38,7 @@ class Agent:
         self._rows: NDArray[np.int64] = np.arange(rows) * actions
 
     def act(self, inputs: Floats) -> int:
-        """The action of the largest value, the first among equals."""
+        """The action with the largest value; the first one if several are equal."""
         np.multiply(inputs, self._scale, out=self._one.inputs[0])
         return int(self._one.run().argmax())
 
@@ -89,9 +89,9 @@ def smooth_l1(errors: Floats) -> Floats:
 class Explorer:
     """Epsilon-greedy exploration: random actions, repeated with probability `persistence`.
 
-    The share of random actions is `epsilon`, whatever that probability is. Independent random actions cancel where
-    something must swing: of 60 episodes of MountainCar-v0 with random actions none reached the flag, and 6 did when
-    each was repeated with probability 0.95. The tutorial's agent does not repeat them.
+    The share of random actions is `epsilon`, whatever the persistence. Where a system must be made to swing,
+    independent random actions cancel out: of 60 random episodes of MountainCar-v0 none reached the flag, and 6 did
+    when each action was repeated with probability 0.95. The tutorial's agent does not repeat actions.
 
     Dabney et al. 2021, "Temporally-Extended Epsilon-Greedy Exploration", with a geometric duration.
     """
@@ -108,7 +108,7 @@ class Explorer:
         if self._repeated is not None and chance() < self._persistence:
             return self._repeated
         self._repeated = None
-        # beginning with this probability makes exploring steps a share `epsilon` of all
+        # exploration begins with the probability that makes a share `epsilon` of all steps exploring ones
         begin = epsilon * (1 - self._persistence) / (1 - epsilon * self._persistence)
         if chance() >= begin:
             return None

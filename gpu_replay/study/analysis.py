@@ -1,7 +1,7 @@
 """Estimates from the runs: final returns, means over the batches of a run, and their rank correlations.
 
-One run is one point. The outcome is the mean return of its last episodes; what might explain it are means over all
-batches that it learned from. Every interval is a percentile bootstrap.
+One run is one point. The outcome is the mean return of its last episodes; the predictors are means over all batches
+that it learned from. Every interval is a percentile bootstrap.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 LAST = 100
 RESAMPLES = 2000
 SEED = 20160225
-# the correlation must be defined in so many of the resamples for an interval: the others are not a random choice
+# an interval needs a correlation defined in this share of the resamples: those without one are not a random choice
 FEWEST_DEFINED = 0.95
-# fewer runs than this off the most common return, where most runs have that return, make ranks meaningless
+# if most runs end with the same return and fewer than this many with another one, ranks are meaningless
 FEWEST_DIFFERENT = 3
 # states of two components: their correlation is 1 or -1, whatever the states are
 TWO_COMPONENTS = ("MountainCar-v0",)
@@ -45,7 +45,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval; `low` and `high` are NaN where there is none."""
+    """A number with its 95% interval; `low` and `high` are NaN if it has no interval."""
 
     value: float = float("nan")
     low: float = float("nan")
@@ -68,7 +68,7 @@ class Correlation:
 
     place:             environment, or None for all of them by ranks within each.
     overall:           over runs, resampling runs within their environment.
-    without_hindsight: the same without hindsight, whose TD errors belong to another task; None where there is none.
+    without_hindsight: the same without hindsight, whose TD errors belong to another task; None if not applicable.
     between:           over the means of the methods, resampling the seeds within each method.
     between_p:         exact p-value of `between`, over all orders of the methods; NaN for the pool.
     why_not:           why the correlation is undefined, "" where it is defined.
@@ -85,10 +85,10 @@ class Correlation:
 
 
 def summarize(episodes: DataFrame) -> DataFrame:
-    """A line for each run: its environment, method and seed, its outcome, and what might explain it.
+    """One row per run: its environment, method and seed, its outcome, and the predictors.
 
-    final: the mean return of its last 100 episodes (of all, where there are fewer); the other columns, `AVERAGED`, are
-    means weighted by updates, NaN for a run without any.
+    final: the mean return of its last 100 episodes, or of all if there are fewer. The columns `AVERAGED` are means
+    weighted by updates, NaN for a run without updates.
     """
     keys = [episodes[name] for name in KEYS]
     updates = episodes["updates"]
@@ -105,10 +105,10 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def pooled_spearman(pairs: Sequence[tuple[Floats, ...]]) -> Floats:
-    """Correlation of ranks made within each group and then put together.
+    """Pearson correlation of ranks that are computed within each group and then pooled.
 
-    pairs:   for each group x and y, (..., n) each; leading axes are shared, n may differ from group to group.
-    returns: (...) float64, NaN where all is constant. One group gives Spearman's correlation.
+    pairs:   x and y of each group, (..., n) each; leading axes are shared, n may differ between groups.
+    returns: (...) float64, NaN where all values are constant. One group gives Spearman's correlation.
     """
     from scipy import stats
 
@@ -122,7 +122,7 @@ def method_share(points: DataFrame) -> tuple[float, float]:
     """How much of the variance of the ranks of the final returns lies between the methods, and its p-value.
 
     returns: eta squared of the ranks (the statistic of Kruskal and Wallis over n - 1), and the share of random
-             permutations with as much; NaN, NaN where the returns are constant, or for one method or one run in each.
+             permutations that reach it. Both are NaN for constant returns, one method, or one run per method.
     """
     methods = points["method"].to_numpy()
     names = np.unique(methods)
@@ -154,7 +154,7 @@ def correlations(points: DataFrame) -> list[Correlation]:
 def difference(points: DataFrame, first: str, second: str) -> Estimate:
     """|correlation| of `first` with the final return minus that of `second`, on the same runs.
 
-    Over all environments in which both are defined; NaN where there is none.
+    Over all environments in which both correlations are defined; NaN if there is none.
     """
     everywhere = _by("environment", points).values()
     groups = [group for group in everywhere if not (_undefined(group, first) or _undefined(group, second))]
@@ -186,7 +186,7 @@ def _over_runs(groups: list[DataFrame], predictor: str) -> Estimate:
 
 
 def _over_methods(groups: list[DataFrame], predictor: str) -> Estimate:
-    """Over the means of the methods; an interval where every method has two seeds at least."""
+    """The correlation over the means of the methods, with an interval if every method has at least two seeds."""
     tables = [[_pair(group, predictor) for group in _by("method", each).values()] for each in groups]
     tables = [table for table in tables if len(table) > 1]
 
@@ -218,7 +218,7 @@ def _bootstrap(sizes: Sequence[int], statistic: Callable[..., Floats]) -> Estima
     """The percentile interval of a statistic of groups that are resampled independently.
 
     sizes:     rows of each group.
-    statistic: (..., n) row indices of each group -> (...); NaN where it is undefined.
+    statistic: (..., n) row indices of each group -> (...), NaN where undefined.
     """
     value = float(statistic(*map(np.arange, sizes))) if sizes else float("nan")
     if np.isnan(value) or min(sizes) < 2:
@@ -232,7 +232,7 @@ def _bootstrap(sizes: Sequence[int], statistic: Callable[..., Floats]) -> Estima
 
 
 def _centred_ranks(values: Floats) -> Floats:
-    """Ranks along the last axis, shifted and scaled into (-1/2, 1/2): groups of different sizes are comparable."""
+    """Ranks along the last axis, scaled to (-1/2, 1/2) so that groups of different sizes are comparable."""
     from scipy import stats
 
     n = values.shape[-1]
@@ -253,7 +253,7 @@ def _by(name: str, points: DataFrame) -> dict[str, DataFrame]:
 
 
 def _undefined(group: DataFrame, predictor: str) -> str:
-    """Why these runs have no correlation with the predictor, "" where they have one."""
+    """Why these runs have no correlation with the predictor, or "" if they have one."""
     if predictor == PAIRS and group["environment"].isin(TWO_COMPONENTS).any():
         return "its states have two components, whose correlation is always 1 or -1"
     x, y = _pair(group, predictor)

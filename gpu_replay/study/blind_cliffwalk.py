@@ -1,8 +1,8 @@
-"""The Blind Cliffwalk of the prioritized-replay paper, and the ways to choose its next transition that are compared.
+"""The Blind Cliffwalk of the prioritized-replay paper, and the compared ways to choose the next transition.
 
-Each of n states has a right and a wrong action. The wrong one ends the episode with 0, the right one leads to the next
-state, the last right one ends the episode with 1. All 2**n sequences of actions are in the memory, so that there is one
-reward in 2**(n + 1) - 2 transitions.
+Each of n states has a right and a wrong action. The wrong one ends the episode with reward 0, the right one leads to
+the next state, and the right one in the last state ends the episode with reward 1. The memory holds all 2**n sequences
+of actions: one reward in 2**(n + 1) - 2 transitions.
 
 Schaul et al. 2016, "Prioritized Experience Replay", section 3.1 and appendix B.1.
 """
@@ -26,7 +26,7 @@ from gpu_replay.samplers import Sampler
 STEP_SIZE = 0.25
 INITIAL_SPREAD = 0.1
 CONVERGED = 1e-3
-# uniform samples do not depend on what is learned, so they are taken in blocks
+# uniform samples do not depend on learning, so they are taken in blocks
 BLOCK = 16384
 PRIORITIZED: dict[str, Sampler] = {"proportional": Proportional(), "rank": RankBased()}
 FIELDS = {
@@ -37,7 +37,7 @@ FIELDS = {
 }
 Memory = dict[str, NDArray[np.generic]]
 Step = tuple[Any, ...]
-# yields one transition after another, and is sent the TD error of each
+# a generator that yields one transition at a time and receives its TD error
 Choice = Generator[Step, float, None]
 
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def right_action(state: int) -> int:
-    """The action that leads on; it alternates, so that nothing learned about an action transfers to the next state."""
+    """The right action of a state. It alternates, so that nothing learned transfers to the next state."""
     return state % 2
 
 
@@ -68,11 +68,11 @@ def true_values(states: int) -> NDArray[np.float64]:
 
 
 def fill_memory(states: int, random: np.random.Generator) -> Memory:
-    """Every sequence of n actions once, in random order, each until its end: m = 2**(n + 1) - 2 transitions."""
+    """Every sequence of n actions once, in random order, each until it ends: m = 2**(n + 1) - 2 transitions."""
     sequences = random.permutation(2**states)
     choices = (sequences[:, None] >> np.arange(states)) & 1
     right = choices == np.array([right_action(state) for state in range(states)])
-    # a step is taken where all steps before it were right
+    # a step is taken if all steps before it were right
     taken = np.logical_and.accumulate(np.insert(right[:, :-1], 0, True, axis=1), axis=1)
     episode, state = np.nonzero(taken)
     good, last = right[episode, state], state == states - 1
@@ -115,7 +115,7 @@ class QTable:
         return error
 
     def gain(self, state: int, action: int, reward: float, terminated: bool) -> float:
-        """By how much an update would lower the sum of squared errors."""
+        """How much an update would lower the sum of squared errors."""
         before = self.values[state][action] - self._truth[state][action]
         after = before + STEP_SIZE * self.td_error(state, action, reward, terminated)
         return before * before - after * after
@@ -125,11 +125,12 @@ def solve(agent: str, states: int, seed: int, most_updates: int) -> Outcome:
     """Learn from one transition after another until the mean squared error of Q is below 1e-3.
 
     agent: "oracle" takes the transition whose update lowers the error most; "greedy" the one with the largest last
-           |TD error|; "proportional" and "rank" sample by it from a ReplayBuffer; "uniform" samples from one uniformly.
-    seed:  of the memory's order, the initial values and of sampling; agents of one seed share memory and values.
+           |TD error|; "proportional" and "rank" sample from a ReplayBuffer with |TD error| as the priority; "uniform"
+           samples uniformly from a ReplayBuffer.
+    seed:  seeds the memory's order, the initial values and sampling; agents of one seed share memory and values.
 
-    Transitions that were never sampled come first with "greedy", and have the largest priority so far with the two that
-    sample by it. No importance weights: the environment is deterministic, so there is no bias to correct.
+    "greedy" takes transitions that were never sampled first; "proportional" and "rank" give them the largest priority
+    so far. There are no importance weights: the environment is deterministic, so there is no bias to correct.
     """
     random = np.random.default_rng([states, seed])
     memory = fill_memory(states, random)
@@ -144,7 +145,7 @@ def solve(agent: str, states: int, seed: int, most_updates: int) -> Outcome:
 
 
 def _oracle(table: QTable, memory: Memory, agent: str, seed: int) -> Choice:
-    # copies of a transition are the same update
+    # copies of a transition give the same update
     distinct = sorted(set(_steps(memory)))
     while True:
         yield max(distinct, key=lambda step: table.gain(*step))
@@ -180,13 +181,13 @@ def _steps(columns: Memory | Batch) -> list[Step]:
 
 
 def _buffer(memory: Memory, sampler: Sampler, seed: int) -> ReplayBuffer:
-    """On the CPU everywhere: single transitions give a GPU nothing to do."""
+    """A buffer on the CPU, always: single transitions give a GPU nothing to do."""
     buffer = ReplayBuffer(len(memory["state"]), FIELDS, sampler=sampler, device="cpu", seed=seed)
     buffer.add(**memory)
     return buffer
 
 
-# the agents in the order of the tables: by the updates that they should need, fewest first
+# the agents in the order of the tables, by the number of updates they should need
 LEARNERS = {
     "oracle": _oracle,
     "greedy": _greedy,

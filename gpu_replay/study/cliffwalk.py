@@ -1,4 +1,4 @@
-"""The command `gpu-replay study cliffwalk`: the paper's own experiment, from arguments to runs, picture and report."""
+"""The command `gpu-replay study cliffwalk`: the paper's own experiment, from arguments to runs, plot and report."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 def write_cliffwalk(folder: Path, outcomes: Sequence[Outcome], facts: Mapping[str, str]) -> list[Path]:
     """Write cliffwalk.csv, cliffwalk.png and cliffwalk.md, and return their paths.
 
-    facts: what the report should say about the run, name to text.
+    facts: name to text, what the report says about the run.
     """
     import pandas as pd
 
@@ -93,7 +93,7 @@ def write_cliffwalk(folder: Path, outcomes: Sequence[Outcome], facts: Mapping[st
 
 
 def summarize(runs: DataFrame) -> DataFrame:
-    """The quartiles of the updates: a line for each number of states, columns (quartile, agent).
+    """The quartiles of the updates: one row per number of states, columns (quartile, agent).
 
     Runs that did not converge count as infinite.
     """
@@ -110,9 +110,10 @@ def summarize(runs: DataFrame) -> DataFrame:
 
 
 def growth(values: Series) -> tuple[float, bool] | None:
-    """The factor per state of an exponential fitted to n -> value, and whether that describes the values.
+    """The factor per state of an exponential fitted to n -> value, and whether growth is exponential.
 
-    It does when it fits better than a power of n and the factor is at least 1.2. None for fewer than four values.
+    It is if the exponential fits better than a power of n and the factor is at least 1.2. None for fewer than four
+    values.
     """
     from scipy import stats
 
@@ -138,7 +139,7 @@ def _draw(path: Path, cells: DataFrame) -> Path:
     # from top to bottom as the lines end
     for agent in reversed(cells[0.5].columns):
         lower, median, upper = (cells[share][agent] for share in QUARTILES)
-        # an infinite median ends the line, an infinite quartile reaches beyond the picture
+        # an infinite median ends the line, an infinite quartile reaches beyond the plot
         shown = np.isfinite(median)
         high = np.minimum(upper, 10 * median)[shown]
         look: Any = {"color": colours[agent], "marker": "o", "markersize": 3.5, "linewidth": 1.8}

@@ -1,4 +1,4 @@
-"""`gpu-replay study`: from flags to a folder with every figure, the pictures and the report."""
+"""`gpu-replay study`: from flags to a folder with all figures, plots and the report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the study as the flags say; returns the exit code. Raises UserError for what cannot be done."""
+    """Run the study as the flags say; returns the exit code. Raises UserError for bad input."""
     require("gymnasium", "matplotlib", "pandas", "scipy", "tqdm", purpose="gpu-replay study")
     from gpu_replay.console.versions import cpu_cores, cpu_model, versions
     from gpu_replay.study.report import write_report
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(flag: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The named ones, each once and in the order of the tables; all where none is named."""
+    """The given names, each once and in the order of the tables; all known ones if none is given."""
     names = [name for text in given or () for name in text.split(",") if name]
     short = {name.lower().partition("-v")[0]: name for name in known}
     found = {name if name in known else short.get(name.lower(), name) for name in names}

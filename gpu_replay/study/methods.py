@@ -1,9 +1,9 @@
-"""How each method stores transitions and samples a batch of them.
+"""How each method stores transitions and samples batches.
 
-A memory returns batches as NumPy arrays of one form, so that the agent does not know which method it learns with.
-Networks of `hindsight` see the goal beside the observation: `TASKS` are the environments as tasks with goals. With the
-true goal, rewards and terminations are the environment's own (CartPole terminates whatever the goal), so that only the
-goal is new.
+Every memory returns batches in the same form, as NumPy arrays, so the agent does not know which method it learns with.
+With `hindsight` the network also sees a goal: `TASKS` describes the environments as tasks with goals. With the true
+goal, rewards and terminations are the environment's own (CartPole terminates whatever the goal), so only the goal is
+new.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BOUNDS = (2.4, 12 * 2 * np.pi / 360)
 
 @dataclass(frozen=True)
 class GoalTask:
-    """What hindsight needs to know of an environment.
+    """What hindsight needs to know about an environment.
 
     achieved:      (D,) observation -> (G,) goal that it achieves.
-    goal:          the true one.
+    goal:          the true goal.
     reward_fn:     (K, G) achieved after the step, (K, G) desired -> (K,) reward.
-    terminated_fn: the same -> (K,) whether the episode ends there; None where that does not depend on the goal.
+    terminated_fn: the same arguments -> (K,) whether the episode ends there; None if that does not depend on the goal.
     """
 
     achieved: Callable[[Floats], Floats]
@@ -45,17 +45,17 @@ def _near(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 def _balanced(achieved: Tensor, desired: Tensor) -> Tensor:
-    """1 within the bounds of the goal, else 0; the step that leaves the environment's bounds is rewarded as there."""
+    """1 within the bounds of the goal, else 0; the step out of CartPole's own bounds keeps the reward it has there."""
     return (_near(achieved, desired) | ~_near(achieved, torch.zeros_like(desired))).float()
 
 
 def _each_step_costs(achieved: Tensor, desired: Tensor) -> Tensor:
-    """-1 for every step, the last one too, as MountainCar does."""
+    """-1 for every step, including the last one, as in MountainCar."""
     return torch.full((len(achieved),), -1.0)
 
 
 def _height(obs: Floats) -> Floats:
-    """The tip of Acrobot over its axis, -cos(a) - cos(a + b), in lengths of a link; obs: cos a, sin a, cos b, sin b."""
+    """Height of Acrobot's tip above its axis, -cos(a) - cos(a + b), in links; obs: cos a, sin a, cos b, sin b."""
     return np.array([-obs[0] - (obs[0] * obs[2] - obs[1] * obs[3])], dtype=np.float32)
 
 
@@ -79,7 +79,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What the network sees before and after a step, (B, I), and what happened in between, (B,).
+    """A batch: network inputs before and after a step, (B, I), and the transitions between them, (B,).
 
     states:   (B, D) the environment's observations, without goals.
     discount: gamma, or 0 where the episode terminated.
@@ -97,10 +97,10 @@ class Minibatch:
 
 
 class Memory:
-    """Single transitions in a `ReplayBuffer`, or for hindsight episodes with goals in a `TrajectoryReplayBuffer`.
+    """Transitions in a `ReplayBuffer`, or, for hindsight, episodes with goals in a `TrajectoryReplayBuffer`.
 
     size:  components of an observation.
-    width: components of what the network sees.
+    width: components of a network input.
     lag:   stored steps that cannot be sampled yet.
     """
 
@@ -136,7 +136,7 @@ class Memory:
         )
 
     def network_input(self, obs: Floats) -> Floats:
-        """(I,) what the network sees of an observation (D,)."""
+        """The network input (I,) for an observation (D,)."""
         return np.concatenate((obs, self._goal))
 
     def add(
@@ -145,7 +145,7 @@ class Memory:
         """Store one step."""
         step = {"action": np.array([action]), "reward": np.array([reward], dtype=np.float32)}
         if self._task is None:
-            # the observation after a truncation is a real one, and bootstrapped from
+            # the observation after a truncation is real, and the target bootstraps from it
             discount = np.array([0.0 if terminated else self._gamma], dtype=np.float32)
             self._transitions.add(obs=obs[None], next_obs=next_obs[None], discount=discount, **step)
             return
@@ -157,7 +157,7 @@ class Memory:
         self._episodes.add(**step, terminated=np.array([terminated]), truncated=np.array([truncated]))
 
     def sample(self, batch_size: int, progress: float) -> Minibatch:
-        """A batch; `progress` is the share of the run that is over, from 0 to 1."""
+        """Sample a batch; `progress` is the finished share of the run, from 0 to 1."""
         beta = None if self._beta is None else self._beta[0] + (self._beta[1] - self._beta[0]) * progress
         if self._task is None:
             batch = self._transitions.sample(batch_size, beta=beta)

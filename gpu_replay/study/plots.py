@@ -1,4 +1,4 @@
-"""The pictures of the study: curves over episodes in small multiples, and scatter plots with one point per run."""
+"""The plots of the study: curves over episodes in small multiples, and scatter plots with one point per run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STYLE: Any = {**_SPINES, **_GRID, **_TEXT}
 SHADE: Any = {"alpha": 0.18, "linewidth": 0}
 WINDOW = 20
 CURVES = f"trailing mean over {WINDOW} episodes; line: mean over seeds, band: ± one standard error"
-# the ordinary replay, with which the others are compared
+# the baseline method
 BASELINE = "uniform"
-# inches of a picture's title and legend
+# inches that a figure's title and legend need
 LEAST_WIDTH = 8.3
-# narrowest axis of returns
+# smallest range of an axis of returns
 LEAST_SPAN = 4.0
 # values that differ by more than this factor are plotted on a logarithmic axis
 WIDE = 20.0
@@ -38,7 +38,7 @@ FLAT = 0.01
 
 
 def draw_all(folder: Path, episodes: DataFrame, points: DataFrame, found: Sequence[Correlation]) -> list[Path]:
-    """Plot every picture of a study; returns the paths."""
+    """Write every plot of a study; returns the paths."""
     from matplotlib import rc_context
 
     td_errors = {f"td_{name}": f"{name} |TD error|" for name in ("mean", "median", "max", "std")}
@@ -59,8 +59,8 @@ def draw_all(folder: Path, episodes: DataFrame, points: DataFrame, found: Sequen
 def mean_and_error(lines: DataFrame) -> tuple[Series, Series]:
     """Mean and standard error over runs of their trailing means; the error of a single run is 0.
 
-    lines: a line for each episode, a column for each run. The trailing mean is of an episode and the `WINDOW - 1`
-           before it, of all so far at the start; NaN counts as absent.
+    lines: one row per episode, one column per run. A trailing mean covers an episode and up to `WINDOW - 1` before
+           it; NaN counts as absent.
     """
     smooth = lines.rolling(WINDOW, min_periods=1).mean()
     return smooth.mean(axis=1, skipna=False), smooth.sem(axis=1, skipna=False).fillna(0)
@@ -152,7 +152,7 @@ def _names(table: DataFrame, column: str) -> list[str]:
 
 
 def _legend(figure: Figure, methods: Sequence[str], **look: Any) -> None:
-    """One row below the panels, where it covers nothing."""
+    """A legend in one row below the panels, where it covers nothing."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=METHODS[name].name, color=COLOURS[name], **look) for name in methods]
@@ -168,7 +168,7 @@ def _name_if_flat(axes: Axes, values: Floats) -> None:
 
 
 def _log_if_wide(axes: Axes, values: Floats, which: str) -> None:
-    """A logarithmic axis where all values are positive and far apart."""
+    """Make the axis logarithmic if all values are positive and far apart."""
     from matplotlib.ticker import NullFormatter
 
     present = values[~np.isnan(values)]
@@ -178,6 +178,6 @@ def _log_if_wide(axes: Axes, values: Floats, which: str) -> None:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """Limits in which nearly equal returns lie on one line, with whole numbers beside it."""
+    """Limits wide enough that nearly equal returns lie on one line and the ticks are whole numbers."""
     extra = max(0.0, LEAST_SPAN - (high - low)) / 2
     return low - extra, high + extra

@@ -1,4 +1,4 @@
-"""The report of a study: pictures, tables and fixed sentences, all from `episodes.csv` and `settings.json`."""
+"""The report of a study: plots, tables and fixed sentences, all made from `episodes.csv` and `settings.json`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TEMPLATE = Path(__file__).with_name("report.md")
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Read a finished study's folder, write its pictures and `report.md` there, and return what was written.
+    """Read a finished study's folder, write its plots and `report.md` there, and return their paths.
 
-    Raises UserError for files that are missing or damaged.
+    Raises UserError if a file is missing or damaged.
     """
     settings, episodes = read_study(folder)
     points = analysis.summarize(episodes)
@@ -51,12 +51,12 @@ def write_report(folder: Path) -> list[Path]:
         curves=CURVES,
         pictures="\n\n".join(f"![{path.stem}]({path.name})" for path in pictures),
     )
-    # what has nothing to say leaves no gap
+    # an empty section leaves no gap
     return [*pictures, write_text(folder / TEMPLATE.name, re.sub(r"\n{3,}", "\n\n", text))]
 
 
 def interval(found: Estimate | None, digits: int | None = None) -> str:
-    """A value with its interval, "n/a" where it has none."""
+    """A value with its interval, "n/a" if it has none."""
     if found is None or np.isnan(found.value):
         return NOTHING
     value, low, high = (
@@ -128,7 +128,7 @@ def _correlations(found: Sequence[Correlation]) -> str:
 
 
 def _settings(found: dict[str, Any]) -> dict[str, str]:
-    """What the settings put into the template."""
+    """The template's texts about the settings."""
     environments, methods, seeds = found["environments"], found["methods"], found["seeds"]
     kind = "tuned for each environment (`--tuned`)" if found["tuned"] else "those of the tutorial, the default"
     header = (

@@ -1,7 +1,7 @@
-"""The folder of a study: a CSV file for each finished run, all of them as one table, and the settings beside them.
+"""The folder of a study: a CSV file for each finished run, all of them as one table, and the settings.
 
-A run's file is there whole or not at all, so that an interrupted study continues from what it finds. A folder belongs
-to the settings it was begun with: figures of two agents never stand in one table.
+A run's file is written atomically, so that an interrupted study continues with the missing ones. A folder belongs to
+the settings it was begun with, so no table mixes two agents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EPISODES, SETTINGS, PARTS = "episodes.csv", "settings.json", "runs"
 # settings that may differ between the commands that work on one study
 _MAY_DIFFER = frozenset({"versions", "cpu", "jobs", "wall_seconds", "notes"})
-# packages whose versions decide the results
+# packages whose versions influence the results
 _VERSIONS = ("gpu_replay", "torch", "numpy", "gymnasium")
 
 
@@ -35,15 +35,15 @@ class StudyFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the table of all runs is there."""
+        """Whether the table of all runs exists."""
         return _table(self.path).exists()
 
     def claim(self, described: dict[str, Any]) -> float:
-        """Make the folder that of these settings; returns the seconds that were worked on it before.
+        """Reserve the folder for these settings; returns the seconds already spent on the study.
 
-        Raises UserError when it holds a study with others, or an unfinished one made with other versions.
+        Raises UserError if it holds a study with other settings, or an unfinished one made with other versions.
         """
-        # as they come back from the file
+        # compare the settings as JSON returns them
         described, found = json.loads(json.dumps(described)), {}
         if (self.path / SETTINGS).exists():
             found = read_settings(self.path)
@@ -60,7 +60,7 @@ class StudyFolder:
         return seconds
 
     def _decisive(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """What decides the figures; the versions of packages no longer do once all runs are made."""
+        """The settings that decide the figures; versions of packages do not count once all runs are finished."""
         versions = {} if self.complete else {name: settings.get("versions", {}).get(name) for name in _VERSIONS}
         return versions | {name: value for name, value in settings.items() if name not in _MAY_DIFFER}
 
@@ -72,11 +72,11 @@ class StudyFolder:
         self._write(SETTINGS, json.dumps(described, indent=2) + "\n")
 
     def finished(self, runs: Iterable[RunId]) -> set[RunId]:
-        """Those of the runs whose file is there."""
+        """The runs whose file exists."""
         return {run for run in runs if self._part(run).exists()}
 
     def keep(self, run: RunId, episodes: Sequence[Mapping[str, Any]]) -> None:
-        """Write the file of a finished run, with ten digits: more than a float32 has."""
+        """Write the file of a finished run with ten digits, more than a float32 has."""
         import pandas as pd
 
         table = pd.DataFrame(episodes, columns=COLUMNS)
@@ -105,7 +105,7 @@ class StudyFolder:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read settings.json. Raises UserError where it is missing or not that of a study."""
+    """Read settings.json. Raises UserError if it is missing or not the settings of a study."""
     path = folder / SETTINGS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -117,9 +117,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_study(folder: Path) -> tuple[dict[str, Any], DataFrame]:
-    """Read settings.json and episodes.csv, or episodes.csv.gz. Raises UserError where one is missing or damaged.
+    """Read settings.json and episodes.csv, or episodes.csv.gz. Raises UserError if one is missing or damaged.
 
-    returns: the settings, and the table: `KEYS` as categories in the order of the tables, numbers in all other columns,
+    returns: the settings, and the table: `KEYS` as categories in the order of the report, numbers in all other columns,
              NaN where nothing was measured.
     """
     import pandas as pd

@@ -1,4 +1,4 @@
-"""One run of the study: a method on an environment with a seed, episode by episode, with what was measured."""
+"""One run of the study: train one method on one environment with one seed, and record each episode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpu_replay.study.methods import Floats, Memory, Minibatch
 from gpu_replay.study.settings import CORRELATED, AgentSettings
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
-# columns of episodes.csv, explained at `make_run`: which run, and means over the updates of an episode
+# columns of episodes.csv, explained at `make_run`: those that name the run, and means over an episode's updates
 KEYS = ("environment", "method", "seed")
 MEASURED = ("td_mean", "td_median", "td_max", "td_std", "correlated_pairs", "q_mean", "q_max", "loss")
 COLUMNS = (*KEYS, "episode", "steps", "duration", "return", *MEASURED, "epsilon", "updates", "seconds")
 
 
 class RunId(NamedTuple):
-    """Which run; equal ids and settings give equal episodes."""
+    """The name of a run; equal ids and settings give equal episodes."""
 
     environment: str
     method: str
@@ -48,21 +48,21 @@ def measured(updates: list[tuple[Minibatch, Floats, Floats]]) -> dict[str, Any]:
 
 
 def make_run(run: RunId, settings: AgentSettings) -> list[dict[str, Any]]:
-    """Train for the settings' number of episodes; returns a line of episodes.csv for each of them.
+    """Train for the settings' number of episodes; returns one row of episodes.csv for each.
 
     steps:            environment steps of the run so far.
     duration:         steps of the episode.
     return:           the sum of the environment's rewards.
-    td_mean, td_median, td_max, td_std: of the absolute TD errors of a batch, means over the episode's updates.
-    correlated_pairs: of the states of a batch, mean over the episode's updates.
+    td_mean, td_median, td_max, td_std: statistics of a batch's absolute TD errors, means over the episode's updates.
+    correlated_pairs: correlated pairs among a batch's states, mean over the episode's updates.
     q_mean, q_max:    mean and largest of a batch's best values, max over actions of Q; means over the updates.
     loss:             mean over the updates.
     epsilon:          share of random actions at the end of the episode.
-    updates:          of the episode; without any, what is measured of them is None.
-    seconds:          of the run so far.
+    updates:          updates in the episode; if there are none, the columns about them are None.
+    seconds:          duration of the run so far.
 
-    Everything random follows from the seed of the run: the environment's starts, the network's first values, random
-    actions and sampling. Methods with the same seed share the first three.
+    The seed of the run decides all randomness: the environment's starts, the initial weights, random actions and
+    sampling. Methods with the same seed share the first three.
     """
     import gymnasium
 
@@ -72,7 +72,7 @@ def make_run(run: RunId, settings: AgentSettings) -> list[dict[str, Any]]:
     memory = Memory(run.method, settings, run.environment, size, stream_seed(run.seed, "replay"))
     agent = Agent(settings, memory.width, actions, stream_seed(run.seed, "network"))
     explorer = Explorer(actions, settings.persistence, stream_seed(run.seed, "actions"))
-    # some environments take seeds of 32 bits only
+    # some environments accept only 32-bit seeds
     first = stream_seed(run.seed, "training") % 2**31
     first_update = max(settings.first_update, settings.batch_size) + memory.lag
     steps, episodes = 0, []

@@ -1,9 +1,9 @@
-"""What is compared and with which settings: the tutorial's, and tuned ones that let every environment be solved.
+"""The compared methods, and the settings: the tutorial's, and tuned ones that can solve every environment.
 
 The default agent is that of the tutorial from which the project descends (one hidden layer of 128, discount 0.8,
 epsilon down to 0.05 within 1,000 steps, target network copied at each episode's end), so that its comparison can be
 repeated; `TUTORIAL_NOTES` lists where those settings are known to be poor. `TUNED` starts from the settings of DQN in
-RL Baselines3 Zoo; what it reaches was measured with uniform replay in one run for each seed that is named.
+RL Baselines3 Zoo; the returns noted there were measured with uniform replay, one run per seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CORRELATED = 0.8
 class Method:
     """One of the compared methods.
 
-    label:     what it is; the part before a colon is its name in tables and pictures.
+    label:     a short description; the part before a colon is its name in tables and plots.
     beta:      exponent of the importance weights at the start and the end of a run; None for the sampler's own.
     relabeled: share of a batch that hindsight relabels, in a TrajectoryReplayBuffer; 0 for a ReplayBuffer.
     """
@@ -38,7 +38,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """For tables and pictures."""
+        """The name in tables and plots."""
         return self.label.partition(":")[0]
 
     def described(self) -> dict[str, Any]:
@@ -68,13 +68,13 @@ class AgentSettings:
 
     episodes:       of one run.
     hidden:         widths of the hidden layers, ReLU between them.
-    scale:          what each component of an observation is multiplied by before the network sees it; None for as is.
+    scale:          factor of each component of an observation in the network's input; None leaves observations as is.
     gamma:          discount of one step.
     learning_rate:  Adam's step size.
     memory:         capacity of the buffer in transitions.
     batch_size:     transitions of one update.
     first_update:   transitions stored before the first update, at least `batch_size`.
-    epsilon_start, epsilon_end, epsilon_steps: share of random actions, decreasing linearly over so many steps.
+    epsilon_start, epsilon_end, epsilon_steps: share of random actions, decreasing linearly over that many steps.
     persistence:    probability that a random action is repeated in the next step.
     train_every:    environment steps between updates.
     updates:        updates at each of those steps.
@@ -158,7 +158,7 @@ TUTORIAL_NOTES = (
 
 
 def agents(environments: Sequence[str], *, tuned: bool, episodes: int | None = None) -> dict[str, AgentSettings]:
-    """The settings of each environment; `episodes` of each run instead of the settings' own."""
+    """The settings of each environment; `episodes` replaces their number of episodes."""
     found = TUNED if tuned else dict.fromkeys(ENVIRONMENTS, AgentSettings())
     return {name: dataclasses.replace(found[name], episodes=episodes or found[name].episodes) for name in environments}
 
@@ -166,7 +166,7 @@ def agents(environments: Sequence[str], *, tuned: bool, episodes: int | None = N
 def described(
     agents: Mapping[str, AgentSettings], methods: Sequence[str], seeds: int, *, tuned: bool, quick: bool
 ) -> dict[str, Any]:
-    """All that decides what a study finds, as JSON values, with notes for the reader of a report."""
+    """Everything that decides the results of a study, as JSON values, with notes for the reader of the report."""
     return {
         "tuned": tuned,
         "quick": quick,

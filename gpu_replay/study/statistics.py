@@ -1,6 +1,6 @@
-"""What is measured of a sampled batch: its TD errors and how many of its states are correlated.
+"""Statistics of sampled batches: their TD errors, and the number of correlated pairs of states.
 
-All functions take the batches of many updates at once: a call for each would cost more than its arithmetic.
+All functions take the batches of many updates at once: one call per batch would cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def td_statistics(td_errors: Floats) -> dict[str, Floats]:
 def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
     """(U,) pairs i < j of each batch whose state vectors have a Pearson correlation r with |r| > `above`.
 
-    states: (U, B, D), of which the D components of two vectors are correlated, as by `numpy.corrcoef` of the rows.
+    states: (U, B, D); the correlation of two vectors is over their D components, as in `numpy.corrcoef` of the rows.
 
     A vector whose components are all equal has no correlation with any other and is not counted. With D = 2 every
     other pair has |r| = 1.
     """
-    # components first: sums over a few of them are then sums of long rows
+    # components first: sums over the few components then add long rows
     centred = np.ascontiguousarray(states.transpose(0, 2, 1))
     constant = centred.max(axis=1) == centred.min(axis=1)
     centred -= centred.mean(axis=1, keepdims=True)
@@ -47,5 +47,5 @@ def correlated_pairs(states: Floats, above: float) -> NDArray[np.int64]:
     length = np.sqrt(np.square(centred).sum(axis=1))
     centred /= np.where(constant, 1, length)[:, None]
     close = np.abs(centred.transpose(0, 2, 1) @ centred) > above
-    # each pair stands twice in the matrix, and each vector once with itself
+    # the matrix holds each pair twice, and each vector once with itself
     return (close.sum(axis=(1, 2)) - close.diagonal(axis1=1, axis2=2).sum(axis=1)) // 2

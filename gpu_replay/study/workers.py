@@ -25,11 +25,11 @@ def run_all(
 ) -> Iterator[tuple[Name, Result]]:
     """Call `function` with the arguments of every task and yield each name and result as it arrives, under a bar.
 
-    tasks: name to arguments, in the order in which they begin.
-    jobs:  processes.
-    stop:  true when no more is wanted, asked twice a second; runs under way are then killed.
+    tasks: name to arguments, in the order in which they start.
+    jobs:  number of processes.
+    stop:  called twice a second; once it returns true, running tasks are killed and the rest is not started.
 
-    Raises RuntimeError from what a task raised, with its traceback, and ChildProcessError when a process dies.
+    Raises RuntimeError from the exception of a task, with its traceback, and ChildProcessError if a process dies.
     """
     others = set(multiprocessing.active_children())
     # fresh interpreters: forked ones would inherit threads and locks in an undefined state
