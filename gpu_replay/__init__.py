@@ -41,7 +41,7 @@ __all__ = [
     "__version__",
 ]
 
-# modules whose names are not those of what they hold
+# modules whose names differ from the names that they export
 _MODULES = {"ReplayBuffer": "buffer", "TrajectoryReplayBuffer": "trajectory_buffer"}
 _MODULES |= dict.fromkeys(("Uniform", "Proportional", "RankBased", "Latest", "Combined", "LinearSchedule"), "samplers")
 _MODULES |= {"Field": "fields", "CheckpointError": "errors"}
@@ -49,7 +49,7 @@ _MODULES["ShardedReplayBuffer"] = "sharded.buffer"
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes two seconds to load: the command is there before, so that Ctrl-C ends it without a traceback
+    # importing torch takes two seconds: the command starts before that, so that Ctrl-C ends it without a traceback
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)

@@ -1,4 +1,4 @@
-"""`Batch`: what `sample` returns."""
+"""`Batch`: the named tensors that `sample` returns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils import _pytree
 class Batch:
     """Named tensors with one leading batch dimension: `batch.obs` and `batch["obs"]` are the same tensor.
 
-    `len(batch)` is the number of transitions; `keys()`, `values()`, `items()`, `in` and iteration go over the names.
+    `len(batch)` is the number of transitions. `keys()`, `values()`, `items()`, `in` and iteration use the names.
     Besides the fields: `key` (B,) int64, and from `sample` also `probability` (B,) float32 and `weight` (B,) float32.
     Fields with dotted names (`obs.camera`) are also reached as a group: `batch["obs"]["camera"]`, `batch.obs.camera`.
     Rows are a Batch too: `batch[3:10]` as views, `batch[mask]` and `batch[index]`, which may be arrays or lists, as
-    copies. A batch is a snapshot: what is added or updated later does not change it. It is a pytree of torch.
+    copies. A batch is a snapshot: later calls of the buffer do not change it. It is registered as a torch pytree.
     """
 
     __slots__ = ("_tensors",)
 
-    # for type checkers; they are found as all other names are
+    # annotated for type checkers; `__getattr__` finds these names like all others
     key: Tensor
     probability: Tensor
     weight: Tensor
@@ -61,7 +61,7 @@ class Batch:
             raise AttributeError(error.args[0]) from None
 
     def __dir__(self) -> list[str]:
-        """Attributes, and the names that are reached as attributes: of fields, or of their groups."""
+        """Attributes, fields and groups of fields."""
         return [*super().__dir__(), *dict.fromkeys(name.split(".")[0] for name in self._tensors)]
 
     def __iter__(self) -> Iterator[str]:
@@ -145,7 +145,7 @@ class Batch:
 def _row_index(rows: Any) -> Tensor:
     """A mask or an index of rows as a tensor, or TypeError / ValueError."""
     if isinstance(rows, (list, np.ndarray)):
-        # an empty list has no type of its own
+        # torch would make a float tensor of an empty list
         rows = torch.as_tensor(rows if len(rows) else np.zeros(0, np.int64), device="cpu")
     if not isinstance(rows, Tensor):
         raise TypeError(

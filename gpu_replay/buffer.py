@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: single transitions in a ring of preallocated tensors, drawn uniformly or by priority."""
+"""`ReplayBuffer`: single transitions in a ring of preallocated tensors, sampled uniformly or by priority."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ Own = TypeVar("Own", bound="ReplayBuffer")
 
 
 class ReplayBuffer(Buffer):
-    """A ring of the last `capacity` transitions, sampled as `sampler` says.
+    """A ring of the last `capacity` transitions, sampled by `sampler`.
 
     capacity: transitions, from 1 to 2**31 - 1; powers of two or not.
     fields:   name to Field; one tensor `[capacity, *shape]` is allocated for each, once.
     sampler:  Uniform, Proportional, RankBased, Latest or Combined.
-    device:   "cuda" when there is one, else "cpu".
-    seed:     of the draws; the same seed and the same masses draw the same keys on every device.
+    device:   by default "cuda" if torch finds a CUDA device, else "cpu".
+    seed:     of the random stream; equal seeds and priority masses sample the same keys on every device.
     storage_device: "cpu" with a buffer on a GPU keeps its fields in pinned host memory, which kernels read and write
               over the bus; masses, keys and batches stay on the GPU. By default the buffer's own device.
     storage_path: with a buffer on the CPU, a folder: its fields are kept in a file there, mapped into memory, for rings
               larger than memory.
 
-    Draws, batches and checkpoints are the same wherever the fields are. The file is scratch: its blocks are reserved
+    Samples and checkpoints do not depend on where the fields are kept. The file is scratch: its blocks are reserved
     when the buffer is made, and it is removed with the buffer (or by the next one there, where a process was killed).
     Use `save` for what must last. The folder is made if need be, serves one buffer at a time (RuntimeError for a
     second), and other files in it are left alone.
@@ -142,7 +142,7 @@ class ReplayBuffer(Buffer):
             return self._engine.append(values, rows, priority)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        """Draw `B` transitions as a Batch on the buffer's device.
+        """Sample `B` transitions as a Batch on the buffer's device.
 
         batch_size: B >= 1.
         beta:       exponent of the importance weights for this call, instead of the sampler's.
@@ -157,7 +157,7 @@ class ReplayBuffer(Buffer):
         batch = validation.batch_size(batch_size)
         exponent = None if beta is None else validation.importance(beta)
         if self._on_host:
-            # what the sample changes it changes last
+            # a sample changes the state of the buffer only in its last step
             with self._lock:
                 self._check_enough(batch)
                 return Batch(self._engine.sample(batch, exponent))

@@ -15,7 +15,7 @@ from pathlib import Path
 from gpu_replay.console.arguments import Parser
 from gpu_replay.console.errors import UserError
 
-# where the soak is, in a checkout
+# the soak program exists only in a checkout
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 EPILOG = "Each command has --help. Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C."
 

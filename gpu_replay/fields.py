@@ -1,4 +1,4 @@
-"""`Field`: what one transition holds; dotted names of nested dictionaries; fields read off Gymnasium's spaces."""
+"""`Field`: one tensor of a transition; dotted names for nested dictionaries; fields made from Gymnasium's spaces."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Field:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        # an iterator can be read once
+        # an iterator can be read only once
         shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
         if not all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in shape):
             raise TypeError(f"Field shape must be a tuple of ints such as (84, 84) or (); found {self.shape!r}.")
@@ -77,7 +77,7 @@ class Field:
                 raise TypeError(f"Field scale must be a number; found {self.scale!r}.")
             if isinstance(self.scale, np.generic):
                 object.__setattr__(self, "scale", float(self.scale))
-            # a whole number may be larger than any float
+            # an int may exceed the range of floats
             if not abs(self.scale) <= sys.float_info.max:
                 raise ValueError(f"Field scale must be finite; found {self.scale}.")
             if self.sample_dtype is not None and not self.sample_dtype.is_floating_point:
@@ -246,7 +246,7 @@ def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
 
 
 def warn_of_stacks(fields: Mapping[str, Field]) -> None:
-    """Warn where the observations of an environment are stacks of frames: each frame would be stored once a stack."""
+    """Warn if observations look like stacks of frames, since each frame would be stored once in every stack."""
     for name, field in fields.items():
         if name.split(".")[0] != "obs" or field.dtype != torch.uint8 or len(field.shape) not in (3, 4):
             continue
@@ -263,7 +263,7 @@ def warn_of_stacks(fields: Mapping[str, Field]) -> None:
 
 
 def _with_extra(fields: dict[str, Field], extra: object) -> dict[str, Field]:
-    """The fields and these besides; KeyError for a name that the spaces gave."""
+    """The fields with the extra ones; KeyError for an extra name that the spaces already gave."""
     further = {} if extra is None else check_fields(extra)
     twice = [name for name in further if name in fields]
     if twice:
@@ -313,7 +313,7 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
         )
     dtype = _dtype(name, space.dtype)
     if isinstance(space, spaces.Box) and dtype == torch.float64:
-        # as networks take it; simulators give float64 out of habit
+        # networks take float32; simulators return float64 by default
         dtype = torch.float32
     return {name: Field(tuple(int(side) for side in space.shape), dtype)}
 

@@ -115,7 +115,7 @@ class Hindsight:
         return _PREFIX + self.desired.removeprefix(_PREFIX)
 
     def describe(self) -> dict[str, Any]:
-        """All but the functions as JSON values."""
+        """The settings, without the functions, as JSON values."""
         return {
             "achieved": self.achieved_field.removeprefix(_PREFIX),
             "desired": self.desired_field.removeprefix(_PREFIX),
@@ -152,12 +152,12 @@ class Hindsight:
             )
 
     def rewrite(self, tensors: dict[str, Tensor], shown: RelabelInput, gamma: float) -> None:
-        """Give rows of a batch that have new goals what follows from them, in place; calls the user's functions.
+        """Recompute the rewards, and terminations, of rows with new goals in place, by the user's functions.
 
         tensors: of the batch. gamma: the discount of a step.
         """
         rows, known, after, wanted = shown
-        # a function that works in place does not spoil what the other one sees
+        # each function gets its own copy, since it may work in place
         again = None if self.terminated_fn is None else (after.clone(), wanted.clone())
         reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
         if reward.dtype is not _REWARD:
@@ -175,7 +175,7 @@ class Hindsight:
         masked_put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
 
     def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
-        """What a user's function returned as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
+        """The result of a user's function as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
         count = rows.shape[0]
         # fast path: what most functions return on the CPU
         plain = type(given) is Tensor and given.is_cpu and given.layout is torch.strided and not given.is_nested

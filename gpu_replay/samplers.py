@@ -1,4 +1,4 @@
-"""The samplers: frozen settings that say how a buffer draws. The buffer owns all state."""
+"""The samplers: frozen settings for how a buffer samples. The buffer owns all state."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RankBased:
 
 
 def _check_prioritized(sampler: Proportional | RankBased) -> None:
-    """The settings that both have."""
+    """Check the settings that both samplers have, or raise TypeError / ValueError."""
     owner = type(sampler).__name__
     number(f"{owner} alpha", sampler.alpha)
     if isinstance(sampler.beta, LinearSchedule):
@@ -128,7 +128,7 @@ def _check_prioritized(sampler: Proportional | RankBased) -> None:
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest `B` transitions, newest last: learning without a memory."""
+    """The newest `B` transitions, newest last, for on-policy learning."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a buffer knows about itself: sizes, priorities, the sampling distribution, ages and reuse."""
+"""Diagnostics of a buffer: sizes, priorities, the sampling distribution, ages and reuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpu_replay.ops.mass import UNIT, MassRule, Rule
 from gpu_replay.ops.ranks import cumulative_masses
 
-# masses looked at together, so that a large buffer is not copied to float64 at once
+# masses converted together, so that a large buffer is not copied to float64 at once
 _CHUNK = 2**22
 
 
@@ -64,13 +64,13 @@ class Distribution:
 
 
 def uniform_distribution(size: int) -> Distribution:
-    """Of `size` transitions that are equally likely."""
+    """The distribution of `size` equally likely transitions."""
     entropy = math.log(size) if size else 0.0
     return Distribution(math.nan, math.nan, math.nan, entropy, float(size))
 
 
 def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
-    """Of (N,) int64 masses; slots of mass 0 do not count."""
+    """The distribution of (N,) int64 masses; slots of mass 0 are not counted."""
     count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0
     low, high = math.inf, 0.0
     for chunk in masses.split(_CHUNK):
@@ -99,7 +99,7 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
 
 
 def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
-    """Of (N,) int64 order codes, drawn by rank; slots of code 0 do not count."""
+    """The distribution of (N,) int64 order codes sampled by rank; slots of code 0 are not counted."""
     count, mean = int((codes > 0).sum()), 0.0
     if not count:
         return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
@@ -107,7 +107,7 @@ def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
     for chunk in codes.split(_CHUNK):
         held = rule.priorities(chunk[chunk > 0].cpu().numpy())
         if held.size:
-            # divided first: the sum of all may be more than a number holds
+            # divide before summing, since the sum may overflow
             mean += float((held / count).sum())
             low, high = min(low, float(held.min())), max(high, float(held.max()))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)

@@ -75,11 +75,11 @@ class TrajectoryReplayBuffer(Buffer):
     autoreset:      what follows an ending: with "next_step" (Gymnasium's default) a step that carries the final
                     observation, with "same_step" and "disabled" the new episode's first; or Gymnasium's AutoresetMode.
     padding:        frames before an episode's first: "reset" repeats the first, "zero" is zeros (as ALE's own stacks).
-    random_shift:   pictures of `obs` and of `next_obs` are moved by up to so many pixels, edges repeated (DrQ); fields
-                    of one or no dimension stay.
+    random_shift:   largest random shift of the images in `obs` and `next_obs`, in pixels, with edges repeated (DrQ);
+                    fields with fewer than two dimensions are not shifted.
     sampler:        Uniform, Proportional, RankBased, Latest or Combined.
-    device:         "cuda" when there is one, else "cpu".
-    seed:           of the draws.
+    device:         by default "cuda" if torch finds a CUDA device, else "cpu".
+    seed:           of the random stream.
     final_capacity: final observations kept for truncated episodes ("same_step" and "disabled"); by default one for each
                     slot, or as many as fit 3 MiB or, in a long ring, 32 bytes for each slot. While all of them belong
                     to stored steps, further truncated windows cannot be drawn.
@@ -306,12 +306,12 @@ class TrajectoryReplayBuffer(Buffer):
         """Store T steps of all `E` environments and return their keys, (T, E) int64 on the buffer's device.
 
         fields:    as in `add`, each `[T, E, *shape]`, oldest first; `[T, 1, *shape]` for a stream of one environment.
-                   Arrays may be larger than memory (`numpy.memmap`), and T may exceed what the buffer holds.
+                   Arrays may be larger than memory (`numpy.memmap`), and T may exceed the capacity.
         priority:  (T, E), as in `add`.
         final_obs: as in `add` with T before it: `[T, E, *shape]`, an object array [T, E], a dictionary of these, or a
                    list of T entries, each None or what `add` takes.
 
-        It leaves behind what T calls of `add` would, bit for bit: the same masses, keys and draws. On a CPU it takes
+        The state is that after T calls of `add`, bit for bit: the same masses, keys and samples. On a CPU it takes
         well under a microsecond for each step of an environment, and an interrupt takes effect before or after it; on
         CUDA it waits for the device, and keeps a copy of what it overwrites until it returns. Raises as `add` does, and
         nothing is stored by a call that raises.
@@ -358,7 +358,7 @@ class TrajectoryReplayBuffer(Buffer):
             self._engine.break_streams(chosen)
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        """Draw `B` eligible starts as a Batch on the buffer's device.
+        """Sample `B` eligible starts as a Batch on the buffer's device.
 
         batch_size: B >= 1.
         beta:       exponent of the importance weights for this call, instead of the sampler's.
@@ -409,17 +409,17 @@ class TrajectoryReplayBuffer(Buffer):
         strict: bool = False,
         stride: int = 1,
     ) -> Batch:
-        """Draw `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
+        """Sample `B` windows of `L = burn_in + length` consecutive steps of one environment, for recurrent agents.
 
-        strict: draws only windows in which no step but the last ends an episode.
-        stride: draws only windows that begin at a step whose number, `key // num_envs`, is a multiple.
+        strict: sample only windows in which no step but the last ends an episode.
+        stride: sample only windows whose first step has a number, `key // num_envs`, that is a multiple of this.
 
         Each window begins at an eligible start whose L steps are all stored, drawn as the sampler says. A batch holds:
 
         obs:      (B, L, S, *shape), without the stack axis when S is 1; every other field (B, L, *shape).
         next_obs, reward, discount: (B, L, ...), of each step as `sample` gives them: `reward` is that of the step, or
-                  with `n_step > 1` the sum over its window, which `next_obs` comes after; `discount` is 0 where the
-                  episode terminated within it. Windows end with the newest step. Where the observation after one is not
+                  with `n_step > 1` the sum over its window, which `next_obs` follows; `discount` is 0 where the episode
+                  terminated within it. Windows end with the newest step. Where the observation after one is not
                   there (yet, or since a truncated episode came without `final_obs`), the last one stands in its place.
         terminated, truncated: (B, L), of the single steps.
         mask:     (B, L) bool, true for the steps of the episode in which the window begins. Beyond them only the steps'
@@ -427,8 +427,8 @@ class TrajectoryReplayBuffer(Buffer):
         key, probability, weight: (B,), of the first step.
 
         Raises RuntimeError when no such window is stored, ValueError when more distinct ones are asked for than there
-        are. A beta schedule advances by one. With `strict` or `stride` each call looks at all stored steps, and on CUDA
-        asks the device how many windows there are.
+        are. A beta schedule advances by one. With `strict` or `stride` each call scans all stored steps, and on CUDA
+        reads the number of windows from the device.
 
         Kapturowski et al. 2019 (R2D2) for burn-in.
         """
@@ -475,7 +475,7 @@ class TrajectoryReplayBuffer(Buffer):
     # state
 
     def _config(self) -> dict[str, Any]:
-        """All that the buffer was made with as JSON values."""
+        """The settings of the buffer as JSON values."""
         return {
             **super()._config(),
             "num_envs": self._num_envs,

@@ -1,4 +1,4 @@
-"""What users pass in, checked and brought into the dtype and onto the device of the buffer.
+"""Checks the values that users pass in, and converts them to the dtype and the device of the buffer.
 
 Nothing here stores anything: a call that raises leaves the buffer as it was. Values already on a CUDA device are never
 looked at, since that would stall it; there only casts that cannot overflow are made. References to inputs
@@ -20,7 +20,7 @@ from torch import Tensor
 from gpu_replay.fields import DICTIONARIES, STORABLE, TORCH_OF, Field, flattened, has_items
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# rows of a batch: no memory holds as many
+# largest batch size; no memory holds more rows
 _MOST_ROWS = 2**48
 _NUMPY_OF = {each: name for name, each in TORCH_OF.items()}
 _INT64 = np.dtype(np.int64)
@@ -35,7 +35,7 @@ _UNSIGNED = (torch.uint16, torch.uint32)
 
 
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
-    """Let the memory of a CUDA tensor have no new owner before this stream, or the current one, has read it.
+    """Keep the memory of a CUDA tensor from being reused before this stream, or the current one, has read it.
 
     Nothing changes for a tensor that was made on that stream, or on a CPU. Returns the tensor.
     """
@@ -89,7 +89,7 @@ def is_plain(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
-    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is seen as int16. A lazy tensor is computed.
+    """A view of a CPU tensor's memory; bfloat16, which NumPy lacks, is viewed as int16. A lazy tensor is computed.
 
     Raises TypeError for a tensor without memory, as there are within torch.func.
     """
@@ -106,12 +106,12 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
 
 
 def computed(tensor: Tensor) -> Tensor:
-    """The tensor with its numbers in memory: some are only negated when they are read, or zeros without memory."""
+    """The tensor with its values in memory; lazy negations, and zeros without memory, are materialized."""
     return tensor.resolve_neg().clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
 
 def _masked(value: Any) -> bool:
-    """Whether an array has a mask, or one in a list, which would be lost with it."""
+    """Whether an array, or an array in a list, has a mask, which the conversion would lose."""
     if isinstance(value, (list, tuple)):
         return any(map(_masked, value))
     return isinstance(value, np.ma.MaskedArray)
@@ -132,7 +132,7 @@ def _array_from(name: str, value: Any) -> np.ndarray:
 
 
 def _storable(name: str, array: np.ndarray) -> np.ndarray:
-    """Unsigned and byte-swapped numbers as ones that torch has; TypeError for anything else."""
+    """Convert unsigned and byte-swapped numbers to dtypes that torch has; TypeError for anything else."""
     native = array.astype(array.dtype.newbyteorder("="))
     if native.dtype in TORCH_OF:
         return native
@@ -163,7 +163,7 @@ def as_array(name: str, value: Any, device: torch.device) -> np.ndarray | Tensor
 
 
 def as_stored(name: str, value: np.ndarray | Tensor, dtype: torch.dtype) -> np.ndarray:
-    """What `as_array` gave in the dtype of a field, as `numpy_view` shows it; refuses what `cast` does."""
+    """Convert a result of `as_array` to the dtype of a field, as `numpy_view` returns it; raises as `cast` does."""
     if isinstance(value, Tensor) or dtype is torch.bfloat16:
         tensor = value if isinstance(value, Tensor) else as_tensor(name, value, torch.device("cpu"))
         return numpy_view(name, tensor if tensor.dtype is dtype else cast(name, tensor, dtype))

@@ -1,1 +1,1 @@
-"""What both buffers share: their base class, how it is saved, copied and drawn, and how steps are checked."""
+"""Shared by both buffers: the base class, saving, copying and plotting it, and the checks of steps."""

@@ -1,4 +1,4 @@
-"""What the two buffers share: settings, priorities, statistics, state. Each adds what it stores and how it samples.
+"""The base class of both buffers: settings, priorities, statistics, state. Subclasses add storage and sampling.
 
 Public methods check what users pass in; the work is done by an engine, on CPU tensors or through Triton kernels.
 """
@@ -58,14 +58,14 @@ Own = TypeVar("Own", bound="Buffer")
 class Buffer(ABC):
     """A ring of preallocated tensors with a sampler."""
 
-    # what `sample` gives, for compiled code
+    # the tensors that `sample` returns, declared for compiled code
     _batch_kind: BatchKind
-    # what is drawn, for messages, and whether some of what is stored may not be drawn
+    # the unit that is sampled, for messages, and whether stored rows may be ineligible
     _units: ClassVar[str]
     _tracks_eligibility: ClassVar[bool]
-    # what the values of an `add` are compared with
+    # the expected names, dtypes and shapes of the values of an `add`
     _checks: validation.Checks
-    # what decides which state a buffer made with these arguments has
+    # the settings that determine the layout of the state
     _layout: ClassVar[Callable[..., StateLayout]]
     # slots of all shards, in the shard of a larger buffer
     _total_slots: int | None = None
@@ -92,7 +92,7 @@ class Buffer(ABC):
         self._lock: AbstractContextManager[Any] = threading.RLock()
         refuse_in_forks(self)
         self._stream_order = StreamOrder(self._device)
-        # unnecessary when the process ends
+        # not needed at exit: the process frees its memory anyway
         weakref.finalize(self, self._stream_order.close).atexit = False
         check_room(self._sizes(), self._placement, {*fields, "alignment"})
 
@@ -112,7 +112,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def _make_engine(self) -> Engine:
-        """What stores, draws and reads, on the storage and the state that are there."""
+        """Make the engine that stores, samples and reads on this storage and state."""
 
     @abstractmethod
     def _sizes(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class Buffer(ABC):
         return Storage(self._capacity, self._fields, self._device, packed=self._on_host, memory=self._memory())
 
     def _memory(self) -> MakeMemory | None:
-        """What makes the memory of the fields, where they are not on the device."""
+        """The allocator of the fields, or None if they are on the device."""
         return self._placement.memory(self._stream_order.drain)
 
     # attributes
@@ -282,7 +282,7 @@ class Buffer(ABC):
     # calls
 
     def _rows_of(self, given: Mapping[str, Any], envs: int | None) -> tuple[dict[str, Any], int]:
-        """The values of all fields, checked, and their rows: those of the first, or one for each environment."""
+        """Check the values of all fields; return them and the number of rows: of the first field, or `envs`."""
         if self._on_host:
             return validation.host_rows(given, self._checks, envs, self._device)
         return validation.device_rows(given, self._checks, envs, self._device, self._stream_order.current())
@@ -314,7 +314,7 @@ class Buffer(ABC):
         )
 
     def _take_back(self, mark: Any) -> None:
-        """After a sample that raised: the next one is as if it had not been."""
+        """Undo a sample that raised, so that the next one is not affected by it."""
         with self._lock:
             self._draws.take_back(mark)
 
@@ -345,7 +345,7 @@ class Buffer(ABC):
             try:
                 self._forget_all(interrupted)
             except BaseException:
-                # half of it would leave rows that are dead and can be drawn; done again, it is whole
+                # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
                 self._forget_all(interrupted)
                 raise
 
@@ -353,7 +353,7 @@ class Buffer(ABC):
         self._state.clear()
         self._storage.times_sampled.zero_()
         if interrupted:
-            # what the host had counted may be wrong
+            # the counts of the host may be wrong
             self._engine.rebuild(self._seed)
         else:
             self._engine.on_clear()
@@ -390,7 +390,7 @@ class Buffer(ABC):
         return mass_distribution(tree.masses, rule)
 
     def masses(self) -> Tensor:
-        """(capacity,) int64 masses in slot order, a copy: what the draws are proportional to.
+        """(capacity,) int64 masses in slot order, a copy; sampling is proportional to them.
 
         Raises RuntimeError for a sampler other than Proportional.
         """
@@ -409,9 +409,9 @@ class Buffer(ABC):
         return self._state.masses
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw what is stored, how it is drawn from and how often it was into a picture: .png, .pdf or .svg.
+        """Plot the stored data, the sampling distribution and how often rows were sampled: .png, .pdf or .svg.
 
-        `gpu-replay inspect DIR` draws that of a checkpoint. Raises ImportError without matplotlib.
+        `gpu-replay inspect DIR` plots a checkpoint. Raises ImportError without matplotlib.
         """
         with self._alone():
             inspection.draw(inspection.of_buffer(self._buffer_state()), path)
@@ -420,7 +420,7 @@ class Buffer(ABC):
 
     @abstractmethod
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        """Draw `B` rows as a Batch on the buffer's device."""
+        """Sample `B` rows as a Batch on the buffer's device; subclasses say which errors it raises."""
 
     def capture(
         self,
@@ -433,7 +433,7 @@ class Buffer(ABC):
     ) -> LearningStep:
         """A learning step as one call: `sample`, `learn(batch)` and `update_priorities`; on a GPU one CUDA graph.
 
-        batch_size, beta: as for `sample`. With None nothing is drawn: `learn()` may add, but not sample, and returns
+        batch_size, beta: as for `sample`. With None nothing is sampled: `learn()` may add, but not sample, and returns
                   the output alone.
         learn:    takes the Batch and returns the priorities of its rows, (B,) on the device, or None to leave them as
                   they are; or `(priorities, output)`, where `output`, made of tensors, is what the step returns.
@@ -442,7 +442,7 @@ class Buffer(ABC):
         generators: of the buffer's device, from which `learn` draws beside torch's own, as for exploration: replays
                   move them on as calls do.
 
-        Each call, replayed or not, draws anew and advances the beta schedule and, where `learn` adds, the ring. On a
+        Each call, replayed or not, samples anew and advances the beta schedule and, where `learn` adds, the ring. On a
         CPU every call runs eagerly, so that one program serves both. During the capture `learn` runs once on the host,
         and then never again: its other effects on the host are not repeated, and the tensors it uses must keep their
         memory (optimisers need `capturable=True`). Between steps you may make any other call, also `clear` and
@@ -472,7 +472,7 @@ class Buffer(ABC):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other call meanwhile, on the host or on the device, for what the engine does not order itself."""
+        """Exclude all other calls, on host and device, for operations that the engine does not order itself."""
         with self._lock, self._stream_order.ordered():
             yield
 
@@ -503,7 +503,7 @@ class Buffer(ABC):
         """Views of all memory in use after `added` transitions, by name."""
         written, draws = min(added, self._capacity), self._state
         if self._placement.pinned:
-            # the device still reads and writes what the host is about to
+            # the device may still read and write memory that the host is about to use
             self._stream_order.settle()
         views = {f"fields.{name}": tensor[:written] for name, tensor in self._storage.tensors.items()}
         views["times_sampled"] = self._storage.times_sampled[:written]
@@ -538,12 +538,12 @@ class Buffer(ABC):
         return state.config_of(type(self).__name__, self._capacity, self._fields, self._sampler)
 
     def _settings(self) -> dict[str, Any]:
-        """What to make a buffer like this one with, functions included."""
+        """Constructor arguments for a buffer like this one, functions included."""
         places = {"storage_device": self._placement.storage_device, "storage_path": self._placement.path}
         return {**state.arguments_of(self._config()), "device": self._device, "seed": self._seed, **places}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as copies in memory: transitions, priorities, counters, random state. `save` makes no copy.
+        """Copy the whole state in memory: transitions, priorities, counters, random state. `save` makes no copy.
 
         Raises MemoryError for a buffer with `storage_path` whose fields are larger than the memory that is free.
         """
@@ -555,7 +555,7 @@ class Buffer(ABC):
             state.check_copy(tensors)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become the buffer that `state_dict` saw: the next `sample` is the one that it would have drawn.
+        """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
 
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
         nothing is changed then.
@@ -592,7 +592,7 @@ class Buffer(ABC):
         return state.loaded(cls, open_saved(path, cls.__name__), device, **places)
 
     def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
-        """An independent buffer with the same state: the next draws of both are equal.
+        """An independent buffer with the same state: both return the same next sample.
 
         Fields at a `storage_path` are copied to the first free folder of `PATH-2`, `PATH-3`, ... beside it.
         """

@@ -1,6 +1,6 @@
-"""One picture of what a buffer holds and how it is drawn from, of a buffer in memory or of a checkpoint on disk.
+"""Plots the contents and the sampling distribution of a buffer in memory, or of a checkpoint on disk, as one figure.
 
-Of a checkpoint only what is known of the rows is read, and of the fields the few rows that are shown as pictures.
+Of a checkpoint it reads the priorities and counts of all rows, but only the few rows of fields that it shows as images.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GREY, _BLUE, _RED = "#8A8A8A", "#0072B2", "#D55E00"
 
 @dataclass(frozen=True)
 class BufferReport:
-    """What is known of a buffer, its live rows from the newest to the oldest.
+    """The data of the figure: settings, and the live rows from the newest to the oldest.
 
     settings:    of a trajectory buffer.
     fields:      with the bytes that each takes.
@@ -73,7 +73,7 @@ class BufferReport:
 
     @property
     def effective(self) -> float:
-        """Rows that would be as varied if they were drawn alike."""
+        """Effective sample size: the number of equally likely rows with the same sum of squared probabilities."""
         return float(1 / max((self.probability**2).sum(), 1e-300)) if self.probability.any() else 0.0
 
     @property
@@ -82,7 +82,7 @@ class BufferReport:
         return int((self.probability > 0).sum())
 
     def lines(self) -> list[str]:
-        """What is stored and how it is drawn, in words."""
+        """Text of the figure: what is stored and how it is sampled."""
         size = len(self.keys)
         sizes = {name: self.capacity * field.row_bytes for name, field in self.fields.items()}
         return [
@@ -237,7 +237,7 @@ def _report(
 
 
 def draw(report: BufferReport, path: str | os.PathLike[str]) -> None:
-    """Draw the picture into a file whose suffix says its format: .png, .pdf or .svg. Needs matplotlib."""
+    """Plot the report into a file: .png, .pdf or .svg. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -309,13 +309,13 @@ def _draw_by_age(axes: Axes, values: np.ndarray, title: str, label: str) -> None
 
 
 def _pictures(report: BufferReport) -> dict[str, np.ndarray]:
-    """Strips of the drawn rows with the largest priorities and of random rows, of the first field of images, if any."""
+    """Strips of the first image field, if any: the sampled rows with the largest priorities, and random rows."""
     names = [name for name, field in report.fields.items() if _is_image(field)]
     if not names or not len(report.keys):
         return {}
     size = len(report.keys)
     chosen = {"random rows": np.random.default_rng(0).choice(size, min(_SHOWN, size), replace=False)}
-    # new rows begin with the largest priority: what was drawn has one that was learned
+    # new rows enter with the largest priority; only sampled rows have one that was learned
     drawn = np.flatnonzero((report.probability > 0) & (report.sampled > 0))
     if report.priority is not None and drawn.size:
         largest = drawn[np.argsort(-report.priority[drawn], kind="stable")[:_SHOWN]]
@@ -332,7 +332,7 @@ def _is_image(field: Field) -> bool:
 
 
 def _strip(frames: np.ndarray) -> np.ndarray:
-    """The frames side by side, with white between them; dark ones brightened."""
+    """The frames side by side, separated by white; dark frames are brightened."""
     peak = int(frames.max(initial=0))
     if 0 < peak < 128:
         frames = (frames.astype(np.uint16) * 255 // peak).astype(np.uint8)

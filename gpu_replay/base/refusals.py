@@ -1,4 +1,4 @@
-"""Uses that look right and are not, refused with what to do instead: forks, spawned processes, wrong calls."""
+"""Refuses common misuse, such as forks, spawned processes and wrong calls, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Made = TypeVar("Made", bound=Callable[..., None])
 
 
 class ForkedLock:
-    """Stands in the place of a buffer's lock in a process that was forked from that of the buffer."""
+    """Replaces the lock of a buffer in forked processes; entering it raises RuntimeError."""
 
     def __enter__(self) -> None:
         raise RuntimeError(f"this process was forked from the one that made the buffer: {_INSTEAD}")
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 else:
 
     class class_only(classmethod):
-        """A class method that makes a new buffer: TypeError when it is called on one that is there."""
+        """A class method that makes a new buffer; calling it on an instance raises TypeError."""
 
         def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
             bound = super().__get__(None, owner)
@@ -73,7 +73,7 @@ else:
 
 
 def names_from_spaces(fields: str) -> Callable[[Made], Made]:
-    """A constructor whose last positional argument is `fields` says so to who gives it two spaces."""
+    """Decorate a constructor to raise a TypeError that names `from_spaces` when it gets Gymnasium spaces."""
 
     def decorate(init: Made) -> Made:
         @wraps(init)

@@ -33,7 +33,7 @@ def config_of(kind: str, capacity: int, fields: Mapping[str, Field], sampler: Sa
 
 
 def arguments_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What to make a buffer with, given its config."""
+    """Constructor arguments from a config."""
     own = {name: value for name, value in config.items() if name != "kind"}
     fields = {name: field_from(described) for name, described in config["fields"].items()}
     return {**own, "fields": fields, "sampler": sampler_from(config["sampler"])}
@@ -52,10 +52,10 @@ def check_copy(tensors: Mapping[str, Tensor]) -> None:
 def loaded(
     kind: type[Kind], saved: checkpoint_state.Saved, device: torch.device | str | None, **arguments: Any
 ) -> Kind:
-    """The buffer that was saved, on this device, made with these arguments besides its own."""
+    """The saved buffer on this device, made with these arguments besides the saved ones."""
     with saved.refusing(saved.NO_SETTINGS):
         own = arguments_of(saved.config)
-    # what is wrong with these was given to this call
+    # errors in these are errors of this call, not of the checkpoint
     device = check_device(device)
     check_placement(device, arguments["storage_device"], arguments["storage_path"])
     with saved.refusing(saved.NO_SETTINGS):

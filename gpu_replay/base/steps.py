@@ -1,4 +1,4 @@
-"""What a trajectory buffer is given, checked: one step or many of them, and final observations."""
+"""Checks the input of a trajectory buffer: one step or many, and final observations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class StepInput:
         check_names(found, wanted)
 
     def reads_final(self, terminated: Any, truncated: Any) -> Any:
-        """Of which steps, by these flags, the final observation will be read."""
+        """Mask of the steps whose final observation will be read, given their flags."""
         return truncated & ~terminated if not self._reads_all else truncated | terminated
 
     def steps(self, name: str, given: Any, field: Field, steps: int | None) -> Any:
