@@ -3,8 +3,8 @@
 Sums over all slots go into preallocated tensors, batches into fresh ones, as in a training loop. Priorities are held as
 powers in float64, since float32 sums cannot tell slots apart beyond 2**24 of them.
 
-A baseline whose name ends in `alone` does a part of the work: it is measured beside the others and never counted as the
-best baseline.
+A baseline whose name ends in `alone` does only part of the work: it is measured with the others but never counts as
+the best baseline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLACK = {torch.float32: 2.0**-18, torch.float64: 2.0**-40}
 
 
 class CumulativeSums:
-    """Powers of priorities and their running sums: drawn from by `searchsorted`, updated by `index_copy_`."""
+    """Powers of priorities and their running sums: `searchsorted` samples from them, `index_copy_` updates them."""
 
     def __init__(self, inputs: Inputs, dtype: torch.dtype) -> None:
         batch, device = inputs.batch, inputs.device
@@ -65,7 +65,7 @@ def cumsum_of_integers(inputs: Inputs) -> Implementation:
 
 
 def cumsum(inputs: Inputs) -> Implementation:
-    """Everything that `searchsorted` needs, made from the powers."""
+    """Compute from the powers the running sums that `searchsorted` needs."""
     sums = CumulativeSums(inputs, torch.float64)
     return Implementation(sums.build, lambda: checks.wrong_totals(sums.powers, sums.sums[-1], SLACK[torch.float64]))
 
@@ -98,7 +98,7 @@ def multinomial(inputs: Inputs) -> Implementation:
 
 
 def scatter(inputs: Inputs) -> Implementation:
-    """New powers, from which nothing can be drawn yet."""
+    """New powers without their sums, so nothing can be sampled yet."""
     sums = CumulativeSums(inputs, torch.float64)
     pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
     return Implementation(
@@ -123,7 +123,7 @@ def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implem
 
 
 def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
-    """Draw, and give what was drawn new powers: `cumsum`, `searchsorted`, `index_copy_`."""
+    """Sample, and give the sampled slots new powers: `cumsum`, `searchsorted`, `index_copy_`."""
     sums = CumulativeSums(inputs, dtype)
     pool = cycle(inputs.errors)
 
@@ -141,7 +141,7 @@ def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implement
 
 
 def sort_searchsorted(inputs: Inputs) -> Implementation:
-    """Sort all priorities and draw ranks from their running sums, which are made once."""
+    """Sort all priorities, and sample ranks from the running sums of their masses, which are made once."""
     masses, batch = inputs.rank_masses, inputs.batch
     sorted_out = torch.empty_like(inputs.priorities)
     order = torch.empty(inputs.capacity, dtype=torch.int64, device=inputs.device)
@@ -185,9 +185,9 @@ def index_select_packed(inputs: Inputs) -> Implementation:
 
 
 def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Implementation:
-    """Stacks of obs and next_obs, from slots computed beforehand; a cast where one is wanted.
+    """Stacks of obs and next_obs, from slots computed beforehand, with a cast if the case asks for one.
 
-    dtype: as which the bytes of a frame are viewed while they are copied.
+    dtype: the bytes of a frame are copied as values of this dtype.
     """
     frames = inputs.frames
     words = frames.reshape(inputs.capacity, -1).view(dtype)

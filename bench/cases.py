@@ -31,7 +31,7 @@ FRAME_ENVS = 8
 
 # bytes a transition takes besides its fields, read or written once per call that touches it
 KEY, MASS, PRIORITY, PROBABILITY, WEIGHT = 8, 8, 4, 4, 4
-# bytes that must move for a transition that is added, drawn, sampled with its fields, or updated
+# bytes that must move to add a transition, to draw its key, to sample it with its fields, and to update it
 ADD = 2 * ROW_BYTES + MASS + KEY
 DRAWN = MASS + KEY
 SAMPLE = 2 * ROW_BYTES + DRAWN + PROBABILITY + WEIGHT
@@ -41,11 +41,11 @@ FRAMES = 2 * 2 * STACK * FRAME_BYTES
 
 @dataclass(frozen=True)
 class Operation:
-    """The bytes that a call must move, the tests that hold its answers, and how it is called.
+    """The bytes that a call must move, the tests that check its answers, and how it is called.
 
     tests:              files of tests: "ring" for the file test_ring.py, "ring::test_wrap" for one of its tests.
-    call:               of `bind`, where it is one of those.
-    label:              what its rows in the table of peers are called.
+    call:               name of the call in `bind`, if it is one of those.
+    label:              name of its rows in the table of peers.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
                         of the batch.
     fields:             of one stored row: name to [dtype, shape].
@@ -64,7 +64,7 @@ class Operation:
 class Case:
     """One cell of a table.
 
-    capacity, batch: 0 where the operation depends on none; for additions the batch is what is added.
+    capacity, batch: 0 if the operation does not depend on it; for adds `batch` is the number of rows added.
     added:           rows that the call adds.
     """
 
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` is matched with: "cycle/N=1M/B=256", "prefix-sum/N=1M"."""
+        """The name that `--only` matches: "cycle/N=1M/B=256", "prefix-sum/N=1M"."""
         sizes = [f"N={short(self.capacity)}"] * bool(self.capacity) + [f"B={self.batch}"] * bool(self.batch)
         return "/".join([self.operation, *sizes])
 

@@ -1,8 +1,8 @@
-"""Saving and loading a buffer of Atari frames beside a bare sequential write and read of as many bytes.
+"""Saving and loading a buffer of Atari frames, compared with a plain sequential write and read of as many bytes.
 
-Each round writes and reads plainly, saves to a new folder, loads, replaces one frame in a hundred and saves again. What
-is read comes from the disk: files are dropped from the page cache before. A plain read goes into one piece of memory
-again and again.
+Each round writes and reads plainly, saves to a new folder, loads, replaces one frame in a hundred and saves again.
+Files are dropped from the page cache before they are read, so reads come from the disk. A plain read reuses one block
+of memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where and with what a run is made: machine, versions, and the commit of the checkout."""
+"""The environment of a run: machine, versions, and the commit of the checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CannotMeasure(Exception):
 
 
 class DeviceLost(CannotMeasure):
-    """The device answers nothing any more; what is left can be measured by another process."""
+    """The device no longer answers; another process can measure the remaining cases."""
 
 
 def current_environment(device: torch.device) -> Environment:

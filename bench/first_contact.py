@@ -1,8 +1,8 @@
 """The first minutes on a GPU: which parts of this package work there, each tried in a process of its own.
 
-A crash, a hang or a lost device then costs one feature and not the round. Features are in the order in which others
-need them. Each ends with a verdict that is printed and recorded at once; where one can be worked around, its record
-holds the words for the programs that come after it (`on_gpu.py` passes them on).
+A crash, a hang or a lost device then costs one feature and not the whole round. A feature comes before those that need
+it. Each ends with a verdict that is printed and recorded at once; if it can be worked around, its record holds the
+options for the programs that run afterwards (`on_gpu.py` passes them on).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .targets import targets_first
 from .timing import Plan, captured, cuda_clock, measure
 
 GPU = torch.device("cuda")
-# the exit status where not even one kernel can be launched, so that nothing else is worth trying
+# the exit status if not even one kernel can be launched, so that nothing else is worth trying
 NO_LAUNCH = 3
-# what is added, drawn and scanned; odd, so that the last program of every launch is partly idle
+# sizes of adds, samples and scans; odd, so that the last program of every launch is partly idle
 SIZES = {"slots": 100_003, "batch": 4_097, "many": 70_001, "scanned": 10_000_019, "turns": 4, "calls": 40}
-# masses that no library rounds differently come from powers of two
+# powers of two give masses that no library rounds differently
 EXACT = Proportional(alpha=1.0, eps=0.0)
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
 STEPS = {"obs": Field((84, 84), torch.uint8), "action": Field((), torch.int64)}
@@ -75,10 +75,10 @@ class Slow(Exception):
 class Feature:
     """One thing to try.
 
-    check:    does it, and returns what to tell of it; raises Wrong, Slow, or whatever goes wrong.
-    fallback: words for what comes after, where it is not ok: of "environment", "timing" and "skip" (of `bench`),
-              "train", and "pytest".
-    limit:    seconds that it may take.
+    check:    runs the feature and returns a message; raises Wrong, Slow, or the error that occurs.
+    fallback: options for later programs if the feature is not ok, by kind: "environment", "timing" and "skip" (for
+              `bench`), "train", and "pytest".
+    limit:    seconds that the check may take.
     """
 
     check: Callable[[], str]
@@ -163,7 +163,7 @@ def _same(mine: Any, expected: Any) -> None:
 
 
 def beside_the_host(make: Callable[[Any], Any], life: Callable[[Any], list[Any]] = _life) -> Callable[[], str]:
-    """The check that a buffer does on the device what it does on the host."""
+    """Make a check that a buffer gives the same batches on the device as on the host."""
 
     def check() -> str:
         found = life(make(GPU))
@@ -185,7 +185,7 @@ def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
 
 
 def launch() -> str:
-    """The way past Triton's own launcher: the same answers, and less time."""
+    """Launches that bypass Triton's own launcher: the same answers in less time."""
     found, microseconds = [], []
     # a launch that has gone past it once does so for good
     for direct in (False, True):
@@ -203,7 +203,7 @@ def launch() -> str:
 
 
 def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False) -> Callable[[], str]:
-    """The check that replayed steps of so many graphs are those of the host."""
+    """Make a check that steps replayed from graphs give the same batches as on the host."""
 
     def life(buffer: Any) -> list[Any]:
         more = _rows(buffer, 0, 64)
@@ -221,7 +221,7 @@ def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False)
 
 
 def capture_of_adds() -> str:
-    """`capture(None, ...)`, which draws nothing."""
+    """`capture(None, ...)`, which samples nothing."""
     buffer = _transitions(GPU)
     rows = _rows(buffer, 0, 64)
     step = buffer.capture(None, lambda: buffer.add(**rows), warm_ups=1)
@@ -233,7 +233,7 @@ def capture_of_adds() -> str:
 
 
 def capture_that_fails() -> str:
-    """A wait within a capture raises CaptureError, and nothing is wrong after it."""
+    """A synchronisation inside a capture raises CaptureError, and the buffer works afterwards."""
     call = CudaGraphCall(lambda: torch.ones(3, device=GPU).nonzero(), GPU, warm_ups=1)
     call()
     try:
@@ -246,7 +246,7 @@ def capture_that_fails() -> str:
 
 
 def streams() -> str:
-    """Rows that one stream adds are whole where another samples them, and a thread adds while another captures."""
+    """One stream samples whole rows while another adds, and one thread adds while another captures."""
     buffer, side = _transitions(GPU, Uniform(replacement=True)), torch.cuda.Stream()
     for turn in range(SIZES["calls"]):
         with torch.cuda.stream(side if turn % 2 else torch.cuda.default_stream()):
@@ -290,7 +290,7 @@ def scan() -> str:
 
 
 def contended() -> str:
-    """A million updates that meet on 62 slots."""
+    """A million updates contend for 62 slots."""
     buffer = ReplayBuffer(62, FIELDS, sampler=EXACT, device=GPU)
     buffer.add(**_rows(buffer, 0, 62))
     keys = torch.arange(SIZES["scanned"] // 10, device=GPU) % 62
@@ -316,7 +316,7 @@ def network() -> str:
 
 
 def trained(env: str, *options: str) -> Callable[[], str]:
-    """The check that a game of the device is learned for some seconds."""
+    """Make a check that trains on a device-resident game for some seconds."""
 
     def check() -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +352,7 @@ def nccl() -> str:
 
 
 def times() -> str:
-    """One captured call of each case that has a target: the table of a round that ends here."""
+    """Time a captured call of each case that has a target: the result of a round that goes no further."""
     told = []
     for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
         work = kernels.KERNELS[case.operation].ours(_inputs(case))
@@ -392,9 +392,9 @@ FEATURES: dict[str, Feature] = {
 
 
 def run(output: Path | None, seconds: float = 180.0) -> int:
-    """Try all features for at most so many seconds; returns the exit status: 0 all ok, 1 some not, 3 no launch.
+    """Try all features for at most `seconds`; returns the exit status: 0 all ok, 1 some not, 3 no launch.
 
-    output: JSON lines, replaced.
+    output: a file of JSON lines, replaced.
     """
     until, rows, status = time.monotonic() + seconds, [], 0
     if output:
@@ -437,11 +437,11 @@ def _tried(feature: Feature, limit: float) -> tuple[str, str]:
         return ("CRASH", f"the process ended with status {process.exitcode}")
     finally:
         process.join(0.2)
-        # with what it has started, in a group of its own
+        # kill its whole process group, including what it started
         if process.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        # one that waits for a lost device may stay; the others do not wait for it
+        # a process that waits for a lost device may never end; the other features do not wait for it
         process.join(5)
 
 
@@ -456,5 +456,5 @@ def _in_child(check: Callable[[], str], told: Connection) -> None:
     told.send(found)
     told.close()
     sys.stdout.flush()
-    # nothing of a device that is lost is taken down
+    # no clean-up: on a lost device it could hang
     os._exit(0)

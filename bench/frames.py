@@ -1,4 +1,4 @@
-"""Atari frames that are stored once: the trajectory buffer, and the plain copy of the same bytes that bounds it.
+"""Atari frames stored once: the trajectory buffer, and a plain copy of the same bytes as its bound.
 
 A batch of `B` transitions is `B` stacks of four 84x84 frames and as many of the frames three steps later. Both subjects
 must move the same bytes; "take" copies them from given places and does nothing else.
@@ -100,7 +100,7 @@ class TakeSubject(Subject):
         return self._frames.numpy().take(places, axis=0)
 
     def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
-        """It is full from the start."""
+        """Yields nothing to add: the subject is full from the start."""
         return repeat(None)
 
     def add(self, rows: Any) -> None:

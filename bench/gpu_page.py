@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests": ("gpu-tests", "tests"),
     "memcheck": ("memcheck",),
 }
-# tables that are listed even where nothing was measured
+# tables that are listed even if nothing was measured
 _ALWAYS = ("kernels", "gpu", "frames")
 # pictures of a training run
 _OF_RUNS = ("curve.png", "buffer.png")
@@ -85,7 +85,7 @@ _OF_STEPS = ("part", "step", "status", "seconds", "date", "commit", "gpu")
 
 
 def _held(line: str, names: Sequence[str]) -> dict[str, Any]:
-    """What a line of JSON holds by these names; ValueError for another line."""
+    """The values of a JSON line by these names. Raises ValueError if it lacks one."""
     try:
         found: dict[str, Any] = json.loads(line)
         return {name: found[name] for name in names}
@@ -124,7 +124,7 @@ def _tests_text(folder: Path) -> str:
     """Counts of every run of tests, and the names of those that failed."""
     rows, failed = [], []
     for file in sorted(folder.glob(f"*{OUTCOMES}")):
-        # a failure is the last word on a test
+        # a test that failed in any run counts as failed
         lines = [tuple(each.values()) for each in read_lines(file, partial(_held, names=("test", "outcome")))]
         ended = dict(sorted(lines, key=lambda each: each[1] == "failed"))
         counts = Counter(ended.values())

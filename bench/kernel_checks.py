@@ -1,7 +1,7 @@
 """Whether an implementation gives right answers: one that does not is not measured.
 
-Each function checks one answer and returns what is wrong with it, in words; nothing for a right one. They are written
-in torch and run on the device of the answer, so that a million draws need no copy to the host.
+Each function checks one answer and returns a list of faults in words, empty for a right answer. They are written in
+torch and run on the device of the answer, so that a million sampled slots need no copy to the host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def wrong_scan(values: Tensor, sums: Tensor) -> list[str]:
 
 
 def wrong_totals(weights: Tensor, total: Tensor | int, slack: float = 0.0) -> list[str]:
-    """A total that must be the sum of (N,) weights, up to a share `slack` of it."""
+    """Check that the total is the sum of (N,) weights, up to a share `slack` of it."""
     exact = weights.sum(dtype=torch.int64 if weights.dtype == torch.int64 else torch.float64).item()
     found = total.item() if isinstance(total, Tensor) else total
     right = found == exact if slack == 0 else abs(found - exact) <= slack * exact
@@ -75,9 +75,9 @@ def wrong_draws(weights: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]
 
 
 def wrong_shares(weights: Tensor, slots: Tensor) -> list[str]:
-    """(B,) independent draws by (N,) weights: where they fall in the total is uniform, and its mean a half.
+    """Check (B,) independent draws by (N,) weights: their positions in the total are uniform, with a mean of a half.
 
-    A right answer is refused once in 500 million.
+    A right answer is refused once in 500 million checks.
     """
     wrong = _outside(weights, slots)
     if wrong:

@@ -1,6 +1,6 @@
 """Inputs of kernel microbenchmarks: the same numbers for this package and for the baselines, made before any timing.
 
-Each kind of input is made on first use, so that a case takes no memory for what it does not need.
+Each kind of input is made on first use, so that a case allocates only what it needs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _frames_of(buffer: TrajectoryReplayBuffer) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.dtype) -> TrajectoryReplayBuffer:
-    """The last one is cached, since gigabytes take longer to fill than to measure."""
+    """Make a full buffer of frames. The last one is cached: gigabytes take longer to fill than to measure."""
     buffer = TrajectoryReplayBuffer(
         capacity,
         envs,

@@ -1,7 +1,7 @@
-"""Kernel microbenchmarks: operations, sizes, the bytes that must move, who does it, and measuring them.
+"""Kernel microbenchmarks: operations, sizes, the bytes that must move, implementations, and the measurement.
 
-Every operation is done by this package and by the torch operations that a user would write (`baselines.py`), from the
-same inputs. Adding one is one entry of `KERNELS`.
+This package and the torch operations that a user would write (`baselines.py`) do every operation on the same inputs.
+To add an operation, add an entry to `KERNELS`.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ Maker = Callable[[Inputs], Implementation]
 class Kernel(Operation):
     """An operation below the buffers.
 
-    about:           what it does.
-    ours, baselines: who makes it: this package, and by name others.
-    float32:         how many of the baselines, the last ones, are right up to `FLOAT32_SLOTS` slots only.
-    memory:          bytes for each slot and for each drawn transition that all implementations take together,
-                     generously; 0 where the operation does not depend on that size.
+    about:           a description.
+    ours, baselines: makers of the implementations: this package's, and others by name.
+    float32:         how many baselines, counted from the last, are right only up to `FLOAT32_SLOTS` slots.
+    memory:          upper bound on the bytes per slot and per sampled transition of all implementations together; 0
+                     if the operation does not depend on that size.
     cold:            whether caches are flushed before each call, for memory-bound operations.
-    dtype:           of gathered frames, None where there are none.
-    fields:          of the stored rows that are gathered; the ring is then one of `ROWS` or `FRAME_SLOTS`.
+    dtype:           dtype of gathered frames, None if there are none.
+    fields:          fields of the gathered rows; the ring is then one of `ROWS` or `FRAME_SLOTS`.
     """
 
     about: str = field(kw_only=True)
@@ -250,7 +250,7 @@ def too_large(case: Case, device: torch.device) -> str | None:
 
 
 def makers(case: Case) -> dict[str, Maker]:
-    """Who can do it at this size, this package first."""
+    """The implementations that can do the case at its size, this package first."""
     kernel = KERNELS[case.operation]
     last = len(kernel.baselines) - (kernel.float32 if case.capacity > baselines.FLOAT32_SLOTS else 0)
     return {OURS: kernel.ours, **dict(list(kernel.baselines.items())[:last])}
@@ -262,7 +262,7 @@ def inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _bound(run: Run, case: Case, progress: Progress) -> dict[str, Bound]:
-    """The calls of all whose answers are right."""
+    """The calls of all implementations whose answers are right."""
     given, bound, able = inputs(case, run.device), {}, makers(case)
     for name, make in able.items():
         work = make(given)

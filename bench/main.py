@@ -43,11 +43,11 @@ ATARI_ENVS, ATARI_STEPS, ATARI_BATCH = 128, 8_000, 512
 def main(argv: Sequence[str]) -> int:
     """Run one command of `gpu-replay bench`; returns the exit code.
 
-    0 done, 1 something failed, 2 bad input, 3 the device is lost (another process may go on with `--missing`), 130
+    0 done, 1 something failed, 2 bad input, 3 the device is lost (another process may continue with `--missing`), 130
     interrupted.
 
-    A run that cannot be made says why in one line on standard error. What was measured before an interruption is
-    recorded. Any other exception is a mistake of this program, and keeps its traceback.
+    If a run is not possible, one line on standard error says why. Everything measured before an interruption is
+    recorded. Any other exception is a bug in this program, and keeps its traceback.
     """
     options = _parser().parse_args(argv)
     threads = torch.get_num_threads()
@@ -239,13 +239,13 @@ def _device(command: str, kind: str) -> torch.device:
 def _measure(
     options: argparse.Namespace, device: torch.device, parts: Sequence[Part], ways: Sequence[How] = (), **changes: Any
 ) -> None:
-    """Test, measure with a progress bar what the options leave, and print tables; each record is written at once.
+    """Run the tests, measure the chosen cases with a progress bar, and print tables; each record is written at once.
 
-    ways:    in which each part is timed; by default the host's clock, or events on a GPU.
-    changes: of the fields of `Run`.
+    ways:    how each part is timed; by default the host's clock, or events on a GPU.
+    changes: changed fields of `Run`.
 
-    Failing tests are named in the records. A trial runs none. A case that fails leaves a line in a file of its own, and
-    the others are measured; CannotMeasure tells of it at the end.
+    Failing tests are named in the records; a trial runs no tests. A case that fails leaves a line in a separate file,
+    and the others are measured; CannotMeasure reports it at the end.
     """
     kept = chosen([case for cases, _ in parts for case in cases], options.only)
     kept = [case for case in kept if not any(fnmatch(case.name, pattern) for pattern in options.skip)]

@@ -29,9 +29,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def measured(capacity: int) -> tuple[float, float]:
-    """Resident bytes a stored transition in a new process, and the bytes that the buffer itself reports.
+    """Resident bytes per stored transition in a new process, and the bytes that the buffer itself reports.
 
-    Raises OSError where the system does not tell.
+    Raises OSError if the system does not report resident memory.
     """
     if not _STATM.is_file():
         raise OSError("resident memory is read from /proc, which this system does not have.")

@@ -1,12 +1,12 @@
-"""Runs everything that needs a GPU, in parts that can be run one by one, and makes a page of what they leave.
+"""Run everything that needs a GPU, in parts that can be run one by one, and make a page of the results.
 
     python bench/on_gpu.py [PART ...] [options]
 
-It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest; no installation and no network. Each step
-of a part is a process with a limit of its own: it is interrupted when its time is over, killed ten seconds later, and
-the next one starts. A step leaves NAME.log and one line in PART.steps.jsonl. All is written as soon as it is known,
-and the archive of the part is renewed every 30 seconds, so a part may be killed at any moment. The exit status is 0
-only if every step succeeded.
+It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each
+step of a part is a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and
+the next step starts. A step leaves NAME.log and one line in PART.steps.jsonl. Results are written at once, and the
+part's archive is renewed every 30 seconds, so a part may be killed at any moment. The exit status is 0 only if every
+step succeeded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # seconds of each part, in the order in which they run
 PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 120, "page": 40}
-# what a suite ends with when the device is lost, and how often it is then started again for the cases that are missing
+# the exit status of a suite that lost the device, and how often it is then restarted for the missing cases
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
 OUT_OF_TIME = 124
@@ -46,7 +46,7 @@ DESCRIBE = "import torch, triton; print(torch.cuda.get_device_name(), torch.__ve
 
 
 class Step(NamedTuple):
-    """A command, named, and how many seconds it may take; again: started once more for what is missing."""
+    """A named command and its time limit in seconds; `again` restarts it for missing cases."""
 
     name: str
     command: list[str]
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Round:
-    """The steps of all parts as the options want them; `fallbacks` are words of features that do not work here."""
+    """The steps of all parts for the given options; `fallbacks` are the options that avoid features broken here."""
 
     def __init__(self, options: argparse.Namespace, fallbacks: dict[str, list[str]]) -> None:
         self._output: Path = options.output
@@ -75,7 +75,7 @@ class Round:
         return Step(f"bench-{suite}", [*self._run, *words, *output], seconds, again=True)
 
     def _train(self, env: str, seconds: float, reserve: float, *small: str) -> Step:
-        # what a checkpoint holds of a buffer takes gigabytes
+        # a buffer in a checkpoint takes gigabytes
         words = ["--device", "cuda", "--seed", "0", "--no-checkpoint-replay", "--overwrite", *self._words("train")]
         words += ["--max-seconds", f"{seconds - reserve:.0f}", "--output", str(self._output / env)]
         tiny = [*TINY.split(), *small] if self._small else []
@@ -101,7 +101,7 @@ class Round:
         yield self._bench("frames", 0.15 * seconds)
 
     def pong(self, seconds: float) -> Iterator[Step]:
-        """Two games, the second one by ALE where that is there."""
+        """Two games, the second one by ALE if it is installed."""
         yield self._train("device-pong", 0.175 * seconds, 15, "--steps", "168")
         if find_spec("ale_py"):
             yield self._train("pong", 0.825 * seconds, 30, "--n-step", "3", "--warmup", "40", "--steps", "104")
@@ -114,10 +114,10 @@ class Round:
         yield self._pytest("tests", 0.6 * seconds, *rest)
 
     def memcheck(self, seconds: float) -> Iterator[Step]:
-        """Some calls under compute-sanitizer, where it is there."""
+        """Some calls under compute-sanitizer, if it is installed."""
         tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
         if tool or self._small:
-            # memory as the driver gives it, so that what lies outside of a tensor is nobody's
+            # no caching allocator: memory outside a tensor is then unallocated, and an access to it is an error
             before = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
             before += [tool, "--tool", "memcheck", "--error-exitcode", "9"] if tool else []
             chosen = f"test_every_call_once and {'transitions-' * self._small}everything"
@@ -125,7 +125,7 @@ class Round:
             yield self._pytest("memcheck", seconds, *where, before=before, workers=1)
 
     def page(self, seconds: float) -> Iterator[Step]:
-        """Plots, and the page of all records there are."""
+        """Plots, and the page of all records."""
         bench = [sys.executable, "-m", "gpu_replay", "bench"]
         records = self._output / "kernels.jsonl"
         if records.is_file() and find_spec("matplotlib"):
@@ -217,7 +217,7 @@ def _about(options: argparse.Namespace, variables: dict[str, str]) -> dict[str, 
 
 
 def found_fallbacks(file: Path) -> dict[str, list[str]]:
-    """The words for the programs to come, by kind, of all features that first contact found wanting; each once."""
+    """The options, by kind and each once, for later programs to avoid all features that first contact found broken."""
     found: dict[str, list[str]] = {}
     for line in file.read_text().splitlines() if file.is_file() else []:
         for kind, words in json.loads(line).get("fallback", {}).items():
@@ -244,7 +244,7 @@ class Part(NamedTuple):
         until, saved, ended = time.monotonic() + seconds, 0.0, {}
         for step in steps:
             for number in range(1 + AGAIN * step.again):
-                # what an earlier step did not need is left for this one
+                # time that earlier steps did not need is left for this one
                 limit = min(step.seconds + saved, until - time.monotonic())
                 began, command = time.monotonic(), [*step.command, *(["--missing"] if number else [])]
                 print(f"== {self.name}: {step.name}{', again' * bool(number)}", flush=True)

@@ -1,7 +1,7 @@
 """This package's operations as the kernel microbenchmarks call them: launchers on a GPU, host code on a CPU.
 
-What a buffer offers is called as a learner calls it, on a buffer whose rows are one byte: a draw computes its weights
-and gathers its row. Sums and gathers from given slots are called below the buffers.
+Operations of a buffer are called as a learner calls them, on a buffer with one-byte rows, so sampling also computes
+weights and gathers rows. Sums and gathers from given slots are called below the buffers.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def update(inputs: Inputs) -> Implementation:
 
 
 def draw_update(inputs: Inputs) -> Implementation:
-    """Draw, and give what was drawn new masses."""
+    """Sample slots, and give them new masses."""
     index = _by_mass(inputs)
     pool = cycle(inputs.errors)
 
@@ -113,9 +113,9 @@ def draw_update(inputs: Inputs) -> Implementation:
 
 
 def rank_draw(inputs: Inputs) -> Implementation:
-    """Slots by rank when as many priorities as are drawn have changed since the last draw.
+    """Slots by rank, after as many priorities as are sampled have changed since the last call.
 
-    On a GPU the change is measured as well: a replayed graph prepares nothing.
+    On a GPU the time includes the change, because a replayed graph has no preparation.
     """
     index, batch = Index(inputs, RankBased(alpha=ALPHA, beta=BETA)), inputs.batch
     pool = cycle(zip(inputs.keys, inputs.errors, strict=True))

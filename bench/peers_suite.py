@@ -1,9 +1,9 @@
 """The measurements of `bench peers`: what is compared, at which sizes, and which libraries take part in each.
 
-One part after the other is filled, checked and measured, so that at most one buffer of each library is held. Most
-people start with one environment: a step has a float64 reward and a Python bool, whatever the fields are. Settings of
-this package are compared in the same interleaved way (`ratio-*`): draws by rank with draws by mass, uniform draws with
-and without replacement, relabelled batches with plain ones, steps as such with transitions, two threads with one.
+The parts are filled, checked and measured one after the other, so that at most one buffer of each library is in
+memory. Most people start with one environment: its steps have a float64 reward and a Python bool, whatever the fields
+are. Settings of this package are compared in the same interleaved way (`ratio-*`): sampling by rank and by mass,
+uniform sampling with and without replacement, relabelled and plain batches, steps and transitions, two threads and one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _vectors(sampler: Proportional | RankBased | Uniform) -> Maker:
 def _settings(
     slots: int, stacks: int, stepped: int, batches: tuple[int, ...]
 ) -> list[tuple[list[Case], Mapping[str, Maker]]]:
-    """What is compared; of the makers the first is what others relate to."""
+    """One comparison; the first maker is the reference of the ratios."""
     frames: dict[str, Any] = {"device": CPU, "n_step": 1}
     exponents: dict[str, Any] = {"alpha": ALPHA, "beta": BETA}
     ranks: dict[str, Any] = {"Proportional": Proportional(**exponents), "RankBased": RankBased(**exponents)}
@@ -155,8 +155,8 @@ STEP_BATCH = 64
 class Sizes:
     """How large the buffers are.
 
-    many:     rows of an add by itself, for which buffers are made anew.
-    stepped:  transitions of the loop over one environment. variants: of the settings compared with each other.
+    many:     rows of an add measured alone, for which new buffers are made.
+    stepped:  transitions of the loop over one environment. variants: of the compared settings.
     """
 
     vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
@@ -167,7 +167,7 @@ class Sizes:
     variants: int = 1_000_000
 
 
-# most of what a trial takes is compiling, for every size anew
+# most of a trial's time goes into compiling, again for every size
 QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, variants=4_000)
 
 

@@ -1,7 +1,7 @@
 """Plots of records: time over size of kernels and of cycles beside other libraries, and a roofline of kernels.
 
-No operation can move bytes faster than a plain copy, nor end before an empty launch does: the first bound is flat, the
-second rises with the bytes. Both come from the same run as the points.
+No operation can move bytes faster than a plain copy, nor take less time than an empty launch. In GB/s the first bound
+is flat and the second rises with the bytes. Both come from the same run as the points.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One measurement, one JSON line: what was measured, where, with which versions, and all its figures.
 
-Tables in the documentation are generated from these lines, so a line holds all that a reader needs to repeat the
-measurement or to question it.
+Tables in the documentation are generated from these lines, so a line holds everything needed to repeat the measurement
+or to question it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What a newer record of the same thing replaces."""
+        """The identity of a measurement: a newer record with the same one replaces this record."""
         machine = (self.environment.device, self.environment.cpu)
         return (self.suite, self.case, self.implementation, *machine, self.clock)
 

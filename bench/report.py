@@ -1,7 +1,7 @@
-"""Markdown tables of records, and their places in documents: the only way in which a figure gets there.
+"""Markdown tables of records, and their places in documents: the only way a figure gets into a page.
 
-A document marks the place of a table with `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; what stands between is
-replaced, so a table is renewed by one command and cannot differ from what was measured.
+A document marks the place of a table with `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`. One command replaces the
+text between the markers, so a table cannot differ from what was measured.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ def _span(values: Sequence[str]) -> str:
 class Section(NamedTuple):
     """One marked table.
 
-    command: what makes its records, without `gpu-replay bench`; it begins with their suite.
-    table:   made of these records and of the peers' on the same machine.
+    command: the command that makes its records, without `gpu-replay bench`; its first word is their suite.
+    table:   makes the table from these records and the peers' on the same machine.
     needs:   which of the suite's records it shows.
 
-    What its columns mean stands in bench/RESULTS.md.
+    bench/RESULTS.md explains the columns.
     """
 
     command: str

@@ -1,7 +1,7 @@
-"""What is stored in every benchmark of vectors: five classic fields of a small environment, with checkable values.
+"""The rows of every benchmark of vectors: five classic fields of a small environment, with checkable values.
 
 Every field of a row follows from its observation, so any sampled batch can be checked without knowing which rows it
-holds: the speed of a buffer that mixes rows up means nothing.
+holds. The check matters: the speed of a buffer that mixes up rows means nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs cases on subjects and makes records of them, after checking that each subject's answers are right.
 
-Subjects that are compared are interleaved, case by case and in several rounds: other load on the machine then falls on
-all of them alike, and a ratio between them is worth more than either figure.
+Compared subjects are interleaved, case by case and in several rounds: background load then hits all of them alike, and
+their ratio is more reliable than either time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recognisable stream of Atari-like steps: what is stored where frames are measured, and how samples are checked.
+"""A recognisable stream of Atari-like steps, stored in every benchmark of frames, and the check of its samples.
 
 Every frame encodes the number of its step, its environment, its age in the episode and whether its step ended the
 episode; action and reward follow from the number. Any sampled batch can therefore be checked without knowing which

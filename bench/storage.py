@@ -1,9 +1,9 @@
-"""What it costs to store transitions and to read batches back: the containers that tutorials use, and this package.
+"""The cost of storing transitions and of reading batches back: the containers that tutorials use, and this package.
 
-All layouts hold the last `capacity` rows of `rows.py`, and give a batch of uniformly drawn ones as torch tensors. Each
-takes single transitions and blocks in the form that suits it best; making that form is not measured. Each takes
-2,000,000 transitions one at a time, or as many in blocks, or gives 10,000 batches of 50. Before that its rows are
-checked. Inputs are made beforehand, chunk by chunk, outside the measured time.
+Every layout holds the last `capacity` rows of `rows.py` and returns uniformly sampled batches as torch tensors. It
+takes single transitions and blocks in the form that suits it best; making that form is not measured. Three cases store
+2,000,000 transitions one at a time, store as many in blocks, and read 10,000 batches of 50. A layout's rows are checked
+first. Inputs are made beforehand, chunk by chunk, outside the measured time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured, behind one interface: this package's buffer, and the buffers of other libraries.
+"""One interface to everything that is measured: this package's buffer, and the buffers of other libraries.
 
 A subject adapts one implementation with as little code as possible around the timed calls. `sample` returns torch
 tensors of all fields and of the weights, whatever the implementation itself returns, because that is what a learner
@@ -142,7 +142,7 @@ def byte_buffer(capacity: int, device: torch.device, sampler: Proportional | Ran
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer's buffer is to hold.
+    """What a peer's buffer must hold.
 
     added:   rows of every `add`.
     stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.

@@ -1,4 +1,4 @@
-"""Targets for a GPU, and what its records say of them."""
+"""Targets for a GPU, and the table that compares records with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests before measurements: whether the tests of what is to be measured pass.
+"""Tests before measurements: do the tests of the measured operations pass?
 
-A fast operation that gives wrong answers is worth nothing. Before a run the tests that its operations name are run,
-each once for a state of the sources. Failing tests are named in every record of the run.
+A fast operation that gives wrong answers is worth nothing. Before a run, the tests that its operations name are run,
+once per state of the sources. Every record of the run names the failing tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU_TESTS = f"gpu_smoke {ANSWERS}_on_a_gpu"
 # on a CPU host code is measured, on a GPU kernels; the interpreter is neither and takes long
 _WITHOUT = ("-k", "not interpreted")
 _MARKS = {"cpu": "not gpu and not slow", "cuda": "gpu and not slow"}
-# how the name of a failing test begins where none could be run
+# prefix of the failing test's name if the tests could not be run
 GATE = "gate: "
 # names of failing tests that a record holds
 _NAMED = 20
@@ -48,8 +48,8 @@ def selection(root: Path, operations: Iterable[str], device: torch.device) -> li
 def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] | None:
     """Names of the tests of these operations that fail, at most 20; None outside of a checkout, which has no tests.
 
-    Runs those whose outcome is not cached. Raises CannotMeasure where they cannot be run; on a GPU, which may not be
-    there again for long, that is a failure by the name of "gate: ...".
+    Only tests without a cached outcome are run. Raises CannotMeasure if they cannot be run. On a GPU, which may not be
+    available again soon, that is reported as a failing test named "gate: ..." instead.
     """
     root = checkout()
     if root is None or not (root / "tests").is_dir():

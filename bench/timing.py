@@ -1,9 +1,9 @@
-"""How long one call takes.
+"""Timing of single calls.
 
-A measurement is warmed up, then repeated, each repetition timed by itself, so that quantiles show the distribution and
-not only its mean. On the CPU the clock is `perf_counter_ns`; on a GPU it is a pair of CUDA events around each call,
-read after the last one, so that no repetition waits for the device. A call may be a replayed CUDA graph of several
-calls, which leaves only device time, without Python and launch overhead.
+A measurement is warmed up, then repeated, and each repetition is timed by itself, so that quantiles show the
+distribution and not only its mean. On the CPU the clock is `perf_counter_ns`; on a GPU it is a pair of CUDA events
+around each call, read after the last one, so that no repetition waits for the device. A call may be a replayed CUDA
+graph of several calls: the time is then device time alone, without Python and launch overhead.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Call = Callable[[], object]
 How = Literal["host", "events", "graph"]
 # calls before a capture: they compile, autotune and allocate what is allocated once
 WARM_UPS = 3
-# calls that one graph holds: the same for all, so that what a replay costs is the same share of each figure; one where
-# caches must be flushed before each call
+# calls per graph: the same number for all, so that each time contains the same share of a replay's cost; one call if
+# caches must be flushed before each
 CALLS_PER_GRAPH = 16
 # device cycles slept before the first event of a replay, so that the replay is queued when the event is reached
 _SLEEP = 100_000
-# bytes of the last cache where the system does not tell
+# assumed bytes of the last-level cache if the system does not report them
 _ASSUMED_CACHE = 2**25
 
 
@@ -40,10 +40,10 @@ class Plan:
 
     warmup:  seconds of calls that are not recorded.
     seconds: seconds of recorded calls, as estimated from the warm-up.
-    fewest:  repetitions at least, whatever they take.
-    most:    repetitions at most.
-    flush:   bytes overwritten before every repetition, to empty the caches; 0 leaves them as the calls before did,
-             which is how a training loop finds them.
+    fewest:  minimum number of repetitions, however long they take.
+    most:    maximum number of repetitions.
+    flush:   bytes overwritten before every repetition, to empty the caches; 0 leaves the caches as earlier calls left
+             them, as in a training loop.
     """
 
     warmup: float = 0.15
