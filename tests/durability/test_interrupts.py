@@ -125,7 +125,7 @@ def memory(buffer: Any) -> dict[str, torch.Tensor]:
         found |= {f"tree {number} {level}": nodes.clone() for level, nodes in enumerate(tree.levels)}
         if not on_device:
             lowest = loops.lowest.ready()(tree.host.flat, tree.host.low) if tree.low is not None else 0
-            highest = loops.highest.ready()(tree.host.flat, tree.host.high) if tree.high is not None else 0
+            highest = loops.highest_of(tree.host.flat, tree.host.high) if tree.high is not None else 0
             found[f"extremes {number}"] = torch.tensor([lowest, highest])
     if hasattr(buffer._engine, "_lengths"):
         starts = np.flatnonzero(state.eligible.arrays[0])
