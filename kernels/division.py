@@ -1,4 +1,4 @@
-"""Division by numbers that are known before the launch: a multiplication by what `ops.draws.reciprocal` gives.
+"""Division by numbers that are known before the launch, as a multiplication by `ops.draw.reciprocal`.
 
 A division of 64 bits is a call of some hundred instructions, for which registers are spilled.
 """

@@ -1,4 +1,4 @@
-"""Rows of a batch that get another goal, and where it stands: a few numbers of each row's episode say it."""
+"""Chooses rows of a batch to relabel, and locates their new goals from a few numbers of each episode."""
 
 import triton
 import triton.language as tl

@@ -16,7 +16,7 @@ LOW = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def publish(state_ptr, blocks, block, total, stage):
-    """Tell the programs of later blocks a sum; a later stage that stands there stays."""
+    """Publish a sum to the programs of later blocks; an entry of a later stage is kept."""
     word = tl.arange(0, 2)
     half = tl.where(word == 0, total, total >> 32) & LOW
     tl.atomic_max(state_ptr + (word * blocks + block), half | (stage.to(tl.int64) << 32), sem="relaxed")

@@ -68,7 +68,7 @@ def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr, sta
         counted += stale.to(tl.int64)
     count = tl.sum(counted)
     tl.atomic_max(counters_ptr + LARGEST, tl.max(tl.where(live, mass, 0)), sem="relaxed")
-    # there is seldom anything
+    # rejected and saturated masses are rare
     if count > 0:
         if stale is not None:
             tl.atomic_add(counters_ptr + STALE, count & 0xFFFFF, sem="relaxed")
@@ -78,7 +78,7 @@ def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr, sta
 
 @triton.jit
 def raise_max_mass(counters_ptr):
-    """Last program: take over the largest mass that this launch has given."""
+    """Last program: update the largest mass ever given with that of this launch."""
     # an atomic, so that what other programs left is seen; the ticket has put it in order
     largest = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
     tl.atomic_max(counters_ptr + MAX_MASS, largest, sem="relaxed")
@@ -87,7 +87,7 @@ def raise_max_mass(counters_ptr):
 
 @triton.jit
 def is_live(key, counters_ptr, capacity):
-    """Whether keys are of transitions that are stored."""
+    """Whether keys are live: their transitions are stored."""
     added = tl.load(counters_ptr + ADDED)
     oldest = tl.maximum(added - capacity, tl.load(counters_ptr + FIRST))
     return (key >= oldest) & (key < added)

@@ -1,4 +1,4 @@
-"""Copies between the ring and a batch: `gather` takes rows out, weighed if need be; `write` puts consecutive ones in.
+"""Copies between the ring and a batch: `gather` reads rows, and can weigh them; `write` stores consecutive rows.
 
 One launch serves all fields. Tensors come as tuples, one pointer a field; what differs between fields is known at
 compile time, so that a field whose rows are multiples of 16 bytes is moved in 16-byte words.
@@ -13,7 +13,7 @@ from .weights import weigh
 
 @triton.jit
 def as_sampled(values, output, SCALE: tl.constexpr, WIDE: tl.constexpr):
-    """Stored values as they go to the output pointer: scaled in float32, or float64 if WIDE, then cast."""
+    """Convert stored values for the output pointer: scale in float32, or float64 if WIDE, then cast."""
     raw: tl.constexpr = values.dtype
     if SCALE is not None:
         if WIDE:

@@ -1,4 +1,4 @@
-"""What stands in a batch of a trajectory buffer, put together from steps that are stored once, in one launch.
+"""Assembles a batch of a trajectory buffer from steps that are stored once, in one launch.
 
 Frames of stacks are moved as `ring.py` moves rows; only where a frame comes from takes some looking up, which every
 program does for its own, once for several pieces of them.
@@ -129,7 +129,7 @@ def gather_windows_kernel(
     HINDSIGHT: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """Stacks of the starts in `slots`, the other fields there, and what their n-step windows come to.
+    """Gather the stacks and other fields of the starts in `slots`, with the results of their n-step windows.
 
     sources, pools: the ring, and the kept final observations or ().
     outputs, next_outputs: of `obs` and the other fields, and of `next_obs`.

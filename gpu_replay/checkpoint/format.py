@@ -193,7 +193,7 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str:
-        """Of the manifest: which checkpoint this is."""
+        """The SHA-256 of the manifest, which identifies the checkpoint."""
         return self._manifest.sha256
 
     def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

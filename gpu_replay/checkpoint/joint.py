@@ -75,7 +75,7 @@ class JointCheckpoint:
         return [(max(each["FIRST"], each["ADDED"] - slots), each["ADDED"]) for each in self.saved]
 
     def counters(self, share: Share) -> dict[str, int]:
-        """Those of one of the buffers among which all rows are dealt."""
+        """The counters of one of the buffers among which all rows are dealt."""
         spans = self._spans()
         added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
         found = dict.fromkeys(self.saved[0], 0)

@@ -22,7 +22,7 @@ def progress_bar(total: float, **options: Any) -> Any:
 
 @contextmanager
 def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """What to tell how many bytes more have moved: a bar for many, where tqdm is installed."""
+    """A callback for the bytes moved since its last call; large totals show a bar if tqdm is installed."""
     try:
         bar = progress_bar(total, desc=title, unit="B", unit_scale=True, leave=False) if total > SHOWN_FROM else None
     except ImportError:

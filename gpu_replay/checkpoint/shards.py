@@ -177,7 +177,7 @@ def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], done: Cal
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Wait for what was launched to fill these tensors: threads have streams of their own."""
+    """Wait for the kernels that fill these tensors, since worker threads use other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

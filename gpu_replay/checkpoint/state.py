@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class BufferState:
-    """What a buffer gives and takes back.
+    """The parts of a buffer that are saved and restored.
 
     config:   class, capacity, fields, sampler and more as JSON values: what two buffers must share to share a state.
     counters: the buffer's own tensor.
@@ -56,7 +56,7 @@ class BufferState:
 def snapshot(
     buffer: BufferState, *, copied: bool = True, check: Callable[[Mapping[str, Tensor]], None] | None = None
 ) -> dict[str, Any]:
-    """Copies of everything, where it is, or views where these do.
+    """Copies of the whole state on its device, or views where these suffice.
 
     check: looks at what will be copied.
     """
@@ -141,7 +141,7 @@ class Saved:
 
     @contextmanager
     def refusing(self, what: str) -> Iterator[None]:
-        """Raise CheckpointError for an error of one who uses what the file says."""
+        """Within it, an error caused by the contents of the file becomes CheckpointError."""
         try:
             yield
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

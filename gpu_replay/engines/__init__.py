@@ -1,1 +1,1 @@
-"""What stores, draws and updates for a buffer: on CPU tensors, or through Triton kernels."""
+"""The engines behind the buffers: they store, sample and update, on CPU tensors or through Triton kernels."""

@@ -64,7 +64,7 @@ class DeviceEngine:
         """Store `rows` transitions and return their (rows,) keys; 2 launches for tensors on the device."""
         draws = self.draws
         with draws.ordered():
-            # whatever must be allocated comes before the ring is written
+            # all allocations come before the first write to the ring, since they may fail
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(rows, dtype=torch.int64, device=draws.device)
             insert = self._inserts(rows, None if own is None else own.dtype)
@@ -72,7 +72,7 @@ class DeviceEngine:
         return keys
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` transitions: fields, key, probability and weight; 2 launches.
+        """Sample `batch` transitions: fields, key, probability and weight; 2 launches.
 
         By rank 1 and a sort come first where something has changed.
         """

@@ -29,7 +29,7 @@ from gpu_replay.validation import computed
 
 
 class WeighedDraw(NamedTuple):
-    """What a gather needs of the draw before it.
+    """The results of a draw that the following gather needs.
 
     slots:   (B,) int64.
     named:   key, probability and weight; the weights are empty until the gather makes them where it is to.
@@ -66,7 +66,7 @@ class DrawLedger:
 
 
 def _draws_of(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> Callable[[int, int, bool], DrawLaunch]:
-    """How batches are drawn, by their size, the newest slots to skip, and whether they are shifted."""
+    """A function that plans draws by batch size, newest slots to skip, and whether images are shifted."""
     plan = state.plan
 
     @plans
@@ -151,7 +151,7 @@ class DeviceSampler:
         self.first = self.added
 
     def look(self) -> None:
-        """Find out what is stored, adds that others replay among it. Waits for the device."""
+        """Read the span of live keys, which includes adds replayed elsewhere. Waits for the device."""
         self.first, self.added = self.span()
 
     def span(self) -> tuple[int, int]:
@@ -257,12 +257,12 @@ class DeviceSampler:
         self._writes(rows)(values)
 
     def _changed(self) -> None:
-        """What is stored, or its priorities, are no longer what they were."""
+        """Note that the stored transitions or their priorities have changed."""
         if self._ranks is not None:
             self._ranks.changed(self.capturing())
 
     def restricted_to(self, allowed: Tensor) -> DeviceSampler:
-        """What draws, for one call, no other slots than the allowed, (slots,) bool; a few small launches of torch."""
+        """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
         found = copy.copy(self)
         found.state, found._narrowed = self.state.narrowed(allowed), True
         found._draws = _draws_of(found.state, self._storage, self._ranks)
@@ -276,7 +276,7 @@ class DeviceSampler:
         plan, ranks = self._plan, self._ranks
         ranked: tuple[Tensor, ...] = ()
         if ranks is not None and batch > plan.newest_of(batch):
-            # an order without some of the slots serves this call alone
+            # an order that leaves out slots is valid for this call only
             alone, tree = skipped > 0 or self._narrowed, self.state.masses
             ranked = ranks.of(tree, skipped) if alone else ranks.current(tree, self.capturing())
         planned = self._draws(batch, skipped, shifted)

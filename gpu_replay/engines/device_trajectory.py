@@ -1,7 +1,7 @@
 """The ring of steps on CUDA tensors, through Triton kernels; also on CPU tensors, interpreted.
 
-As in `device.py` nothing waits for the device unless its docstring states it. How many starts are eligible only the
-device knows; the host keeps a lower bound of it, and reads the number again when the bound does not do.
+As in `device.py` nothing waits for the device unless its docstring states it. The exact number of eligible
+starts is known to the device only; the host keeps a lower bound, and reads the number when the bound is too small.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class TrajectoryDeviceEngine:
         """Store one step of all environments and return its (num_envs,) keys; 2 launches, 3 with final observations."""
         draws = self.draws
         with draws.ordered():
-            # whatever must come to the device comes before the ring is written
+            # inputs are copied to the device before the first write to the ring, since a copy may fail
             flags = draws.moved(terminated), draws.moved(truncated)
             kept = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             moved, own = draws.on_device(values, priorities)

@@ -1,4 +1,4 @@
-"""A sampler's settings resolved once into how one buffer draws; nothing below asks which class the sampler was."""
+"""Resolves a sampler's settings once into a plan; no code below depends on the class of the sampler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """How one buffer draws.
+    """The resolved settings by which one buffer samples.
 
     kind:          what rows are drawn by: alike, by mass, by rank, or always the newest.
     newest:        rows at the end of every batch that are the newest instead.
@@ -53,7 +53,7 @@ class DrawPlan:
         return batch if self.kind == "newest" else self.newest
 
     def distinct(self, batch: int) -> int:
-        """Transitions that a batch needs at least, beside there being any."""
+        """The least number of transitions that a batch needs; at least one is always needed."""
         if self.kind == "newest":
             return batch
         return self.newest if self.prioritized or self.replacement else max(self.newest, batch - self.newest)

@@ -1,4 +1,4 @@
-"""What the draws and updates of one buffer work on, in the memory of its device: trees and counters."""
+"""Trees and counters of one buffer, in the memory of its device, on which draws and updates work."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class DrawState:
             tree.clear()
 
     def rebuild(self, written: int) -> None:
-        """Make all that follows from the restored leaves of the first `written` slots."""
+        """Recompute everything that is derived from the restored leaves of the first `written` slots."""
         for tree in self.trees:
             tree.masses[written:].zero_()
         if self.tree is not None:

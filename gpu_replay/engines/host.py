@@ -1,4 +1,4 @@
-"""The ring of transitions on CPU tensors: rows in, rows out; what is drawn is up to `HostSampler`."""
+"""The ring of transitions on CPU tensors: stores and reads rows; `HostSampler` chooses the rows of a sample."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class HostEngine:
         return commit(keys, map(put, stores, slots, stored), counted)
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
-        """Draw `batch` transitions: fields, key, probability and weight."""
+        """Sample `batch` transitions: fields, key, probability and weight."""
         return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ class HostSampler:
         return found if self.state.eligible_tree is not None else min(found, 1)
 
     def restricted_to(self, allowed: Tensor) -> tuple[HostSampler, int]:
-        """What draws, for one call, no other slots than the allowed, (slots,) bool, and how many of them it can."""
+        """A sampler for one call over the allowed slots alone, (slots,) bool, and the number of eligible ones."""
         found = copy.copy(self)
         found.state = self.state.narrowed(allowed)
         found._tree = found.state.tree
@@ -123,7 +123,7 @@ class HostSampler:
         return self._random.words(self.counters.item(Counter.RANDOM) + after, count)
 
     def doubles(self, count: int, after: int = 0) -> np.ndarray:
-        """(count,) float64 in [0, 1), in the same way."""
+        """(count,) float64 in [0, 1) from the words that `words` returns for these arguments."""
         return self._random.doubles(self.counters.item(Counter.RANDOM) + after, count)
 
     # draws
@@ -154,7 +154,7 @@ class HostSampler:
         tensors["probability"] = tensor(draw.probability)
         tensors["weight"] = tensor(draw.weight)
         self._counted = slots
-        # one call, in which no signal is handled: an exception comes before all of it or after
+        # no signal is handled within this one call, so an exception comes before or after all of it
         self._finish(slots, draw.blocks + more, self.counters, self.times_sampled, keys)
         return tensors
 
@@ -177,7 +177,7 @@ class HostSampler:
         self.counters[moved] = counts[moved]
 
     def _draw_by_chance(self, drawn: int, beta: float | None, skipped: int) -> HostDraw:
-        """Draw what is not drawn for being the newest."""
+        """Draw the rows of a batch other than the newest ones."""
         plan, tree, counters = self._plan, self._tree, self.counters
         if tree is None:
             return self._draw_uniformly(drawn, skipped)

@@ -1,4 +1,4 @@
-"""The ring of steps on CPU tensors: steps in, stacks and windows out; in `device_trajectory.py` kernels do it."""
+"""The ring of steps on CPU tensors: stores steps, samples stacks and windows. `device_trajectory.py` uses kernels."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class TrajectoryHostEngine:
         return self._contents(slots, self._windows.of_starts(slots), shifts)
 
     def _contents(self, slots: np.ndarray, windows: Windows, shifts: np.ndarray | None) -> dict[str, Tensor]:
-        """What a batch holds of steps and their windows."""
+        """The tensors of a batch, made from steps and their windows."""
         plan, out, after = windows.plan, {}, {}
         with nullcontext() if self._ahead is None else self._ahead.reading(np.maximum(plan, 0)):
             # the stacks before and after in one gather: an operation costs as much as the copy of a small batch

@@ -46,7 +46,7 @@ class MappedFile:
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.folder, self.nbytes = folder, nbytes
         with _explained(folder), ExitStack() as undo:
-            # undone last: nobody takes a folder that is about to go
+            # the lock is released last, so that no other buffer takes a folder that is about to be removed
             locks: list[int] = []
             undo.callback(_unlock, locks)
             _make(folder, undo)
@@ -73,7 +73,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 @contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Raise OSError that says what to do."""
+    """Raise errors of the file system with a message that says what to do."""
     try:
         yield
     except OSError as error:

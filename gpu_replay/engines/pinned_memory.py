@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# for all devices of the process; at an address of theirs
+# pin for all devices of the process, and map into their address space
 _PORTABLE, _MAPPED = 1, 2
 # memory that was dropped while a graph was being captured, when nothing may be unpinned
 _left: list[tuple[Any, ...]] = []
@@ -49,7 +49,7 @@ def pinned_block(nbytes: int, device: torch.device, drain: Callable[[], None]) -
 
 
 def _forget_error() -> None:
-    """Let the runtime forget that a call of its failed: it keeps the error, and the next launch would raise it."""
+    """Clear the last error of the CUDA runtime, which the next launch would raise otherwise."""
     with suppress(RuntimeError):
         torch.cuda._sleep(1)
 

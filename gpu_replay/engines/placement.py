@@ -133,5 +133,5 @@ MakeMemory = Callable[[Iterable[int]], FieldMemory]
 
 
 def _pages(nbytes: int) -> int:
-    """So many bytes in whole pages."""
+    """The bytes rounded up to whole pages."""
     return -(-nbytes // _PAGE) * _PAGE

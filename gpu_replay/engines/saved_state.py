@@ -1,4 +1,4 @@
-"""A state that was saved: whether it can be that of a buffer.
+"""Checks that a saved state is a valid state of a buffer.
 
 What is loaded may have been edited by hand, and inner loops trust it: every slot that can be drawn must lead to memory
 that was written.
@@ -25,7 +25,7 @@ _LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What decides which state a buffer has: its slots, how it draws, and how its ring of steps is divided, if any."""
+    """Settings that determine the layout of a state: slots, the plan of draws, and the shape of a stream, if any."""
 
     slots: int
     plan: DrawPlan

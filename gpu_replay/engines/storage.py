@@ -74,7 +74,7 @@ def _left_in_cgroup() -> int | None:
     try:
         return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
     except (OSError, ValueError):
-        # there is no group, or it has no limit: "max"
+        # no cgroup, or one without a limit ("max")
         return None
 
 
@@ -156,7 +156,7 @@ def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
 
 
 def padding_of(record: np.dtype[Any] | None, fields: Mapping[str, Field]) -> int:
-    """Bytes of a record that hold nothing."""
+    """Padding bytes of a record."""
     return 0 if record is None else record.itemsize - sum(fields[name].row_bytes for name in record.names or ())
 
 
@@ -222,7 +222,7 @@ class Storage:
         return sum(tensor.nbytes for tensor in self.tensors.values()) + self._padding + self.times_sampled.nbytes
 
     def read_ahead(self) -> ReadAhead | None:
-        """What gathers of fields in a file use; None where they are in memory."""
+        """The read-ahead for fields in a mapped file; None if they are in memory."""
         return None if self._memory is None else self._memory.read_ahead(self.capacity)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ class Storage:
 
 
 def not_readable(key: int, first: int, added: int) -> KeyError:
-    """What to raise for a key without a transition to read, where the keys from `first` to `added` are live."""
+    """The KeyError for a key that is not live, or not eligible; the keys from `first` to `added` are live."""
     if not first <= key < added:
         held = f"the keys from {first} to {added - 1}" if added > first else "nothing"
         return KeyError(f"key {key} is not live; the buffer holds {held}.")

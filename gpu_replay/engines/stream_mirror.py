@@ -1,4 +1,4 @@
-"""What a buffer on a device knows of its steps, on the host for the length of a call that adds many."""
+"""A host copy of the step metadata of a buffer on a device, for one call that adds many steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_replay.ops.steps import NONE_KEPT, HostSteps, KeptFinals
 
 
 class StreamMirror:
-    """Copies of flags, depths, masses and counters; `write_back` puts what became of them on the device."""
+    """Host copies of flags, depths, masses and counters; `write_back` copies the changed ones to the device."""
 
     def __init__(self, storage: TrajectoryStorage, draws: DeviceSampler, powers: Tensor) -> None:
         state, host, shape = draws.state, torch.device("cpu"), storage.streams.shape
@@ -62,7 +62,7 @@ class StreamMirror:
         return self._steps.add((terminated, truncated, rewards), masses, saturated, kept, kept)
 
     def write_back(self) -> None:
-        """Make the device know what is known here."""
+        """Copy the changed state to the device."""
         for own, theirs in self._pairs:
             theirs.copy_(own)
         for tree in self._theirs:

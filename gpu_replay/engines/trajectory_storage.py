@@ -1,4 +1,4 @@
-"""What a trajectory buffer keeps: the ring of steps, what is known about each, and final observations beside it."""
+"""The storage of a trajectory buffer: the ring of steps, the metadata of each step, and final observations."""
 
 from __future__ import annotations
 

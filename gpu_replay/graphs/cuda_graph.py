@@ -1,4 +1,4 @@
-"""A call as a CUDA graph: some hundred kernels at the cost of one launch.
+"""Captures a call as a CUDA graph, which replays some hundred kernels at the cost of one launch.
 
 Nothing in the call may look at the device or depend on numbers of the host that change; what must move on between
 replays (random draws, the schedule of beta, priorities, the optimiser's state) is in device memory.

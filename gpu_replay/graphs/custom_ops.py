@@ -85,7 +85,7 @@ def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
 
 
 class Operators:
-    """What a buffer's own methods call while they are compiled.
+    """The custom operators of one buffer, which its methods call while they are compiled.
 
     name, token: by which the operators find the buffer, and by which they are kept in order.
 

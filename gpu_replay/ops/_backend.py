@@ -1,4 +1,4 @@
-"""The one place that decides what runs an operation: loops on the host, or Triton kernels."""
+"""Chooses the backend of all operations: loops on the host, or Triton kernels."""
 
 from __future__ import annotations
 

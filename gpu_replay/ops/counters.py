@@ -34,7 +34,7 @@ def counter_values(lasting: dict[str, int], seed: int) -> list[int]:
 
 
 def new_counters(device: torch.device, seed: int) -> Tensor:
-    """(Counter.COUNT,) int64 of a buffer that has seen nothing."""
+    """(Counter.COUNT,) int64 of an empty buffer."""
     return torch.tensor(counter_values({}, seed), dtype=torch.int64, device=device)
 
 

@@ -34,7 +34,7 @@ from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
 
 
 class DrawRange(NamedTuple):
-    """What can be drawn from one tree.
+    """The part of the mass of one tree that can be drawn.
 
     total:  mass of all slots; `mass` of those that can be drawn; `offset` of the slots before target 0.
     """
@@ -197,7 +197,7 @@ def per_program(gpu: int, count: int, interpreted: bool, most: int = 1024) -> in
 
 
 def reciprocal(divisor: int) -> int:
-    """What a kernel takes to divide by it: see `kernels/division.py`."""
+    """The reciprocal by which kernels divide: see `kernels/division.py`."""
     return (2**63 - 1) // divisor
 
 

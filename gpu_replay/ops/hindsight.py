@@ -60,7 +60,7 @@ class RelabelInput(NamedTuple):
 
 
 class RelabelSettings(Protocol):
-    """What says how batches get other goals; `Hindsight` does."""
+    """Settings of relabelling, implemented by `Hindsight`."""
 
     @property
     def strategy(self) -> Strategy:

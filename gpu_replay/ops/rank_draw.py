@@ -23,7 +23,7 @@ from gpu_replay.ops.ranks import rank_masses
 
 
 class RankList(NamedTuple):
-    """Who has which rank.
+    """All eligible slots in rank order.
 
     ages:   (capacity,) int64 ages of the keys in order of their ranks, 0 for the oldest slot of the ring.
     listed: (1,) int64, how many of them can be drawn: the first.

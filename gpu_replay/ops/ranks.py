@@ -81,7 +81,7 @@ def host_ranks_bytes(slots: int) -> int:
 
 
 class HostRanks:
-    """Who has which rank in one buffer, and the draws from it.
+    """The rank order of one buffer on the host, and draws from it.
 
     leaves:   (slots,) int64 order codes, 0 for slots that cannot be drawn. counters: of the buffer.
     noted:    where `loops/tree.py` notes which codes have changed; which keys have, the counters say.
@@ -125,7 +125,7 @@ class HostRanks:
         """
         added, state = self._counters.item(Counter.ADDED), self._state
         changed = self._changes(added, skipped)
-        # until it is done: whatever interrupts it, the next draw sorts anew
+        # marked invalid until the update is done: after an interrupt the next draw sorts anew
         state[loops.ADDED] = -1
         self._renew(changed, added, skipped)
         listed = None

@@ -32,7 +32,7 @@ class PendingWeights(NamedTuple):
     blocks: int
 
 
-# what a launch that makes no weights is given
+# arguments of a launch that makes no weights
 NO_WEIGHTS: tuple[tuple[Tensor, ...], tuple[int, float]] = ((), (0, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Host: from the start of an n-step window to what stands in the batch: reward, discount, endings, planned stacks."""
+"""Host: finds n-step windows by their starts: rewards, discounts, endings, and the plans of their stacks."""
 
 from __future__ import annotations
 

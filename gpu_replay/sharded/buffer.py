@@ -46,7 +46,7 @@ class ShardedReplayBuffer:
     group:    of `torch.distributed`; None is the default group. Messages use NCCL for shards on GPUs and gloo for those
               on CPUs. A buffer over all ranks of the program makes a process group of its own.
     device:   of the shard; None is the GPU of the local rank with NCCL, else the CPU.
-    seed:     of the draws of all ranks.
+    seed:     of the random streams of all ranks.
     timeout:  seconds after which a rank that waits for another raises RuntimeError.
     storage_device, storage_path: of each shard, as in `ReplayBuffer`; rank r has the folder `rank{r}` in that path.
 
@@ -133,7 +133,7 @@ class ShardedReplayBuffer:
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """The rank of this process in the group."""
         return self._group.rank
 
     @property
@@ -205,7 +205,7 @@ class ShardedReplayBuffer:
         return self._global_keys(self._shard.add(priority=priority, **fields))
 
     def sample(self, batch_size: int, *, beta: float | None = None) -> Batch:
-        """Draw `B` transitions on each rank, as a Batch on its device; collective.
+        """Sample `B` transitions on each rank, as a Batch on its device; collective.
 
         batch_size: B >= 1, the same on every rank.
         beta:       exponent of the importance weights for this call, instead of the sampler's; the same on every rank.
@@ -459,7 +459,7 @@ def _checked(batch_size: object, beta: object) -> tuple[int, float | None]:
 
 
 def _check_plan(plan: DrawPlan, sampler: Sampler, mode: str) -> None:
-    """Raise ValueError for what ranks cannot draw together."""
+    """Raise ValueError for a sampler that this mode does not support."""
     if plan.kind != "rank":
         return
     if mode == "global":

@@ -288,7 +288,7 @@ class Group:
 
 
 def row_length(ranks: int) -> int:
-    """int64 in the row of a rank."""
+    """The number of int64 values in the row of a rank."""
     return 1 + max(_NUMBERS, ranks)
 
 

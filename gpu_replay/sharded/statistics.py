@@ -16,13 +16,13 @@ _COUNTS = ("size", "added", "eligible", "stale_updates", "rejected_priorities", 
 
 
 def numbers_of(stats: Stats, total: int) -> Tensor:
-    """Of one shard, the bits of float64: its statistics, and the total of its masses."""
+    """The statistics of one shard and the total of its masses, as the bits of float64."""
     numbers = [float(getattr(stats, name)) for name in _NAMES]
     return torch.tensor([*numbers, float(total)], dtype=torch.float64).view(torch.int64)
 
 
 def combined(table: Tensor) -> Stats:
-    """Of all shards: (R, 16) int64 of `numbers_of`.
+    """The statistics of all shards; table: (R, 16) int64, a row of `numbers_of` for each.
 
     The distribution of the whole is a mixture of the shards', each with its share s of the masses (of the transitions,
     where there are none): its entropy is sum s (entropy - log s), and its effective size 1 / sum s ** 2 / size.
