@@ -98,7 +98,7 @@ def _saves(plain: Path, saved: Path, count: int) -> Iterator[tuple[tuple[str, st
 
 
 def _timed(call: Callable[[], object]) -> float:
-    # the highest mark of this process begins anew
+    # reset the peak of this process's memory
     Path("/proc/self/clear_refs").write_text("5")
     began = time.perf_counter()
     call()

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
             suite.add_argument("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
             suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
         if name == "kernels":
-            suite.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+            suite.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
             suite.add_argument("--n-max", type=positive, metavar="N", help="no cases with more slots: 1000000, 1e7")
         if name in ("gpu", "kernels"):
             default = "both" if name == "gpu" else "graph"

@@ -102,7 +102,7 @@ def _roofline(records: Sequence[Record], file: Path) -> Path:
 
 
 def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
-    """Logarithmic axes; ticks at these sizes where there are any, and enough vertical ones to read a value."""
+    """Make axes logarithmic, with ticks at these sizes if given, and enough vertical ones to read a value."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_xscale("log")

@@ -67,7 +67,7 @@ def cells_table(records: Records, peers: Records = ()) -> str:
 
 
 def frames_table(records: Records, peers: Records = ()) -> str:
-    """Cases of Atari frames, each beside a plain copy of the same bytes where there is one."""
+    """Cases of Atari frames, each with a plain copy of the same bytes if one was measured."""
     copies = {record.case: record.median for record in records if record.implementation == "take"}
     rows = []
     for record in records:

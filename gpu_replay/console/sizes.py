@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a trajectory buffer: whether it keeps final observations (default: next_step, it does not)",
     )
     parser.add_argument("--sampler", choices=SAMPLERS, default="proportional", help="default: proportional")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if available)")
     pinned = "cpu: the fields of a buffer on a GPU in pinned host memory"
     parser.add_argument("--storage-device", metavar="DEVICE", help=pinned)
     parser.add_argument("--storage-path", metavar="DIR", help="the fields of a buffer on the CPU in a file there")

@@ -164,10 +164,10 @@ def train(steps: int, seed: int = 0, device: torch.device | str = "cpu") -> floa
 
 
 def evaluate(network: Network, seed: int, device: torch.device, episodes: int = 200) -> float:
-    """The mean return of so many episodes without exploration."""
+    """The mean return of this many episodes without exploration."""
     envs, hidden = Recall(seed), torch.zeros(ENVS, HIDDEN, device=device)
     returns: list[float] = []
-    # what runs already has not been seen from its first step
+    # running episodes do not count: the network has not seen their first step
     seen = torch.zeros(ENVS, dtype=torch.bool)
     while len(returns) < episodes:
         with torch.no_grad():

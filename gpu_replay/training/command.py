@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "stop after this many seconds, earlier parts of a resumed run included (default: no limit)"
     run.add_argument("--max-seconds", type=positive_float, metavar="X", help=limit)
     run.add_argument("--seed", type=natural, metavar="N", help="seed of all random numbers (default: 0)")
-    run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda when there is one)")
+    run.add_argument("--device", help="cuda, cuda:1 or cpu (default: cuda if available)")
     run.add_argument("--output", type=Path, help="folder of the run (default: runs/ENV-seedSEED-TIME)")
     existing = run.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace the run in --output")
