@@ -1,4 +1,4 @@
-"""Fields and samplers as plain JSON values and back: what a checkpoint says about the buffer it came from."""
+"""Converts fields and samplers to JSON values and back, for the settings in a checkpoint."""
 
 from __future__ import annotations
 

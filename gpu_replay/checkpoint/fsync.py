@@ -1,4 +1,4 @@
-"""Atomic replacement of files, what survives a power cut, and the lock that keeps two savers apart."""
+"""Atomic replacement of files, syncing to disk, and the lock that excludes a second saver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, where, and the checksum of that; whatever is read from one is checked."""
+"""`manifest.json`: lists the tensors and files of a checkpoint with checksums; all that is read from it is checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The contents of a manifest.
 
     given:  what the caller of `write_checkpoint` gave.
     shapes: dtype and shape of each tensor by name.

@@ -90,7 +90,7 @@ class LearningStep:
         self._recorded = recorded
 
     def _once(self) -> Any:
-        """The step as the device sees it."""
+        """One step, run eagerly or captured."""
         batch = self._sample()
         if batch is None:
             return self._detached(self._learn())
@@ -106,7 +106,7 @@ class LearningStep:
     def _detached(output: Any) -> Any:
         """What the step returns. Raises TypeError where it is not made of tensors."""
         try:
-            # what is held from call to call must not hold the memory of a backward pass
+            # detached, since outputs kept between calls would keep the memory of a backward pass
             return map_tensors(output, Tensor.detach)
         except TypeError as error:
             raise TypeError(

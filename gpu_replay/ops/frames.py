@@ -235,7 +235,7 @@ def plan_gather_sequences(
 
 
 class _Windows(NamedTuple):
-    """What is made of windows: stacks after them, and (B,) rewards, discounts and, if asked for, how they ended.
+    """The outputs made of windows: stacks after them, and (B,) rewards, discounts and, if asked for, how they ended.
 
     given: powers of gamma, and the steps stored from each start on where windows may not be whole.
     """

@@ -72,7 +72,7 @@ class MassRule:
 
     @property
     def least(self) -> float:
-        """What priorities count at least as; 0 where `eps` makes all of them larger."""
+        """The lower limit of priorities; 0 where `eps` makes all of them larger."""
         return TINY if self.eps < TINY else 0.0
 
     def mass(self, priority: float) -> int:
@@ -88,7 +88,7 @@ class MassRule:
 
 @dataclass(frozen=True)
 class OrderRule:
-    """How priorities become order codes, where their order is all that counts: the numbers of `MassRule`, unused.
+    """Turns priorities into order codes, for draws by rank; has the fields of `MassRule`, which it does not use.
 
     code = bits of the float64 |priority|, plus 1: the bits of numbers that are not negative ascend with them, so codes
     compare as priorities do, exactly. A slot that must not be drawn has code 0. Sums of codes mean nothing.

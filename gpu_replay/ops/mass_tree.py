@@ -1,4 +1,4 @@
-"""The masses of all slots and the sums above them: what proportional draws descend and priority updates change.
+"""The masses of all slots and the sums above them, which proportional draws search and priority updates change.
 
 Level 0 holds one mass per slot, padded with zeros to whole blocks; every further level holds the sum of each block of
 `fanout` nodes below it, up to a root of at most `root_limit` nodes. All are int64 and exact, so a total is `==` the sum
@@ -121,13 +121,13 @@ class MassTree:
         return loops.total.ready()(*self.host[:2]) if self.backend == "host" else int(self.levels[-1].sum())
 
     def build(self) -> None:
-        """Make all sums anew from the leaves."""
+        """Recompute all sums from the leaves."""
         if self.backend == "host":
             self._note_all()
             loops.build.ready()(*self.host[:4])
             return
         for below, above in zip(self.levels, self.levels[1:], strict=False):
-            # sums up to the end of each block, less those up to the end of the one before
+            # the prefix sum at the end of each block, minus that at the end of the block before
             ends = scan(below, self.fanout)
             above[: ends.numel()] = ends
             above[1 : ends.numel()] -= ends[:-1]

@@ -14,7 +14,7 @@ from gpu_replay.ops.mass_tree import MassTree, edge_for, fanout_for
 
 
 class DeviceMasses:
-    """What the mass kernels need beside the tree: the rule's numbers and, for updates, one stamp per slot."""
+    """Arguments of the mass kernels besides the tree: the numbers of the rule and, for updates, one stamp per slot."""
 
     def __init__(self, tree: MassTree, rule: Rule, initial: int) -> None:
         device = tree.levels[0].device
@@ -144,7 +144,7 @@ def plan_update(
             stamp(keys, counters, stamps, *numbers, aligned=whole)
             change(keys, priorities, *held, stamps, counters, *numbers, aligned=whole)
         except BaseException:
-            # stamps that no second launch took away would win over those of later updates
+            # reset the stamps if the second launch failed, since they would win over those of later updates
             stamps.fill_(-1)
             raise
 

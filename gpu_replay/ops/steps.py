@@ -1,4 +1,4 @@
-"""Host: steps of all environments enter the ring of a trajectory buffer, and the rules of eligibility apply to them.
+"""Host: adds steps of all environments to a trajectory buffer and applies the rules of eligibility.
 
 The rules are those of `eligibility.py`, whose kernel does the same on a device. All that a step changes beside the
 fields is changed by one loop.

@@ -16,7 +16,7 @@ import torch
 
 # bytes from which more threads take less time than waking them does
 LARGE = 2**20
-# pieces for each thread, so that they end together however late or slow one is
+# pieces for each thread, so that a late or slow thread does not delay the others
 _PIECES = 4
 
 _pool: ThreadPoolExecutor | None = None
@@ -65,7 +65,7 @@ def in_parts(work: Callable[[int, int], object], count: int, threads: int) -> No
     try:
         run()
     finally:
-        # nothing is left for those that begin from here on
+        # threads that begin later find no pieces
         pieces.clear()
         errors += [helper.exception() for helper in helpers if not helper.cancel()]
     for error in errors:
