@@ -316,8 +316,7 @@ def test_state_that_is_no_state_is_refused_and_changes_nothing(damage: str, kind
     with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match=message):
         buffer.load_state_dict({"empty": {}, "not a dict": 7}.get(damage, state))
     check_alike(buffer, twin)
-    for found, expected in zip(live(buffer, 1), live(twin, 1), strict=True):
-        check_equal(found, expected)
+    check_equal(buffer.sample(5), twin.sample(5))
 
 
 def test_state_of_tensors_with_gradients_leaves_none_in_the_buffer(device: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import host_only
+from devices import INTERPRETED, host_only
 from fake_cuda import FakeCuda
 from places import KINDS, check_equal, given, live, make, pinned_on_the_cpu, same_life
 
@@ -33,6 +33,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.contract
+@pytest.mark.skipif(INTERPRETED, reason="only buffers on the CPU have files, and kernels never work on those")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_buffer_in_a_file_is_one_in_memory(kind: str, tmp_path: Path) -> None:
     memory, mapped = make(kind), make(kind, storage_path=tmp_path / "ring")
