@@ -25,7 +25,7 @@ TORCH_OF: dict[np.dtype[Any], torch.dtype] = {
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
 STORABLE = (*TORCH_OF.values(), torch.bfloat16)
-# what stands for several fields at once
+# arguments that stand for several fields at once
 DICTIONARIES = (Mapping, Batch)
 _OWN = ("key", "weight", "probability", "priority", "self")
 # a field named as an attribute of a batch could not be reached as one
@@ -48,7 +48,7 @@ class Field:
     scale:        multiplies the value on its way out, in float32 (float64 when either dtype is float64).
 
     `Field((84, 84), torch.uint8, torch.float16, 1 / 255)` is stored as bytes and sampled as scaled half floats.
-    Raises TypeError or ValueError for what cannot be stored.
+    Raises TypeError or ValueError for values that cannot be stored.
     """
 
     shape: tuple[int, ...]

@@ -34,7 +34,7 @@ CUT = tl.constexpr(16)
 
 @triton.jit
 def is_last(counters_ptr, programs):
-    """Whether this program is the last of `programs` to arrive: only that one may change what the others have read."""
+    """Whether this program is the last of `programs` to arrive: only it may change memory that the others read."""
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
     last = tl.atomic_add(counters_ptr + TICKET, 1) == programs - 1

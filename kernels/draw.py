@@ -96,7 +96,7 @@ def draw_kernel(
 
     levels: of the tree of masses for BY "mass"; of eligible starts, or () where all stored slots can be drawn, for
             "uniform".
-    starts: levels of the tree of eligible starts, of which the newest are taken; () takes the newest stored slots.
+    starts: levels of the tree of eligible starts, to take the newest of them; () takes the newest stored slots.
     low:    with LOWEST_OF_ALL for "mass": smallest masses of blocks of EDGE leaves, in which further
             programs look.
     ranks:  for "rank": the running sums of the masses of ranks, the ages in order of rank, and how many of these can

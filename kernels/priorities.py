@@ -79,7 +79,7 @@ def count_masses(mass, saturated, live, counters_ptr, LARGEST: tl.constexpr, sta
 @triton.jit
 def raise_max_mass(counters_ptr):
     """Last program: update the largest mass ever given with that of this launch."""
-    # an atomic, so that what other programs left is seen; the ticket has put it in order
+    # an atomic, to see the values of other programs; the ticket orders them before this
     largest = tl.atomic_max(counters_ptr + PENDING_MAX_MASS, 0, sem="relaxed")
     tl.atomic_max(counters_ptr + MAX_MASS, largest, sem="relaxed")
     tl.store(counters_ptr + PENDING_MAX_MASS, 0)

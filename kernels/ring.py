@@ -1,6 +1,6 @@
 """Copies between the ring and a batch: `gather` reads rows, and can weigh them; `write` stores consecutive rows.
 
-One launch serves all fields. Tensors come as tuples, one pointer a field; what differs between fields is known at
+One launch serves all fields. Tensors come as tuples, one pointer a field; differences between fields are known at
 compile time, so that a field whose rows are multiples of 16 bytes is moved in 16-byte words.
 """
 
@@ -28,7 +28,7 @@ def as_sampled(values, output, SCALE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def programs_of(rows, f: tl.constexpr, LAYOUT: tl.constexpr):
-    """Programs that move so many rows of field f."""
+    """Number of programs that move these rows of field f."""
     return (rows + (LAYOUT.rows[f] - 1)) // LAYOUT.rows[f] * LAYOUT.chunks[f]
 
 

@@ -168,7 +168,7 @@ def add_step_kernel(
         tl.atomic_add(counters_ptr + SATURATED, tl.sum((named & saturated).to(tl.int64)), sem="relaxed")
 
     if HINDSIGHT:
-        # the first step of an episode is overwritten: what is left of it is found by its environment
+        # the first step of an episode is overwritten: the rest of the episode is found by its environment
         gone = tl.load(depth_ptr + slot, mask=named, other=0) == 0
         parted = tl.load(parted_ptr + env, mask=named, other=0)
         parted = tl.where(gone, tl.load(spans_ptr + slot, mask=named, other=0), parted)
@@ -235,7 +235,7 @@ def add_step_kernel(
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()
-    # the upper half of the ticket adds up what the programs keep
+    # the upper half of the ticket sums the counts that the programs keep
     mine = (tl.sum(kept, axis=0) << 32) + 1
     done = tl.atomic_add(counters_ptr + TICKET, mine) + mine
     if (done & 0xFFFFFFFF) == tl.num_programs(0):

@@ -1,4 +1,4 @@
-"""The search of a tree of masses: which slot a target falls on, and what lies before a slot."""
+"""The search of a tree of masses: the slot on which a target falls, and the mass before a slot."""
 
 import triton
 import triton.language as tl

@@ -15,7 +15,7 @@ from .weights import weigh
 
 @triton.jit
 def later(slot, ages, num_envs, steps):
-    """The slots `ages` steps after some, in a ring of so many steps; no age counts for more than one lap."""
+    """The slots `ages` steps after some, in a ring; ages are limited to one lap."""
     slots = num_envs * steps
     slot += tl.minimum(ages, steps - 1) * num_envs
     return tl.where(slot >= slots, slot - slots, slot)
@@ -207,7 +207,7 @@ def gather_windows_kernel(
             if SHIFT > 0 and LAYOUT.heights[f] > 0:
                 seed = tl.load(counters_ptr + SEED)
                 down, right = shifts_of(item, span, tl.load(words[0]), seed, kind, SHIFT)
-            # where the frames lie is known: what follows asks for nothing but them
+            # the places of the frames are known: from here on only frames are loaded
             begin = 0
             end = 1
             if LAYOUT.chunks[f] > 1:

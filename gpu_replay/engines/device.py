@@ -47,7 +47,7 @@ class DeviceEngine:
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
-        """Count a replay that added so many rows, or an `add` that runs now."""
+        """Count the rows of a replay, or of an `add` that runs now."""
         self.draws.added += rows
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
@@ -80,7 +80,7 @@ class DeviceEngine:
             return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: WeighedDraw) -> dict[str, Tensor]:
-        """What `sample` gives for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
+        """The result of `sample` for rows that `draws` has drawn, in the same block of `ordered`; 1 launch."""
         gather = self._gathers(drawn.slots.shape[0], *drawn.weights)
         tensors = gather(drawn.slots, drawn.pending)
         tensors.update(drawn.named)

@@ -50,12 +50,12 @@ class WeighedDraw(NamedTuple):
 
 @dataclass
 class DrawLedger:
-    """What the sample in progress has consumed, as far as its launches were made, for `take_back`.
+    """The counts and random blocks consumed by the launches of the sample in progress, for `take_back`.
 
     slots:   (B,) that were counted as sampled.
     added:   the next key when they were.
     pending: of a draw by priority, whose gather moves schedule and stream on.
-    steps, blocks: by which schedule and stream were moved on by other launches.
+    steps, blocks: by how much other launches advanced schedule and stream.
     """
 
     slots: Tensor | None = None
@@ -141,7 +141,7 @@ class DeviceSampler:
     ranked: Tensor | None = None
 
     def rebuild(self) -> None:
-        """Take over a restored state, of which the counters hold the seed. Waits for the device."""
+        """Take over a restored state, whose counters hold the seed. Waits for the device."""
         self._changed()
         self.look()
 
@@ -161,10 +161,10 @@ class DeviceSampler:
         added = counts[Counter.ADDED]
         return max(counts[Counter.FIRST], added - self.state.slots), added
 
-    # what a draw that raises takes back
+    # undoing a draw that raises
 
     def mark(self) -> Any:
-        """Where the draws stand, for `take_back` of the draw that begins here."""
+        """The position of the draws, for `take_back` of the draw that begins here."""
         self._ledger = DrawLedger()
         return self._ledger
 
@@ -181,14 +181,14 @@ class DeviceSampler:
             self.counters[Counter.LOWEST] = NO_MASS
             self.counters[Counter.RANDOM] -= blocks
             self.counters[Counter.STEP] -= steps
-            # what was added meanwhile has not been sampled
+            # rows added meanwhile have not been sampled
             if ledger.slots is not None and ledger.added == self.added:
                 less = self._storage.times_sampled.new_full((1,), -1).expand(ledger.slots.shape)
                 self._storage.times_sampled.scatter_add_(0, ledger.slots, less)
             self._ledger = DrawLedger()
 
     def note_blocks(self, blocks: int) -> None:
-        """The sample in progress has moved the stream on by so many more blocks."""
+        """Note that the sample in progress has advanced the stream by this many more blocks."""
         self._ledger.blocks += blocks
 
     def add(self, rows: int, count: Callable[[int], None], *launches: Callable[[], None]) -> None:
@@ -221,7 +221,7 @@ class DeviceSampler:
         return self.stream_order.capturing()
 
     def runs_now(self, rows: int) -> bool:
-        """Whether an `add` of so many rows runs now; one that is captured is noted for its replays."""
+        """Whether an `add` of these rows runs now; if it is captured, its rows are noted for replays."""
         if not self.capturing():
             return True
         if self.stream_order.recorded is not None:
@@ -247,7 +247,7 @@ class DeviceSampler:
     def on_device(
         self, values: Mapping[str, Tensor], priorities: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The values on the device, and the priorities if they come to count."""
+        """The values on the device, and the priorities if the sampler uses them."""
         own = None if priorities is None or self.masses is None else self.moved(priorities)
         return {name: self.moved(value) for name, value in values.items()}, own
 

@@ -108,7 +108,7 @@ class TrajectoryDeviceEngine:
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
-        """Count a replay that added so many rows, whole steps of all environments, or an `add` that runs now."""
+        """Count the rows of a replay, whole steps of all environments, or of an `add` that runs now."""
         self.draws.added += rows
         self._overwritten += min(rows, max(0, self.draws.added - self._shape.slots)) // self._shape.num_envs
 
@@ -149,9 +149,8 @@ class TrajectoryDeviceEngine:
     ) -> Tensor:
         """Store T steps of all environments, as T calls of `add_step` do, and return `keys`. Waits for the device.
 
-        Fields go to the device as they are. What is known of the steps is brought to the host, where the loop of the
-        host's buffers works on it, and back. An exception, whatever it is and wherever it comes from, leaves all as it
-        was.
+        Fields go to the device as they are. The metadata of the steps is copied to the host, updated by the loop of the
+        host's buffers, and copied back. Any exception leaves the buffer as it was.
         """
         from gpu_replay.engines.stream_mirror import StreamMirror
 
@@ -193,7 +192,7 @@ class TrajectoryDeviceEngine:
             draws.counters[Counter.ADDED] += rows
 
     def _overwritten_by(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """All that so many new transitions change, and copies of it: of fields the rows that are live.
+        """All tensors that these new transitions change, and copies of them; of fields only the live rows.
 
         Fields in pinned host memory are copied by the host, which waits for the device before.
         """
@@ -260,7 +259,7 @@ class TrajectoryDeviceEngine:
         return self._known - (self._overwritten + self._shape.stack - 1) * self._shape.num_envs
 
     def _count_newest(self, added: int, slots: int) -> int:
-        """Eligible starts in so many newest slots; waits for the device."""
+        """Eligible starts in the newest `slots` slots; waits for the device."""
         if not slots:
             return 0
         held = self.draws.state.eligible.masses > 0
@@ -280,7 +279,7 @@ class TrajectoryDeviceEngine:
             return tensors
 
     def among(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
-        """What draws only the starts that `sequence_starts` names, and how many there are.
+        """A sampler of only the starts that `sequence_starts` names, and their number.
 
         Waits for the device for their number; while capturing it takes them for enough.
         """
@@ -306,7 +305,7 @@ class TrajectoryDeviceEngine:
     def sample_relabeled(
         self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
     ) -> tuple[dict[str, Tensor], RelabelInput]:
-        """As `sample`, with other goals in `count` rows: 2 launches more, and small ones of torch to put them there."""
+        """Sample as `sample` does, with other goals in `count` rows; 2 more launches, and small ones of torch."""
         storage, achieved = self._storage, relabel.achieved_field
         tensors = self.sample(batch, beta)
         with self.draws.ordered():

@@ -20,11 +20,11 @@ from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, 
 class DrawPlan:
     """The resolved settings by which one buffer samples.
 
-    kind:          what rows are drawn by: alike, by mass, by rank, or always the newest.
+    kind:          how rows are drawn: uniformly, by mass, by rank, or always the newest.
     newest:        rows at the end of every batch that are the newest instead.
     lowest_of_all: whether weights are divided by the largest that any stored transition could get, or in the batch.
 
-    The others are the settings of the sampler, those that it lacks at values without effect.
+    The others are the settings of the sampler; those that it lacks have values without effect.
     """
 
     kind: Literal["uniform", "mass", "rank", "newest"]
@@ -59,7 +59,7 @@ class DrawPlan:
         return self.newest if self.prioritized or self.replacement else max(self.newest, batch - self.newest)
 
     def rule(self, slots: int) -> Rule:
-        """How priorities become what the tree holds."""
+        """The rule that turns priorities into the values of the tree."""
         return OrderRule() if self.kind == "rank" else MassRule.for_slots(slots, self.alpha, self.eps, self.clip)
 
     @property

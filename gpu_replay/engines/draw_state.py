@@ -23,7 +23,7 @@ class DrawState:
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these; None for samplers without priorities.
-    total_slots:   slots of all shards of a buffer of which this is one: they share the limit of masses.
+    total_slots:   slots of all shards of the buffer, which share the limit of masses.
     eligible_tree: of ones for eligible starts; None where all stored slots can be drawn, or `tree` alone will do.
     """
 
@@ -53,12 +53,12 @@ class DrawState:
 
     @property
     def trees(self) -> list[MassTree]:
-        """Those that there are."""
+        """The trees that exist."""
         return [tree for tree in (self.tree, self.eligible_tree) if tree is not None]
 
     @property
     def initial(self) -> tuple[int, int]:
-        """Where loops find the mass of new transitions, and the fixed one, or that before any other."""
+        """The source from which loops take the mass of new transitions, and its fixed or first value."""
         given = self.plan.initial
         if self.tree is None:
             # every start counts one

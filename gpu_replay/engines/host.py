@@ -19,7 +19,7 @@ from gpu_replay.ops.draw import slots_of
 from gpu_replay.ops.frames import rows_as_sampled
 from gpu_replay.ops.ring import as_numpy, commit, parts_of, put, taken
 
-# numbers as which short rows are moved, by their bytes: NumPy moves each of these at once
+# number types as which short rows are moved, by bytes: NumPy moves each of these at once
 _NUMBERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 # looked up once
 _ADDED = Counter.ADDED
@@ -45,7 +45,7 @@ class HostEngine:
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
         self._append, self._known = loops.append.ready(), (*draws.state.initial, *draws.arrays)
-        # small fields lie in records, of which each field is seen as one number where there is one of its size
+        # small fields lie in records; a field is moved as one number if a number has its size
         self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:
             dtype = storage.records.dtype
@@ -104,7 +104,7 @@ class HostEngine:
         return self.gather(self.draws.draw(batch, beta))
 
     def gather(self, drawn: HostDraw) -> dict[str, Tensor]:
-        """What `sample` gives for rows that `draws` has drawn."""
+        """The result of `sample` for rows that `draws` has drawn."""
         return self.draws.finish(self._rows_at(drawn.slots), drawn)
 
     def _rows_at(self, slots: np.ndarray) -> dict[str, Tensor]:

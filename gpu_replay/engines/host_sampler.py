@@ -90,7 +90,7 @@ class HostSampler:
         return max(self.counters.item(Counter.FIRST), added - self._capacity), added
 
     def count_at_least(self, wanted: int, skipped: int) -> int:
-        """What can be drawn without the newest `skipped` slots, of which there are none in a buffer of transitions.
+        """Count the rows that can be drawn without the newest `skipped` slots; a buffer of transitions skips none.
 
         Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
         """
@@ -119,7 +119,7 @@ class HostSampler:
     # random words
 
     def words(self, count: int, after: int) -> np.ndarray:
-        """(count,) uint64 words of the stream, from so many blocks after the counter on."""
+        """(count,) uint64 words of the stream, from `after` blocks past the counter on."""
         return self._random.words(self.counters.item(Counter.RANDOM) + after, count)
 
     def doubles(self, count: int, after: int = 0) -> np.ndarray:
@@ -159,7 +159,7 @@ class HostSampler:
         return tensors
 
     def mark(self) -> Any:
-        """Where the draws stand, for `take_back` of a sample that begins here and raises after it was counted."""
+        """The position of the draws, for `take_back` of a sample that begins here and raises after it was counted."""
         self._mark = self.counters.tobytes()
         return self._mark
 
@@ -169,7 +169,7 @@ class HostSampler:
             return
         counts = np.frombuffer(self._mark, dtype=np.int64)
         if counts[Counter.STEP] != self.counters[Counter.STEP]:
-            # what was added meanwhile has not been sampled
+            # rows added meanwhile have not been sampled
             ages = (self._counted - counts[Counter.ADDED]) % self._capacity
             held = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
             np.subtract.at(self.times_sampled, self._counted[held], 1)
@@ -220,7 +220,7 @@ class HostSampler:
         return HostDraw(slots, probability, sure, blocks_for(words))
 
     def _newest(self, count: int, skipped: int) -> np.ndarray:
-        """The slots of so many newest keys that can be drawn."""
+        """The slots of the `count` newest keys that can be drawn."""
         if not self.state.sparse:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self._capacity

@@ -59,7 +59,7 @@ class TrajectoryHostEngine:
         self._windows = HostWindows(storage.streams, self._steps, rewards, powers, zero=storage.padding == "zero")
         self._flags, self._rewards = storage.streams.flags.numpy(), rewards
         self._pools = {name: as_numpy(tensor) for name, tensor in storage.finals.items()}
-        # of every field a view by steps: the loop stores rewards
+        # a view by steps of every field stored here; the loop stores rewards
         by_step = shape.steps, shape.num_envs
         self._rings = [each.reshape(*by_step, *each.shape[1:]) for each in rows.values()]
         columns = [(name, rows[name], storage.fields[name]) for name in rows]
@@ -174,7 +174,7 @@ class TrajectoryHostEngine:
     def sample_relabeled(
         self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
     ) -> tuple[dict[str, Tensor], RelabelInput]:
-        """As `sample`, with other goals in `count` rows."""
+        """Sample as `sample` does, with other goals in `count` rows."""
         drawn, storage, achieved = self.draws.draw(batch, beta), self._storage, relabel.achieved_field
         shifts, blocks = self._shifts(batch, drawn.blocks)
         tensors = self._transitions(drawn.slots, shifts)
@@ -185,7 +185,7 @@ class TrajectoryHostEngine:
         return self.draws.finish(tensors, drawn, blocks + goal_blocks(count, relabel.strategy)), shown
 
     def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
-        """What draws only the starts that `sequence_starts` names, and how many there are."""
+        """A sampler of only the starts that `sequence_starts` names, and their number."""
         added = self.draws.counters.item(Counter.ADDED)
         return self.draws.restricted_to(sequence_starts(self._streams, added, length, strict, stride))
 
@@ -199,7 +199,7 @@ class TrajectoryHostEngine:
         return self.draws.finish(self._sequences(drawn.slots, length, shifts), drawn, blocks)
 
     def _shifts(self, batch: int, after: int) -> tuple[np.ndarray | None, int]:
-        """(batch, 4) random shifts of pictures from the words `after` so many blocks, and the blocks that they take;
+        """(batch, 4) random shifts of images from the words `after` blocks on, and the number of blocks used;
         or None without augmentation.
         """
         if not self._shift:
@@ -257,7 +257,7 @@ class TrajectoryHostEngine:
         return GoalRows(rows, known, slots, places, chosen.all_known)
 
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy, after: int) -> HostGoals:
-        """Choose `count` rows of the batch in (B,) slots by the words `after` so many blocks, and their goals."""
+        """Choose `count` rows of the batch in (B,) slots by the words `after` blocks on, and their goals."""
         shape, draws, drawn = self._shape, self.draws, goal_words(count, strategy)
         rows = permuted_ranks(slots.size, count, draws.words(PERMUTATION_WORDS, after))
         doubles = draws.doubles(drawn, after + blocks_for(PERMUTATION_WORDS)) if drawn else np.zeros(count)

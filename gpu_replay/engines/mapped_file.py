@@ -1,6 +1,6 @@
 """A file mapped into memory that holds the fields of one buffer, and is removed with it.
 
-It is scratch: `save` writes what must last.
+The file is scratch: `save` writes the data that must last.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 
 @contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Raise errors of the file system with a message that says what to do."""
+    """Raise errors of the file system with a message that names a remedy."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, undo: ExitStack) -> None:
-    """Make the folder and what it lies in; `undo` removes those that were missing."""
+    """Make the folder and its parents; `undo` removes those that were missing."""
     for _ in range(_TRIES):
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         if not missing:
@@ -105,7 +105,7 @@ def _make(folder: Path, undo: ExitStack) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """An open descriptor of the folder that holds its lock; None where there are no locks. RuntimeError if it is held.
+    """An open descriptor of the folder that holds its lock; None without support for locks. RuntimeError if it is held.
 
     File systems and systems without locks, as Windows is, go without.
     """

@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def storage_device(self) -> torch.device:
-        """Of the fields."""
+        """The device of the fields."""
         return torch.device("cpu") if self.apart else self.device
 
     def memory(self, drain: Callable[[], None]) -> MakeMemory | None:
@@ -62,7 +62,7 @@ class Placement:
 
 
 def check_placement(device: torch.device, storage_device: object, storage_path: object) -> Placement:
-    """Where the fields of a buffer on this device are to be, or TypeError / ValueError that says what is possible."""
+    """The placement of the fields of a buffer on this device, or TypeError / ValueError that names the choices."""
     if storage_path is not None:
         if not isinstance(storage_path, (str, os.PathLike)) or not isinstance(os.fspath(storage_path), str):
             raise TypeError(f"storage_path must be the path of a folder; found {storage_path!r}.")
@@ -122,13 +122,13 @@ class FieldMemory:
         return torch.from_numpy(part).view(dtype).view(shape)
 
     def read_ahead(self, rows: int) -> ReadAhead | None:
-        """For gathers from what was taken, `rows` rows of each field; None where all of it is memory."""
+        """The read-ahead for gathers of `rows` rows of each field; None if no field is in a mapped file."""
         if self._file is None or not hasattr(mmap, "MADV_WILLNEED"):
             return None
         return ReadAhead(self._file.mapping, [(begin, nbytes // rows) for begin, nbytes in self._pieces])
 
 
-# gives memory to fields of so many bytes
+# makes the memory of fields from their sizes in bytes
 MakeMemory = Callable[[Iterable[int]], FieldMemory]
 
 

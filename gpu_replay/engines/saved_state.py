@@ -1,6 +1,6 @@
 """Checks that a saved state is a valid state of a buffer.
 
-What is loaded may have been edited by hand, and inner loops trust it: every slot that can be drawn must lead to memory
+A loaded state may have been edited by hand, and inner loops trust it: every slot that can be drawn must lead to memory
 that was written.
 """
 
@@ -19,7 +19,7 @@ from gpu_replay.ops.mass import OrderRule, Rule
 
 # no counter comes near it in a lifetime, and sums of a few of them still are int64
 _MOST = 2**62
-# what a code of `OrderRule` can be at most
+# the largest code of `OrderRule`
 _LAST_CODE = OrderRule().mass(np.finfo(np.float64).max)
 
 

@@ -49,7 +49,7 @@ def estimate(
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on the device, or None where the system does not tell."""
     if device.type == "cuda":
-        # what torch keeps of freed tensors is free as well
+        # memory of freed tensors that torch caches is free as well
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     found = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
@@ -88,7 +88,7 @@ def size_table(sizes: Mapping[str, int]) -> str:
 def sizes_by_place(
     sizes: Mapping[str, int], placement: Placement, fields: Collection[str]
 ) -> list[tuple[str, dict[str, int], int | None]]:
-    """What lies where: each place in words, the sizes there and the bytes that are free, if that is known.
+    """Sizes by place: the name of each place, the sizes there and the free bytes, if known.
 
     fields: names of those sizes that go where the placement says.
     """
@@ -144,7 +144,7 @@ def check_device(device: torch.device | str | None) -> torch.device:
 
 
 def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
-    """Small fields side by side, widest types first; None where there are not two of them."""
+    """Small fields side by side, widest types first; None if there are fewer than two."""
     small = [(name, field) for name, field in fields.items() if field.row_bytes <= _SMALL_ROW]
     if len(small) < 2:
         return None
@@ -208,7 +208,7 @@ class Storage:
         self.tensors: dict[str, Tensor] = {}
         for name, field in fields.items():
             if self.records is not None and name in together:
-                # of the same width, but for bfloat16, which NumPy lacks, of the same dtype
+                # the record has the same dtype, or one of the same width for bfloat16, which NumPy lacks
                 self.tensors[name] = torch.from_numpy(self.records[name]).view(field.dtype)
             elif name in on_device:
                 self.tensors[name] = allocate((capacity, *field.shape), field.dtype, device)
@@ -226,7 +226,7 @@ class Storage:
         return None if self._memory is None else self._memory.read_ahead(self.capacity)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
-        """Views of what is kept beside the fields while so many slots are written, by name: of transitions nothing."""
+        """Views of the tensors kept beside the fields for the first `written` slots, by name; none for transitions."""
         return {}
 
     def reset_from(self, written: int) -> None:

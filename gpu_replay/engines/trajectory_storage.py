@@ -25,7 +25,7 @@ Autoreset = Literal["next_step", "same_step", "disabled"]
 Padding = Literal["reset", "zero"]
 
 _OWN = ("reward", "terminated", "truncated", "discount", "next_obs", "final_obs", "mask")
-# frames of a stack and steps of a window at most: what is made for each of them is not counted
+# most frames of a stack and steps of a window: memory for each of them is not counted
 _MOST_FRAMES, _MOST_STEPS = 2**16, 2**24
 # bytes that may go to final observations in any case, and bytes per step of a long ring
 _FINALS_AT_LEAST = 3 * 2**20
@@ -87,7 +87,7 @@ def stream_layout(
     relabel: object = None,
     **_: object,
 ) -> StateLayout:
-    """What decides which state a trajectory buffer made with these arguments has."""
+    """The settings that determine the state of a trajectory buffer made with these arguments."""
     checked, hindsight = check_stream_fields(fields), relabel is not None
     shape = stream_shape(capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=hindsight)
     return StateLayout(shape.slots, plan_of(sampler), shape)
@@ -134,7 +134,7 @@ def stream_sizes(
 
 
 def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> dict[str, Output]:
-    """What a batch of windows, or of sequences, holds besides what every draw gives, in order."""
+    """The tensors of a batch of windows, or of sequences, besides those of every draw, in order."""
     stacked = observation_names(fields)
     frames = (stack,) if stack > 1 else ()
     stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
@@ -169,7 +169,7 @@ class TrajectoryStorage(Storage):
     ) -> None:
         # rewards of whole windows are read for each start: they stay with the flags
         super().__init__(shape.slots, {**fields, "reward": REWARD}, device, memory=memory, on_device=("reward",))
-        # windows are summed up to their full length and masked: what was never written must be a number
+        # windows are summed up to their full length and masked: memory never written must hold numbers
         self.tensors["reward"].zero_()
         self.gamma = gamma
         self.padding = padding
@@ -183,7 +183,7 @@ class TrajectoryStorage(Storage):
                 self.finals[name] = torch.zeros((shape.finals, *field.shape), dtype=field.dtype, device=device)
 
     def stream_tensors(self, written: int) -> dict[str, Tensor]:
-        """Views of what is kept beside the fields while so many slots are written, by name."""
+        """Views of the tensors kept beside the fields for the first `written` slots, by name."""
         return self.streams.views(written) | {f"final.{name}": tensor for name, tensor in self.finals.items()}
 
     def reset_from(self, written: int) -> None:

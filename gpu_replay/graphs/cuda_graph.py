@@ -1,6 +1,6 @@
 """Captures a call as a CUDA graph, which replays some hundred kernels at the cost of one launch.
 
-Nothing in the call may look at the device or depend on numbers of the host that change; what must move on between
+Nothing in the call may read from the device or depend on host numbers that change. State that must advance between
 replays (random draws, the schedule of beta, priorities, the optimiser's state) is in device memory.
 """
 
@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 
 
 class CaptureError(RuntimeError):
-    """What was called cannot be captured as a CUDA graph; the message is CUDA's or torch's own, in one line."""
+    """The call cannot be captured as a CUDA graph; the message is CUDA's or torch's own, in one line."""
 
 
 class CudaGraphCall(Generic[Result]):
-    """Makes `call` a few times, then captures it, and from then on replays what was captured.
+    """Makes `call` a few times, then captures it, and from then on replays the capture.
 
     call:     works on tensors that stay where they are, and on the host does nothing that a replay would need. What it
               returns is made of tensors (alone, or in tuples, lists, mappings and batches); replays write into those of
@@ -39,7 +39,7 @@ class CudaGraphCall(Generic[Result]):
     Calls and capture are on a stream beside the current one, so that gradients are accumulated where they are during
     the capture; a replay is on the current one. Other threads may use the device while one captures.
 
-    Raises CaptureError instead of a call where the capture fails for reasons of CUDA; what `call` raises goes through.
+    Raises CaptureError if the capture fails for reasons of CUDA; errors of `call` pass through.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ def captured_into(
     device: torch.device,
     generators: Sequence[torch.Generator] = (),
 ) -> Iterator[None]:
-    """Within it what this thread sends to the device goes into the graph instead; it is sent on `stream`.
+    """A context in which work that this thread submits, on `stream`, goes into the graph.
 
-    generators: from which it may draw, beside torch's own.
+    generators: other generators than torch's own from which the work may draw.
 
-    Where that fails the error is raised and torch is as it was before. By itself it would leave that stream the current
-    one, memory of the graph set aside for good, and generators in capture mode, in which `torch.randn` raises.
+    If the capture fails, the error is raised and torch is as it was before. By itself it would leave that stream the
+    current one, memory of the graph set aside for good, and generators in capture mode, in which `torch.randn` raises.
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         pool = torch.cuda.graph_pool_handle()

@@ -4,13 +4,13 @@ Compiled code sees `add`, `sample`, `sample_sequences` and `update_priorities` a
 return and never looks inside. When it runs they make the very calls that eager code makes, locks, checks and kernels
 included.
 
-What a buffer stores is not an argument of its operators. Where a compiler cannot see that it need not, it copies an
-argument that is written and puts the copy back afterwards: gigabytes of storage, and without what another thread added
-meanwhile. All that compiled code must know is that a call depends on those before it and cannot be left out, moved or
-made twice. A token tells it: an empty tensor of the buffer that every operator declares as written. It costs nothing to
-copy and nothing is ever in it. The buffer is found by a name that no other buffer of the process has.
+The storage of a buffer is not an argument of its operators. A compiler may copy an argument that is written and put the
+copy back afterwards: that would copy gigabytes, and lose the rows that another thread added meanwhile. All that
+compiled code must know is that a call depends on those before it and cannot be left out, moved or made twice. A token
+tells it: an empty tensor of the buffer that every operator declares as written. It costs nothing to copy and nothing is
+ever in it. The buffer is found by a name that no other buffer of the process has.
 
-Shapes and dtypes of what is drawn are spelled out in an argument, so that they follow from arguments alone: compiled
+Shapes and dtypes of a batch are spelled out in an argument, so that they follow from arguments alone: compiled
 code that is kept on disk is then never taken for that of a buffer with other fields.
 """
 
@@ -36,15 +36,15 @@ STEPS = "L"
 # dtype, and shape without the batch dimension
 Output = tuple[torch.dtype, tuple[int | str, ...]]
 
-# what every draw gives besides the fields
+# the tensors that every draw gives besides the fields
 _ALWAYS: dict[str, Output] = {
     "key": (torch.int64, ()),
     "probability": (torch.float32, ()),
     "weight": (torch.float32, ()),
 }
-# not `custom_op`: what it adds to every call takes as long as the call
+# not `custom_op`: its overhead takes as long as the call
 _library = torch.library.Library("gpu_replay", "FRAGMENT")
-# graphs captured by a compiler would miss what the host counts; those of `buffer.capture` do not
+# graphs captured by a compiler would miss the counts on the host; those of `buffer.capture` do not
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _buffers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -57,7 +57,7 @@ class BatchKind(NamedTuple):
 
     names:  of its tensors.
     layout: their dtypes and shapes, as `_parsed` reads them.
-    draw:   the operator that returns so many tensors.
+    draw:   the operator that returns this number of tensors.
     """
 
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ class BatchKind(NamedTuple):
 
 
 def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
-    """The kind of batch that holds these tensors, and what every draw gives."""
+    """The kind of batch that holds these tensors and those that every draw gives."""
     every = {**outputs, **_ALWAYS}
     entries = (
         f"{quote(name)} {str(dtype).removeprefix('torch.')} {','.join(map(str, shape))}"
@@ -77,7 +77,7 @@ def batch_kind(outputs: Mapping[str, Output]) -> BatchKind:
 
 @lru_cache
 def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
-    """Names, dtypes and shapes of `obs float32 4,84,84;reward float32 ;...`."""
+    """Parse names, dtypes and shapes from `obs float32 4,84,84;reward float32 ;...`."""
     entries = (entry.split(" ") for entry in layout.split(";"))
     return tuple(
         (unquote(name), getattr(torch, dtype), shape.split(",") if shape else []) for name, dtype, shape in entries
@@ -87,9 +87,10 @@ def _parsed(layout: str) -> tuple[tuple[str, torch.dtype, list[str]], ...]:
 class Operators:
     """The custom operators of one buffer, which its methods call while they are compiled.
 
-    name, token: by which the operators find the buffer, and by which they are kept in order.
+    name:  by it the operators find the buffer.
+    token: the tensor that keeps them in order.
 
-    Dynamo follows the lines of these methods: nothing here locks, asks a tensor or looks at what a buffer is made of.
+    Dynamo traces these methods: they take no lock, read no tensor and look at no part of the buffer.
     """
 
     def __init__(self, buffer: object, device: torch.device) -> None:
@@ -140,7 +141,7 @@ def _tensor(name: str, value: Any) -> Tensor:
     return value.detach()
 
 
-# the operators: what runs, and the shapes that compilers see
+# the operators: their implementations, and the shapes that compilers see
 
 
 def _define(schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -166,7 +167,7 @@ def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], prior
 
 
 def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    # without fields the call itself says what is missing
+    # without fields the call itself raises the error
     return token.new_empty(values[0].shape[:1] if values else (0,), dtype=torch.int64)
 
 
@@ -206,7 +207,7 @@ def _sample_fake(
 
 
 def _parted(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without gaps, no two of them in one memory: what an operator returns may not overlap."""
+    """The tensors, contiguous and in separate memory: results of an operator must not overlap."""
     seen: set[int] = set()
     parted = []
     for tensor in tensors:

@@ -36,12 +36,12 @@ class LearningStep:
         recording: Callable[[], AbstractContextManager[Recorded]],
         replaying: Callable[[Recorded], AbstractContextManager[None]],
     ) -> None:
-        """Of arguments that the buffer has checked.
+        """Keep arguments that the buffer has checked.
 
-        generators:     from which `learn` draws, beside torch's own.
+        generators:     other generators than torch's own from which `learn` draws.
         sample, update: the buffer's calls; where `sample` gives None, the step calls `learn` alone.
-        recording:      counts what is captured within it.
-        replaying:      orders one replay of that among the buffer's calls.
+        recording:      a context that counts the rows added by calls captured in it.
+        replaying:      a context that orders one replay among the buffer's calls.
         """
         self._learn = learn
         self._batch_size = batch_size
@@ -62,9 +62,9 @@ class LearningStep:
         return self._graphed.replays
 
     def __call__(self) -> Any:
-        """Sample, learn, update; returns what `learn` returned beside the priorities, or None.
+        """Sample, learn, update; returns the output of `learn` without the priorities, or None.
 
-        Once captured it returns the same tensors every time, and the next call overwrites them: clone what you keep.
+        Once captured it returns the same tensors every time, and the next call overwrites them: clone those to keep.
         Raises as `sample` and `update_priorities` do, and CaptureError, a RuntimeError, where `learn` cannot be
         captured.
         """
@@ -104,7 +104,7 @@ class LearningStep:
 
     @staticmethod
     def _detached(output: Any) -> Any:
-        """What the step returns. Raises TypeError where it is not made of tensors."""
+        """The output of the step, detached. Raises TypeError if it is not made of tensors."""
         try:
             # detached, since outputs kept between calls would keep the memory of a backward pass
             return map_tensors(output, Tensor.detach)

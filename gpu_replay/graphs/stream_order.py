@@ -1,7 +1,7 @@
 """Orders one buffer's calls across CUDA streams.
 
-The buffer's lock orders what the host does. What a call sends to the device runs later, on the stream that is current
-in its thread, and knows nothing of other streams: there each call waits for the event at the end of the one before. The
+The buffer's lock orders the calls on the host. The device runs the work of a call later, on the stream that is current
+in its thread, unordered with other streams: therefore each call waits for the event at the end of the one before. The
 host waits for nothing, and work that other libraries put on those streams is not waited for either.
 """
 
@@ -46,7 +46,7 @@ def side_stream(device: torch.device, use: Literal["captures", "copies"]) -> tor
 
 @dataclass
 class Recorded:
-    """What one replay of a graph does that the host keeps count of: so many rows are added."""
+    """The rows that one replay of a graph adds, which the host must count."""
 
     rows: int = 0
 
@@ -66,7 +66,7 @@ class StreamOrder(AbstractContextManager[None]):
         self._device = device
         self._streams = device.type == "cuda"
         self.interrupted = False
-        # counts what captured calls add, where the buffer is notified of replays
+        # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
         # nested `ordered` blocks, and the device and the stream of the outermost one
         self._depth = 0
@@ -80,7 +80,7 @@ class StreamOrder(AbstractContextManager[None]):
         self._copying: torch.cuda.Stream | None = None
 
     def ordered(self) -> AbstractContextManager[None]:
-        """On a GPU: its own device is the current one, and what is sent there runs after all earlier calls.
+        """On a GPU, a context that makes the buffer's device current and runs work after all earlier calls.
 
         The object itself, since a generator takes three times as long to enter and to leave.
         """
@@ -171,7 +171,7 @@ class StreamOrder(AbstractContextManager[None]):
             return torch.cuda.is_current_stream_capturing()
 
     def settle(self) -> None:
-        """Wait, within `ordered`, for the device to do all earlier calls: the host can touch what they work on."""
+        """Wait, within `ordered`, for the device to do all earlier calls: the host can then touch their memory."""
         if self._streams:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -188,6 +188,6 @@ class StreamOrder(AbstractContextManager[None]):
         if self._home is None or self._end is None or self._last == self._home:
             return
         with torch.cuda.stream(self._home):
-            # a stream under capture cannot wait; what it captures runs much later
+            # a stream under capture cannot wait; the captured work runs much later
             if not torch.cuda.is_current_stream_capturing():
                 self._home.wait_event(self._end)

@@ -1,1 +1,1 @@
-"""What the host does with arrays, as plain loops; `kernels/` has the same for the device under the same file names."""
+"""The loops over arrays that run on the host; `kernels/` has the device code under the same file names."""

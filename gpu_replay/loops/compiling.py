@@ -2,7 +2,7 @@
 
 A loop is a function over arrays and numbers. Those that buffers call are decorated with `loop(signature)`; functions
 that only loops call, with `inner`. Machine code is kept on disk under a name that contains a digest of all loops as
-they were loaded, so that no loop ever meets the code of other sources, whatever the times of the files say.
+they were loaded, so that machine code of other sources is never loaded, whatever the times of the files say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# all files with loops: the digest is of all of them, whichever a process happens to use
+# all files with loops: the digest covers all of them, even those that a process does not use
 _FILES = ("constants", "goals", "random", "ranks", "ring", "steps", "tree", "windows")
 # seconds of compiling after which a terminal is told why nothing happens
 _PATIENCE = 2.0
@@ -56,8 +56,8 @@ def compiler() -> Any:
 def inner(function: Function) -> Function:
     """A function that only loops call: it becomes a part of theirs.
 
-    Numba counts the references to each array that is passed, which takes a nanosecond or two: what is called for every
-    row of a batch takes numbers.
+    Numba counts the references to each array that is passed, which takes a nanosecond or two: functions called for
+    every row of a batch take only numbers.
     """
     _inner.add(function)
     return function
@@ -80,7 +80,7 @@ class Loop:
         self._ready: Callable[..., Any] | None = None
 
     def ready(self) -> Callable[..., Any]:
-        """What to call: machine code, or the function itself where nothing is compiled.
+        """Return the machine code, or the function itself when nothing is compiled.
 
         Another thread imports Numba and compiles while this one waits: a signal handler that raises ends the waiting,
         and leaves nothing half done.
@@ -101,8 +101,8 @@ class Loop:
                 made = self._dispatcher(cache=True)
                 self._ready = self._compiled(made)
             except Exception:
-                # whatever a damaged file, a full disk or a folder that cannot be written leads to: an error of the loop
-                # itself comes again without a cache
+                # any error of a damaged file, a full disk or a read-only folder: an error of the loop
+                # itself is raised again without a cache
                 if made is not None:
                     _remove(made, f"*{made.py_func.__qualname__}-*")
                 self._ready = self._compiled(self._dispatcher(cache=False))
@@ -123,7 +123,7 @@ class Loop:
 
 
 def _remove(made: Any, pattern: str, name: str = " ") -> None:
-    """Remove what is kept of a loop under this pattern, but not what belongs to this name."""
+    """Remove the cached files of a loop that match this pattern, except those that contain `NAME-`."""
     with suppress(OSError):
         for kept in Path(made.stats.cache_path).glob(pattern):
             if f"{name}-" not in kept.name:
@@ -159,7 +159,7 @@ def compile_all() -> dict[str, float]:
 
 
 def _wait_for(work: Callable[[], None]) -> None:
-    """Run this in a thread of its own and raise what it raises; tell a terminal where that takes long."""
+    """Run this in its own thread and raise its errors; print a note to a terminal if it takes long."""
     global _seconds, _told
     errors: list[BaseException] = []
 
@@ -188,7 +188,7 @@ def _modules() -> list[ModuleType]:
 
 @cache
 def _digest() -> str:
-    """Of the code of all loops as it was loaded, and of the numbers that they take from their modules."""
+    """A digest of the code of all loops as it was loaded, and of the constants that they take from their modules."""
     parts: list[str] = []
     for module in _modules():
         for name, value in sorted(vars(module).items()):

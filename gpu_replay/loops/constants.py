@@ -18,7 +18,7 @@ class Counter:
     STALE = 6  # priority updates of keys that were not live
     REJECTED = 7  # non-finite priorities
     SATURATED = 8  # priorities whose mass was cut to the limit
-    SEED = 9  # of the Philox stream, as 64 bits
+    SEED = 9  # seed of the Philox stream, 64 bits
     TICKET = 10  # programs of the launch in progress that have finished
     LOWEST = 11  # smallest mass seen by the sample in progress, NO_MASS between samples
     HIGHEST = 12  # largest mass seen by the add in progress, 0 between adds
@@ -28,7 +28,7 @@ class Counter:
 
 
 class Flag:
-    """Bits of what is known about a stored step. Plain ints, as in `Counter`."""
+    """Bits of the flags of a stored step. Plain ints, as in `Counter`."""
 
     TERMINATED = 1
     TRUNCATED = 2
@@ -37,11 +37,11 @@ class Flag:
     CUT = 16  # the stream was broken from outside after this step
 
 
-# the smallest mass of nothing
+# the smallest mass of an empty set
 NO_MASS = 2**63 - 1
-# in the place of an extreme of a block of leaves that must be found again
+# stored instead of an extreme of a block of leaves that must be recomputed
 DIRTY = -1
-# children of a node of a tree on the host, as the exponent of 2
+# log2 of the children of a node of a tree on the host
 SHIFT = 4
-# nodes of the root of a tree on the host, at most: they are added up one by one
+# most nodes of the root level of a tree on the host: they are summed one by one
 ROOT_LIMIT = 256

@@ -23,8 +23,8 @@ def choose_goals(
     slots:   (B,) of the batch. doubles: (K,) in [0, 1). last, episode: the strategies; else "future".
     flags to final: of the ring, as in `ops.eligibility.Streams`. oldest, newest: steps that are stored.
     known:   (K,) bool, false where the observation after the row's own step is not stored.
-    sources: (K,) slots of the steps in whose observations the goals stand; any slot where there is none.
-    places:  (K,) rows of kept final observations in which they stand instead, else -1; or nothing without these.
+    sources: (K,) slots of the steps whose observations hold the goals; any slot if there is no goal.
+    places:  (K,) rows of the kept final observations that hold them instead, else -1; empty without these.
     returns: whether all are known.
     """
     steps, complete = flags.size // num_envs, True
@@ -66,11 +66,11 @@ def choose_goals(
     " uint8[:, ::1])"
 )
 def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, after, wanted):
-    """Give (K,) rows of a batch their goals where they are known, and say what the user's functions are called with.
+    """Write known goals into (K,) rows of a batch, and collect the arguments of the user's functions.
 
     stack: frames S. goals: (K, bytes) as sampled.
     desired, next_desired, next_achieved: (B * S, bytes) stacks of the batch.
-    after, wanted: (K, bytes), what was achieved after the steps, and the goals that the rows have now.
+    after, wanted: (K, bytes), the goals achieved after the steps, and the goals that the rows have now.
     """
     for row in range(rows.size):
         place, last = rows[row] * stack, (rows[row] + 1) * stack - 1

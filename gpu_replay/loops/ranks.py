@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""The order of all slots that can be drawn by rank: changed slot by slot, and drawn from.
+"""The order of all slots that can be drawn by rank: updates of single slots, and draws.
 
 A slot comes before those with smaller codes, and before those with the same code and larger keys. Slots stand in
 blocks: all slots of a block come before all of the next one, but within a block they are sorted only when one of its
 ranks is drawn.
 
-codes, slots: (blocks, width) int64 and int32, the slots of each block and their codes, then what is free.
+codes, slots: (blocks, width) int64 and int32, the slots of each block and their codes, then unused entries.
 block_of:     (slots,) int32, the block of each slot, -1 for slots without a rank.
 fences:       (blocks,) int64, for each block in order a code, and in `fence_keys` a key, that none of its slots comes
               before.
@@ -38,7 +38,7 @@ def _key_of(slot, added, head, capacity):
 
 @inner
 def _read_ahead(blocks, begin, stop, entries, sizes, step):
-    """Read every `step`-th entry of these blocks, to have their memory at hand; returns a number without a meaning."""
+    """Read every `step`-th entry of these blocks to bring them into the cache; the returned number means nothing."""
     found = 0
     for at in range(begin, stop):
         for entry in range(0, sizes[blocks[at]], step):
@@ -48,7 +48,7 @@ def _read_ahead(blocks, begin, stop, entries, sizes, step):
 
 @loop(f"(int64[::1], {_ORDER})")
 def remove(changed, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
-    """Take these (B,) slots out of the order, those that are in it."""
+    """Remove those of these (B,) slots that are in the order."""
     blocks = np.empty(_TOGETHER + 1, dtype=np.int64)
     for begin in range(0, changed.size, _TOGETHER):
         stop = min(begin + _TOGETHER, changed.size)
@@ -182,7 +182,7 @@ def draw(sums, count, doubles, stratified, ranks, masses):
 
 @loop(f"(int64[::1], int64, {_ORDER})")
 def sort(blocks, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
-    """Sort these (B,) blocks, of which the same ones mostly follow each other. added: the next key."""
+    """Sort these (B,) blocks; equal ones are mostly adjacent. added: the next key."""
     ahead, head, last = np.empty(1, dtype=np.int64), added % block_of.size, -1
     for begin in range(0, blocks.size, _TOGETHER):
         stop = min(begin + _TOGETHER, blocks.size)

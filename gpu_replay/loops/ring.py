@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""The ring of transitions: rows counted in, draws counted."""
+"""The ring of transitions: loops that count added rows and drawn rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_replay.loops.tree import highest_of, note_range, sum_above
 
 _ADDED, _RANDOM, _STEP = Counter.ADDED, Counter.RANDOM, Counter.STEP
 _MAX_MASS, _SATURATED = Counter.MAX_MASS, Counter.SATURATED
-# where the mass of a row without one of its own is found
+# sources of the mass of a row that was added without a priority
 FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
 
 
@@ -21,10 +21,10 @@ FIXED, LARGEST_EVER, LARGEST_STORED = range(3)
 def append(
     rows, masses, largest, saturated, source, first_mass, counters, times_sampled, flat, starts, low, high, noted
 ):  # fmt: skip
-    """Count rows in whose fields were written: masses, sums, counters.
+    """Count rows whose fields were written: update masses, sums and counters.
 
-    rows:       how many follow the newest; of more than fit the last ones stay.
-    masses:     (rows,) given with them, of which `largest` is the largest and `saturated` were cut, or nothing.
+    rows:       rows added after the newest; if they are more than the slots, the last ones stay.
+    masses:     (rows,) given with them, or empty; `largest` is the largest, and `saturated` counts those cut.
     source:     of masses that were not given; `first_mass` is the fixed one, or that before any other.
     flat, ...:  the tree, or nothing.
     """
@@ -56,7 +56,7 @@ def append(
 
 @loop("(int64[::1], int64, int64[::1], int32[::1], int64[::1])")
 def finish(slots, blocks, counters, times_sampled, keys):
-    """Count a sample of (B,) slots, which took so many blocks of random words, and find its (B,) keys."""
+    """Count a sample of (B,) slots that used `blocks` blocks of random words, and find its (B,) keys."""
     capacity, added = times_sampled.size, counters[_ADDED]
     head = added % capacity
     for row in range(slots.size):

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""Steps of all environments enter the ring, one after the other: which starts they complete, and which they cost.
+"""Adds steps of all environments to the ring one by one: which starts they complete, and which they remove.
 
 A step completes the window that began `n_step` steps before it in each environment, or all open windows where an
 episode ends, and takes away the starts that it overwrites and those that lose a frame of their stack.
@@ -67,7 +67,7 @@ def add_steps(
     rewards, powers, sums, lengths, times_sampled, counters,
     flat, starts, low, high, noted, ones, one_starts,
 ):  # fmt: skip
-    """Add T steps of E environments; all that is known of the ring changes in this one call.
+    """Add T steps of E environments; this one call changes all metadata of the ring.
 
     terminated, truncated, own_rewards: (T * E,) of the steps.
     masses:    (T * E,) given with the steps, 0 for a priority that is no number; or nothing.
@@ -78,8 +78,8 @@ def add_steps(
     flags to parted: as in `ops.eligibility.Streams`, flat; spans and parted are empty without hindsight.
     rewards:   (slots,) of the ring. powers: (n_step + 1,) of gamma.
     sums, lengths: (slots,) discounted rewards and steps of the windows of starts that can be drawn.
-    flat, starts, low, high, noted: a tree, of masses where there are any, else of ones.
-    ones, one_starts: a tree of ones beside it, or nothing.
+    flat, starts, low, high, noted: a tree of masses, or of ones without masses.
+    ones, one_starts: a second tree, of ones, or empty.
     """
     envs, stack, next_step, first_mass, source = settings[0], settings[1], settings[2] != 0, settings[4], settings[3]
     slots, n = flags.size, powers.size - 1
@@ -106,7 +106,7 @@ def add_steps(
             reach = 0 if over or step == 0 else min(behind, deepest)
             flag = _DEAD if dead else terminated[own] * _TERMINATED | truncated[own] * _TRUNCATED
             if hindsight:
-                # the first step of an episode is overwritten: what is left of it is found by its environment
+                # the first step of an episode is overwritten: the rest of the episode is found by its environment
                 if gone:
                     parted[env] = spans[slot]
                 if reach == 0 and step > 0:
@@ -131,7 +131,7 @@ def add_steps(
             closing, waited = flag & (_TERMINATED | _FINAL) != 0, dead and before & _ENDED == _TRUNCATED
             youngest = 0 if closing else 1 if waited else n
             completed = 0 if dead and not waited else max(0, min(n, steps) + 1 - youngest)
-            # first the starts that the step costs, then those that it completes
+            # first the starts that the step removes, then those that it completes
             for turn in range(-min(stack, steps) if step >= steps else 0, completed):
                 age = turn + 1 if turn < 0 else youngest + turn
                 start = slot - age * envs
@@ -142,14 +142,14 @@ def add_steps(
                         continue
                     mass = 0
                 else:
-                    # of another episode, or without its stack, and so are all before it
+                    # this start is of another episode or lacks its stack, like all before it
                     if age > reach or step - age - min(reach - age, stack - 1) < oldest:
                         break
                     mass = pending[(line - age if line >= age else line - age + lines) * envs + env]
                     largest = max(largest, mass)
                     mass = mass if mass > 0 else initial
                     length = age + 1 if closing and age < n else age
-                    # what -0.0 is added to stays as it is
+                    # adding -0.0 changes no number
                     total, place = -0.0, start
                     for power in range(length):
                         total += rewards[place] * powers[power]

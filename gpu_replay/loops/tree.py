@@ -1,13 +1,13 @@
 # mypy: ignore-errors
 # (types are what Numba infers)
-"""The masses of all slots and the sums above them: drawn by, changed, summed up.
+"""The masses of all slots and the sums above them: loops that draw by them, change them and sum them up.
 
 A tree is four arrays of int64: `flat`, all levels end to end, leaves first, each padded to whole blocks of 16;
 `starts`, where each level begins and where the last one ends; `low` and `high`, the smallest and largest mass of each
 block of leaves, DIRTY where it must be found again, or nothing where they are not kept.
 
-`noted` is where an order of ranks is told of changes: first a count, then that many slots; where the count is larger
-than the room, the slots mean nothing. Nothing where no order is kept.
+`noted` lists changed slots for an order of ranks: first a count, then that many slots. If the count exceeds the room,
+the slots mean nothing. It is empty if no order is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import DIRTY, NO_MASS, SHIFT, Counter
 
 _STALE, _SATURATED, _MAX_MASS = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS
-# numbers that a cache holds; of a larger tree so many rows are asked for together
+# numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
 _TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
 
@@ -54,7 +54,7 @@ def note_range(low, high, noted, begin, stop):
 
 @loop(f"({_TREE})")
 def build(flat, starts, low, high):
-    """Make all sums anew from the leaves, and look for all extremes again."""
+    """Recompute all sums and extremes from the leaves."""
     for block in range(low.size):
         low[block] = DIRTY
     for block in range(high.size):
@@ -102,13 +102,13 @@ def total_of(flat, starts):
 
 @loop("(int64[::1], int64[::1])")
 def total(flat, starts):
-    """As `total_of`."""
+    """Call `total_of` from Python."""
     return total_of(flat, starts)
 
 
 @loop("(int64[::1], int64[::1])")
 def lowest(flat, low):
-    """As `lowest_of`."""
+    """Call `lowest_of` from Python."""
     return lowest_of(flat, low)
 
 
@@ -134,11 +134,11 @@ def rounded(powers, masses):
 def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, starts, low, high, noted):
     """Give live keys, those from `first` to `added`, their masses; the last of a repeated key wins.
 
-    keys, masses: (B,), masses uncut. limit: what they are cut to. sparse: whether slots without mass keep none.
+    keys, masses: (B,), masses before the cut to `limit`. sparse: whether slots of mass 0 stay at 0.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
     """
     batch, levels, lap = keys.size, starts.size - 1, first - first % capacity
-    # many rows: all sums made anew take less than the way up from each
+    # many rows: recomputing all sums is faster than updating the ancestors of each
     anew = 2 * (levels - 1) * batch >= capacity
     stale, largest = 0, 0
     for row in range(batch):
@@ -169,7 +169,7 @@ def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, 
         sum_above(flat, starts, 0, capacity)
     counters[_STALE] += stale
     if largest > limit or largest > counters[_MAX_MASS]:
-        # only what has won counts: from the last row on, a leaf is negative once its winner has been found
+        # only the last row of a key counts: going backwards, a leaf turns negative once its row was found
         largest = 0
         for row in range(batch - 1, -1, -1):
             key = keys[row]
@@ -211,7 +211,7 @@ def locate_all(flat, starts, rests, slots):
         for level in range(top - 1, -1, -1):
             base = starts[level]
             if far and level == 0:
-                # all of it is on its way before the first of it is waited for
+                # all loads are issued before the first is needed
                 for row in range(begin, end):
                     place = base + (slots[row] << SHIFT)
                     touched |= flat[place] | flat[place + 8]
@@ -275,7 +275,7 @@ def spread(mass, doubles, stratified, targets):
 
 @loop("(int64, float64[::1], boolean, int64[::1])")
 def targets(mass, doubles, stratified, found):
-    """As `spread`."""
+    """Call `spread` from Python."""
     spread(mass, doubles, stratified, found)
 
 
@@ -287,7 +287,7 @@ def draw(flat, starts, low, doubles, stratified, of_all, offset, mass, total, sl
     """Draw by mass.
 
     doubles:     (B,) float64 in [0, 1). of_all: whether the largest weight is that of the smallest stored mass.
-    offset:      mass of the slots before target 0. mass, total: what is drawn from, and all there is; 0 for all.
+    offset:      mass of the slots before target 0. mass, total: those drawn from and of all; total 0: draw from all.
     slots:       (B,) int64. probability: (B,) float32.
     ratio:       (B,) float64, the mass that has the largest weight over these masses.
     returns:     the total mass; nothing is drawn where that is 0.

@@ -43,7 +43,7 @@ def _length_of(flags, slot, most, num_envs):
 
 @inner
 def _frame(newest, back, depth, num_envs, slots, zero):
-    """Where the frame `back` steps before the newest lies, of an episode that began `depth` steps before that."""
+    """Place of the frame `back` steps before the newest, in an episode that began `depth` steps before the newest."""
     if zero and back > depth:
         return ZEROS
     place = newest - min(back, depth) * num_envs
@@ -86,7 +86,7 @@ def windows(
     slots, batch = flags.size, starts.size
     steps, lasts = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.int64)
     depths, endings = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.uint8)
-    # what lies anywhere is read in loops of its own, so that the processor waits for several rows at once
+    # scattered memory is read in separate loops, so that the cache misses of several rows overlap
     for row in range(batch):
         slot = starts[row]
         length = int(lengths[slot])
@@ -161,13 +161,13 @@ def _gather_stacks(ring, pool, plan, begin, end, first, out):
     held = out.shape[0] // (2 * stack)
     for block in range(begin, end, _BLOCK):
         stop = min(block + _BLOCK, end)
-        # the first words of a block, then the others: so the processor waits for several frames at once
+        # the first words of a block, then the others: so the cache misses of several frames overlap
         for side in range(2):
             for row in range(block, stop):
                 for frame in range(stack):
                     place = (side * held + row - first) * stack + frame
                     out[place, 0] = ring[max(plan[side * batch + row, frame], 0), 0]
-        # those of both stacks of a window together: most frames are in both, and then in a close cache
+        # both stacks of a window together: most frames are in both, and then still in the cache
         for row in range(block, stop):
             for side in range(2):
                 for frame in range(stack):
@@ -182,6 +182,6 @@ def _gather_stacks(ring, pool, plan, begin, end, first, out):
 
 
 _PLACES = "int64[:, ::1], int64, int64, int64"
-# of frames seen as words of 8 bytes, and as bytes
+# the loops for frames viewed as words of 8 bytes, and as bytes
 gather_words = loop(f"(int64[:, ::1], int64[:, ::1], {_PLACES}, int64[:, ::1])", nogil=True)(_gather_stacks)
 gather_bytes = loop(f"(uint8[:, ::1], uint8[:, ::1], {_PLACES}, uint8[:, ::1])", nogil=True)(_gather_stacks)

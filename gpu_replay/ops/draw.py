@@ -44,7 +44,7 @@ class DrawRange(NamedTuple):
     total: int
 
 
-# all mass, whatever it is
+# draw from all mass, which the draw reads itself
 ALL = DrawRange(0, 0, 0)
 
 
@@ -184,7 +184,7 @@ def lowest_mass(tree: MassTree) -> Tensor:
     return torch.where(masses > 0, masses, NO_MASS).min()
 
 
-# parts that one step of the search for a rank divides what is left into
+# parts into which one step of the search for a rank divides the rest
 _BASE = 32
 
 
@@ -217,7 +217,7 @@ def leaf_blocks(tree: MassTree, interpreted: bool) -> LeafBlocks:
 
 
 class DeviceDraws(NamedTuple):
-    """What a draw kernel gives back; `batch` numbers each.
+    """The results of a draw kernel; `batch` numbers each.
 
     slots, keys: int64.
     probability: float32.
@@ -247,7 +247,7 @@ class DrawLaunch(NamedTuple):
 
 
 def digits_for(slots: int) -> int:
-    """Steps of a search for one of so many ranks."""
+    """Steps of a search for one of this many ranks."""
     digits = 1
     while _BASE**digits < slots:
         digits += 1

@@ -55,7 +55,7 @@ class StreamShape:
 
 
 class Streams:
-    """What is stored per step beside the user's fields.
+    """The metadata stored per step beside the user's fields.
 
     flags:   (slots,) uint8 of `Flag`.
     depth:   (slots,) int32 steps since the first of the episode, 2**31 - 1 - n_step where they are more.
@@ -86,7 +86,7 @@ class Streams:
         return (self.flags, self.depth, self.pending, self.final, self.owner, self.spans, self.parted)
 
     def views(self, written: int) -> dict[str, Tensor]:
-        """What is in use while so many slots are written, by name in a saved state."""
+        """The parts in use while the first `written` slots are written, by name in a saved state."""
         views = {
             "streams.flags": self.flags[:written],
             "streams.depth": self.depth[:written],
@@ -194,7 +194,7 @@ def plan_add_step(
     tree = masses.tree if masses is not None else eligible_tree
     if tree is None:
         raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
-    # what lies further back than the ring is long does not count
+    # steps further back than the length of the ring do not count
     ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
     held = (

@@ -150,11 +150,11 @@ def shift_pictures(pictures: Tensor, shifts: np.ndarray) -> Tensor:
 
 
 class StepStore(Protocol):
-    """What the gathers need of a trajectory buffer's storage.
+    """The parts of a trajectory buffer's storage that gathers read.
 
     tensors, fields: (slots, *shape) of every field, `reward` among them, and what they hold.
     observations: names of the fields that are stacked.
-    streams:      what is known of every step.
+    streams:      the metadata of every step.
     finals:       (finals, *shape) kept final observations of each observation field; empty where none are kept.
     padding:      how stacks are filled before the first frame.
     random_shift: pixels that pictures are moved by at most.

@@ -50,7 +50,7 @@ class RelabelInput(NamedTuple):
     """Rows of a batch that were chosen, and the goals with which the user's functions are called.
 
     rows:  (K,) int64. known: (K,) bool, false for rows that stay as they are; None: all rows have another goal.
-    achieved, desired: (K, *goal), what was achieved after the steps, and the goals that the rows have now.
+    achieved, desired: (K, *goal), the goals achieved after the steps, and those that the rows have now.
     """
 
     rows: Tensor
@@ -88,7 +88,7 @@ def goal_blocks(count: int, strategy: Strategy) -> int:
 def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Field) -> Tensor:
     """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
-    raw:  (K, *shape) as stored, what was achieved in the steps; referenced nowhere else.
+    raw:  (K, *shape) as stored, the goals achieved in the steps; referenced nowhere else.
     pool: (finals, *shape) of final observations, or None.
     """
     if pool is not None and chosen.places is not None:
@@ -130,7 +130,7 @@ class HostGoals(NamedTuple):
     def gather(self, ring: np.ndarray, pool: np.ndarray | None, field: Field) -> Tensor:
         """The (K, *shape) goals, as `field` wants them sampled; anything where they are not known.
 
-        ring, pool: (slots, *shape) of what was achieved, and (finals, *shape) of final observations, or None.
+        ring, pool: (slots, *shape) of achieved goals, and (finals, *shape) of final observations, or None.
         """
         goals = ring.take(self.slots, axis=0)
         if pool is not None:

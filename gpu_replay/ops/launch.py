@@ -1,7 +1,7 @@
-"""Cached kernel launches: what stays the same between launches is resolved once.
+"""Cached kernel launches: constant arguments are resolved once.
 
 Triton's own way to a launch compares every argument, and every global constant that a kernel names, with what they
-were, and makes a key of them to look its compiled code up by: three quarters of what a launch costs the host.
+were, and makes a key of them to look its compiled code up by: three quarters of the host's time for a launch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 # keeps the launches that a function plans, by its arguments: those of the sizes that were asked for last
 plans = lru_cache(maxsize=64)
-# addresses of which Triton compiles code that moves whole words
+# Triton compiles code that moves whole words for multiples of this address
 _ALIGNMENT = 16
 # whether launches go past Triton's own way at all; a variable for a Triton in which that does not work
 VARIABLE = "GPU_REPLAY_PLAIN_LAUNCH"

@@ -46,7 +46,7 @@ def level_sizes(slots: int, fanout: int, root_limit: int, edge: int) -> list[int
 
 
 def tree_bytes(slots: int, backend: Backend, low: bool = False, high: bool = False, summed: bool = True) -> int:
-    """Bytes that a tree over so many slots takes."""
+    """Bytes that a tree over this many slots takes."""
     fanout = fanout_for(backend)
     sizes = level_sizes(slots, fanout, root_limit_for(backend), edge_for(backend))[: None if summed else 1]
     return 8 * (sum(sizes) + (low + high) * (sizes[0] // edge_for(backend)))

@@ -100,7 +100,7 @@ def converted(raw: Tensor, field: Field) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """What one program moves: `rows` rows of `columns` values; a row has `chunks` such pieces."""
+    """The tile that one program moves: `rows` rows of `columns` values; a row has `chunks` such pieces."""
 
     rows: int
     columns: int
@@ -136,7 +136,7 @@ def tile_for(field: Field, rows: int, interpreted: bool) -> Tile:
 
 
 def tile_of(elements: int, values: int, rows: int, interpreted: bool, most: int = 1024) -> Tile:
-    """The tile of at most `values` values and `most` rows, powers of two, for rows of so many elements."""
+    """The tile of at most `values` values and `most` rows, powers of two, for rows of this many elements."""
     if interpreted:
         values, most = 65536, 1 << (rows - 1).bit_length()
     columns = min(values, 1 << (elements - 1).bit_length())
@@ -175,7 +175,7 @@ class Moved(NamedTuple):
 
 @lru_cache(maxsize=256)
 def moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, *, converted: bool = False) -> Moved:
-    """How a launch moves so many rows of fields; made once, since making it takes longer than a launch."""
+    """How a launch moves this number of rows of fields; made once, since making it takes longer than a launch."""
     layout = layout_of(fields, [tile_for(field, rows, interpreted) for field in fields], converted=converted)
     return Moved(layout, layout.programs(rows))
 

@@ -50,7 +50,7 @@ class ShardedReplayBuffer:
     timeout:  seconds after which a rank that waits for another raises RuntimeError.
     storage_device, storage_path: of each shard, as in `ReplayBuffer`; rank r has the folder `rank{r}` in that path.
 
-    Keys are global: `local key * R + rank`, where the local key counts what this rank has added.
+    Keys are global: `local key * R + rank`, where the local key counts the transitions that this rank added.
 
     Collective calls must be made by every rank, in the same order: making the buffer, `sample`, `update_priorities`,
     `stats`, `len`, `clear`, `save`, `load` and `close`. The others concern the rank's own shard and wait for nobody:
@@ -148,7 +148,7 @@ class ShardedReplayBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's shard is stored, and its batches are."""
+        """The device of this rank's shard and of its batches."""
         return self._shard.device
 
     @property
@@ -308,7 +308,7 @@ class ShardedReplayBuffer:
                 self._largest = group.all_reduce(largest, largest=True)
 
     def _settle(self) -> None:
-        """Count with the largest mass that the last update gave on any rank."""
+        """Take into account the largest mass that the last update gave on any rank."""
         if self._largest is not None:
             with self._group.lock:
                 message, self._largest = self._largest, None
@@ -329,7 +329,7 @@ class ShardedReplayBuffer:
     def stats(self) -> Stats:
         """Diagnostics of all ranks together, the same on each; collective.
 
-        Ages count in the order of keys, over what is stored. Entropy and effective sample size are those of the
+        Ages count stored transitions in the order of keys. Entropy and effective sample size are those of the
         distribution that weights refer to, in which a transition has its share of all masses.
         """
 
@@ -375,12 +375,12 @@ class ShardedReplayBuffer:
         storage_device, storage_path: where the fields of the shards are to be.
 
         On as many ranks as saved it, everything is as it was: the next `sample` is the one that they would have drawn.
-        On another number rows go by their keys, in the order of which they are numbered again, the newest
+        On another number of ranks the rows are numbered again in the order of their keys, the newest
         `added - 1`: keys stay as they were where every rank had added as many. Capacity is that of the saved buffer,
         rounded down to a multiple of the ranks. Each rank then reads all files. `ReplayBuffer.load(path)` loads it as
-        one buffer, by the same order, and `ShardedReplayBuffer.load` loads what a ReplayBuffer saved.
+        one buffer, by the same order, and `ShardedReplayBuffer.load` loads the checkpoint of a ReplayBuffer.
 
-        Raises CheckpointError that says what is damaged, on all ranks if one fails.
+        Raises CheckpointError that names the damage, on all ranks if one fails.
         """
         ranks = Group(group, device, timeout)
         arguments: dict[str, Any] = {"storage_device": storage_device, "storage_path": storage_path}
@@ -402,13 +402,13 @@ class ShardedReplayBuffer:
         return buffer
 
     def close(self) -> None:
-        """Give up the process group; only what concerns the rank's own shard works from then on. Collective."""
+        """Give up the process group; afterwards only calls on the rank's own shard work. Collective."""
         self._group.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ShardedReplayBuffer belongs to its process group and cannot be copied; save and load it.")
 
-    # what this rank holds
+    # calls on this rank's shard
 
     def keys(self) -> Tensor:
         """(local_size,) int64 on the device, the live keys of this rank's shard, oldest first; not collective."""
@@ -419,7 +419,7 @@ class ShardedReplayBuffer:
         if isinstance(key, Tensor) and key.dim() == 0 and not key.dtype.is_floating_point:
             key = key.item()
         if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
-            # a shard says what a key is
+            # the shard checks the type of the key
             return key in self._shard
         return int(key) % self.ranks == self.rank and int(key) // self.ranks in self._shard
 
@@ -434,7 +434,7 @@ class ShardedReplayBuffer:
     def priorities(self, keys: Any) -> Tensor:
         """The priorities of these live keys of this rank's shard, (m,) float64; not collective.
 
-        As `ReplayBuffer.priorities`, and KeyError for keys that another rank holds.
+        Raises as `ReplayBuffer.priorities`, and KeyError for keys that another rank holds.
         """
         return self._shard.priorities(self._local_keys(keys))
 

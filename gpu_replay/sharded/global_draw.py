@@ -50,7 +50,7 @@ class Deal(NamedTuple):
 
 
 def deal(plan: DrawPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
-    """The draw of so many rows from all shards, of which there are enough; table: (R, Column.COUNT) int64."""
+    """Draw `rows` rows from all shards, which hold enough; table: (R, Column.COUNT) int64."""
     by_mass = plan.kind == "mass"
     newest = plan.newest_of(rows)
     chance, block = rows - newest, int(table[:, Column.RANDOM].max())
@@ -86,7 +86,7 @@ def exchanged(
 ) -> dict[str, Tensor]:
     """Give every rank its rows, in one exchange of bytes, and take those of this one.
 
-    exchange: `Group.all_to_all`: what is given, and how many bytes go to each rank and come from each.
+    exchange: `Group.all_to_all`: takes the data, and the bytes that go to each rank and come from each.
     """
     ranks, batch = len(table), dealt.owner.size // len(table)
     added, size = int(table[rank, Column.ADDED]), int(table[rank, Column.SIZE])
@@ -98,7 +98,7 @@ def exchanged(
     step = int(table[:, Column.STEP].max())
     shard.count_draw(slots, dealt.random, step + 1)
 
-    # what goes to each rank: rows ascend, so those of one rank lie together
+    # the rows sent to each rank: rows ascend, so those of one rank lie together
     tail = torch.stack([shard.keys_at(slots, added) * ranks + rank, masses], dim=1)
     packed = torch.cat([*shard.stored_bytes(slots), tail.view(torch.uint8)], dim=1)
     lowest = shard.lowest()
@@ -113,7 +113,7 @@ def exchanged(
     taken = [HEADER + count * width for count in from_each.tolist()]
     received = exchange(torch.cat(parts), given, taken).split(taken)
 
-    # what came, in the order of the rows
+    # the received rows, in the order of the draw
     rows = torch.cat([part[HEADER:].view(-1, width) for part in received])
     order = np.argsort(dealt.owner[rank * batch : (rank + 1) * batch], kind="stable")
     if (order[1:] < order[:-1]).any():

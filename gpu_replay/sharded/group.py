@@ -1,4 +1,4 @@
-"""The ranks of one buffer: what they tell each other through `torch.distributed`, and what is raised when one fails.
+"""The ranks of one buffer: their messages through `torch.distributed`, and the errors raised when one fails.
 
 Every collective call begins with one all-gather, in which each rank says which call it makes, a digest of the arguments
 that must be equal, whether it failed, and the numbers that the call needs of all ranks. These messages are all of one
@@ -35,11 +35,11 @@ Offer = tuple[Mapping[str, Any], Tensor | None]
 MAKING = "making a ShardedReplayBuffer"
 # a call is told to the others by its place here
 CALLS = (MAKING, "load", "len", "sample", "update_priorities", "stats", "clear", "save")
-# a row of the table: the head, and numbers, for each rank one or so many
+# a row of the table: the head, then numbers, one for each rank or this many
 _NUMBERS = 16
-# the head: the call, a bit that says whether the rank failed, and a digest of so many bits
+# the head: the call, a bit that says whether the rank failed, and a digest of this many bits
 _DIGEST_BITS = 56
-# while some ranks read or write files the others wait in rounds of this share of the timeout, at most so many seconds
+# while some ranks read or write files the others wait in rounds of this share of the timeout, at most this many seconds
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
 # seconds between two looks at an operation of NCCL
 _LOOK = 2e-5
@@ -55,7 +55,7 @@ class Agreed(Exception):
 
 
 class MessageFailed(RuntimeError):
-    """What torch.distributed raised while ranks exchanged something."""
+    """An error that torch.distributed raised during an exchange between ranks."""
 
 
 class Message:
@@ -65,7 +65,7 @@ class Message:
         self._group, self._work, self._tensor = group, work, tensor
 
     def wait(self, *, on_host: bool = False) -> Tensor:
-        """The tensor; what reads it on its device comes after the operation.
+        """The tensor; later work on its device runs after the operation.
 
         on_host: the host will read it: on CUDA wait here, so that a failure is raised here too.
         """
@@ -176,9 +176,9 @@ class Group:
 
         prepare: this rank's part; it may change nothing that is not put back where Agreed is raised.
         late:    other ranks may not look at the table before they go on: errors are told without their texts.
-        unread:  this rank does not look at the table on the host; the next call that does raises what was wrong.
+        unread:  this rank does not look at the table on the host; the next call that does raises the error.
 
-        Raises Agreed on all ranks: RuntimeError where they make different calls; what `prepare` raised, and on the
+        Raises Agreed on all ranks: RuntimeError where they make different calls; the error of `prepare`, and on the
         others RuntimeError that names the rank; ValueError where arguments differ.
         """
         text, numbers, error = "{}", None, None
@@ -210,7 +210,7 @@ class Group:
         return table[:, 1:]
 
     def _refuse(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> NoReturn:
-        """Raise Agreed for the heads of all ranks, of which one is not as the others or says that its rank failed."""
+        """Raise Agreed for the heads of all ranks, one of which differs from the rest or says that its rank failed."""
         for rank, head in enumerate(heads):
             called = CALLS[head >> _DIGEST_BITS + 1]
             if called != name:
@@ -250,7 +250,7 @@ class Group:
             return Message(self, dist.all_gather(list(table), row, group=self._group, async_op=True), table)
 
     def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows along the first dimension: so many to each rank, in order, and so many from each."""
+        """Exchange rows along the first dimension: `sent` to each rank, in order, and `received` from each."""
         out = torch.empty((sum(received), *given.shape[1:]), dtype=given.dtype, device=given.device)
         with self.messages():
             work = dist.all_to_all_single(out, given, list(received), list(sent), group=self._group, async_op=True)

@@ -59,7 +59,7 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
 
 
 def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
-    """What to make a ShardedReplayBuffer with that is to hold this checkpoint; CheckpointError for no such settings."""
+    """The arguments of a ShardedReplayBuffer for this checkpoint; CheckpointError if its settings are not valid."""
     try:
         arguments = arguments_of({"mode": "local", **found.config})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -69,7 +69,7 @@ def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
 
 
 def fill(group: Group, shard: Shard, found: JointCheckpoint) -> None:
-    """Give each rank its part of a checkpoint: what it saved itself, or rows dealt by their numbers."""
+    """Give each rank its part of a checkpoint: its own saved state, or rows dealt by their numbers."""
     state, joined = shard._buffer_state(), JoinedSaved(found)
     joined.seed = shard.seed
 

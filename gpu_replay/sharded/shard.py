@@ -45,14 +45,14 @@ class ShardDraw(NamedTuple):
 class Shard(ReplayBuffer):
     """The transitions of one rank.
 
-    total_slots: of all shards together; masses have the limit of a buffer of so many, so that no sum overflows.
+    total_slots: slots of all shards together, which set the limit of masses, so that no sum overflows.
     """
 
     def __init__(self, capacity: int, fields: Mapping[str, Field], *, total_slots: int, **settings: Any) -> None:
         self._total_slots = total_slots
         super().__init__(capacity, fields, **settings)
 
-    # what the ranks are told
+    # numbers sent to the ranks
 
     def size(self) -> Tensor:
         """Stored transitions, int64 without dimensions on the device."""
@@ -113,7 +113,7 @@ class Shard(ReplayBuffer):
         return planned.start + (planned.end - planned.start) * (step / planned.steps).clamp(max=1.0)
 
     def _lowest_drawn(self, keys: Tensor, probability: Tensor) -> Tensor:
-        """What the row of the largest weight weighs, float64: its mass, or by rank its chance times all rows."""
+        """The mass of the row of the largest weight, float64; by rank its probability times all rows."""
         if not self._plan.prioritized or not keys.numel():
             return torch.ones((), dtype=torch.float64, device=self._device)
         if self._plan.kind == "rank":
