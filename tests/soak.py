@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_cases import Tally, damage, interrupts, programs, sharded, threads
+from soak_cases import Tally, damage, gathers, interrupts, programs, racing, sharded, threads
 from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
 
@@ -39,7 +39,7 @@ from gpu_replay.console.markdown import table
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
 # how often each of them comes in turn
-CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads, sharded]
+CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads, gathers, racing, sharded]
 
 
 def kills(count: int) -> Tally:

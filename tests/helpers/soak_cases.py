@@ -1,4 +1,4 @@
-"""What the soak does again and again, from a seed: random programs, damaged files, interrupts, threads and ranks.
+"""What the soak repeats, from a seed: random programs, damaged files, interrupts, threads, processes and ranks.
 
 A case is one call whose outcome was compared: with the model of the tests, with rows kept beside, or, for a call or a
 file that is wrong, with the state before it.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +36,13 @@ from gpu_replay import CheckpointError, Combined, Field, Proportional, RankBased
 
 REFUSED = (ValueError, TypeError, KeyError, RuntimeError, MemoryError, OSError)
 SAMPLERS = [Uniform(), BY_NAME["proportional"], Proportional(), RankBased(), Combined(Uniform())]
+
+# rows of a gather on several threads, of which each holds its own checksum
+SUMMED = {
+    "image": Field((3072,), torch.uint8, torch.float32),
+    "plain": Field((3072,), torch.uint8),
+    "sums": Field((2,), torch.int64),
+}
 
 Tally = Counter[str]
 Call = Callable[[Any], object]
@@ -274,6 +283,72 @@ def threads(seed: int) -> Tally:
             time.sleep(0.5)
     check_whole(buffer[buffer.keys()])
     return tally
+
+
+def gathers(seed: int) -> Tally:
+    """Two buffers in two threads, whose batches are gathered on four threads: every row has its own checksum."""
+    tally, before = Tally(), torch.get_num_threads()
+
+    def user(number: int) -> Callable[[], None]:
+        draw = torch.Generator().manual_seed(2 * seed + number)
+        buffer = ReplayBuffer(1500, SUMMED, sampler=SAMPLERS[(seed + number) % 3], device="cpu", seed=seed)
+
+        def add(count: int) -> None:
+            new = torch.randint(0, 256, (2, count, 3072), generator=draw, dtype=torch.uint8)
+            buffer.add(image=new[0], plain=new[1], sums=new.sum(2).T)
+
+        def use() -> None:
+            batch = buffer.sample(700)
+            sums = torch.stack([batch.image.sum(1).long(), batch.plain.sum(1)], dim=1)
+            torn = int((sums != batch.sums).any(1).sum())
+            assert not torn, f"{torn} of 700 rows are torn"
+            tally.update(cases=1, bytes=batch.image.nbytes + batch.plain.nbytes)
+            add(5)
+
+        add(1500)
+        return use
+
+    users = [user(number) for number in range(2)]
+    torch.set_num_threads(4)
+    try:
+        with Adder(users[0]), Adder(users[1]):
+            time.sleep(1.0)
+    finally:
+        torch.set_num_threads(before)
+    return tally
+
+
+def racing(seed: int) -> Tally:
+    """Four processes make buffers below one folder that does not exist yet: each finds its own file there."""
+
+    def make(path: Path) -> None:
+        buffer = ReplayBuffer(7, {"n": Field((), torch.int64)}, storage_path=path, device="cpu", seed=seed)
+        buffer.add(n=torch.arange(9))
+        assert buffer[buffer.keys()].n.tolist() == list(range(2, 9))
+
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder) / "first")
+        path, children = Path(folder) / "new" / "deep", []
+        waiting, begin = os.pipe()
+        for rank in range(4):
+            child = os.fork()
+            if child:
+                children.append(child)
+                continue
+            try:
+                os.close(begin)
+                # ends when the parent closes its end
+                os.read(waiting, 1)
+                make(path / f"rank{rank}")
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        os.close(waiting)
+        os.close(begin)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert statuses == [0] * 4, f"{sum(map(bool, statuses))} of 4 constructions failed"
+    return Tally(cases=4)
 
 
 def sharded(seed: int) -> Tally:
