@@ -34,8 +34,8 @@ from gpu_replay.errors import CheckpointError
 SHARD_NAME = re.compile(r"piece-[0-9a-f]{8}-\d{5}\.safetensors")
 
 CHUNK_BYTES = 8 << 20
-"""What is hashed at once; a worker needs so much host memory for a tensor that is not its own bytes in order, such as
-one on a CUDA device."""
+"""Bytes hashed at once. A worker needs as much host memory for a tensor whose bytes do not lie in order in host memory,
+such as one on a CUDA device."""
 WORKERS = 4
 """Shards that are hashed, written or read at the same time."""
 SHARED_SHARD_BYTES = 16 << 20

@@ -221,8 +221,8 @@ class DeviceDraws(NamedTuple):
 
     slots, keys: int64.
     probability: float32.
-    value:       of a draw by priority the masses, int64, 0 where a row was not drawn by it, of which the gather that
-                 follows makes weights; of a uniform draw the weights, float32 ones.
+    value:       int64 masses of a draw by priority, 0 in rows that were not drawn by it; the gather that follows
+                 computes the weights from them. For a uniform draw float32 weights, all 1.
     words:       (1,) int64, where in the random stream the words for shifts begin; None without shifts.
     """
 

@@ -182,7 +182,7 @@ def plan_add_step(
     """Device: add the step that was just written, by its flags `terminated` and `truncated`, (num_envs,) bool, and its
     priorities or None, and put its keys into a (num_envs,) int64; one launch a call.
 
-    masses, eligible_tree: what is kept of starts, either or both.
+    masses, eligible_tree: the trees that this buffer keeps over the starts of windows, one or both.
     source:        where the initial mass is found if it is there; else it is the one given to `masses`.
     with_final:    whether final observations came with the step, for `plan_keep_finals` to copy.
 

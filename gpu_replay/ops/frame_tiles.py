@@ -13,12 +13,12 @@ from gpu_replay.ops.ring import Layout, Tile, layout_of, piece_columns, tile_for
 
 
 def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Tile:
-    """What a program moves of frames at once: at most 8 KB, in or out, and for a thread 8 words as wide as rows allow.
+    """The tile of frames that a program moves at once: at most 8 KB, read or written, with 8 words for each thread.
 
-    Of short frames 4 words, and no more frames than threads, since a thread then looks up where several come from. The
-    threads of a warp move words of one row, where it is as long.
-    shifted: whether each value has an address of its own, and a thread so 16 single ones: of 32 Triton 3.6 keeps all
-             addresses at once, in 254 registers.
+    Words are as wide as the rows allow. Short frames get 4 words a thread and at most as many frames as threads, since
+    each frame then costs a lookup of its source. If a row is long enough, the threads of a warp move words of one row.
+    shifted: whether each value has its own address. A thread then moves 16 single values: with 32, Triton 3.6 keeps
+             all addresses at once, in 254 registers.
     """
     single = field.dtype.itemsize
     word = 2 * single if shifted else math.gcd(field.row_bytes, 16)
@@ -32,11 +32,11 @@ def frame_tile(field: Field, rows: int, shifted: bool, interpreted: bool) -> Til
 
 
 def pieces_together(blocks: int, chunks: int, interpreted: bool) -> int:
-    """Pieces of its frames that a program moves one after the other, for one look at where they lie.
+    """How many pieces of its frames a program moves one after the other, so that it looks up their places once.
 
-    As many as leave 2,048 programs, enough to keep a large GPU busy, and dealt out evenly.
+    The number leaves at least 2,048 programs, enough to keep a large GPU busy, and divides the pieces evenly.
 
-    blocks: of frames, each of which is moved in so many chunks.
+    blocks: groups of frames; each is moved in `chunks` pieces.
     """
     if interpreted:
         return chunks
@@ -57,9 +57,9 @@ class MovedFrames(NamedTuple):
 def moved_frames(
     fields: Iterable[Field], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
 ) -> MovedFrames:
-    """How a launch moves a batch of fields, of which the first `stacked` are stacks, before windows and after them.
+    """How a launch moves a batch of fields; the first `stacked` are stacks, moved before their windows and after them.
 
-    Made once, as `moved_rows`.
+    The result is computed once and kept, as in `moved_rows`.
     """
     return _moved_frames(tuple(fields), stacked, batch, stack, shifted, interpreted)
 

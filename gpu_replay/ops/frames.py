@@ -46,10 +46,10 @@ class FrameStore(NamedTuple):
 
     @classmethod
     def of(cls, ring: np.ndarray, pool: np.ndarray | None) -> FrameStore:
-        """Of arrays (slots, *shape) and (finals, *shape)."""
+        """The store of a ring (slots, *shape) and a pool of final observations (finals, *shape), or None."""
         rows = ring.reshape(len(ring), -1).view(np.uint8)
         # words of 8 bytes where rows are made of these
-        parted = rows.shape[1] % 8 or ring.ctypes.data % 8
+        parted = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
         word, gather = (np.uint8, gather_bytes) if parted else (np.int64, gather_words)
         kept = rows[:0] if pool is None else pool.reshape(len(pool), -1)
         return cls(rows.view(word), kept.view(word), ring.dtype, gather.ready())
@@ -250,7 +250,7 @@ Form = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
-    """Of all fields but the reward, the stacks of observations first; and of the stacks after windows."""
+    """The forms of all fields but the reward, stacks of observations first, and of the stacks that follow windows."""
     stack, stacks, singles = storage.streams.shape.stack, [], []
     for name in storage.observations:
         field = storage.fields[name]
@@ -263,7 +263,7 @@ def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
 
 
 def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
-    """Empty tensors of these forms."""
+    """Empty tensors of these forms, by name."""
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
 
 
@@ -277,7 +277,7 @@ def _plan_launch(
     shifted: bool,
     weighed: bool,
 ) -> Callable[[Tensor, tuple[Tensor, ...], Tensor | None, PendingWeights | None, _Windows], None]:
-    """What fills the outputs of these forms, which begin with the stacks, and what belongs to windows.
+    """A function that fills outputs of these forms, which begin with the stacks, and the results of windows.
 
     span: items that are moved alike, and that have one weight.
     """

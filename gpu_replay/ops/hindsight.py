@@ -100,7 +100,7 @@ def gather_goals(chosen: GoalRows, raw: Tensor, pool: Tensor | None, field: Fiel
 def put_goals(
     tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, relabel: RelabelSettings, stack: int
 ) -> RelabelInput:
-    """Give rows of a batch their new goals, (K, *goal) as sampled, in every frame of stacks of so many, in place."""
+    """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row."""
     rows, known = chosen.rows, None if chosen.all_known else chosen.known
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
     desired = relabel.desired_field
@@ -139,7 +139,7 @@ class HostGoals(NamedTuple):
         return as_sampled(goals, field)
 
     def put(self, tensors: dict[str, Tensor], goals: Tensor, relabel: RelabelSettings, stack: int) -> RelabelInput:
-        """As `put_goals`, in one loop."""
+        """Do the work of `put_goals` in one loop, for arrays on the host."""
         achieved = tensors[f"next_{relabel.achieved_field}"]
         places = [as_numpy(tensors[name]) for name in (relabel.desired_field, f"next_{relabel.desired_field}")]
         places.append(as_numpy(achieved))

@@ -65,8 +65,8 @@ class TreeArrays(NamedTuple):
 class MassTree:
     """int64 masses of `slots` slots, all 0 at first, and their sums.
 
-    levels: leaves first; `levels[0][:slots]` are the masses. With `summed=False` the leaves are all there is: what is
-            kept are order codes (see `OrderRule`), whose sums mean nothing.
+    levels: leaves first; `levels[0][:slots]` are the masses. With `summed=False` there are leaves alone,
+            which hold order codes (see `OrderRule`), since sums of codes mean nothing.
     low, high: (blocks,) extremes of each block of leaves, or None.
     """
 

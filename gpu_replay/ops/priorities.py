@@ -57,9 +57,9 @@ def keys_together(batch: int, interpreted: bool) -> int:
 
 
 def update_warps(together: int) -> int:
-    """Warps of a program that has so many keys, or 0 of several: a thread for each, but no more than AMD's GPUs have.
+    """Warps of a program that updates `together` keys: a thread for each, within what AMD's GPUs allow.
 
-    Where a thread has several, what it loads goes from thread to thread through shared memory.
+    0 stands for an update by several programs. A thread with several keys exchanges them through shared memory.
     """
     return min(16, max(4, together // 32))
 

@@ -1,10 +1,9 @@
 """Ranks on the device: a sort that puts all slots in order.
 
 The order codes of all slots are arranged by the age of their keys and sorted, the largest first. The sort is stable, so
-that equal codes keep the smaller key first, and codes of 0, of slots that cannot be drawn, come last. Nothing of it
-waits for the device, and all of it can be captured in a CUDA graph, where it is the same as anywhere else. While a sort
-is under way it takes up to 40 bytes a slot beside what is kept: codes as they are arranged and sorted, and what
-PyTorch's radix sort needs as much again for.
+that equal codes keep the smaller key first; slots that cannot be drawn have code 0 and come last. Nothing here waits
+for the device, and a CUDA graph can capture all of it. During a sort it needs up to 40 bytes a slot of extra memory:
+the arranged codes, the sorted codes, and as much again for PyTorch's radix sort.
 
 Schaul et al. 2016, "Prioritized Experience Replay", section 3.3.
 """

@@ -141,7 +141,7 @@ class HostRanks:
         return RankedRows(slots, masses, total, total - before)
 
     def _changes(self, added: int, skipped: int) -> np.ndarray | None:
-        """The slots whose code or key, or whether they are left out, is not what it was; None where all may be."""
+        """The slots whose code, key or exclusion changed since the last call; None if all may have changed."""
         count, before = self.noted.item(0), self._state.item(loops.ADDED)
         first = min(before - self._state.item(loops.SKIPPED), added - skipped)
         if before < 0 or count + added - first >= self.noted.size:

@@ -33,12 +33,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads_for(size: int) -> int:
-    """How many threads move so many bytes."""
+    """The number of threads to move `size` bytes with."""
     return torch.get_num_threads() if size >= LARGE else 1
 
 
 def in_parts(work: Callable[[int, int], object], count: int, threads: int) -> None:
-    """Call `work(begin, end)` for pieces of `count` rows on so many threads, this one among them.
+    """Call `work(begin, end)` for pieces of `count` rows on `threads` threads, this one among them.
 
     Returns when every piece is done; raises what one of them raised. After an interrupt of this thread others may still
     work, so `work` must hold the memory that it writes to.

@@ -57,7 +57,7 @@ class HostWindows:
         return found
 
     def of_steps(self, steps: np.ndarray, left: np.ndarray) -> Windows:
-        """The windows of (B,) stored steps, from each of which on `left` are stored: they need not be whole."""
+        """The windows of (B,) stored steps, each followed by `left` stored ones: windows may be incomplete."""
         found = Windows.empty(steps.size, self._shape.stack)
         loops.open_windows.ready()(steps, left, *self._of_steps, *found)
         return found
