@@ -77,7 +77,9 @@ def whole_action(buffer: Any) -> bool:
 
 
 def takes_finals(buffer: Any) -> bool:
-    return buffer.autoreset != "next_step" and "obs" in buffer.fields
+    # a buffer that keeps none does not look at them
+    keeps = buffer.state_dict()["settings"]["final_capacity"] != 0
+    return keeps and buffer.autoreset != "next_step" and "obs" in buffer.fields
 
 
 def on_the_host(buffer: Any) -> bool:
