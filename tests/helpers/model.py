@@ -133,11 +133,9 @@ class Model:
 
     def live(self) -> range:
         """Keys of all that is stored."""
-        raise NotImplementedError
 
     def eligible(self) -> list[int]:
         """Keys of what can be drawn, ascending."""
-        raise NotImplementedError
 
     # priorities
 
