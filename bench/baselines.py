@@ -78,13 +78,13 @@ def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> I
         sums.build()
         return sums.draw()
 
-    return Implementation(draw, lambda: checks.wrong_draws(sums.powers, draw(), SLACK[dtype]))
+    return checks.draws(draw, lambda: sums.powers, SLACK[dtype])
 
 
 def searchsorted(inputs: Inputs) -> Implementation:
     """A draw from sums that are current."""
     sums = CumulativeSums(inputs, torch.float64)
-    return Implementation(sums.draw, lambda: checks.wrong_draws(sums.powers, sums.draw(), SLACK[torch.float64]))
+    return checks.draws(sums.draw, lambda: sums.powers, SLACK[torch.float64])
 
 
 def multinomial(inputs: Inputs) -> Implementation:
@@ -100,26 +100,18 @@ def multinomial(inputs: Inputs) -> Implementation:
 def scatter(inputs: Inputs) -> Implementation:
     """New powers without their sums, so nothing can be sampled yet."""
     sums = CumulativeSums(inputs, torch.float64)
-    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    return Implementation(
-        lambda: sums.update(*next(pool)),
-        lambda: checks.wrong_update(sums.update, lambda: sums.powers, sums.powers.sum, inputs),
-    )
+    return checks.updates(sums.update, lambda: sums.powers, sums.powers.sum, inputs)
 
 
 def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
     """New powers and the sums of them."""
     sums = CumulativeSums(inputs, dtype)
-    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
 
     def update(slots: Tensor, errors: Tensor) -> None:
         sums.update(slots, errors)
         sums.build()
 
-    return Implementation(
-        lambda: update(*next(pool)),
-        lambda: checks.wrong_update(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype]),
-    )
+    return checks.updates(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype])
 
 
 def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
@@ -160,12 +152,11 @@ def sort_searchsorted(inputs: Inputs) -> Implementation:
 
 def index_select_fields(inputs: Inputs) -> Implementation:
     """One `index_select` for each field."""
-    pool = cycle(inputs.slots)
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         return {name: values.index_select(0, slots) for name, values in inputs.rows.items()}
 
-    return Implementation(lambda: gather(next(pool)), lambda: checks.wrong_rows(gather, inputs))
+    return checks.gathers(gather, inputs.slots, lambda found: checks.wrong_rows(found, inputs))
 
 
 def index_select_packed(inputs: Inputs) -> Implementation:
@@ -174,14 +165,12 @@ def index_select_packed(inputs: Inputs) -> Implementation:
     packed = torch.cat(
         [values.view(torch.uint8).reshape(inputs.capacity, -1) for values in inputs.rows.values()], dim=1
     )
-    pool = cycle(inputs.slots)
 
-    def wrong() -> list[str]:
-        found = packed.index_select(0, inputs.slots[0])
+    def wrong(found: Tensor) -> list[str]:
         right = found.shape == (inputs.batch, size) and torch.equal(found[-1], packed[inputs.slots[0][-1]])
         return [] if right else ["packed rows are not those of their slots"]
 
-    return Implementation(lambda: packed.index_select(0, next(pool)), wrong)
+    return checks.gathers(lambda slots: packed.index_select(0, slots), inputs.slots, wrong)
 
 
 def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Implementation:
@@ -191,17 +180,16 @@ def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Imp
     """
     frames = inputs.frames
     words = frames.reshape(inputs.capacity, -1).view(dtype)
-    pool = cycle(inputs.stacked)
 
     def gather(slots: Tensor) -> Tensor:
         found = words.index_select(0, slots).view(torch.uint8)
         return found if inputs.dtype == torch.uint8 else found.to(inputs.dtype)
 
-    def wrong() -> list[str]:
-        before, after = gather(inputs.stacked[0]).reshape(2, inputs.batch, -1, *frames.shape[1:])
+    def wrong(found: Tensor) -> list[str]:
+        before, after = found.reshape(2, inputs.batch, -1, *frames.shape[1:])
         return checks.wrong_frames(before, after, inputs)
 
-    return Implementation(lambda: gather(next(pool)), wrong)
+    return checks.gathers(gather, inputs.stacked, wrong)
 
 
 def smallest(inputs: Inputs) -> Implementation:

@@ -7,7 +7,7 @@ beforehand, so that making them is not measured and no two consecutive calls see
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, repeat
@@ -18,16 +18,16 @@ import torch
 
 from gpu_replay.console.errors import UserError
 
-from .rows import ROW_BYTES, described, make_priorities
-from .stacks import FIELDS, FRAME_BYTES, STACK
+from .rows import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described, make_priorities
 from .subjects import POOL, Subject
-from .timing import Call
 
 OURS = "gpu_replay"
 CAPACITIES = (10_000, 100_000, 1_000_000)
 BATCHES = (32, 256, 4096)
+FRAME_BATCHES = (32, 256, 1024)
 ADDED = 8
-FRAME_ENVS = 8
+# environments that step together, and steps of them all in a ring
+FRAME_ENVS, FRAME_SLOTS = 8, 20_000
 
 # bytes a transition takes besides its fields, read or written once per call that touches it
 KEY, MASS, PRIORITY, PROBABILITY, WEIGHT = 8, 8, 4, 4, 4
@@ -91,6 +91,8 @@ class Case:
         return self.capacity * kind.slot + self.added * kind.added + self.batch * kind.drawn
 
 
+# a call, and what to do before each
+Call = Callable[[], object]
 Bound = tuple[Call, Call]
 Chosen = TypeVar("Chosen", bound=Case)
 
@@ -103,8 +105,8 @@ def short(count: int) -> str:
     return str(count)
 
 
-RING, DRAW, UPDATED = "programs buffer_add_inputs", "proportional", "priorities"
-STEPS, SAVED = "trajectory_oracle", "checkpoint checkpoint_incremental"
+RING, DRAW, UPDATED = "programs buffer_add_inputs", "distributions", "priorities"
+STEPS, SAVED = "trajectory_oracle", "checkpoints"
 CYCLE = f"{RING} {DRAW} {UPDATED}"
 STEP = "one environment: add"
 _frames = partial(Operation, fields=FIELDS)
@@ -121,14 +123,14 @@ OPERATIONS: dict[str, Operation] = {
     "step-add": Operation(RING, "add", STEP, added=ADD),
     "step-exact": Operation(RING, "add", f"{STEP}, exact dtypes", added=ADD),
     "step-cycle": Operation(CYCLE, "cycle", f"{STEP}, sample, update", added=ADD, drawn=SAMPLE + UPDATE),
-    "step-uniform": Operation(f"{RING} uniform", "read", f"{STEP}, sample, no priorities", added=ADD, drawn=SAMPLE),
+    "step-uniform": Operation(f"{RING} {DRAW}", "read", f"{STEP}, sample, no priorities", added=ADD, drawn=SAMPLE),
     "sample": Operation(DRAW, "sample", drawn=SAMPLE),
     # stacks of four frames of 84x84 before and after
     "frames": _frames(STEPS, "sample", drawn=FRAMES),
     # settings of this package beside each other: by rank or by mass, with or without replacement, with other goals or
     # not, steps as such or as transitions, on one thread or two
-    "ratio-rank": Operation(f"rank_based {DRAW}", "cycle", added=ADD, drawn=SAMPLE + UPDATE),
-    "ratio-replacement": Operation("uniform", "sample", drawn=SAMPLE),
+    "ratio-rank": Operation(DRAW, "cycle", added=ADD, drawn=SAMPLE + UPDATE),
+    "ratio-replacement": Operation(DRAW, "sample", drawn=SAMPLE),
     "ratio-hindsight": Operation("hindsight", "sample"),
     "ratio-steps": Operation(RING, "add", added=ADD),
     "ratio-threads": _frames(f"{STEPS} gather_threads", "sample", drawn=FRAMES),
@@ -147,7 +149,7 @@ OPERATIONS: dict[str, Operation] = {
 def bind(case: Case, subject: Subject, device: torch.device) -> Bound:
     """The call of a case to measure on a full subject, and what to do before each call."""
     random = np.random.default_rng(1)
-    rows = subject.stream(case.added) if case.added else repeat(None)
+    rows = subject.stream(case.added, POOL) if case.added else repeat(None)
     priorities = cycle([make_priorities(case.batch, random).to(device) for _ in range(POOL)])
     # inputs of the next call: rows, priorities, what was sampled
     given: list[Any] = [None, None, None]
@@ -190,6 +192,19 @@ def step_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...
             cases += [Case(operation, capacity, batch) for batch in batches]
         cases += cycle_cases((capacity,), batches)
     return cases
+
+
+def gather_cases(capacity: int = FRAME_SLOTS, batches: tuple[int, ...] = FRAME_BATCHES) -> list[Case]:
+    """Sampling frames, which a plain copy does too."""
+    return [Case("frames", capacity, batch) for batch in batches]
+
+
+def stream_cases(
+    capacity: int = FRAME_SLOTS, batches: tuple[int, ...] = FRAME_BATCHES, envs: int = FRAME_ENVS
+) -> list[Case]:
+    """Adding a step of frames, and whole cycles."""
+    cycles = [Case("frame-cycle", capacity, batch, envs) for batch in batches]
+    return [Case("frame-add", capacity, envs, envs), *cycles]
 
 
 def cycle_cases(capacities: tuple[int, ...] = CAPACITIES, batches: tuple[int, ...] = BATCHES) -> list[Case]:

@@ -25,10 +25,9 @@ from gpu_replay.console.progress import Progress
 from gpu_replay.engines.storage import free_bytes
 
 from .cases import OURS, Case
-from .record import Record
-from .runner import Run
-from .stacks import FRAME_BYTES
-from .timing import quantiles
+from .measure import Run, quantiles
+from .records import Record
+from .rows import FRAME_BYTES
 
 BARE = "plain file"
 MOST_BYTES, QUICK_BYTES = 20 * 10**9, 5 * 10**7

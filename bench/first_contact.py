@@ -49,8 +49,8 @@ from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
 from .cases import Case
+from .measure import Plan, captured, cuda_clock, measure
 from .targets import targets_first
-from .timing import Plan, captured, cuda_clock, measure
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -194,7 +194,7 @@ def launch() -> str:
         found.append(_life(buffer))
         plan = Plan(0.0, 0.0, fewest=SIZES["calls"])
         timing = measure(lambda b=buffer: b.sample(64), prepare=lambda: None, plan=plan, device=GPU)  # type: ignore[misc]
-        microseconds.append(timing.microseconds()["p50"])
+        microseconds.append(float(np.median(timing.nanoseconds)) / 1e3)
     _same(*([{name: each[name].cpu() for name in each} for each in batches] for batches in found))
     text = "{:.1f} µs a sample through Triton, {:.1f} µs direct".format(*microseconds)
     if microseconds[1] > 2 * microseconds[0]:
@@ -358,7 +358,7 @@ def times() -> str:
         work = kernels.KERNELS[case.operation].ours(_inputs(case))
         work.prepare()
         timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
-        told.append(f"{case.name} {timing.microseconds()['p50']:.1f} µs")
+        told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
         print(told[-1], flush=True)
     return "; ".join(told)
 
@@ -380,7 +380,7 @@ FEATURES: dict[str, Feature] = {
     "capture-none": Feature(capture_of_adds, _NO_GRAPH),
     "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
     "streams": Feature(streams),
-    "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_storage_places.py"]}),
+    "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
     "contended": Feature(contended),
     "network": Feature(network),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from gpu_replay.console.errors import UserError
 from gpu_replay.console.markdown import bullets, table
 
 from . import report, runs
-from .results import ERRORS, read, read_lines
+from .records import ERRORS, read, read_lines
 from .targets import targets_table
 
 # parts of bench/on_gpu.py, and their steps in the order in which they run
@@ -42,9 +41,7 @@ def page(folder: Path, output: Path) -> str:
 
     Raises UserError where the folder holds no record of any kind.
     """
-    steps = [
-        step for file in sorted(folder.glob(f"*{STEPS}")) for step in read_lines(file, partial(_held, names=_OF_STEPS))
-    ]
+    steps = _lines(folder.glob(f"*{STEPS}"), "part", "step", "status", "seconds", "date", "commit", "gpu")
     others = (STEPS, OUTCOMES, CONTACT, ERRORS)
     files = [file for file in sorted(folder.glob("*.jsonl")) if not file.name.endswith(others)]
     records = [record for file in files for record in read(file)]
@@ -81,29 +78,27 @@ def _pictures(files: Sequence[Path], output: Path) -> list[str]:
     return [f"![{path.parent.name} {path.stem}]({_relative(path, output)})" for path in files if path.is_file()]
 
 
-_OF_STEPS = ("part", "step", "status", "seconds", "date", "commit", "gpu")
+def _lines(files: Iterable[Path], *names: str) -> list[dict[str, Any]]:
+    """The values by these names in all lines of JSON. Raises UserError for a line that lacks one."""
 
+    def held(line: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(line)
+            return {name: found[name] for name in names}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{', '.join(names)} are not in it ({error})") from error
 
-def _held(line: str, names: Sequence[str]) -> dict[str, Any]:
-    """The values of a JSON line by these names. Raises ValueError if it lacks one."""
-    try:
-        found: dict[str, Any] = json.loads(line)
-        return {name: found[name] for name in names}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{', '.join(names)} are not in it ({error})") from error
+    return [each for file in sorted(files) for each in read_lines(file, held)]
 
 
 def _contact_text(folder: Path) -> str:
     """The verdict on each feature, and the cases that could not be measured."""
-    file, names = folder / CONTACT, ("feature", "verdict", "seconds", "message")
-    found = read_lines(file, partial(_held, names=names)) if file.is_file() else []
+    names = ("feature", "verdict", "seconds", "message")
+    found = _lines(folder.glob(CONTACT), *names)
     texts = [table(names, [[str(value) for value in each.values()] for each in found])] if found else []
-    failed = [each for file in sorted(folder.glob(f"*{ERRORS}")) for each in read_lines(file, _FAILED)]
+    failed = _lines(folder.glob(f"*{ERRORS}"), "case", "error")
     texts += [bullets([f"`{each['case']}` failed: {each['error']}" for each in failed])] if failed else []
     return "\n\n".join(texts) or "No feature was tried."
-
-
-_FAILED = partial(_held, names=("case", "error"))
 
 
 def _steps_table(steps: Sequence[dict[str, Any]]) -> str:
@@ -125,8 +120,8 @@ def _tests_text(folder: Path) -> str:
     rows, failed = [], []
     for file in sorted(folder.glob(f"*{OUTCOMES}")):
         # a test that failed in any run counts as failed
-        lines = [tuple(each.values()) for each in read_lines(file, partial(_held, names=("test", "outcome")))]
-        ended = dict(sorted(lines, key=lambda each: each[1] == "failed"))
+        lines = sorted(_lines([file], "test", "outcome"), key=lambda each: bool(each["outcome"] == "failed"))
+        ended = {each["test"]: each["outcome"] for each in lines}
         counts = Counter(ended.values())
         cells = [f"{counts[kind]:,}" for kind in ("passed", "failed", "skipped")]
         rows.append([file.name.removesuffix(OUTCOMES), *cells])

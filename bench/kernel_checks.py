@@ -6,16 +6,18 @@ torch and run on the device of the answer, so that a million sampled slots need 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .cases import Call
 from .kernel_inputs import N_STEP, Inputs
-from .stacks import STACK
+from .rows import STACK
 from .subjects import ALPHA, EPS
-from .timing import Call
 
 # transitions of a batch whose frames are compared
 _COMPARED = 64
@@ -33,6 +35,34 @@ class Implementation:
     call: Call
     wrong: Callable[[], list[str]]
     prepare: Call = lambda: None
+
+
+def draws(draw: Callable[[], Tensor], weights: Callable[[], Tensor], slack: float = 0.0) -> Implementation:
+    """A stratified draw by (N,) weights."""
+    return Implementation(draw, lambda: wrong_draws(weights(), draw(), slack))
+
+
+def updates(
+    update: Callable[[Tensor, Tensor], object],
+    weights: Callable[[], Tensor],
+    total: Callable[[], Tensor | int],
+    inputs: Inputs,
+    slack: float = 0.0,
+    unit: float = 1.0,
+) -> Implementation:
+    """New weights at given slots; see `wrong_update`."""
+    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Implementation(
+        lambda: update(*next(pool)), lambda: wrong_update(update, weights, total, inputs, slack, unit)
+    )
+
+
+def gathers(
+    gather: Callable[[Tensor], Any], slots: Sequence[Tensor], wrong: Callable[[Any], list[str]]
+) -> Implementation:
+    """What is stored at given slots, each time others; `wrong` checks what is found at the first."""
+    pool = cycle(slots)
+    return Implementation(lambda: gather(next(pool)), lambda: wrong(gather(slots[0])))
 
 
 def wrong_scan(values: Tensor, sums: Tensor) -> list[str]:
@@ -133,10 +163,9 @@ def wrong_update(
     return wrong + wrong_totals(after, total(), slack)
 
 
-def wrong_rows(gather: Callable[[Tensor], Mapping[str, Tensor]], inputs: Inputs) -> list[str]:
-    """Rows of every field at (B,) slots, compared with plain indexing."""
+def wrong_rows(found: Mapping[str, Tensor], inputs: Inputs) -> list[str]:
+    """Rows of every field at the (B,) slots `inputs.slots[0]`, compared with plain indexing."""
     slots = inputs.slots[0]
-    found = gather(slots)
     return [
         f"rows of {name!r} are not those of their slots"
         for name, values in inputs.rows.items()

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.ranks import cumulative_masses
 
-from .rows import buffer_fields, make_rows
-from .stacks import SHAPE, STACK
+from . import subjects
+from .rows import SHAPE, STACK, buffer_fields, make_rows
 from .subjects import ALPHA, EPS
 
 # as long as a stack, so that no frame of a batch is counted twice
@@ -135,17 +135,8 @@ def _frames_of(buffer: TrajectoryReplayBuffer) -> Tensor:
 @lru_cache(maxsize=1)
 def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.dtype) -> TrajectoryReplayBuffer:
     """Make a full buffer of frames. The last one is cached: gigabytes take longer to fill than to measure."""
-    buffer = TrajectoryReplayBuffer(
-        capacity,
-        envs,
-        {"obs": Field(SHAPE, torch.uint8, None if dtype == torch.uint8 else dtype), "action": Field((), torch.int64)},
-        stack=STACK,
-        n_step=N_STEP,
-        autoreset="same_step",
-        sampler=Uniform(),
-        device=device,
-        seed=0,
-    )
+    sampled = None if dtype == torch.uint8 else dtype
+    buffer = subjects.frame_buffer(capacity, envs, device, N_STEP, sampler=Uniform(), dtype=sampled)
     step = {
         "obs": torch.zeros((envs, *SHAPE), dtype=torch.uint8, device=device),
         "action": torch.zeros(envs, dtype=torch.int64, device=device),

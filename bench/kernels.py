@@ -34,14 +34,11 @@ from .cases import (
     Case,
     Operation,
 )
-from .environment import CannotMeasure
 from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
-from .record import Record
-from .rows import ROW_BYTES, described
-from .runner import Run
-from .stacks import FIELDS, FRAME_BYTES, STACK
-from .timing import flush_bytes
+from .measure import Run, flush_bytes
+from .records import CannotMeasure, Record
+from .rows import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
 BATCHES = (32, 256, 4096, 65_536)
@@ -168,7 +165,7 @@ KERNELS: dict[str, Kernel] = {
         ours=ours.rank_draw,
         baselines={"sort + searchsorted": baselines.sort_searchsorted},
         memory=(200, 1500),
-        tests="rank_based",
+        tests=DRAW,
         drawn=DRAWN,
     ),
     "row-gather": Kernel(

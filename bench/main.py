@@ -18,17 +18,37 @@ from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import checkpoint, frames, gpu_page, kernels, memory, peers_suite, plots, report, storage
-from .cases import BATCHES, CAPACITIES, FRAME_ENVS, OURS, chosen, step_cases
-from .environment import CannotMeasure, DeviceLost, current_environment
-from .record import Record
-from .results import ERRORS, default_file, device_slug, read, recorded_files, write
-from .results import QUICK as TRIAL
-from .runner import Maker, Part, Run, compared
-from .subjects import CPU, PEERS, ReplaySubject, peer_version
+from . import checkpoint, gpu_page, kernels, memory, peers_suite, plots, report, scale, storage, subjects
+from .cases import (
+    BATCHES,
+    CAPACITIES,
+    FRAME_BATCHES,
+    FRAME_ENVS,
+    FRAME_SLOTS,
+    OURS,
+    chosen,
+    gather_cases,
+    step_cases,
+    stream_cases,
+)
+from .measure import How, Maker, Part, Plan, Run, compared, copy_bandwidth
+from .peers_suite import PEERS, peer_version
+from .records import (
+    ERRORS,
+    CannotMeasure,
+    DeviceLost,
+    Record,
+    current_environment,
+    default_file,
+    device_slug,
+    read,
+    recorded_files,
+    write,
+)
+from .records import QUICK as TRIAL
+from .subjects import CPU
 from .targets import targets_first
 from .test_gate import failed_tests
-from .timing import How, Plan, copy_bandwidth
 
 QUICK = Plan(warmup=0.01, seconds=0.02, fewest=20, most=200)
 QUICK_CAPACITIES = (10_000,)
@@ -114,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cpu(options: argparse.Namespace) -> None:
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else (CAPACITIES, BATCHES)
-    vectors: dict[str, Maker] = {OURS: partial(ReplaySubject, device=CPU)}
+    vectors: dict[str, Maker] = {OURS: subjects.replay}
     resident = memory.cases(100_000 if options.quick else 1_000_000)
     _measure(
         options,
@@ -127,10 +147,10 @@ def _gpu(options: argparse.Namespace) -> None:
     device = _device("gpu", "cuda")
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ((*CAPACITIES, 10_000_000), (*BATCHES, 65_536))
     capacity = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS)
-    atari = frames.gather_cases(capacity, (ATARI_BATCH,)) + frames.stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS)
+    atari = gather_cases(capacity, (ATARI_BATCH,)) + stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS)
     # filled once for both ways
-    vectors: dict[str, Maker] = {OURS: cache(partial(ReplaySubject, device=device))}
-    stacks: dict[str, Maker] = {OURS: cache(partial(frames.FrameSubject, device=device, envs=ATARI_ENVS))}
+    vectors: dict[str, Maker] = {OURS: cache(partial(subjects.replay, device=device))}
+    stacks: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
     # all single calls before any capture, after which they would wait for the device
     ways: tuple[How, ...] = (options.timing,) if options.timing else ("events", "graph")
     parts = [(targets_first(atari), compared(stacks)), (step_cases(*sizes), compared(vectors))]
@@ -155,11 +175,11 @@ def _kernels(options: argparse.Namespace) -> None:
 def _frames(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # a step of more environments fills a million slots in fewer calls
-    capacity, envs = (1_000_000, ATARI_ENVS) if device.type == "cuda" else (frames.CAPACITY, FRAME_ENVS)
-    capacity, batches = QUICK_FRAMES if options.quick else (capacity, frames.BATCHES)
-    ours: dict[str, Maker] = {OURS: cache(partial(frames.FrameSubject, device=device, envs=envs))}
-    both: dict[str, Maker] = {**ours, "take": partial(frames.TakeSubject, device=device)}
-    gathers, streams = frames.gather_cases(capacity, batches), frames.stream_cases(capacity, batches, envs)
+    capacity, envs = (1_000_000, ATARI_ENVS) if device.type == "cuda" else (FRAME_SLOTS, FRAME_ENVS)
+    capacity, batches = QUICK_FRAMES if options.quick else (capacity, FRAME_BATCHES)
+    ours: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=envs))}
+    both: dict[str, Maker] = {**ours, "take": partial(subjects.take, device=device)}
+    gathers, streams = gather_cases(capacity, batches), stream_cases(capacity, batches, envs)
     parts = [(gathers, compared(both)), (streams, compared(ours))]
     _measure(options, device, parts, rounds=1 if options.quick else 5)
 
@@ -181,6 +201,13 @@ def _checkpoint(options: argparse.Namespace) -> None:
     _measure(options, CPU, [(checkpoint.cases(options.quick), checkpoint.records)])
 
 
+def _scale(options: argparse.Namespace) -> None:
+    cases = scale.cases((10_000,), (32, 256), 10_000) if options.quick else scale.cases()
+    versions = {scale.PEER: peer_version(scale.PEER)}
+    parts = [(cases, compared(scale.makers()))]
+    _measure(options, CPU, parts, versions=versions, rounds=1 if options.quick else 3)
+
+
 SUITES = {
     "cpu": (_cpu, "add, sample, update, full cycles and memory, on the CPU with one thread"),
     "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
@@ -188,6 +215,7 @@ SUITES = {
     "frames": (_frames, "stacks of Atari frames stored once, beside a plain copy of the same bytes"),
     "peers": (_peers, "full cycles and adds, interleaved with other libraries"),
     "checkpoint": (_checkpoint, "saving and loading a buffer as large as fits, beside a plain write and read"),
+    "scale": (_scale, "each call over slots and over batches, beside cpprb and a plain C program"),
     "storage": (_storage, "storing transitions and reading batches, for deque, list, NumPy rings and this buffer"),
 }
 
@@ -215,7 +243,11 @@ def _report(options: argparse.Namespace) -> None:
 def _plot(options: argparse.Namespace) -> None:
     require("matplotlib", purpose="gpu-replay bench plot")
     for file in options.files or recorded_files():
-        kept = [each for each in read(file) if each.suite == "kernels" or each.operation in ("cycle", "frame-cycle")]
+        kept = [
+            each
+            for each in read(file)
+            if each.suite in ("kernels", "scale") or each.operation in ("cycle", "frame-cycle")
+        ]
         for image in plots.draw(kept, file.with_suffix("")):
             print(f"{image}: drawn from {file}", file=sys.stderr)
 

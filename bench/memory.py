@@ -10,20 +10,19 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from gpu_replay import ReplayBuffer
 from gpu_replay.console.progress import Progress
 
 from .cases import OURS, Case
-from .record import Record
-from .rows import ROW_BYTES
-from .runner import Run
-from .subjects import CPU, ReplaySubject
-from .timing import quantiles
+from .measure import Run, quantiles
+from .records import Record
+from .rows import ROW_BYTES, make_rows
+from .subjects import replay_buffer
 
 _STATM = Path("/proc/self/statm")
 
@@ -54,15 +53,15 @@ def _resident() -> int:
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _used(capacity: int) -> ReplaySubject:
+def _used(capacity: int) -> ReplayBuffer:
     """A buffer with every slot written, sampled and updated for a while."""
-    subject = ReplaySubject(capacity, CPU)
-    for rows in islice(subject.stream(4096, pool=1), -(-capacity // 4096)):
-        subject.add(rows)
+    buffer, rows = replay_buffer(capacity), make_rows(4096, np.random.default_rng(1))
+    for _ in range(-(-capacity // 4096)):
+        buffer.add(**rows)
     for _ in range(64):
-        subject.update(subject.sample(256), torch.ones(256))
+        buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
     gc.collect()
-    return subject
+    return buffer
 
 
 def cases(capacity: int) -> list[Case]:

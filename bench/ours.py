@@ -77,20 +77,13 @@ def tree_build(inputs: Inputs) -> Implementation:
 def draw(inputs: Inputs) -> Implementation:
     """Slots by mass, one for each stratum."""
     index = _by_mass(inputs)
-    return Implementation(
-        lambda: index.draw(inputs.batch), lambda: checks.wrong_draws(index.buffer.masses(), index.draw(inputs.batch))
-    )
+    return checks.draws(lambda: index.draw(inputs.batch), index.buffer.masses)
 
 
 def update(inputs: Inputs) -> Implementation:
     """New masses for given slots, and the sums above them."""
     index = _by_mass(inputs)
-    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    weights, total = index.buffer.masses, index.buffer.total_mass
-    return Implementation(
-        lambda: index.update(*next(pool)),
-        lambda: checks.wrong_update(index.update, weights, total, inputs, unit=UNIT),
-    )
+    return checks.updates(index.update, index.buffer.masses, index.buffer.total_mass, inputs, unit=UNIT)
 
 
 def draw_update(inputs: Inputs) -> Implementation:
@@ -141,7 +134,6 @@ def rank_draw(inputs: Inputs) -> Implementation:
 def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
-    pool = cycle(inputs.slots)
     storage, engine = buffer._storage, buffer._engine
     rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, inputs.device, weighed=False))
 
@@ -151,13 +143,12 @@ def row_gather(inputs: Inputs) -> Implementation:
             return engine.read(slots)
         return rows(slots.numel())(slots, None)
 
-    return Implementation(lambda: gather(next(pool)), lambda: checks.wrong_rows(gather, inputs))
+    return checks.gathers(gather, inputs.slots, lambda found: checks.wrong_rows(found, inputs))
 
 
 def frame_gather(inputs: Inputs) -> Implementation:
     """Stacks of four frames before and after, at given slots."""
     buffer = inputs.frame_buffer
-    pool = cycle(inputs.starts)
     storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
     windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, weighed=False))
@@ -167,11 +158,10 @@ def frame_gather(inputs: Inputs) -> Implementation:
             return engine.read(slots)
         return windows(slots.numel())(slots, None, None)
 
-    def wrong() -> list[str]:
-        found = gather(inputs.starts[0])
+    def wrong(found: dict[str, Tensor]) -> list[str]:
         return checks.wrong_frames(found["obs"], found["next_obs"], inputs)
 
-    return Implementation(lambda: gather(next(pool)), wrong)
+    return checks.gathers(gather, inputs.starts, wrong)
 
 
 def empty(inputs: Inputs) -> Implementation:

@@ -1,4 +1,4 @@
-"""The measurements of `bench peers`: what is compared, at which sizes, and which libraries take part in each.
+"""The measurements of `bench peers`: other libraries, what is compared, at which sizes, and who takes part in each.
 
 The parts are filled, checked and measured one after the other, so that at most one buffer of each library is in
 memory. Most people start with one environment: its steps have a float64 reward and a Python bool, whatever the fields
@@ -8,211 +8,170 @@ uniform sampling with and without replacement, relabelled and plain batches, ste
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Hindsight, Proportional, RankBased, TrajectoryReplayBuffer, Uniform
+from gpu_replay import Hindsight, Proportional, RankBased, Uniform
 
-from . import frames
-from .cases import ADDED, OURS, Case, cycle_cases
-from .environment import CannotMeasure
-from .frames import FrameSubject
-from .rows import Rows, buffer_fields
-from .runner import Maker, Part, compared
-from .subjects import ALPHA, BETA, CPU, PEERS, POOL, ReplaySubject, Subject, Task, make_peer
+from . import subjects
+from .cases import ADDED, FRAME_SLOTS, OURS, Case, cycle_cases
+from .measure import Maker, Part, compared
+from .records import CannotMeasure, installed_version
+from .rows import DTYPES, FRAME_DTYPES, SEAM, Dtypes, Rows, StackStream, faults
+from .subjects import ALPHA, BETA, CHECKED, CPU, POOL, Stream, Subject, pool_of, wrong_vectors
 
-_GOAL = Field((3,), torch.float32)
-_GOAL_FIELDS = {
-    "obs.observation": Field((10,), torch.float32),
-    "obs.achieved_goal": _GOAL,
-    "obs.desired_goal": _GOAL,
-    "action": Field((4,), torch.float32),
-}
-_EPISODE = 50
-_BATCH = 256
+HERE = Path(__file__).parent
 
-
-class GoalSubject(ReplaySubject):
-    """A buffer of one environment with goals, whose batches are relabelled or not."""
-
-    add_size = 1
-    chunk = _BATCH
-
-    def __init__(self, capacity: int, relabel: Hindsight | None) -> None:
-        self._device = CPU
-        self._relabelled = relabel is not None
-        self._buffer = TrajectoryReplayBuffer(
-            capacity, 1, _GOAL_FIELDS, sampler=Uniform(), relabel=relabel, device=CPU, seed=0
-        )
-
-    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
-        """See Subject: episodes of 50 steps in which nothing is reached."""
-        random = np.random.default_rng(1)
-        steps = []
-        for number in range(_EPISODE * 8):
-            step: dict[str, Any] = {"reward": np.zeros(1, np.float32), "terminated": np.zeros(1, bool)}
-            for name, field in _GOAL_FIELDS.items():
-                step[name] = random.standard_normal((1, *field.shape), dtype=np.float32)
-            steps.append({**step, "truncated": np.array([number % _EPISODE == _EPISODE - 1])})
-        return cycle(steps)
-
-    def wrong(self) -> list[str]:
-        """See Subject."""
-        batch = self.sample(_BATCH)
-        moved = bool((batch["obs.desired_goal"] == batch["next_obs.desired_goal"]).all(dim=1).float().mean() > 0.5)
-        return [] if moved == self._relabelled else ["goals are not those that were asked for"]
-
-
-class StepSubject(ReplaySubject):
-    """A buffer of steps that environments return as they do: a float64 reward, flags in arrays."""
-
-    has_next_obs = False
-
-    def __init__(self, capacity: int, envs: int) -> None:
-        self._device, self.add_size = CPU, envs
-        fields = {name: each for name, each in buffer_fields().items() if name in ("obs", "action")}
-        sampler = Proportional(alpha=ALPHA, beta=BETA)
-        self._buffer = TrajectoryReplayBuffer(capacity, envs, fields, sampler=sampler, device=CPU, seed=0)
-
-    def inputs(self, rows: Rows) -> Any:
-        """See Subject."""
-        step = {**rows, "reward": rows["reward"].astype(np.float64), "truncated": np.zeros(len(rows["obs"]), bool)}
-        del step["next_obs"]
-        return step
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        return {**sampled, "terminated": sampled["discount"] == 0}
-
-
-def _on_threads(kind: type[ReplaySubject], threads: int, **options: Any) -> Maker:
-    """Subjects of a kind whose batches are sampled while torch uses so many threads."""
-
-    class OnThreads(kind):  # type: ignore[valid-type,misc]
-        def sample(self, batch: int) -> Any:
-            before = torch.get_num_threads()
-            torch.set_num_threads(threads)
-            try:
-                return super().sample(batch)
-            finally:
-                torch.set_num_threads(before)
-
-    return partial(OnThreads, **options)
-
-
-def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
-    return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
-
-
-def _vectors(sampler: Proportional | RankBased | Uniform) -> Maker:
-    return partial(ReplaySubject, device=CPU, sampler=sampler)
-
-
-def _settings(
-    slots: int, stacks: int, stepped: int, batches: tuple[int, ...]
-) -> list[tuple[list[Case], Mapping[str, Maker]]]:
-    """One comparison; the first maker is the reference of the ratios."""
-    frames: dict[str, Any] = {"device": CPU, "n_step": 1}
-    exponents: dict[str, Any] = {"alpha": ALPHA, "beta": BETA}
-    ranks: dict[str, Any] = {"Proportional": Proportional(**exponents), "RankBased": RankBased(**exponents)}
-    uniform: dict[str, Any] = {"Uniform(replacement=True)": Uniform(replacement=True), "Uniform()": Uniform()}
-    relabelled = {"plain": None, "Hindsight": Hindsight(reward_fn=_reward)}
-    threads = {"1 thread": 1, "2 threads": 2}
-    steps: list[tuple[list[Case], Mapping[str, Maker]]] = [
-        (
-            [Case("ratio-steps", stepped, envs, envs)],
-            {
-                "ReplayBuffer": partial(ReplaySubject, device=CPU, stepped=True),
-                "TrajectoryReplayBuffer": partial(StepSubject, envs=envs),
-            },
-        )
-        for envs in (1, ADDED)
-    ]
-    return [
-        *steps,
-        ([Case("ratio-rank", slots, batch, ADDED) for batch in batches], {n: _vectors(s) for n, s in ranks.items()}),
-        ([Case("ratio-replacement", slots, 64)], {n: _vectors(s) for n, s in uniform.items()}),
-        ([Case("ratio-hindsight", slots, _BATCH)], {n: partial(GoalSubject, relabel=r) for n, r in relabelled.items()}),
-        (
-            [Case("ratio-threads", stacks, _BATCH)],
-            {name: _on_threads(FrameSubject, count, **frames) for name, count in threads.items()},
-        ),
-    ]
-
-
-STEP_BATCH = 64
+# what `update` needs of a batch, and its fields and weights
+Sampled = tuple[Any, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How large the buffers are.
+class Task:
+    """What a library's buffer must hold.
 
-    many:     rows of an add measured alone, for which new buffers are made.
-    stepped:  transitions of the loop over one environment. variants: of the compared settings.
+    added:   rows of every `add`.
+    stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
+    device:  where it is stored.
+    stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
     """
 
-    vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    stacks: int = frames.CAPACITY
-    batches: tuple[int, ...] = (32, 256, 4096)
-    many: tuple[int, ...] = (64,)
-    stepped: int = 100_000
-    variants: int = 1_000_000
+    capacity: int
+    added: int
+    stacks: bool = False
+    device: torch.device = CPU
+    stepped: bool = False
+    alpha: float = ALPHA
+    beta: float = BETA
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """Shape and type of each field of a row."""
+        return FRAME_DTYPES if self.stacks else DTYPES
+
+    def subject(
+        self,
+        add: Callable[[Any], object],
+        sample: Callable[[int], Sampled],
+        update: Callable[[Any, Tensor], object],
+        inputs: Callable[[Rows], Any] = lambda rows: rows,
+        *,
+        has_next_obs: bool = True,
+        consecutive: bool = False,
+        fixed_add: bool = False,
+    ) -> Subject:
+        """A library's buffer for this task.
+
+        inputs:       rows as `add` takes them, made of NumPy arrays.
+        has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
+        consecutive:  it holds the steps of one environment, so rows added together are steps of that one.
+        fixed_add:    every `add` must bring as many rows as the task says.
+        """
+
+        def given(rows: Rows) -> Any:
+            return inputs({**rows, "reward": rows["reward"].astype(np.float64)} if self.stepped else rows)
+
+        def wrong(sampled: Sampled) -> list[str]:
+            found = sampled[1]
+            return faults(found, seam=SEAM) if self.stacks else wrong_vectors(found, has_next_obs=has_next_obs)
+
+        return Subject(
+            add,
+            sample,
+            lambda sampled, priorities: update(sampled[0], priorities),
+            self._steps(given, consecutive) if self.stacks else pool_of(given),
+            wrong,
+            self.added if fixed_add or self.stacks else None,
+            chunk=CHECKED if self.stacks else 4096,
+        )
+
+    def _steps(self, inputs: Callable[[Rows], Any], consecutive: bool) -> Stream:
+        """A stream of steps, which goes on where the one before it ended."""
+        steps = StackStream(1 if consecutive else self.added)
+
+        def stream(count: int, pool: int = POOL) -> Iterator[Any]:
+            while True:
+                found = [steps.step() for _ in range(count if consecutive else 1)]
+                yield inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
+
+        return stream
 
 
-# most of a trial's time goes into compiling, again for every size
-QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, variants=4_000)
+class Peer(NamedTuple):
+    """Another library.
+
+    distribution: what has to be installed, if anything.
+    install:      how, where `pip install DISTRIBUTION` is not enough.
+    uniform:      it has no priorities and so does less.
+    most:         rows of vectors that it can be filled with in a reasonable time.
+    devices:      types of the devices on which it can store.
+
+    The module of its name in `peers/` adapts it: `make(task)` gives a Subject.
+    """
+
+    distribution: str | None
+    install: str | None = None
+    uniform: bool = False
+    most: int | None = None
+    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
 
 
-def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part]:
-    """All that is compared on a device: this package first, then those of the libraries that take part."""
-    largest, steps = sizes.vectors[-1], sizes.stacks
-    vectors: Maker = partial(ReplaySubject, device=device)
-    stepped = partial(ReplaySubject, device=device, stepped=True)
-
-    def beside(cases: list[Case], ours: Maker, peers: Sequence[str] = names, **task: Any) -> Part:
-        theirs = {name: partial(_made, name, device=device, **task) for name in peers}
-        return cases, compared({OURS: ours, **theirs})
-
-    def stacks(cases: list[Case], added: int) -> Part:
-        ours = partial(frames.FrameSubject, device=device, n_step=1, envs=added)
-        return beside(cases, ours, added=added, stacks=True)
-
-    found = [
-        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, added=ADDED),
-        stacks([Case("frame-cycle", steps, batch, ADDED) for batch in sizes.batches], ADDED),
-    ]
-    for many in sizes.many:
-        found.append(beside([Case("add", largest, many, many)], vectors, added=many))
-        found.append(stacks([Case("frame-add", steps, many, many)], many))
-    if device.type != "cpu":
-        # trees on a GPU differ most in how they take new priorities
-        return [*found, beside([Case("update", largest, batch) for batch in sizes.batches], vectors, added=ADDED)]
-    one, uniform = sizes.stepped, [name for name in names if PEERS[name].uniform]
-    return [
-        *found,
-        beside([Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)], stepped, added=1, stepped=True),
-        beside([Case("step-exact", one, 1, 1)], vectors, added=1),
-        beside(
-            [Case("step-uniform", one, STEP_BATCH, 1)],
-            partial(stepped, sampler=Uniform()),
-            uniform,
-            added=1,
-            stepped=True,
-        ),
-        *[(cases, compared(makers)) for cases, makers in _settings(sizes.variants, steps, one, sizes.batches)],
-    ]
+_DOPAMINE = "pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl"
+PEERS = {
+    "cpprb": Peer("cpprb"),
+    "tianshou": Peer("tianshou"),
+    "flashbax": Peer("flashbax"),
+    "torchrl": Peer("torchrl", devices=("cpu", "cuda")),
+    "dopamine": Peer("dopamine-rl", install=_DOPAMINE, most=10_000),
+    "python_sum_tree": Peer(None),
+    "stable_baselines3": Peer("stable-baselines3", uniform=True),
+}
 
 
-def _made(name: str, capacity: int, **task: Any) -> Subject:
-    return make_peer(name, Task(capacity, **task))
+def peer_version(name: str) -> str | None:
+    """Version of the library that a peer needs; None when it needs none or is not installed."""
+    distribution = PEERS[name].distribution
+    return installed_version(distribution) if distribution else None
+
+
+def make_peer(name: str, task: Task) -> Subject:
+    """An empty buffer of another library.
+
+    Raises CannotMeasure when the library is not installed, does not work with what is, or would take too long to fill;
+    what goes wrong in the adapter itself is raised as it is.
+    """
+    peer = PEERS[name]
+    if task.device.type not in peer.devices:
+        raise CannotMeasure(f"{name} skipped: it stores nothing on a device of type {task.device.type!r}.")
+    if peer.most is not None and not task.stacks and task.capacity > peer.most:
+        raise CannotMeasure(f"{name} skipped: filling it with more than {peer.most:,} rows takes too long.")
+    try:
+        made: Subject = importlib.import_module(f".peers.{name}_peer", __package__).make(task)
+        return made
+    except CannotMeasure as reason:
+        raise CannotMeasure(f"{name} skipped: {reason}") from reason
+    except ImportError as error:
+        install = peer.install or f"pip install {peer.distribution}"
+        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
+    except Exception as error:
+        # an installed library can fail in any way against a newer torch: that is a result, unlike a mistake of ours
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent in (HERE, HERE / "peers"):
+            raise
+        raise CannotMeasure(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def available(names: Sequence[str], device: torch.device) -> list[str]:
@@ -226,3 +185,103 @@ def available(names: Sequence[str], device: torch.device) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+STEP_BATCH = 64
+
+
+class Sizes(NamedTuple):
+    """How large the buffers are.
+
+    many:    rows of an add measured alone, for which new buffers are made.
+    stepped: transitions of the loop over one environment.
+    slots:   transitions of the compared settings.
+    """
+
+    vectors: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    stacks: int = FRAME_SLOTS
+    batches: tuple[int, ...] = (32, 256, 4096)
+    many: tuple[int, ...] = (64,)
+    stepped: int = 100_000
+    slots: int = 1_000_000
+
+
+# most of a trial's time goes into compiling, again for every size
+QUICK = Sizes((4_000,), 1_000, (32,), many=(), stepped=4_000, slots=4_000)
+
+
+def parts(sizes: Sizes, names: Sequence[str], device: torch.device) -> list[Part]:
+    """All that is compared on a device: this package first, then those of the libraries that take part."""
+    largest, stacks, one = sizes.vectors[-1], sizes.stacks, sizes.stepped
+    vectors: Maker = partial(subjects.replay, device=device)
+    stepped = partial(subjects.replay, device=device, stepped=True)
+
+    def beside(cases: list[Case], ours: Maker, peers: Sequence[str] = names, **task: Any) -> Part:
+        def made(name: str, capacity: int) -> Subject:
+            return make_peer(name, Task(capacity, device=device, **task))
+
+        return cases, compared({OURS: ours, **{name: partial(made, name) for name in peers}})
+
+    def framed(cases: list[Case], added: int) -> Part:
+        return beside(cases, partial(subjects.frames, device=device, n_step=1, envs=added), added=added, stacks=True)
+
+    found = [
+        beside(cycle_cases(sizes.vectors, sizes.batches), vectors, added=ADDED),
+        framed([Case("frame-cycle", stacks, batch, ADDED) for batch in sizes.batches], ADDED),
+    ]
+    for many in sizes.many:
+        found.append(beside([Case("add", largest, many, many)], vectors, added=many))
+        found.append(framed([Case("frame-add", stacks, many, many)], many))
+    if device.type != "cpu":
+        # trees on a GPU differ most in how they take new priorities
+        return [*found, beside([Case("update", largest, batch) for batch in sizes.batches], vectors, added=ADDED)]
+    uniform = [name for name in names if PEERS[name].uniform]
+    without = partial(stepped, sampler=Uniform())
+    return [
+        *found,
+        beside([Case("step-add", one, 1, 1), Case("step-cycle", one, STEP_BATCH, 1)], stepped, added=1, stepped=True),
+        beside([Case("step-exact", one, 1, 1)], vectors, added=1),
+        beside([Case("step-uniform", one, STEP_BATCH, 1)], without, uniform, added=1, stepped=True),
+        *[(cases, compared(makers)) for cases, makers in _settings(sizes)],
+    ]
+
+
+def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
+    return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.05).float()
+
+
+def _settings(sizes: Sizes) -> list[tuple[list[Case], dict[str, Maker]]]:
+    """Comparisons of settings of this package; the first maker of each is the reference of the ratios."""
+    slots = sizes.slots
+
+    def drawn(**samplers: Any) -> dict[str, Maker]:
+        return {name: partial(subjects.replay, sampler=sampler) for name, sampler in samplers.items()}
+
+    def on_threads(threads: int) -> Maker:
+        return lambda capacity: subjects.on_threads(subjects.frames(capacity, n_step=1), threads)
+
+    def steps(envs: int) -> dict[str, Maker]:
+        stored = partial(subjects.replay, stepped=True)
+        return {"ReplayBuffer": stored, "TrajectoryReplayBuffer": partial(subjects.steps, envs=envs)}
+
+    exponents: dict[str, Any] = {"alpha": ALPHA, "beta": BETA}
+    relabelled = {"plain": None, "Hindsight": Hindsight(reward_fn=_reward)}
+    return [
+        *[([Case("ratio-steps", sizes.stepped, envs, envs)], steps(envs)) for envs in (1, ADDED)],
+        (
+            [Case("ratio-rank", slots, batch, ADDED) for batch in sizes.batches],
+            drawn(Proportional=Proportional(**exponents), RankBased=RankBased(**exponents)),
+        ),
+        (
+            [Case("ratio-replacement", slots, 64)],
+            drawn(**{"Uniform(replacement=True)": Uniform(replacement=True), "Uniform()": Uniform()}),
+        ),
+        (
+            [Case("ratio-hindsight", slots, CHECKED)],
+            {name: partial(subjects.goals, relabel=relabel) for name, relabel in relabelled.items()},
+        ),
+        (
+            [Case("ratio-threads", sizes.stacks, CHECKED)],
+            {"1 thread": on_threads(1), "2 threads": on_threads(2)},
+        ),
+    ]

@@ -6,6 +6,7 @@ is flat and the second rises with the bytes. Both come from the same run as the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from gpu_replay.console.figures import GREY, PALETTE, panels, save
 
 from .cases import OURS, short
 from .kernels import KERNELS
-from .record import Record
-from .subjects import PEERS
+from .peers_suite import PEERS
+from .records import Record
 
 _INK, _FAINT = "0.15", "0.85"
 # the first is this package's
@@ -37,7 +38,9 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         place.mkdir(parents=True, exist_ok=True)
         for operation in dict.fromkeys(record.operation for record in group):
             chosen = [record for record in group if record.operation == operation]
-            if len({(record.capacity, record.batch) for record in chosen}) > 1:
+            if chosen[0].suite == "scale":
+                files.append(_scaling(chosen, place / f"{operation}.png"))
+            elif len({(record.capacity, record.batch) for record in chosen}) > 1:
                 files.append(_times(chosen, place / f"{operation}.png"))
         if any(record.suite == "kernels" and record.implementation == OURS and record.bytes for record in group):
             files.append(_roofline(group, place / "roofline.png"))
@@ -65,6 +68,23 @@ def _times(records: Sequence[Record], file: Path) -> Path:
     axes[0].set_ylabel("time of a call, µs")
     about = KERNELS[operation].about if operation in KERNELS else f"add {records[0].added}, sample B, update B"
     return _finish(figure, f"{operation}: {about}", records, file)
+
+
+def _scaling(records: Sequence[Record], file: Path) -> Path:
+    """Time over N at the batch with most sizes of N, and over B at the N with most batches."""
+    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
+    sizes = {(record.capacity, record.batch) for record in records}
+    (slots, _), (batch, _) = (Counter(values).most_common(1)[0] for values in zip(*sizes, strict=True))
+    figure, (axes,) = panels(1, 2, 8.4, 4.6, sharey=True)
+    for axis, over_slots in zip(axes, (True, False), strict=True):
+        shown = [r for r in records if (r.batch == batch if over_slots else r.capacity == slots)]
+        shown.sort(key=lambda r: (r.capacity, r.batch))
+        for place, name in enumerate(names):
+            _curve(axis, [r for r in shown if r.implementation == name], over_slots, place)
+        axis.set_xlabel(f"slots, N; B = {batch:,}" if over_slots else f"batch, B; N = {short(slots)}")
+        _log_axes(axis, (r.capacity if over_slots else r.batch for r in shown))
+    axes[0].set_ylabel("time of a call, µs")
+    return _finish(figure, f"{records[0].operation}: B rows, one thread", records, file)
 
 
 def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -> None:

@@ -18,9 +18,10 @@ from .baselines import ALONE
 from .cases import OPERATIONS, OURS, short
 from .checkpoint import checkpoint_table
 from .kernels import KERNELS
-from .record import Record
+from .lower_bound import NAME as LOWER_BOUND
+from .peers_suite import PEERS
+from .records import Record
 from .storage import storage_table
-from .subjects import PEERS
 from .targets import targets_table
 
 Records = Sequence[Record]
@@ -137,6 +138,22 @@ def ratios_table(records: Records, peers: Records = ()) -> str:
     return table(["case", "setting", "µs", "compared with it", "µs", "ratio"], rows)
 
 
+def scale_table(records: Records, peers: Records = ()) -> str:
+    """Microseconds of every implementation, and the time of this package over that of the C program."""
+    names = list(dict.fromkeys(record.implementation for record in records))
+    found = {(record.case, record.implementation): record for record in records}
+    order = sorted({r.case: (r.operation, r.capacity, r.batch) for r in records}.items(), key=lambda item: item[1])
+    rows = []
+    for case, (operation, capacity, batch) in order:
+        here = [found.get((case, name)) for name in names]
+        ours, bound = found.get((case, OURS)), found.get((case, LOWER_BOUND))
+        ratio = f"{ours.median / bound.median:.1f}x" if ours and bound else ""
+        times = [number(record.median) if record else "" for record in here]
+        rows.append([operation, short(capacity), f"{batch:,}", *times, ratio])
+    heads = [f"{name}, µs" for name in names]
+    return table(["call", "N", "B", *heads, f"{OURS} / C"], rows)
+
+
 def conditions(records: Records) -> str:
     """One sentence that says where and with what these records were made: of what differs, all that there is."""
     environments = [record.environment for record in records]
@@ -197,6 +214,7 @@ SECTIONS: dict[str, Section] = {
     "ratios": Section("peers", ratios_table, lambda r: r.operation.startswith("ratio-")),
     "frames": Section("frames", frames_table),
     "checkpoint": Section("checkpoint", checkpoint_table),
+    "scale": Section("scale", scale_table),
     "storage": Section("storage", storage_table),
     "memory": Section("cpu", memory_table, lambda record: record.operation == "memory"),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpu_replay.console.markdown import table
 
-from .results import recorded_folder
+from .records import recorded_folder
 
 THRESHOLDS = (0.0, 15.0)
 ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
@@ -41,20 +41,17 @@ def section(folders: Sequence[Path]) -> str:
         return "Not measured yet: `gpu-replay train pong`."
     columns = [f"mean return > {threshold:.0f}" for threshold in THRESHOLDS]
     header = ["run", *columns, "ended", "evaluation", "steps/s", "updates/s", "replay"]
-    rows, devices, commands = [], [], []
+    rows, devices, commands = [], {}, {}
     for folder in folders:
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        with (folder / "progress.csv").open(newline="") as file:
-            progress = list(csv.DictReader(file))
+        env, ending = str(summary["env"]), str(summary["stopped_by"])
+        devices[str(summary["device_name"])] = commands[f"`gpu-replay train {env} --seed N`"] = True
         # the thresholds are those of Pong
-        reached = [_reached(first_above(progress, each), str(summary["stopped_by"])) for each in THRESHOLDS]
-        ending = str(summary["stopped_by"])
-        devices.append(str(summary["device_name"]))
-        commands.append(f"`gpu-replay train {summary['env']} --seed N`")
+        reached = _reached(folder, ending) if "pong" in env else [""] * len(THRESHOLDS)
         rows.append(
             [
                 f"{folder.parent.name}/{folder.name}",
-                *(reached if "pong" in summary["env"] else [""] * len(reached)),
+                *reached,
                 f"{_minutes(summary['wall_seconds'], summary['steps'])}, {ENDINGS.get(ending, ending)}",
                 f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
                 f"{summary['steps_per_second']:,.0f}",
@@ -68,14 +65,16 @@ def section(folders: Sequence[Path]) -> str:
         "start of the run, evaluations included, and environment steps; the evaluation is that of the best network on "
         "fresh games, by which a run also ends (solved)."
     )
-    machines, reproduce = (", ".join(dict.fromkeys(each)) for each in (devices, commands))
-    return f"{table(header, rows)}\n\n{note} {machines}. Reproduce: {reproduce}."
+    return f"{table(header, rows)}\n\n{note} {', '.join(devices)}. Reproduce: {', '.join(commands)}."
 
 
-def _reached(found: tuple[float, int] | None, ending: str) -> str:
-    if found is None:
-        return "ended before" if ending == "solved" else "not reached"
-    return _minutes(*found)
+def _reached(folder: Path, ending: str) -> list[str]:
+    """When each threshold was first exceeded."""
+    with (folder / "progress.csv").open(newline="") as file:
+        progress = list(csv.DictReader(file))
+    missed = "ended before" if ending == "solved" else "not reached"
+    found = [first_above(progress, threshold) for threshold in THRESHOLDS]
+    return [_minutes(*each) if each else missed for each in found]
 
 
 def _minutes(seconds: float, steps: int) -> str:

@@ -24,12 +24,10 @@ from gpu_replay.console.markdown import table
 from gpu_replay.console.progress import Progress
 
 from .cases import Case, short
-from .environment import CannotMeasure
-from .record import Record
+from .measure import Run, quantiles
+from .records import CannotMeasure, Record
 from .rows import DTYPES, Rows, buffer_fields, make_rows, mismatches
-from .runner import Run
 from .subjects import tensors
-from .timing import quantiles
 
 
 def _single(rows: Rows, row: int) -> Any:

@@ -1,138 +1,122 @@
-"""One interface to everything that is measured: this package's buffer, and the buffers of other libraries.
+"""What is measured: this package's buffers, and by the same interface those of other libraries.
 
-A subject adapts one implementation with as little code as possible around the timed calls. `sample` returns torch
-tensors of all fields and of the weights, whatever the implementation itself returns, because that is what a learner
-needs.
+A subject holds one implementation as functions, with as little code as possible around the timed calls. `sample`
+returns torch tensors of all fields and of the weights, whatever the implementation itself returns, because that is
+what a learner needs.
 """
 
 from __future__ import annotations
 
-import importlib
-import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
-from pathlib import Path
-from typing import Any, Literal
+from itertools import cycle, repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, Uniform
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 
-from .environment import CannotMeasure, installed_version
-from .rows import DTYPES, Dtypes, Rows, as_stepped, buffer_fields, make_rows, mismatches
-from .stacks import FRAME_DTYPES, SEAM, StackStream, faults
+from .rows import (
+    FRAME_BYTES,
+    FRAMES,
+    SHAPE,
+    STACK,
+    Rows,
+    StackStream,
+    as_stepped,
+    buffer_fields,
+    faults,
+    make_rows,
+    mismatches,
+    weights_fault,
+)
 
-ALPHA = 0.6
-BETA = 0.4
-EPS = 1e-6
+ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CPU = torch.device("cpu")
-HERE = Path(__file__).parent
 # different inputs, made before anything is timed
 POOL = 64
+# transitions sampled for a check, and rows of frames that come together; 4,096 stacks with their successors are 231 MB
+CHECKED = 256
+N_STEP = 3
+
+Stream = Callable[[int, int], Iterator[Any]]
 
 
-class Subject(ABC):
-    """A prioritized replay buffer under measurement.
+@dataclass
+class Subject:
+    """A buffer under measurement.
 
-    add_size:     rows that every `add` must bring; None for any number.
-    has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
-    chunk:        rows of an add and transitions of an update while it is being filled.
-    filled:       whether it was, and its answers are right.
+    add:      stores rows in the form that `stream` gives.
+    sample:   draws a batch: something that `update` and `wrong` understand.
+    update:   gives the sampled transitions (B,) new priorities.
+    stream:   endless inputs of `add`, so many rows each, made outside of the measured time; where rows are independent
+              of each other, a pool of so many that repeats.
+    wrong:    what is wrong with a sampled batch of `CHECKED` transitions, in words.
+    add_size: rows that every `add` must bring; None for any number.
+    chunk:    rows of an add and transitions of an update while it is being filled.
+    filled:   whether it was, and its answers are right.
     """
 
+    add: Callable[[Any], object]
+    sample: Callable[[int], Any]
+    update: Callable[[Any, Tensor], object]
+    stream: Stream
+    wrong: Callable[[Any], list[str]]
     add_size: int | None = None
-    filled = False
-    has_next_obs = True
-    chunk = 4096
+    chunk: int = 4096
+    filled: bool = False
 
-    def inputs(self, rows: Rows) -> Any:
-        """Rows in the form that `add` takes, made outside the measured time."""
-        return rows
 
-    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
-        """Endless inputs of `add`, `count` rows each; where rows are independent of each other, a pool that repeats."""
+def pool_of(inputs: Callable[[Rows], Any]) -> Stream:
+    """A pool of vectors in the form that `inputs` makes of NumPy arrays."""
+
+    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
         random = np.random.default_rng(1)
-        return cycle([self.inputs(make_rows(count, random)) for _ in range(pool)])
+        return cycle([inputs(make_rows(count, random)) for _ in range(pool)])
 
-    @abstractmethod
-    def add(self, rows: Any) -> object:
-        """Store rows in the form that `inputs` makes."""
-
-    @abstractmethod
-    def sample(self, batch: int) -> Any:
-        """Draw a batch: something that `update` and `fields` understand."""
-
-    @abstractmethod
-    def update(self, sampled: Any, priorities: Tensor) -> object:
-        """Give the sampled transitions (B,) new priorities."""
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """The fields of the batch by the names of rows.DTYPES, and `weight`."""
-        found: Mapping[str, Tensor] = sampled[1]
-        return found
-
-    def wrong(self) -> list[str]:
-        """What is wrong with a sampled batch, in words."""
-        batch = 256
-        fields = self.fields(self.sample(batch))
-        wrong = [
-            f"sampled {name!r} does not belong to the sampled observation"
-            for name in mismatches(fields, has_next_obs=self.has_next_obs)
-        ]
-        weight = fields["weight"].cpu().numpy().reshape(-1)
-        if weight.shape != (batch,) or not np.all(np.isfinite(weight)) or weight.min() <= 0:
-            wrong.append(f"the weights are not {batch} positive numbers")
-        return wrong
+    return stream
 
 
-class ReplaySubject(Subject):
+def wrong_vectors(fields: Mapping[str, Tensor], *, has_next_obs: bool = True) -> list[str]:
+    """What is wrong with a sampled batch of vectors and their weights; has_next_obs: see `mismatches`."""
+    names = mismatches(fields, has_next_obs=has_next_obs)
+    wrong = [f"sampled {name!r} does not belong to the sampled observation" for name in names]
+    return wrong + weights_fault(fields["weight"], len(fields["obs"]))
+
+
+def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **more: Any) -> Subject:
+    """One of this package's buffers."""
+    return Subject(
+        add=lambda rows: buffer.add(**rows),
+        sample=buffer.sample,
+        update=lambda sampled, priorities: buffer.update_priorities(sampled.key, priorities),
+        stream=stream,
+        wrong=wrong,
+        **more,
+    )
+
+
+def replay_buffer(capacity: int, device: torch.device = CPU, sampler: Any = None) -> ReplayBuffer:
+    """An empty ReplayBuffer of vectors."""
+    sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
+    return ReplayBuffer(capacity, buffer_fields(), sampler=sampler, device=device, seed=0)
+
+
+def replay(capacity: int, device: torch.device = CPU, sampler: Any = None, stepped: bool = False) -> Subject:
     """This package's ReplayBuffer.
 
-    stepped: single rows come as a loop over one environment has them.
+    Inputs are NumPy arrays for a CPU and tensors of the device for a GPU; `stepped` rows, of which a CPU gets one at a
+    time, come as a loop over one environment has them.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        device: torch.device,
-        sampler: Proportional | RankBased | Uniform | None = None,
-        stepped: bool = False,
-    ) -> None:
-        self._device = device
-        self._stepped = stepped
-        sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
-        self._buffer: Any = ReplayBuffer(capacity, buffer_fields(), sampler=sampler, device=device, seed=0)
+    def inputs(rows: Rows) -> Any:
+        if device.type == "cpu":
+            return as_stepped(rows) if stepped and len(rows["reward"]) == 1 else rows
+        return {name: torch.from_numpy(values).to(device) for name, values in rows.items()}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the buffer reports."""
-        return int(self._buffer.nbytes)
-
-    def inputs(self, rows: Rows) -> Any:
-        """NumPy arrays as they are for a CPU; tensors of the device for a GPU."""
-        if self._device.type == "cpu":
-            return as_stepped(rows) if self._stepped and len(rows["reward"]) == 1 else rows
-        return {name: torch.from_numpy(values).to(self._device) for name, values in rows.items()}
-
-    def add(self, rows: Any) -> object:
-        """See Subject."""
-        return self._buffer.add(**rows)
-
-    def sample(self, batch: int) -> Any:
-        """See Subject."""
-        return self._buffer.sample(batch)
-
-    def update(self, sampled: Any, priorities: Tensor) -> object:
-        """See Subject."""
-        return self._buffer.update_priorities(sampled.key, priorities)
-
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        """See Subject."""
-        return {name: sampled[name] for name in (*DTYPES, "weight")}
+    return of_buffer(replay_buffer(capacity, device, sampler), pool_of(inputs), wrong_vectors)
 
 
 def byte_buffer(capacity: int, device: torch.device, sampler: Proportional | RankBased) -> ReplayBuffer:
@@ -140,166 +124,124 @@ def byte_buffer(capacity: int, device: torch.device, sampler: Proportional | Ran
     return ReplayBuffer(capacity, {"row": Field((), torch.uint8)}, sampler=sampler, device=device, seed=0)
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a peer's buffer must hold.
+def frame_buffer(
+    capacity: int, envs: int, device: torch.device, n_step: int, **settings: Any
+) -> TrajectoryReplayBuffer:
+    """An empty buffer of single frames of which it makes stacks; `settings` may change the type of sampled frames."""
+    dtype = settings.pop("dtype", None)
+    fields = {"obs": Field(SHAPE, torch.uint8, dtype), "action": Field((), torch.int64)}
+    return TrajectoryReplayBuffer(
+        capacity, envs, fields, stack=STACK, n_step=n_step, autoreset="same_step", device=device, seed=0, **settings
+    )
 
-    added:   rows of every `add`.
-    stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
-    device:  where it is stored.
-    stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
+
+def frames(capacity: int, device: torch.device = CPU, n_step: int = N_STEP, envs: int = 8) -> Subject:
+    """This package's TrajectoryReplayBuffer, filled with frames that encode the number of their step.
+
+    n_step: steps until bootstrapping; other libraries are compared with one.
+    envs:   environments that step together.
     """
+    buffer = frame_buffer(capacity, envs, device, n_step, sampler=Proportional(alpha=ALPHA, beta=BETA))
+    # the buffer makes the stacks
+    steps = StackStream(envs, stack=1, device=device)
 
-    capacity: int
-    added: int
-    stacks: bool = False
-    device: torch.device = CPU
-    stepped: bool = False
-    alpha: float = ALPHA
-    beta: float = BETA
-
-    @property
-    def dtypes(self) -> Dtypes:
-        """Shape and type of each field of a row."""
-        return FRAME_DTYPES if self.stacks else DTYPES
-
-
-# what `update` needs of a batch, and its fields and weights
-Sampled = tuple[Any, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Another library's buffer.
-
-    add:          stores rows in the form that `inputs` makes of NumPy arrays.
-    sample:       draws so many transitions.
-    update:       gives what was sampled (B,) new priorities.
-    has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
-    consecutive:  it holds the steps of one environment, so rows added together are steps of that one.
-    fixed_add:    every `add` must bring as many rows as the task says.
-    """
-
-    add: Callable[[Any], object]
-    sample: Callable[[int], Sampled]
-    update: Callable[[Any, Tensor], object]
-    inputs: Callable[[Rows], Any] = lambda rows: rows
-    has_next_obs: bool = True
-    consecutive: bool = False
-    fixed_add: bool = False
-
-
-class PeerSubject(Subject):
-    """Another library's buffer; a task of stacks gets the steps of environments and is checked by them."""
-
-    def __init__(self, task: Task, adapter: Adapter) -> None:
-        self._task, self._adapter = task, adapter
-        self.has_next_obs = adapter.has_next_obs
-        if adapter.fixed_add or task.stacks:
-            self.add_size = task.added
-        if task.stacks:
-            self.chunk = 256
-            self._steps = StackStream(1 if adapter.consecutive else task.added)
-
-    def inputs(self, rows: Rows) -> Any:
-        """See Subject."""
-        if self._task.stepped:
-            rows = {**rows, "reward": rows["reward"].astype(np.float64)}
-        return self._adapter.inputs(rows)
-
-    def add(self, rows: Any) -> object:
-        """See Subject."""
-        return self._adapter.add(rows)
-
-    def sample(self, batch: int) -> Any:
-        """See Subject."""
-        return self._adapter.sample(batch)
-
-    def update(self, sampled: Any, priorities: Tensor) -> object:
-        """See Subject."""
-        return self._adapter.update(sampled[0], priorities)
-
-    def stream(self, count: int, pool: int = POOL) -> Iterator[Any]:
-        """See Subject; a stream of steps goes on where the one before it ended."""
-        if not self._task.stacks:
-            yield from super().stream(count, pool)
+    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
+        truncated = torch.zeros(envs, dtype=torch.bool, device=device)
         while True:
-            found = [self._steps.step() for _ in range(count if self._adapter.consecutive else 1)]
-            yield self.inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
+            step = {**steps.step(), "truncated": truncated}
+            step["obs"] = step["obs"][:, -1]
+            yield step if device.type == "cuda" else {name: value.numpy() for name, value in step.items()}
 
-    def wrong(self) -> list[str]:
-        """See Subject."""
-        return faults(self.fields(self.sample(256)), seam=SEAM) if self._task.stacks else super().wrong()
+    def wrong(batch: Any) -> list[str]:
+        names = ("obs", "action", "reward", "next_obs", "discount", "weight")
+        found = faults({name: batch[name] for name in names}, ahead=n_step)
+        number = batch.obs[:, -1, 0, 0].cpu().numpy()
+        right = np.array_equal(number, batch.key.cpu().numpy() // envs % FRAMES)
+        return found if right else [*found, "the newest frame of obs is not that of its key"]
 
-
-@dataclass(frozen=True)
-class Peer:
-    """Another library.
-
-    distribution: what has to be installed, if anything.
-    install:      how, where `pip install DISTRIBUTION` is not enough.
-    uniform:      it has no priorities and so does less.
-    most:         rows of vectors that it can be filled with in a reasonable time.
-    devices:      types of the devices on which it can store.
-
-    The module of its name in `peers/` adapts it: `make(task)` gives an Adapter.
-    """
-
-    distribution: str | None
-    install: str | None = None
-    uniform: bool = False
-    most: int | None = None
-    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
+    return of_buffer(buffer, stream, wrong, add_size=envs, chunk=CHECKED)
 
 
-_DOPAMINE = "pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl"
-PEERS = {
-    "cpprb": Peer("cpprb"),
-    "tianshou": Peer("tianshou"),
-    "flashbax": Peer("flashbax"),
-    "torchrl": Peer("torchrl", devices=("cpu", "cuda")),
-    "dopamine": Peer("dopamine-rl", install=_DOPAMINE, most=10_000),
-    "python_sum_tree": Peer(None),
-    "stable_baselines3": Peer("stable-baselines3", uniform=True),
+def take(capacity: int, device: torch.device = CPU) -> Subject:
+    """As many bytes of frames copied from random places: NumPy's `take` on a CPU, `index_select` on a GPU."""
+    # written, so that its memory is resident
+    stored = torch.ones((capacity, FRAME_BYTES), dtype=torch.uint8, device=device)
+    random = np.random.default_rng(0)
+    places: dict[int, Any] = {}
+
+    def sample(batch: int) -> Any:
+        if batch not in places:
+            drawn = [random.integers(capacity, size=batch * 2 * STACK) for _ in range(16)]
+            places[batch] = cycle(drawn if device.type == "cpu" else [torch.from_numpy(p).to(device) for p in drawn])
+        here = next(places[batch])
+        return stored.index_select(0, here) if isinstance(here, Tensor) else stored.numpy().take(here, axis=0)
+
+    # full from the start, without priorities; a copy cannot be wrong
+    return Subject(lambda rows: None, sample, lambda *_: None, lambda *_: repeat(None), lambda _: [], chunk=CHECKED)
+
+
+def on_threads(subject: Subject, threads: int) -> Subject:
+    """The same subject, which samples while torch uses so many threads."""
+
+    def sample(batch: int) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return subject_sample(batch)
+        finally:
+            torch.set_num_threads(before)
+
+    subject_sample, subject.sample = subject.sample, sample
+    return subject
+
+
+_GOAL = Field((3,), torch.float32)
+_GOAL_FIELDS = {
+    "obs.observation": Field((10,), torch.float32),
+    "obs.achieved_goal": _GOAL,
+    "obs.desired_goal": _GOAL,
+    "action": Field((4,), torch.float32),
 }
+_EPISODE = 50
 
 
-def peer_version(name: str) -> str | None:
-    """Version of the library that a peer needs; None when it needs none or is not installed."""
-    distribution = PEERS[name].distribution
-    return installed_version(distribution) if distribution else None
+def goals(capacity: int, relabel: Any) -> Subject:
+    """A buffer of one environment with goals, whose batches are relabelled or not; its episodes reach none."""
+    buffer = TrajectoryReplayBuffer(capacity, 1, _GOAL_FIELDS, sampler=Uniform(), relabel=relabel, device=CPU, seed=0)
+
+    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
+        random = np.random.default_rng(1)
+        steps = []
+        for number in range(_EPISODE * 8):
+            step: dict[str, Any] = {"reward": np.zeros(1, np.float32), "terminated": np.zeros(1, bool)}
+            for name, field in _GOAL_FIELDS.items():
+                step[name] = random.standard_normal((1, *field.shape), dtype=np.float32)
+            steps.append({**step, "truncated": np.array([number % _EPISODE == _EPISODE - 1])})
+        return cycle(steps)
+
+    def wrong(batch: Any) -> list[str]:
+        moved = bool((batch["obs.desired_goal"] == batch["next_obs.desired_goal"]).all(dim=1).float().mean() > 0.5)
+        return [] if moved == (relabel is not None) else ["goals are not those that were asked for"]
+
+    return of_buffer(buffer, stream, wrong, add_size=1, chunk=CHECKED)
 
 
-def make_peer(name: str, task: Task) -> Subject:
-    """An empty buffer of another library.
+def steps(capacity: int, envs: int) -> Subject:
+    """A buffer of steps that environments return as they do: a float64 reward, flags in arrays."""
+    fields = {name: each for name, each in buffer_fields().items() if name in ("obs", "action")}
+    sampler = Proportional(alpha=ALPHA, beta=BETA)
+    buffer = TrajectoryReplayBuffer(capacity, envs, fields, sampler=sampler, device=CPU, seed=0)
 
-    Raises CannotMeasure when the library is not installed, does not work with what is, or would take too long to fill;
-    what goes wrong in the adapter itself is raised as it is.
-    """
-    peer = PEERS[name]
-    if task.device.type not in peer.devices:
-        raise CannotMeasure(f"{name} skipped: it stores nothing on a device of type {task.device.type!r}.")
-    if peer.most is not None and not task.stacks and task.capacity > peer.most:
-        raise CannotMeasure(f"{name} skipped: filling it with more than {peer.most:,} rows takes too long.")
-    try:
-        module = importlib.import_module(f".peers.{name}_peer", __package__)
-        return PeerSubject(task, module.make(task))
-    except CannotMeasure as reason:
-        raise CannotMeasure(f"{name} skipped: {reason}") from reason
-    except ImportError as error:
-        install = peer.install or f"pip install {peer.distribution}"
-        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
-    except Exception as error:
-        # an installed library can fail in any way against a newer torch: that is a result, unlike a mistake of ours
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent in (HERE, HERE / "peers"):
-            raise
-        raise CannotMeasure(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
+    def inputs(rows: Rows) -> Any:
+        given = {name: values for name, values in rows.items() if name != "next_obs"}
+        return {**given, "reward": rows["reward"].astype(np.float64), "truncated": np.zeros(len(rows["obs"]), bool)}
+
+    def wrong(batch: Any) -> list[str]:
+        return wrong_vectors({**batch, "terminated": batch["discount"] == 0}, has_next_obs=False)
+
+    return of_buffer(buffer, pool_of(inputs), wrong, add_size=envs)
 
 
 def tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """The arrays as tensors that share their memory."""
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gpu_replay.console.markdown import table
 
 from .cases import OURS, Chosen
-from .record import Record
+from .records import Record
 
 NOT_MEASURED = "not measured yet"
 _TORCH = "cumsum + searchsorted + scatter"

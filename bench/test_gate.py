@@ -20,9 +20,8 @@ import torch
 from gpu_replay.console.atomic_files import write_text
 
 from .cases import OPERATIONS
-from .environment import CannotMeasure, checkout
 from .kernels import ANSWERS
-from .results import device_slug
+from .records import CannotMeasure, checkout, device_slug
 
 # on a GPU: every operation in small beside the host code; the others take minutes there, and come after the records
 GPU_TESTS = f"gpu_smoke {ANSWERS}_on_a_gpu"

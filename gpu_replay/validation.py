@@ -100,8 +100,8 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
     raise TypeError(
-        f"{name!r} must be a tensor with its numbers in memory; found one of which NumPy says: {reason} Within "
-        "torch.func.grad or vmap return it, and call the buffer with what they give back."
+        f"{name!r} must be a tensor with its numbers in memory; NumPy cannot read this one: {reason} Within "
+        "torch.func.grad or vmap return it, and call the buffer with the result."
     )
 
 
@@ -444,9 +444,9 @@ def generators(values: Iterable[object], device: torch.device) -> tuple[torch.Ge
     found = []
     for value in values:
         if not isinstance(value, torch.Generator):
-            raise TypeError(f"generators must be of torch.Generator; found {type(value).__name__}.")
+            raise TypeError(f"generators must be of type torch.Generator; found {type(value).__name__}.")
         if value.device.type != device.type:
-            raise ValueError(f"generators must be of {device}; found one of {value.device}.")
+            raise ValueError(f"generators must be on {device}; found one on {value.device}.")
         found.append(value)
     return tuple(found)
 

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,8 @@ def run_tests(folder: Path, arguments: Sequence[str], output: Path) -> None:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     os.chdir(folder)
+    # workers and what tests start end with it
+    os.setsid()
     os.environ["PYTHONPATH"] = str(folder)
     sys.path.insert(0, str(folder))
     os._exit(int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments])))
@@ -105,7 +108,8 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     process.start()
     process.join(MOST_SECONDS)
     if process.is_alive():
-        process.kill()
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
         return TIMEOUT
     if process.exitcode == 0:
         return None

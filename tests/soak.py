@@ -13,6 +13,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soak_cases import Tally, damage, gathers, interrupts, programs, racing, sharded, threads
-from test_checkpoint_crash import Saver, test_killed_at_random_moments_leaves_the_old_or_the_new_one
+from soak_cases import Tally, damage, interrupts, programs, racing, sharded, threads
+from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
 
 from gpu_replay import Batch, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.bench.environment import current_environment
+from gpu_replay.bench.records import current_environment
 from gpu_replay.cli import main as command
 from gpu_replay.console.arguments import Parser, natural, positive_float
 from gpu_replay.console.atomic_files import write_text
@@ -38,19 +39,17 @@ from gpu_replay.console.markdown import table
 # what a run of so many minutes does, beside as many cases as the time allows; shorter ones do their share of it
 WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
 ROUND_SECONDS = 60.0
+# how the case that failed is run again, from the root of the checkout
+REPEAT = "cd tests; PYTHONPATH=helpers:durability python -c"
 # how often each of them comes in turn
-CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads, gathers, racing, sharded]
+CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads] * 2 + [racing, sharded]
 
 
 def kills(count: int) -> Tally:
     """So many SIGKILLs while a process saves: the old checkpoint or the new one, and nothing left behind."""
-    saver = Saver()
-    try:
-        for _ in range(-(-count // 15)):
-            with tempfile.TemporaryDirectory() as folder:
-                test_killed_at_random_moments_leaves_the_old_or_the_new_one(saver, Path(folder), False)
-    finally:
-        saver.close()
+    for _ in range(-(-count // 15)):
+        with tempfile.TemporaryDirectory() as folder:
+            test_killed_at_random_moments_leaves_the_old_or_the_new_one(Path(folder), False)
     return Tally(kills=15 * -(-count // 15), cases=2 * 15 * -(-count // 15))
 
 
@@ -117,8 +116,9 @@ def in_tenths(
         for stored in buffer.batches(10_000):
             assert torch.equal(stored[own], stored.key)
         assert buffer.total_mass() == int(buffer.masses().sum())
-    assert resident[-1] <= resident[1] + 16, f"MiB in memory: {resident}"
-    assert seconds[-1] <= 2 * seconds[1], f"seconds of each tenth: {seconds}"
+    # medians, as other programs on the machine can double the time of any one tenth
+    assert statistics.median(resident[-3:]) <= statistics.median(resident[:3]) + 16, f"MiB in memory: {resident}"
+    assert statistics.median(seconds[-3:]) <= 2 * statistics.median(seconds[:3]), f"seconds of each tenth: {seconds}"
     tally["MiB more in the last tenth than in the first"] = resident[-1] - resident[0]
     tally["percent of the time of the first tenth that the last one took"] = round(100 * seconds[-1] / seconds[0])
     return tally
@@ -221,7 +221,7 @@ def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
         failed = in_child(child, left, lambda name, tally: tallies[name].update(tally))
         if failed is not None:
             failures.append(failed)
-            print(f"FAILED; again with: cd tests; python -c 'import soak; soak.PARTS[\"{failed[0]}\"]({failed[1]})'")
+            print(f"FAILED; again with: {REPEAT} 'import soak; soak.PARTS[\"{failed[0]}\"]({failed[1]})'")
         cases = sum(tally["cases"] for tally in tallies.values())
         print(f"{cases:,} cases, {len(failures)} failures", file=sys.stderr, flush=True)
     return tallies, failures

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.stacks import STACK
-from gpu_replay.bench.subjects import Adapter, Sampled, Task, tensors
+from gpu_replay.bench.peers_suite import Sampled, Task
+from gpu_replay.bench.rows import STACK, Rows
+from gpu_replay.bench.subjects import Subject, tensors
 
 
 def _module(name: str) -> Any:
@@ -26,7 +26,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"dopamine.jax.replay_memory.{name}")
 
 
-def make(task: Task) -> Adapter:
+def make(task: Task) -> Subject:
     """`ReplayBuffer` with `PrioritizedSamplingDistribution`; `next_obs` is the following row, so it is not given.
 
     It returns probabilities, from which the weights are computed here.
@@ -68,4 +68,4 @@ def make(task: Task) -> Adapter:
     def update(keys: Any, priorities: Any) -> object:
         return buffer.update(keys, priorities=priorities.numpy())
 
-    return Adapter(add, sample, update, inputs, has_next_obs=False, consecutive=True)
+    return task.subject(add, sample, update, inputs, has_next_obs=False, consecutive=True)

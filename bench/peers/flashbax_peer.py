@@ -11,14 +11,15 @@ import numpy as np
 import torch.utils.dlpack
 from torch import Tensor
 
+from gpu_replay.bench.peers_suite import Sampled, Task
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Adapter, Sampled, Task
+from gpu_replay.bench.subjects import Subject
 
 # read when JAX creates its client: one thread, as for all other implementations
 _SETTINGS = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 
 
-def make(task: Task) -> Adapter:
+def make(task: Task) -> Subject:
     """`make_prioritised_flat_buffer` of as many streams as rows are added.
 
     `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are computed here.
@@ -77,4 +78,4 @@ def make(task: Task) -> Adapter:
         state = change(state, indices, priorities.numpy())
         return jax.block_until_ready(state)
 
-    return Adapter(add, sample, update, inputs, has_next_obs=False, fixed_add=True)
+    return task.subject(add, sample, update, inputs, has_next_obs=False, fixed_add=True)

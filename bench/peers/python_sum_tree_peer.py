@@ -8,76 +8,63 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from gpu_replay.bench.peers_suite import Sampled, Task
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import EPS, Adapter, Sampled, Task, tensors
+from gpu_replay.bench.subjects import EPS, Subject, tensors
 
 
-class PythonSumTree:
+def make(task: Task) -> Subject:
     """A binary tree in a list of floats, transitions as tuples in a second list."""
+    leaves = 1 << (task.capacity - 1).bit_length()
+    tree = [0.0] * (2 * leaves)
+    stored: list[Any] = [None] * task.capacity
+    draws = random.Random(0)
+    added, top = 0, 1.0
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._leaves = 1 << (task.capacity - 1).bit_length()
-        self._tree = [0.0] * (2 * self._leaves)
-        self._rows: list[Any] = [None] * task.capacity
-        self._added = 0
-        self._top = 1.0
-        self._random = random.Random(0)
-
-    def inputs(self, rows: Rows) -> Any:
-        """Rows as tuples."""
-        return [tuple(rows[name][i] for name in self._task.dtypes) for i in range(rows["obs"].shape[0])]
-
-    def add(self, rows: Any) -> None:
-        """Store rows, with the largest mass so far."""
-        for row in rows:
-            slot = self._added % self._task.capacity
-            self._rows[slot] = row
-            self._set(slot, self._top)
-            self._added += 1
-
-    def _set(self, slot: int, mass: float) -> None:
-        node = slot + self._leaves
-        change = mass - self._tree[node]
+    def change(slot: int, mass: float) -> None:
+        node = slot + leaves
+        difference = mass - tree[node]
         while node:
-            self._tree[node] += change
+            tree[node] += difference
             node >>= 1
 
-    def _find(self, target: float) -> int:
+    def find(target: float) -> int:
         node = 1
-        while node < self._leaves:
+        while node < leaves:
             node *= 2
-            if target >= self._tree[node]:
-                target -= self._tree[node]
+            if target >= tree[node]:
+                target -= tree[node]
                 node += 1
-        return min(node - self._leaves, len(self) - 1)
+        return min(node - leaves, min(added, task.capacity) - 1)
 
-    def __len__(self) -> int:
-        return min(self._added, self._task.capacity)
+    def inputs(rows: Rows) -> Any:
+        return [tuple(rows[name][i] for name in task.dtypes) for i in range(rows["obs"].shape[0])]
 
-    def sample(self, batch: int) -> Sampled:
-        """Slots, one in each of so many parts of the mass, and their rows."""
-        total = self._tree[1]
+    def add(rows: Any) -> None:
+        nonlocal added
+        for row in rows:
+            slot = added % task.capacity
+            stored[slot] = row
+            # with the largest mass so far
+            change(slot, top)
+            added += 1
+
+    def sample(batch: int) -> Sampled:
+        total = tree[1]
         part = total / batch
-        slots = [self._find((i + self._random.random()) * part) for i in range(batch)]
-        masses = np.array([self._tree[slot + self._leaves] for slot in slots])
-        weight = (masses / total * len(self)) ** -self._task.beta
-        columns = zip(*(self._rows[slot] for slot in slots), strict=True)
-        found = {
-            name: np.array(column, dtype=dtype)
-            for (name, (_, dtype)), column in zip(self._task.dtypes.items(), columns, strict=True)
-        }
+        slots = [find((i + draws.random()) * part) for i in range(batch)]
+        masses = np.array([tree[slot + leaves] for slot in slots])
+        weight = (masses / total * min(added, task.capacity)) ** -task.beta
+        columns = zip(*(stored[slot] for slot in slots), strict=True)
+        kinds = task.dtypes.items()
+        found = {name: np.array(column, dtype) for (name, (_, dtype)), column in zip(kinds, columns, strict=True)}
         return slots, tensors({**found, "weight": (weight / weight.max()).astype(np.float32)})
 
-    def update(self, slots: Any, priorities: Tensor) -> None:
-        """New masses for slots."""
+    def update(slots: Any, priorities: Tensor) -> None:
+        nonlocal top
         for slot, priority in zip(slots, priorities.tolist(), strict=True):
-            mass = (priority + EPS) ** self._task.alpha
-            self._top = max(self._top, mass)
-            self._set(slot, mass)
+            mass = (priority + EPS) ** task.alpha
+            top = max(top, mass)
+            change(slot, mass)
 
-
-def make(task: Task) -> Adapter:
-    """An empty one."""
-    tree = PythonSumTree(task)
-    return Adapter(tree.add, tree.sample, tree.update, tree.inputs)
+    return task.subject(add, sample, update, inputs)

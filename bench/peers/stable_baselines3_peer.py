@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_replay.bench.peers_suite import Sampled, Task
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Adapter, Sampled, Task
+from gpu_replay.bench.subjects import Subject
 
 
-def make(task: Task) -> Adapter:
+def make(task: Task) -> Subject:
     """`ReplayBuffer` of as many environments as rows are added; scalars come as [B, 1], `terminated` as floats."""
     spaces = importlib.import_module("gymnasium.spaces")
     shape, dtype = task.dtypes["obs"]
@@ -41,4 +42,4 @@ def make(task: Task) -> Adapter:
         found |= {"next_obs": drawn.next_observations, "terminated": drawn.dones}
         return None, {**found, "weight": torch.ones(batch)}
 
-    return Adapter(lambda rows: buffer.add(*rows), sample, lambda *_: None, inputs, fixed_add=True)
+    return task.subject(lambda rows: buffer.add(*rows), sample, lambda *_: None, inputs, fixed_add=True)

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from gpu_replay.bench.peers_suite import Sampled, Task
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Adapter, Sampled, Task, tensors
+from gpu_replay.bench.subjects import Subject, tensors
 
 _NAMES = {"obs": "obs", "action": "act", "reward": "rew", "next_obs": "obs_next", "terminated": "terminated"}
 
 
-def make(task: Task) -> Adapter:
+def make(task: Task) -> Subject:
     """`PrioritizedVectorReplayBuffer` of as many sub-buffers as rows are added at once: its way of adding a batch."""
     data = importlib.import_module("tianshou.data")
     buffer = data.PrioritizedVectorReplayBuffer(
@@ -32,10 +33,10 @@ def make(task: Task) -> Adapter:
         drawn, index = buffer.sample(batch)
         return index, tensors({**{ours: drawn[theirs] for ours, theirs in _NAMES.items()}, "weight": drawn.weight})
 
-    return Adapter(
-        lambda rows: buffer.add(data.Batch(rows)),
-        sample,
-        lambda index, priorities: buffer.update_weight(index, priorities.numpy()),
-        inputs,
+    return task.subject(
+        add=lambda rows: buffer.add(data.Batch(rows)),
+        sample=sample,
+        update=lambda index, priorities: buffer.update_weight(index, priorities.numpy()),
+        inputs=inputs,
         fixed_add=True,
     )

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from gpu_replay.bench.environment import CannotMeasure, installed_version
+from gpu_replay.bench.peers_suite import Sampled, Task
+from gpu_replay.bench.records import CannotMeasure, installed_version
 from gpu_replay.bench.rows import Rows
-from gpu_replay.bench.subjects import Adapter, Sampled, Task
+from gpu_replay.bench.subjects import Subject
 
 
 def _extension() -> Any:
@@ -31,7 +32,7 @@ def _extension() -> Any:
         ) from error
 
 
-def make(task: Task) -> Adapter:
+def make(task: Task) -> Subject:
     """`ReplayBuffer` with `LazyTensorStorage` and `PrioritizedSampler`, the batch size given with each call."""
     _extension()
     data = importlib.import_module("torchrl.data")
@@ -52,9 +53,9 @@ def make(task: Task) -> Adapter:
         weight = info["priority_weight"] if "priority_weight" in info else info["_weight"]
         return info["index"], {**{n: drawn.get(n) for n in task.dtypes}, "weight": torch.as_tensor(weight)}
 
-    return Adapter(
-        lambda rows: buffer.extend(tensordict(rows, batch_size=[rows["obs"].shape[0]])),
-        sample,
-        buffer.update_priority,
-        inputs,
+    return task.subject(
+        add=lambda rows: buffer.extend(tensordict(rows, batch_size=[rows["obs"].shape[0]])),
+        sample=sample,
+        update=buffer.update_priority,
+        inputs=inputs,
     )

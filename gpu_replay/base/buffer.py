@@ -228,7 +228,7 @@ class Buffer(ABC):
         """Raises TypeError: `batches` walks over what is stored."""
         raise TypeError(
             f"a {type(self).__name__} is not iterable: `for batch in buffer.batches(size)` walks over all that is "
-            "stored, `buffer.sample(B)` draws."
+            "stored, `buffer.sample(B)` samples."
         )
 
     def batches(self, size: int) -> Iterator[Batch]:
@@ -341,21 +341,23 @@ class Buffer(ABC):
 
         An interrupt (KeyboardInterrupt) takes effect after the call.
         """
-        with self._lock, self._stream_order.mending() as interrupted, self._alone():
+        with self._lock, self._stream_order.mending(), self._alone():
             try:
-                self._forget_all(interrupted)
+                self._forget_all()
             except BaseException:
                 # a clear that stops halfway would leave dead rows eligible, so it is repeated as a whole
-                self._forget_all(interrupted)
+                self._forget_all()
                 raise
 
-    def _forget_all(self, interrupted: bool) -> None:
+    def _forget_all(self) -> None:
         self._state.clear()
-        self._storage.times_sampled.zero_()
-        if interrupted:
-            # the counts of the host may be wrong
+        if self._stream_order.interrupted:
+            # the counts of the host may be wrong, and what is known of the last steps
+            self._storage.reset_from(0)
             self._engine.rebuild(self._seed)
+            self._stream_order.interrupted = False
         else:
+            self._storage.times_sampled.zero_()
             self._engine.on_clear()
 
     def stats(self) -> Stats:
@@ -558,10 +560,21 @@ class Buffer(ABC):
         """Restore a state of `state_dict`: the next `sample` returns what that buffer would have returned next.
 
         Raises ValueError when capacity, fields or sampler differ, KeyError or TypeError for what is no such state;
-        nothing is changed then.
+        nothing is changed then. An interrupt (KeyboardInterrupt) or a lack of memory later on leaves the buffer empty.
         """
         with self._lock, self._stream_order.mending(), self._alone():
-            checkpoint_state.restore(self._buffer_state(), state)
+            checkpoint_state.restore(self._buffer_state(), state, self._changing())
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Within it everything is replaced; if that raises, the buffer is emptied, or refuses all calls."""
+        try:
+            self._stream_order.interrupted = True
+            yield
+        except BaseException:
+            self._forget_all()
+            raise
+        self._stream_order.interrupted = False
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint folder: no pickle, streamed, checksummed; a crash leaves the old one or the new one.

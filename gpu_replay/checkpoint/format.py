@@ -300,4 +300,4 @@ def _refuse_foreign_shards(folder: Path) -> None:
     """Raise CheckpointError for a safetensors file that no save can have left here; other files are no concern."""
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors") and not SHARD_NAME.fullmatch(name):
-            raise CheckpointError(f"checkpoint {folder} holds a foreign piece, {name}. Move it elsewhere.")
+            raise CheckpointError(f"checkpoint {folder} holds a file that no save wrote, {name}. Move it elsewhere.")

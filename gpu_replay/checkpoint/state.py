@@ -6,7 +6,7 @@ The sums of the mass tree are not part of it; they follow from the masses, whate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -72,8 +72,8 @@ def _manifest(buffer: BufferState) -> dict[str, Any]:
     return {"version": VERSION, "settings": buffer.config, "seed": buffer.seed, "counters": buffer.lasting()}
 
 
-def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
-    """Take over a snapshot; everything is checked before anything is changed."""
+def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractContextManager[None]) -> None:
+    """Take over a snapshot; everything is checked before anything is changed, within `changing`."""
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict needs what state_dict() returned; found {type(state).__name__}.")
     missing = [name for name in ("version", "settings", "seed", "counters", "tensors") if name not in state]
@@ -107,10 +107,11 @@ def restore(buffer: BufferState, state: Mapping[str, Any]) -> None:
                 f"found {given[name].dtype} {list(given[name].shape)}."
             )
     buffer.check(counters, {name: given[name] for name in wanted})
-    for name, view in wanted.items():
-        # else the ring would take part in the graph of a tensor that requires gradients
-        view.copy_(given[name].detach())
-    buffer.finish(counters, state["seed"])
+    with changing:
+        for name, view in wanted.items():
+            # else the ring would take part in the graph of a tensor that requires gradients
+            view.copy_(given[name].detach())
+        buffer.finish(counters, state["seed"])
 
 
 def save(buffer: BufferState, path: str | PathLike[str]) -> None:

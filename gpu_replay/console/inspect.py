@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder
     output = options.output or folder.resolve().with_name(f"{folder.resolve().name}.png")
     if output.suffix not in SUFFIXES:
-        raise UserError(f"--output {output}: the picture is a {', '.join(SUFFIXES)} file.")
+        raise UserError(f"--output {output}: the picture's name must end in one of {', '.join(SUFFIXES)}.")
     try:
         found = of_checkpoint(folder)
     except CheckpointError as error:

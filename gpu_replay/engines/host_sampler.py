@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.storage import Storage
 from gpu_replay.loops import ring as ring_loops
+from gpu_replay.loops import tree as tree_loops
 from gpu_replay.ops.counters import Counter, HostWords, blocks_for
 from gpu_replay.ops.draw import (
     ALL,
@@ -236,9 +237,11 @@ class HostSampler:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
         if not keys.size:
             return
-        state, (first, added) = self.state, self.span()
         if self._tree is None:
+            first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
-        else:
-            given = keys, state.rule.uncut(priorities), state.rule.limit
-            self._tree.update(*given, first, added, self.counters, sparse=state.sparse)
+            return
+        rule, given = self.state.rule, np.ascontiguousarray(keys)
+        settings = rule.limit, self._capacity, self.state.sparse
+        # no signal is handled within this one call, so an exception comes before or after all of it
+        tree_loops.update.ready()(given, rule.uncut(priorities), *settings, self.counters, *self._tree.host)

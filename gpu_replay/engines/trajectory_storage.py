@@ -192,6 +192,9 @@ class TrajectoryStorage(Storage):
         self.streams.flags[written:].zero_()
         self.streams.depth[written:].zero_()
         self.streams.spans[written:].fill_(-1)
+        if not written:
+            self.streams.parted.fill_(-1)
+            self.streams.owner.fill_(-1)
 
     @property
     def nbytes(self) -> int:

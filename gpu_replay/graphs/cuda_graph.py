@@ -180,4 +180,4 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         parts = [map_tensors(each, change) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    raise TypeError(f"found {type(value).__name__}, where only tensors, and tuples, lists and dicts of them, can be.")
+    raise TypeError(f"found {type(value).__name__}; allowed are tensors, and tuples, lists and dicts of them.")

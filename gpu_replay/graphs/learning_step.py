@@ -110,7 +110,7 @@ class LearningStep:
             return map_tensors(output, Tensor.detach)
         except TypeError as error:
             raise TypeError(
-                f"what learn returns beside the priorities comes out of every replay, so it is made of tensors; {error}"
+                f"every replay returns what learn returns beside the priorities, so that must be tensors; {error}"
             ) from None
 
     def _check(self, priorities: object) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from gpu_replay.validation import record_stream
 
 _INTERRUPTED = (
-    "an `add` of this buffer was interrupted between overwriting its oldest rows and counting the new ones, so that "
-    "rows may be mixtures of both. Call clear(), or load a state that was saved."
+    "an `add` or `load_state_dict` of this buffer was interrupted between overwriting its rows and counting the new "
+    "ones, so that rows may be mixtures of both. Call clear(), or load a state that was saved."
 )
 
 
@@ -55,8 +55,8 @@ class StreamOrder(AbstractContextManager[None]):
     """Orders the calls of one buffer on its device; the caller holds the buffer's lock. On a CPU it does nothing.
 
     device:      of the buffer.
-    interrupted: whether rows of the buffer may be mixtures of two, because an `add` ended between its launches: calls
-                 then raise RuntimeError.
+    interrupted: whether rows of the buffer may be mixtures of two, because an `add` ended between its launches, or a
+                 load half-way: calls then raise RuntimeError.
 
     Calls captured into a CUDA graph are not ordered here: they run whenever the graph is replayed, in the order of the
     captured streams. A replay counts as one call where its owner wraps it in `ordered`.
@@ -65,7 +65,7 @@ class StreamOrder(AbstractContextManager[None]):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = device.type == "cuda"
-        self.interrupted = False
+        self.interrupted = self._mending = False
         # counts the rows that captured calls add, where the buffer is notified of replays
         self.recorded: Recorded | None = None
         # nested `ordered` blocks, and the device and the stream of the outermost one
@@ -87,7 +87,7 @@ class StreamOrder(AbstractContextManager[None]):
         return self
 
     def __enter__(self) -> None:
-        if self.interrupted:
+        if self.interrupted and not self._mending:
             raise RuntimeError(_INTERRUPTED)
         if not self._streams:
             return
@@ -126,17 +126,13 @@ class StreamOrder(AbstractContextManager[None]):
             device.__exit__(None, None, None)
 
     @contextmanager
-    def mending(self) -> Iterator[bool]:
-        """Within it calls are made all the same after an `add` was interrupted, and its end says that all is well.
-
-        Gives whether one was. The caller holds the buffer's lock.
-        """
-        interrupted, self.interrupted = self.interrupted, False
+    def mending(self) -> Iterator[None]:
+        """Within it calls are made of an interrupted buffer too. The caller holds the buffer's lock."""
+        self._mending = True
         try:
-            yield interrupted
-        except BaseException:
-            self.interrupted = interrupted
-            raise
+            yield
+        finally:
+            self._mending = False
 
     def current(self) -> torch.cuda.Stream | None:
         """The stream that is current in this thread; None on a CPU."""

@@ -71,7 +71,7 @@ def to_minari(buffer: TrajectoryReplayBuffer, dataset_id: str, **settings: Any) 
             held = ", ".join(f"{name} {list(field.shape)}" for name, field in buffer.fields.items())
             raise ValueError(
                 f"to_minari: the spaces have {name} {list(field.shape)}, the buffer holds {held}. Give the "
-                "observation_space and the action_space of what it holds."
+                "observation_space and the action_space of the environment that it was filled from."
             )
     # in parts, since the device may lack memory for a second copy
     parts = [{name: value.cpu().numpy() for name, value in part.items()} for part in buffer.batches(65_536)]

@@ -141,9 +141,9 @@ class SB3ReplayBuffer(PlainReplayBuffer):
             return np.zeros(self.n_envs, bool)
         if isinstance(infos, Mapping):
             raise TypeError(
-                "add needs a list of infos, a dictionary for each environment, to know the ends of time limits; found "
-                "one dictionary, as Gymnasium gives it. Make the buffer with handle_timeout_termination=False and give "
-                "done=terminated."
+                "add needs a list of infos, a dictionary for each environment, to see which episodes a time limit "
+                "ended; found one dictionary, as Gymnasium's vector environments return. Make the buffer with "
+                "handle_timeout_termination=False and give done=terminated."
             )
         return np.fromiter((info.get("TimeLimit.truncated", False) for info in infos), bool, self.n_envs)
 
@@ -262,7 +262,7 @@ class _Prioritized(OffPolicyAlgorithm):
             if other != value:
                 raise ValueError(
                     f"{type(self).__name__} has {name}={value}, but replay_buffer_kwargs have {name}={other}. Give "
-                    f"{name} to the algorithm alone: its buffer takes it over."
+                    f"{name} to the algorithm alone: it passes it on to its buffer."
                 )
         return told
 

@@ -57,7 +57,7 @@ class TensorDictReplayBuffer:
     ) -> None:
         if isinstance(priority_key, str) and "." in priority_key:
             parts = tuple(priority_key.split("."))
-            raise ValueError(f"priority_key={priority_key!r} has a dot; that of a nested entry is a tuple: {parts}.")
+            raise ValueError(f"priority_key={priority_key!r} has a dot; for a nested entry pass the tuple {parts}.")
         self.buffer: ReplayBuffer | None = None
         self.batch_size = batch_size
         self.priority_key = priority_key
@@ -154,7 +154,7 @@ class TensorDictReplayBuffer:
         rows = data.reshape(-1)
         missing = [name for name in ("index", self.priority_key) if rows.get(name, None) is None]
         if missing:
-            raise KeyError(f"update_tensordict_priority needs {missing[0]!r}: a sample that a loss has been given.")
+            raise KeyError(f"update_tensordict_priority needs {missing[0]!r}: pass a sample that a loss wrote to.")
         self.update_priority(rows["index"], rows[self.priority_key])
 
     def update_priority(self, index: Any, priority: Any) -> None:

@@ -180,16 +180,30 @@ def draw(sums, count, doubles, stratified, ranks, masses):
         masses[row] = sums[rank] - (sums[rank - 1] if rank > 0 else 0)
 
 
-@loop(f"(int64[::1], int64, {_ORDER})")
-def sort(blocks, added, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
-    """Sort these (B,) blocks; equal ones are mostly adjacent. added: the next key."""
-    ahead, head, last = np.empty(1, dtype=np.int64), added % block_of.size, -1
-    for begin in range(0, blocks.size, _TOGETHER):
-        stop = min(begin + _TOGETHER, blocks.size)
-        ahead[0] = _read_ahead(blocks, begin, stop, codes, sizes, 8)
-        ahead[0] = _read_ahead(blocks, begin, stop, slots, sizes, 16)
-        for at in range(begin, stop):
+@loop(f"(int64[::1], int64, int64[::1], {_ORDER})")
+def locate(ranks, added, found, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+    """Find the (B,) slots that have these ranks, counted from 0, and sort their blocks. added: the next key."""
+    blocks, ends = np.empty(_TOGETHER + 1, dtype=np.int64), np.empty(state[BLOCKS], dtype=np.int64)
+    head, last, end = added % block_of.size, -1, 0
+    for place in range(ends.size):
+        end += sizes[listed[place]]
+        ends[place] = end
+    for begin in range(0, ranks.size, _TOGETHER):
+        count = min(_TOGETHER, ranks.size - begin)
+        for at in range(count):
+            rank, place, left = ranks[begin + at], 0, ends.size
+            while left > 1:
+                half = left >> 1
+                place = place + half if ends[place + half - 1] <= rank else place
+                left -= half
+            blocks[at] = listed[place]
+            found[begin + at] = rank - ends[place] + sizes[blocks[at]]
+        blocks[_TOGETHER] = _read_ahead(blocks, 0, count, codes, sizes, 8)
+        blocks[_TOGETHER] = _read_ahead(blocks, 0, count, slots, sizes, 16)
+        for at in range(count):
             block = blocks[at]
+            # equal ones are mostly adjacent
             if block != last:
                 _sort(codes[block], slots[block], sizes[block], head, block_of.size)
                 last = block
+            found[begin + at] = slots[block, found[begin + at]]

@@ -17,7 +17,8 @@ import numpy as np
 from gpu_replay.loops.compiling import inner, loop
 from gpu_replay.loops.constants import DIRTY, NO_MASS, SHIFT, Counter
 
-_STALE, _SATURATED, _MAX_MASS = Counter.STALE, Counter.SATURATED, Counter.MAX_MASS
+_ADDED, _FIRST, _STALE = Counter.ADDED, Counter.FIRST, Counter.STALE
+_SATURATED, _MAX_MASS = Counter.SATURATED, Counter.MAX_MASS
 # numbers that fit in the cache; in a larger tree this many rows are located together
 _FAR, _TOGETHER = 2**18, 64
 _TREE = "int64[::1], int64[::1], int64[::1], int64[::1]"
@@ -130,14 +131,16 @@ def rounded(powers, masses):
         masses[row] = max(np.int64(powers[row] * 1048576.0 + 0.5), 1)
 
 
-@loop(f"(int64[::1], int64[::1], int64, int64, int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
-def update(keys, masses, limit, first, added, capacity, sparse, counters, flat, starts, low, high, noted):
-    """Give live keys, those from `first` to `added`, their masses; the last of a repeated key wins.
+@loop(f"(int64[::1], int64[::1], int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
+def update(keys, masses, limit, capacity, sparse, counters, flat, starts, low, high, noted):
+    """Give live keys their masses; the last of a repeated key wins.
 
     keys, masses: (B,), masses before the cut to `limit`. sparse: whether slots of mass 0 stay at 0.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
     """
-    batch, levels, lap = keys.size, starts.size - 1, first - first % capacity
+    batch, levels, added = keys.size, starts.size - 1, counters[_ADDED]
+    first = max(counters[_FIRST], added - capacity)
+    lap = first - first % capacity
     # many rows: recomputing all sums is faster than updating the ancestors of each
     anew = 2 * (levels - 1) * batch >= capacity
     stale, largest = 0, 0

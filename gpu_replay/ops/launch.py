@@ -33,8 +33,8 @@ def aligned(*tensors: Tensor) -> bool:
                 return False
     except RuntimeError as error:
         raise TypeError(
-            "values and priorities must be tensors with their numbers in memory; found one of which torch says: "
-            f"{error} Within torch.func.grad or vmap return it, and call the buffer with what they give back."
+            "values and priorities must be tensors with their numbers in memory; torch cannot read one: "
+            f"{error} Within torch.func.grad or vmap return it, and call the buffer with the result."
         ) from error
     return True
 

@@ -129,8 +129,7 @@ class MassTree:
         for below, above in zip(self.levels, self.levels[1:], strict=False):
             # the prefix sum at the end of each block, minus that at the end of the block before
             ends = scan(below, self.fanout)
-            above[: ends.numel()] = ends
-            above[1 : ends.numel()] -= ends[:-1]
+            above[: ends.numel()] = torch.diff(ends, prepend=ends.new_zeros(1))
         for extreme in (self.low, self.high):
             if extreme is not None:
                 extreme.fill_(DIRTY)
@@ -154,24 +153,3 @@ class MassTree:
     def lowest(self) -> int:
         """Host: the smallest mass that is not 0, or NO_MASS when there is none."""
         return int(loops.lowest.ready()(self.host.flat, self.host.low))
-
-    def update(
-        self,
-        keys: np.ndarray,
-        masses: np.ndarray,
-        limit: int,
-        first: int,
-        added: int,
-        counters: np.ndarray,
-        *,
-        sparse: bool = False,
-    ) -> None:
-        """Host: give live keys, those from `first` to `added`, their masses; the last of a repeated key wins.
-
-        Counts the largest mass given, keys that were not live, and masses that were cut to the limit. One call, in
-        which no signal is handled: an exception comes before all of it or after.
-
-        keys, masses: (B,) int64. sparse: whether slots without mass keep none.
-        """
-        given = np.ascontiguousarray(keys), masses
-        loops.update.ready()(*given, limit, first, added, self.slots, sparse, counters, *self.host)

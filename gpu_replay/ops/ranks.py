@@ -162,24 +162,14 @@ class HostRanks:
                 self._fill(self._list(added), added)
 
     def _located(self, ranks: np.ndarray, added: int) -> np.ndarray:
-        """The slots that have these (B,) ranks, counted from 0."""
-        blocks, sizes = self._blocks()
-        ends = sizes.cumsum()
-        place = ends.searchsorted(ranks, "right")
-        chosen, entries = blocks[place], ranks - (ends - sizes)[place]
-        loops.sort.ready()(chosen, added, *self._order)
-        return self._order[1][chosen, entries].astype(np.int64)
+        """The (B,) slots that have these ranks, counted from 0."""
+        slots = np.empty(ranks.size, dtype=np.int64)
+        loops.locate.ready()(ranks, added, slots, *self._order)
+        return slots
 
     def _list(self, added: int) -> np.ndarray:
         """The (n,) slots that have a rank in order."""
-        (blocks, sizes), slots = self._blocks(), self._order[1]
-        loops.sort.ready()(blocks, added, *self._order)
-        return slots[blocks][np.arange(slots.shape[1]) < sizes[:, None]].astype(np.int64)
-
-    def _blocks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks in order, and how many slots each has."""
-        blocks = self._order[5][: self._state.item(loops.BLOCKS)]
-        return blocks, self._order[6][blocks]
+        return self._located(np.arange(self._state.item(loops.RANKED)), added)
 
     def _fill(self, listed: np.ndarray, added: int) -> None:
         """Make all blocks anew of (n,) slots in order, each five eighths full."""

@@ -1,1 +1,1 @@
-"""One replay buffer over the ranks of a `torch.distributed` process group, a shard on the device of each."""
+"""One replay buffer over the ranks of a `torch.distributed` process group: each rank's device stores one shard."""

@@ -1,4 +1,4 @@
-"""`ShardedReplayBuffer`: one replay buffer over the ranks of a process group, a shard on the device of each."""
+"""`ShardedReplayBuffer`: one replay buffer over the ranks of a process group; each rank's device stores one shard."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ Mode = Literal["local", "global"]
 
 
 class ShardedReplayBuffer:
-    """A replay buffer over all ranks of a `torch.distributed` process group: each holds a shard on its own device.
+    """A replay buffer over all ranks of a `torch.distributed` process group; each rank stores a shard on its device.
 
-    capacity: transitions of all ranks together, rounded down to a multiple of the number R of ranks; at least R.
+    capacity: transitions on all ranks together, rounded down to a multiple of the number of ranks R; at least R.
     fields:   name to Field, as in `ReplayBuffer`; the same on every rank, and so are sampler, mode and seed.
-    sampler:  Uniform, Proportional, RankBased, Latest or Combined. By rank only in local mode and with
-              `normalize="batch"`: global ranks would take a sort over all shards at every draw.
-    mode:     "local": each rank draws from its own shard, no transition travels, and one small all-reduce makes the
-              weights those of the whole. "global": the ranks together draw exactly what one buffer would, and rows
-              travel to the ranks that asked for them.
-    group:    of `torch.distributed`; None is the default group. Messages use NCCL for shards on GPUs and gloo for those
-              on CPUs. A buffer over all ranks of the program makes a process group of its own.
+    sampler:  Uniform, Proportional, RankBased, Latest or Combined. RankBased works in local mode only, with
+              `normalize="batch"`: ranks over all shards would need a sort over all shards for every sample.
+    mode:     "local": each rank samples from its own shard, no transition is sent, and one small message corrects the
+              weights to those of the whole buffer. "global": the ranks together sample exactly what one buffer
+              would, and rows are sent to the ranks that asked for them.
+    group:    a `torch.distributed` process group; None is the default group. Messages use NCCL for shards on GPUs and
+              gloo for shards on CPUs. A buffer over all ranks of the program makes its own process group.
     device:   of the shard; None is the GPU of the local rank with NCCL, else the CPU.
-    seed:     of the random streams of all ranks.
+    seed:     for the random streams of all ranks.
     timeout:  seconds after which a rank that waits for another raises RuntimeError.
-    storage_device, storage_path: of each shard, as in `ReplayBuffer`; rank r has the folder `rank{r}` in that path.
+    storage_device, storage_path: for each shard, as in `ReplayBuffer`; rank r uses the folder `rank{r}` in that path.
 
     Keys are global: `local key * R + rank`, where the local key counts the transitions that this rank added.
 
-    Collective calls must be made by every rank, in the same order: making the buffer, `sample`, `update_priorities`,
-    `stats`, `len`, `clear`, `save`, `load` and `close`. The others concern the rank's own shard and wait for nobody:
-    `add`, `keys`, `in`, `buffer[keys]`, `priorities`, `local_size` and the attributes. The priority of new transitions
-    with `initial="running"` is the largest ever given to any rank, agreed on with every `update_priorities` and
-    `sample`; `add` waits until the last `update_priorities` has ended everywhere. With "stored" it is the largest in
-    the shard.
+    Every rank must make the collective calls, in the same order: the constructor, `sample`, `update_priorities`,
+    `stats`, `len`, `clear`, `save`, `load` and `close`. The other calls use the rank's own shard only and exchange no
+    message: `add`, `keys`, `in`, `buffer[keys]`, `priorities`, `local_size` and the attributes. With
+    `initial="running"` new transitions get the largest priority that any rank was ever given; every
+    `update_priorities` and `sample` exchanges it, so `add` first waits for the last `update_priorities` to end on all
+    ranks. With "stored" they get the largest priority in the shard.
 
-    A rank that dies, or makes no call, makes the others raise RuntimeError within `timeout`; the buffer then refuses
-    every further collective call, so load a checkpoint in new processes. What only the arguments or the content of one
-    rank make impossible is raised by all ranks, and the buffer goes on. So is a call that another rank made with other
-    arguments, or in whose place it made another one: nothing is done then. On GPUs a local `sample` and `add` do not
-    wait for the device: what another rank got wrong in such a `sample` is raised by the next call that waits, as all
-    other collective calls do, and it is the watchdog of NCCL that ends a process whose peer died meanwhile.
+    If a rank dies or does not make a call, the others raise RuntimeError within `timeout`; the buffer then refuses
+    every further collective call, so load a checkpoint in new processes. If the arguments or the contents of one rank
+    do not allow a call, or ranks pass different arguments or make different calls, all ranks raise, nothing is changed,
+    and the buffer can be used further. On GPUs `add` and a local `sample` do not wait for the device: an error of
+    another rank in such a `sample` is raised by the next collective call that waits, as all others do, and if a rank
+    died meanwhile, the NCCL watchdog ends the processes that wait for it.
 
     Raises RuntimeError without an initialised process group, ValueError where ranks disagree or the group has no
     backend for the device, MemoryError as `ReplayBuffer` does.
@@ -143,7 +143,7 @@ class ShardedReplayBuffer:
 
     @property
     def mode(self) -> Mode:
-        """How it draws: "local" or "global"."""
+        """With "local" each rank samples from its shard, with "global" all ranks sample as one buffer."""
         return self._mode
 
     @property
@@ -163,7 +163,7 @@ class ShardedReplayBuffer:
 
     @property
     def seed(self) -> int:
-        """The seed of its draws, the same on all ranks."""
+        """The seed of sampling, the same on all ranks."""
         return self._seed
 
     @property
@@ -177,7 +177,7 @@ class ShardedReplayBuffer:
         return len(self._shard)
 
     def __bool__(self) -> bool:
-        """Whether this rank's shard holds anything; no communication, so that `if buffer` is safe on one rank."""
+        """Whether this rank's shard stores a transition; no communication, so `if buffer` is safe on one rank."""
         return len(self._shard) > 0
 
     def __repr__(self) -> str:
@@ -212,15 +212,14 @@ class ShardedReplayBuffer:
         returns:    fields (B, *shape), `key` (B,) int64, global, `probability` (B,) float32 that one row of all ranks'
                     is that transition, `weight` (B,) float32, 1 for the largest on all ranks together.
 
-        Local mode: row by row the probability is q(i) = mass(i) / (R T_r), with T_r the total of the shard. Weights are
-        (R T_r / T) * (N mass(i) / T) ** -beta, divided by the largest: the expected weighted mean over all ranks is
-        that of one buffer. `Combined` and `Latest` take the newest of the shard.
-        Global mode: the rows are those from `rank * B` on of the `R * B` that one buffer would draw whose slots are
-        those of the shards, rank after rank; uniform draws count live slots in that order. The newest are those with
-        the largest keys.
+        Local mode: a row is transition i with probability q(i) = mass(i) / (R T_r), where T_r is the total mass of the
+        shard. Weights are (R T_r / T) * (N mass(i) / T) ** -beta, divided by the largest, so the expected weighted mean
+        over all ranks equals that of one buffer. `Combined` and `Latest` take the newest transitions of the shard.
+        Global mode: one buffer with the slots of all shards, in the order of ranks, would sample `R * B` rows; this
+        rank gets B of them, from row `rank * B` on. The newest transitions are those with the largest keys.
 
-        Raises RuntimeError where a rank has nothing to draw from, ValueError on all ranks where batch sizes or betas
-        differ or more distinct transitions are asked for than there are. A beta schedule advances by one.
+        Raises RuntimeError if a rank stores nothing, ValueError on all ranks if batch sizes or betas differ or more
+        distinct transitions are asked for than are stored. A beta schedule advances by one step.
         """
         sample = self._sample_local if self._mode == "local" else self._sample_global
         with self._group.call("sample"), self._shard._alone():
@@ -279,12 +278,12 @@ class ShardedReplayBuffer:
     def update_priorities(self, keys: Any, priorities: Any) -> None:
         """Give the transitions with these keys new priorities, wherever they are stored; collective.
 
-        keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Those no longer live are ignored
-                    and counted by the rank that held them.
+        keys:       (m,) int64 as `batch.key`; `m` may differ between ranks, and be 0. Keys that are no longer live are
+                    ignored, and counted by the rank that stored them.
         priorities: (m,) absolute TD errors or other non-negative numbers; the sign is dropped.
 
-        A key that appears twice: the last one wins, and that of a later rank after that of an earlier one. Raises on
-        all ranks where the arguments of one are invalid, as `ReplayBuffer.update_priorities`; nothing is changed then.
+        If a key appears twice, its last priority counts; between ranks that of the higher rank. If the arguments of one
+        rank are invalid, all ranks raise as `ReplayBuffer.update_priorities` and nothing is changed.
         """
         group, shard, name = self._group, self._shard, "update_priorities"
         rows = torch.zeros((0, 2), dtype=torch.int64)
@@ -308,7 +307,7 @@ class ShardedReplayBuffer:
                 self._largest = group.all_reduce(largest, largest=True)
 
     def _settle(self) -> None:
-        """Take into account the largest mass that the last update gave on any rank."""
+        """Wait for the largest mass that the last update gave on any rank, and store it as the initial mass here."""
         if self._largest is not None:
             with self._group.lock:
                 message, self._largest = self._largest, None
@@ -319,7 +318,7 @@ class ShardedReplayBuffer:
                         self._shard.raise_largest(largest)
 
     def clear(self) -> None:
-        """Forget all transitions of all ranks; keys go on counting. Collective."""
+        """Remove all transitions of all ranks; keys continue to count up. Collective."""
         with self._group.call("clear"):
             self._settle()
             self._group.agree("clear", lambda: ({}, None))
@@ -329,8 +328,8 @@ class ShardedReplayBuffer:
     def stats(self) -> Stats:
         """Diagnostics of all ranks together, the same on each; collective.
 
-        Ages count stored transitions in the order of keys. Entropy and effective sample size are those of the
-        distribution that weights refer to, in which a transition has its share of all masses.
+        Ages count stored transitions in the order of keys. Entropy and effective sample size describe the distribution
+        that the weights correct for, in which a transition has its share of all masses.
         """
 
         def numbers() -> Offer:
@@ -347,8 +346,8 @@ class ShardedReplayBuffer:
         """Write one checkpoint folder of all ranks; collective, and on a file system that all ranks share.
 
         Each rank writes its own files; rank 0 writes the manifest when all are on the disk, so that a crash of any rank
-        leaves the old checkpoint or the new one. Files whose rows have not changed are not written again. Writing takes
-        as long as it does: the timeout is for a rank that dies.
+        leaves the old checkpoint or the new one. Files whose rows have not changed are not written again. The timeout
+        does not limit how long writing takes, only how long the ranks wait for one that died.
 
         Raises as `ReplayBuffer.save`, on all ranks if one fails.
         """
@@ -371,14 +370,14 @@ class ShardedReplayBuffer:
     ) -> ShardedReplayBuffer:
         """The buffer that `save` wrote, on any number of ranks; collective.
 
-        mode: another one than the saved buffer's.
-        storage_device, storage_path: where the fields of the shards are to be.
+        mode: the mode of the loaded buffer; None keeps the saved one.
+        storage_device, storage_path: where the shards store their fields.
 
-        On as many ranks as saved it, everything is as it was: the next `sample` is the one that they would have drawn.
-        On another number of ranks the rows are numbered again in the order of their keys, the newest
-        `added - 1`: keys stay as they were where every rank had added as many. Capacity is that of the saved buffer,
-        rounded down to a multiple of the ranks. Each rank then reads all files. `ReplayBuffer.load(path)` loads it as
-        one buffer, by the same order, and `ShardedReplayBuffer.load` loads the checkpoint of a ReplayBuffer.
+        On the number of ranks that saved it the whole state is restored: the next `sample` returns what it would have
+        returned there. On another number of ranks the rows get new keys in the order of the old ones, the newest
+        `added - 1`; keys do not change if every rank had added equally many. The capacity is rounded down to a multiple
+        of the number of ranks, and each rank reads all files. `ReplayBuffer.load(path)` loads the checkpoint as one
+        buffer, in the same order, and `ShardedReplayBuffer.load` loads the checkpoint of a ReplayBuffer.
 
         Raises CheckpointError that names the damage, on all ranks if one fails.
         """
@@ -402,7 +401,7 @@ class ShardedReplayBuffer:
         return buffer
 
     def close(self) -> None:
-        """Give up the process group; afterwards only calls on the rank's own shard work. Collective."""
+        """Release the process group; afterwards only calls on the rank's own shard work. Collective."""
         self._group.close()
 
     def __reduce__(self) -> NoReturn:

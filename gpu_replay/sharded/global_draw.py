@@ -1,8 +1,8 @@
-"""Global mode: the draw of one buffer over all slots, dealt out to the ranks that hold them and to those that asked.
+"""Global mode: all ranks sample as one buffer over all slots, then send each row to the rank that asked for it.
 
-The slots of all shards, rank after rank, are those of one tree; the totals of the shards say where each begins. Every
-rank makes the same targets from the same random words, so each knows which rows lie where and where they go, and the
-only large message is that of the rows.
+The slots of all shards, in the order of ranks, form one sum tree; the totals of the shards say where each begins. Every
+rank computes the same targets from the same random words, so each knows which rank stores a row and which one gets it,
+and the only large message is the one with the rows.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gpu_replay.ops.draw import (
 )
 from gpu_replay.sharded.shard import Column, Shard
 
-# messages between ranks, in bytes: before the rows the smallest mass that a shard drew, after the fields of a row its
-# key and its mass
+# bytes of a message between ranks: before the rows the smallest mass that the shard sampled; after the fields of each
+# row its key and its mass
 HEADER, TAIL = 8, 16
 
 Exchange = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 class Deal(NamedTuple):
-    """All rows of one draw.
+    """The rows of one sample of all ranks.
 
-    owner:  (rows,) the rank that holds each.
-    number: (rows,) where: a target in its mass, how many live slots come before, or, from row `chance` on, its key in
-            the shard.
-    total:  of the masses of all shards, or all stored transitions.
-    random: Philox blocks used after it.
+    owner:  (rows,) the rank that stores each row.
+    number: (rows,) where it is stored there: a target within the shard's total mass, or an index among its live slots;
+            from row `chance` on a local key.
+    total:  the sum of the masses of all shards, or, with uniform sampling, of their sizes.
+    random: the Philox blocks used so far, this sample included.
     """
 
     owner: np.ndarray
@@ -50,7 +50,7 @@ class Deal(NamedTuple):
 
 
 def deal(plan: DrawPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
-    """Draw `rows` rows from all shards, which hold enough; table: (R, Column.COUNT) int64."""
+    """Choose `rows` rows of all shards, which store enough; table: (R, 7 or more) int64, `Shard.row` of each rank."""
     by_mass = plan.kind == "mass"
     newest = plan.newest_of(rows)
     chance, block = rows - newest, int(table[:, Column.RANDOM].max())
@@ -72,7 +72,7 @@ def deal(plan: DrawPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
 
 
 def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
-    """The largest `count` keys stored in any shard, ascending."""
+    """The `count` largest global keys, ascending."""
     ranks = len(table)
     found = [
         np.arange(added - min(size, count), added) * ranks + rank
@@ -84,9 +84,9 @@ def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
 def exchanged(
     shard: Shard, plan: DrawPlan, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
 ) -> dict[str, Tensor]:
-    """Give every rank its rows, in one exchange of bytes, and take those of this one.
+    """Send every rank its rows, in one exchange of bytes, and return those of this rank as fields of a batch.
 
-    exchange: `Group.all_to_all`: takes the data, and the bytes that go to each rank and come from each.
+    exchange: `Group.all_to_all`: takes the data, and the number of bytes to and from each rank.
     """
     ranks, batch = len(table), dealt.owner.size // len(table)
     added, size = int(table[rank, Column.ADDED]), int(table[rank, Column.SIZE])
@@ -130,7 +130,7 @@ def exchanged(
 
 
 def _weighed(plan: DrawPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
-    """Probabilities and weights of (n,) masses, on the host: the same numbers as one buffer's."""
+    """Probabilities and weights of (n,) masses, computed on the host as a single buffer computes them."""
     if plan.kind != "mass":
         return torch.full(masses.shape, 1 / total, dtype=torch.float32), torch.ones(masses.shape)
     array = masses.cpu().numpy()

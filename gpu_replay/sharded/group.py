@@ -29,25 +29,25 @@ from gpu_replay.engines.storage import check_device
 from gpu_replay.validation import number
 
 Result = TypeVar("Result")
-# the arguments of a call that must be equal on all ranks, by name, and int64 numbers for the other ranks
+# what a rank sends when a call begins: the arguments that must be equal on all ranks, by name, and int64 numbers
 Offer = tuple[Mapping[str, Any], Tensor | None]
 
 MAKING = "making a ShardedReplayBuffer"
-# a call is told to the others by its place here
+# messages name a call by its index here
 CALLS = (MAKING, "load", "len", "sample", "update_priorities", "stats", "clear", "save")
-# a row of the table: the head, then numbers, one for each rank or this many
+# a row of the table: the head, then this many numbers, or one for each rank if there are more ranks
 _NUMBERS = 16
-# the head: the call, a bit that says whether the rank failed, and a digest of this many bits
+# the head: the index of the call, a bit that is set if the rank failed, and a digest of the arguments of this many bits
 _DIGEST_BITS = 56
-# while some ranks read or write files the others wait in rounds of this share of the timeout, at most this many seconds
+# while some ranks read or write files the others wait in rounds: the timeout divided by 8, at most 5 seconds each
 _ROUND_SHARE, _LONGEST_ROUND = 8, 5.0
-# seconds between two looks at an operation of NCCL
+# seconds between two polls of an NCCL operation
 _LOOK = 2e-5
 _OUT_OF_STEP = "an earlier call failed ({}); the ranks are out of step. Load a checkpoint in new processes"
 
 
 class Agreed(Exception):
-    """Carries an error that every rank knows of: all of them raise, and the group goes on."""
+    """Carries an error that all ranks raise in the same call; the group can be used further."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -59,21 +59,21 @@ class MessageFailed(RuntimeError):
 
 
 class Message:
-    """One operation of the group that has begun, and the tensor that it fills."""
+    """An asynchronous operation of the group, and the tensor that it writes."""
 
     def __init__(self, group: Group, work: Any, tensor: Tensor) -> None:
         self._group, self._work, self._tensor = group, work, tensor
 
     def wait(self, *, on_host: bool = False) -> Tensor:
-        """The tensor; later work on its device runs after the operation.
+        """Return the tensor; later work on its device runs after the operation.
 
-        on_host: the host will read it: on CUDA wait here, so that a failure is raised here too.
+        on_host: the host will read it: on CUDA wait for the operation, so that its failure is raised here.
         """
         with self._group.messages():
             if not self._tensor.is_cuda:
                 self._work.wait(self._group.limit)
             else:
-                # NCCL's own wait takes no notice of a limit
+                # NCCL's wait ignores its timeout argument
                 deadline = time.monotonic() + self._group.timeout
                 while on_host and not self._work.is_completed():
                     if time.monotonic() > deadline:
@@ -84,9 +84,9 @@ class Message:
 
 
 class Group:
-    """The ranks that share a buffer, seen from one of them.
+    """The ranks that share a buffer, and the messages between them.
 
-    A wrong device or timeout is raised by the first `agree`, on all ranks. Raises RuntimeError without
+    An invalid device or timeout is raised by the first `agree`, on all ranks. Raises RuntimeError without
     `torch.distributed`, ValueError on a rank outside of the group.
     """
 
@@ -113,15 +113,15 @@ class Group:
             self.device, self._backend = device_and_backend(config, None)
         self.limit = timedelta(seconds=self.timeout)
         self._group, self._owned = world, False
-        # ranks with different devices can tell each other so
+        # a group with gloo can exchange the error even if the ranks' devices differ
         self._place = torch.device("cpu") if "gloo" in config else self.device
         self._doubt: Tensor | None = None
 
     def own(self) -> None:
-        """Make a process group for this buffer alone, if it is over all ranks of the program; collective."""
-        # torch gives equal names to two groups that some ranks of the program make one after the other
+        """Make a process group for this buffer alone if it uses all ranks of the program; collective."""
+        # torch gives the same name to two groups that only some ranks of the program make one after the other
         if self.size == dist.get_world_size():
-            # the watchdog of NCCL ends the process at its timeout; a call shall raise before
+            # the NCCL watchdog ends the process at its timeout, so calls must raise earlier
             limit = self.limit * (2 if self._backend == "nccl" else 1)
             with self.messages():
                 self._group = dist.new_group(self._ranks, timeout=limit, backend=self._backend)
@@ -129,7 +129,7 @@ class Group:
         self._place = self.device
 
     def close(self) -> None:
-        """Give up the process group; calls that need it raise RuntimeError from then on."""
+        """Release the process group; calls that need it raise RuntimeError from then on."""
         with self.lock:
             if self._failed is None:
                 self._failed = "the buffer was closed, and only calls that concern this rank's own shard still work"
@@ -140,9 +140,9 @@ class Group:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """One collective call at a time, in the same order on every rank.
+        """Allow one collective call at a time, in the same order on every rank.
 
-        A rank that leaves it by an error of its own is out of step with the others: from then on it raises.
+        After an error that only this rank raised, it is out of step with the others and refuses every further call.
         """
         with self.lock:
             if self._failed is not None:
@@ -158,13 +158,13 @@ class Group:
                     f"that did not make the same call: {error}"
                 ) from error.__cause__
             except BaseException as error:
-                # a call within this one may have said why
+                # keep the reason if a call within this one has set it
                 self._failed = self._failed or _OUT_OF_STEP.format(f"{name}: {type(error).__name__}")
                 raise
 
     @contextmanager
     def messages(self) -> Iterator[None]:
-        """Errors of torch.distributed as MessageFailed."""
+        """Raise errors of torch.distributed as MessageFailed."""
         try:
             yield
         except RuntimeError as error:
@@ -172,14 +172,14 @@ class Group:
             raise MessageFailed(lines[0] if lines else type(error).__name__) from error
 
     def agree(self, name: str, prepare: Callable[[], Offer], *, late: bool = False, unread: bool = False) -> Tensor:
-        """The first message of a call: (R, 16 or R) int64, the numbers of all ranks.
+        """Send the first message of a call; return the numbers of all ranks, (R, max(16, R)) int64.
 
-        prepare: this rank's part; it may change nothing that is not put back where Agreed is raised.
-        late:    other ranks may not look at the table before they go on: errors are told without their texts.
-        unread:  this rank does not look at the table on the host; the next call that does raises the error.
+        prepare: checks this rank's arguments; what it changes must be undone if Agreed is raised.
+        late:    some ranks may go on without reading the table, so the text of an error is not exchanged.
+        unread:  the host does not read the table in this call; the next call that reads one raises the error.
 
-        Raises Agreed on all ranks: RuntimeError where they make different calls; the error of `prepare`, and on the
-        others RuntimeError that names the rank; ValueError where arguments differ.
+        Raises Agreed on all ranks: RuntimeError if they make different calls; the error of `prepare` on its rank, and
+        RuntimeError that names the rank on the others; ValueError if arguments differ.
         """
         text, numbers, error = "{}", None, None
         try:
@@ -210,7 +210,7 @@ class Group:
         return table[:, 1:]
 
     def _refuse(self, name: str, heads: list[int], text: str, error: Exception | None, late: bool) -> NoReturn:
-        """Raise Agreed for the heads of all ranks, one of which differs from the rest or says that its rank failed."""
+        """Raise Agreed; one of the heads differs from the others or has the bit of a failure."""
         for rank, head in enumerate(heads):
             called = CALLS[head >> _DIGEST_BITS + 1]
             if called != name:
@@ -238,26 +238,26 @@ class Group:
     # messages
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Message:
-        """Begin to make the tensor the sum, or the largest, of those of all ranks."""
+        """Start to replace the tensor by the sum, or the maximum, over all ranks."""
         kind = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         with self.messages():
             return Message(self, dist.all_reduce(tensor, kind, group=self._group, async_op=True), tensor)
 
     def all_gather(self, row: Tensor) -> Message:
-        """Begin to make the (R, K) table of the (K,) rows of all ranks."""
+        """Start to gather the (K,) rows of all ranks into an (R, K) table."""
         table = torch.empty((self.size, *row.shape), dtype=row.dtype, device=row.device)
         with self.messages():
             return Message(self, dist.all_gather(list(table), row, group=self._group, async_op=True), table)
 
     def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows along the first dimension: `sent` to each rank, in order, and `received` from each."""
+        """Exchange rows: `sent[r]` of the given rows go to rank r, in order; returns `received[r]` rows from each."""
         out = torch.empty((sum(received), *given.shape[1:]), dtype=given.dtype, device=given.device)
         with self.messages():
             work = dist.all_to_all_single(out, given, list(received), list(sent), group=self._group, async_op=True)
         return Message(self, work, out).wait(on_host=True)
 
     def tell(self, text: str) -> list[str]:
-        """The texts of all ranks, in the order of ranks."""
+        """Exchange a text; returns the texts of all ranks, in the order of ranks."""
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(data)], device=self._place)).wait(on_host=True).view(-1).tolist()
         row = torch.nn.functional.pad(data, (0, max(lengths) - len(data))).to(self._place)
@@ -265,12 +265,12 @@ class Group:
         return [bytes(row[:length].numpy()).decode().strip() for row, length in zip(table, lengths, strict=True)]
 
     def together(self, work: Callable[[], Result], name: str) -> Result:
-        """Work of unknown length on every rank, such as files: it ends when all have done it.
+        """Run work of unknown duration, such as writing files, on every rank; returns when all ranks have finished.
 
-        Meanwhile the ranks answer each other in rounds, so that one that dies is noticed within the timeout, and a slow
-        one is waited for. If the work of one raises, all raise.
+        Meanwhile the ranks exchange a message in each round, so that a rank that dies is noticed within the timeout,
+        while a slow one is waited for. If the work raises on one rank, all ranks raise.
         """
-        # the device is that of a thread
+        # torch.cuda.set_device holds for one thread
         enter = (lambda: torch.cuda.set_device(self.device)) if self.device.type == "cuda" else None
         pause, done = min(_LONGEST_ROUND, self.timeout / _ROUND_SHARE), 0
         with ThreadPoolExecutor(1, initializer=enter) as pool:
@@ -288,16 +288,16 @@ class Group:
 
 
 def row_length(ranks: int) -> int:
-    """The number of int64 values in the row of a rank."""
+    """The number of int64 values that a rank sends when a call begins."""
     return 1 + max(_NUMBERS, ranks)
 
 
 def device_and_backend(config: str, device: torch.device | str | None) -> tuple[torch.device, str]:
-    """The device of a shard, and the backend that moves its tensors.
+    """The device of a shard, and the backend that sends its tensors.
 
-    config: of the process group, as `torch.distributed.get_backend_config` says it: "cpu:gloo,cuda:nccl".
-    device: None is the GPU of this process's local rank where the group has NCCL, else the CPU.
-    Raises ValueError where the group has no backend for the device.
+    config: of the process group, as `torch.distributed.get_backend_config` returns it: "cpu:gloo,cuda:nccl".
+    device: None is the GPU of this process's local rank if the group has NCCL, else the CPU.
+    Raises ValueError if the group has no backend for the device.
     """
     has_nccl = "nccl" in config and torch.cuda.is_available()
     if device is None:

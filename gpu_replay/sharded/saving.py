@@ -20,7 +20,7 @@ from gpu_replay.sharded.shard import Shard
 
 
 def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str, Any], seed: int) -> None:
-    """Write the checkpoint of all ranks: rank 0 makes room, each writes its files, rank 0 writes the manifest."""
+    """Write the checkpoint of all ranks: rank 0 makes the folder, each writes its files, rank 0 writes the manifest."""
     name, state = "save", shard._buffer_state()
     with ExitStack() as stack:
         folder = ""
@@ -59,7 +59,7 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
 
 
 def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
-    """The arguments of a ShardedReplayBuffer for this checkpoint; CheckpointError if its settings are not valid."""
+    """The constructor's arguments for this checkpoint. Raises CheckpointError if its settings are not valid."""
     try:
         arguments = arguments_of({"mode": "local", **found.config})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -69,7 +69,7 @@ def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
 
 
 def fill(group: Group, shard: Shard, found: JointCheckpoint) -> None:
-    """Give each rank its part of a checkpoint: its own saved state, or rows dealt by their numbers."""
+    """Load each rank's part: its own saved state, or, on another number of ranks, rows dealt out by their keys."""
     state, joined = shard._buffer_state(), JoinedSaved(found)
     joined.seed = shard.seed
 

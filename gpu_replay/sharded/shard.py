@@ -1,4 +1,4 @@
-"""The shard of one rank: a replay buffer whose draws are made in parts, so that ranks can agree in between."""
+"""The shard of one rank: a replay buffer that samples in several steps, between which ranks exchange messages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gpu_replay.samplers import LinearSchedule
 
 
 class Column:
-    """Places in the numbers that each rank gives to the others when a `sample` begins."""
+    """Indices of the numbers that each rank sends to the others when a `sample` begins."""
 
     ADDED = 0  # transitions ever added to its shard
-    SIZE = 1  # stored ones
-    TOTAL = 2  # mass of all of them
-    LEVEL = 3  # the bits of the float64 log2(g) of `local_draw`; of no use in global mode
+    SIZE = 1  # transitions stored
+    TOTAL = 2  # sum of their masses
+    LEVEL = 3  # the bits of the float64 log2(g) of `local_draw`; unused in global mode
     LARGEST = 4  # largest mass ever given
     RANDOM = 5  # Philox blocks used
     STEP = 6  # samples drawn
 
 
 class ShardDraw(NamedTuple):
-    """Rows of one shard.
+    """Rows sampled from one shard.
 
-    tensors: fields, key, probability and weight of the shard alone; the largest weight is 1.
-    chance:  how many rows, from the first on, were drawn by chance; the others are the newest.
-    level:   float64 without dimensions, the log2(g) of `local_draw`.
+    tensors: fields, key, and probability and weight within the shard; the largest weight is 1.
+    chance:  the first `chance` rows were sampled at random; the others are the newest.
+    level:   float64 scalar, the log2(g) of `local_draw`.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,7 @@ class ShardDraw(NamedTuple):
 class Shard(ReplayBuffer):
     """The transitions of one rank.
 
-    total_slots: slots of all shards together, which set the limit of masses, so that no sum overflows.
+    total_slots: slots of all shards together; they set the largest allowed mass, so that no sum over shards overflows.
     """
 
     def __init__(self, capacity: int, fields: Mapping[str, Field], *, total_slots: int, **settings: Any) -> None:
@@ -55,18 +55,18 @@ class Shard(ReplayBuffer):
     # numbers sent to the ranks
 
     def size(self) -> Tensor:
-        """Stored transitions, int64 without dimensions on the device."""
+        """The number of stored transitions, an int64 scalar on the device."""
         counts = self._counters
         return counts[Counter.ADDED] - torch.maximum(counts[Counter.FIRST], counts[Counter.ADDED] - self._capacity)
 
     def total(self) -> Tensor:
-        """The mass of all stored transitions, 0 without masses; int64 without dimensions."""
+        """The sum of the masses of all stored transitions, an int64 scalar; 0 for samplers without masses."""
         if self._plan.kind != "mass":
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return self._state.masses.levels[-1].sum()
 
     def row(self, level: Tensor) -> Tensor:
-        """(7,) int64 of this moment, in the places of `Column`."""
+        """The numbers that `Column` lists, (7,) int64, as they are now."""
         counts = self._counters
         return torch.stack(
             [
@@ -81,13 +81,13 @@ class Shard(ReplayBuffer):
         )
 
     def lowest(self) -> Tensor:
-        """The smallest mass stored where weights are divided by its weight, else 0; int64 without dimensions."""
+        """The smallest stored mass, an int64 scalar; 0 if weights are not divided by the weight of that mass."""
         if not self._plan.lowest_of_all or self._plan.kind != "mass":
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return lowest_mass(self._state.masses)
 
     def raise_largest(self, largest: Tensor) -> None:
-        """Count with the largest mass that any rank was given, int64 without dimensions."""
+        """Raise the initial mass to the largest that any rank was given, an int64 scalar."""
         counts = self._counters
         counts[Counter.MAX_MASS] = torch.maximum(counts[Counter.MAX_MASS], largest)
 
@@ -113,7 +113,7 @@ class Shard(ReplayBuffer):
         return planned.start + (planned.end - planned.start) * (step / planned.steps).clamp(max=1.0)
 
     def _lowest_drawn(self, keys: Tensor, probability: Tensor) -> Tensor:
-        """The mass of the row of the largest weight, float64; by rank its probability times all rows."""
+        """The mass of the row with the largest weight, float64; with RankBased its probability times the size."""
         if not self._plan.prioritized or not keys.numel():
             return torch.ones((), dtype=torch.float64, device=self._device)
         if self._plan.kind == "rank":
@@ -125,7 +125,7 @@ class Shard(ReplayBuffer):
     # rows that were drawn for all ranks together
 
     def find(self, numbers: np.ndarray, added: int, size: int) -> Tensor:
-        """(n,) slots of places in this shard: targets in its mass, or how many live slots come before."""
+        """(n,) slots for numbers: targets within the total mass, or indices among the live slots in ascending order."""
         places = torch.from_numpy(numbers).to(self._device)
         if self._plan.kind == "mass":
             return slots_at(self._state.masses, places)
@@ -135,7 +135,7 @@ class Shard(ReplayBuffer):
         return torch.where(places < wrapped, places, places + start - wrapped)
 
     def masses_at(self, slots: Tensor) -> Tensor:
-        """(n,) int64 masses of slots, 0 without masses."""
+        """(n,) int64 masses of slots; 0 for samplers without masses."""
         return self._state.masses.masses[slots] if self._plan.kind == "mass" else torch.zeros_like(slots)
 
     def stored_bytes(self, slots: Tensor) -> list[Tensor]:
@@ -148,7 +148,7 @@ class Shard(ReplayBuffer):
         return found
 
     def from_bytes(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The fields as they are sampled from (n, bytes) of `stored_bytes`, side by side, and the bytes after them."""
+        """Split (n, bytes) rows of concatenated `stored_bytes` into the sampled fields and the bytes after them."""
         tensors, start = {}, 0
         for name, field in self._fields.items():
             stop = start + field.row_bytes
@@ -158,12 +158,12 @@ class Shard(ReplayBuffer):
         return tensors, rows[:, start:]
 
     def keys_at(self, slots: Tensor, added: int) -> Tensor:
-        """(n,) live keys of this shard in these slots."""
+        """(n,) local keys that these slots store."""
         head = added % self._capacity
         return slots + (added - head) - self._capacity * (slots >= head)
 
     def count_draw(self, slots: Tensor, random: int, step: int) -> None:
-        """Count these slots as sampled; the stream and the schedule go on from here."""
+        """Count these slots as sampled, and set the next Philox block and the step of the schedule."""
         self._storage.times_sampled.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
         self._counters[Counter.RANDOM] = random
         self._counters[Counter.STEP] = step

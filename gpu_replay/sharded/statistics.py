@@ -1,4 +1,4 @@
-"""Statistics of all shards together, from those of each."""
+"""Statistics of all shards together, computed from those of each shard."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def numbers_of(stats: Stats, total: int) -> Tensor:
 def combined(table: Tensor) -> Stats:
     """The statistics of all shards; table: (R, 16) int64, a row of `numbers_of` for each.
 
-    The distribution of the whole is a mixture of the shards', each with its share s of the masses (of the transitions,
-    where there are none): its entropy is sum s (entropy - log s), and its effective size 1 / sum s ** 2 / size.
+    The distribution over all transitions is a mixture of the shards' distributions, each with its share s of all masses
+    (without masses, of all transitions): its entropy is sum s (entropy - log s), and its effective sample size
+    1 / sum (s ** 2 / effective sample size of the shard).
     """
     numbers = table[:, : len(_NAMES) + 1].cpu().contiguous().view(torch.float64).numpy()
     columns = dict(zip([*_NAMES, "total"], numbers.T, strict=True))

@@ -1,25 +1,30 @@
 """Evaluations of the greedy policy on seeds that training never uses, and the best network so far.
 
 Each of the parallel environments contributes exactly one episode, so that short episodes do not count more often than
-long ones.
+long ones. A step of environments on the device is captured as one CUDA graph, with the network and the sums.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.console.seeds import Stream, stream_seed
 from gpu_replay.training.agent import greedy_actions
 from gpu_replay.training.environments import Actors, Environment
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
+
+# captured steps between two questions whether an episode is still running: the answer waits for the device
+LOOK_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,20 @@ class Evaluator:
         self._settings = settings
         self._seed = seed
         self._count = 0
+        self._generator = torch.Generator(device=device)
+        self._returns = torch.zeros(environment.num_envs, device=device)
+        self._lengths = torch.zeros_like(self._returns)
+        self._running = torch.ones_like(self._returns, dtype=torch.bool)
+        # the network that plays: weights are copied into it, since a graph reads them where they were at its capture
+        self._player: QNetwork | None = None
+        self._graph: Callable[[], Any] | None = None
+
+    def capture(self, buffer: TrajectoryReplayBuffer) -> None:
+        """Capture steps of environments on the buffer's device, after a few more calls; on a CPU they stay calls."""
+        environment = self._actors.environment
+        if environment.on_device:
+            generators = (self._generator, *environment.generators)
+            self._graph = buffer.capture(None, self._step, generators=generators)
 
     def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
         """Evaluate `network` and keep a copy if it is the best so far; also returns whether the environment is solved.
@@ -121,30 +140,49 @@ class Evaluator:
 
     @torch.no_grad()
     def _play(self, network: QNetwork, stream: Stream, index: int) -> Evaluation:
-        began = time.perf_counter()
-        settings, actors, seed = self._settings, self._actors, stream_seed(self._seed, stream, index)
-        generator = torch.Generator(device=actors.device).manual_seed(seed)
-        actors.reset(seed)
-        returns = torch.zeros(actors.environment.num_envs, device=actors.device)
-        lengths = torch.zeros_like(returns)
-        running = torch.ones_like(returns, dtype=torch.bool)
+        began, seed = time.perf_counter(), stream_seed(self._seed, stream, index)
+        if self._player is None:
+            self._player = copy.deepcopy(network).requires_grad_(False)
+            self._player.lower()
+        self._player.load_state_dict(network.state_dict())
+        self._generator.manual_seed(seed)
+        self._actors.reset(seed)
+        self._returns.zero_()
+        self._lengths.zero_()
+        self._running.fill_(True)
         try:
-            for _ in range(settings.eval_max_steps):
+            for played in range(1, self._settings.eval_max_steps + 1):
                 self._stop.check()
-                values = network(actors.stack.obs)
-                actors.environment.send(greedy_actions(values, settings.eval_epsilon, generator))
-                step = actors.recv()
-                actors.push(step)
-                returns += step.reward * running
-                lengths += running
-                running &= ~step.ended
-                if not running.any():
+                self._advance()
+                if (self._graph is None or played % LOOK_EVERY == 0) and not self._running.any():
                     break
+            return Evaluation(
+                return_mean=float(self._returns.mean()),
+                return_std=float(self._returns.std(correction=0)),
+                length_mean=float(self._lengths.mean()),
+                episodes=len(self._returns),
+            )
         finally:
             self.seconds += time.perf_counter() - began
-        return Evaluation(
-            return_mean=float(returns.mean()),
-            return_std=float(returns.std(correction=0)),
-            length_mean=float(lengths.mean()),
-            episodes=len(returns),
-        )
+
+    def _advance(self) -> None:
+        """Make a step, as a graph where there is one; if it cannot be captured, standard error says so once."""
+        try:
+            (self._graph or self._step)()
+        except RuntimeError as error:
+            if self._graph is None:
+                raise
+            print(f"an evaluation cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
+            self._graph = None
+            self._step()
+
+    def _step(self) -> None:
+        """Choose actions, step all environments, and sum what the first episodes return; steps after them add 0."""
+        actors = self._actors
+        values = self._player(actors.stack.obs)  # type: ignore[misc]
+        actors.environment.send(greedy_actions(values, self._settings.eval_epsilon, self._generator))
+        step = actors.recv()
+        actors.push(step)
+        self._returns += step.reward * self._running
+        self._lengths += self._running
+        self._running &= ~step.ended

@@ -102,6 +102,8 @@ class QNetwork(nn.Module):
 
     centre: Tensor
     stretch: Tensor
+    offset: Tensor
+    gain: Tensor
 
     def __init__(
         self, observation: Field, num_actions: int, settings: Settings, bounds: tuple[Tensor, Tensor] | None = None
@@ -124,6 +126,11 @@ class QNetwork(nn.Module):
             centre, stretch = _normalisation(observation.shape, bounds)
         self.register_buffer("centre", centre)
         self.register_buffer("stretch", stretch)
+        # whitening is offset + gain * stored value; both follow from centre and stretch
+        self.register_buffer("offset", torch.zeros_like(centre * stretch), persistent=False)
+        self.register_buffer("gain", torch.zeros_like(stretch), persistent=False)
+        self.register_load_state_dict_post_hook(QNetwork._set_gain)
+        self._set_gain()
         half = settings.bfloat16 is True and len(self.convolutions) > 0
         # the dtype of convolutions and hidden layers; norms and the last layer compute in float32
         self.dtype = torch.bfloat16 if half else torch.float32
@@ -163,8 +170,7 @@ class QNetwork(nn.Module):
         if not len(self.convolutions):
             obs = obs if obs.is_floating_point() else obs.float() * scale
             return (obs.float() - self.centre) * self.stretch if self.normalises else obs
-        # whitening is offset + gain * stored value
-        offset, gain = -self.centre * self.stretch, self.stretch * scale
+        offset, gain = self.offset, self.stretch if obs.is_floating_point() else self.gain
         if obs.device.type != "cpu":
             # on a GPU each number is read once, as stored, and written once
             prepared = torch.empty_like(obs, dtype=self.dtype, memory_format=torch.channels_last)
@@ -194,6 +200,13 @@ class QNetwork(nn.Module):
         self.centre.copy_(mean)
         # a pixel or frequency that never changes must stay finite
         self.stretch.copy_(1 / deviation.clamp(min=1e-3))
+        self._set_gain()
+
+    @torch.no_grad()
+    def _set_gain(self, *_: object) -> None:
+        """Follow centre and stretch, which were fitted or loaded."""
+        self.offset.copy_(-self.centre * self.stretch)
+        self.gain.copy_(self.stretch * self.scale)
 
 
 def _channels_last(images: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class RenderedGymnasium(RenderedEnvironment):
         try:
             frame = self._played.reset(seed)
         except (gymnasium.error.Error, ImportError) as error:
-            raise UserError(f"{self.spec.name} cannot be drawn: {' '.join(str(error).split())}") from None
+            raise UserError(f"{self.spec.name} cannot be rendered: {' '.join(str(error).split())}") from None
         self._show(-1)
         return frame
 
@@ -145,7 +145,7 @@ class RenderedGymnasium(RenderedEnvironment):
     def _show(self, place: int) -> None:
         picture = self._pictures()[place]
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-            raise UserError(f'{self.spec.name} cannot be drawn: it has no render_mode "rgb_array".')
+            raise UserError(f'{self.spec.name} cannot be rendered: it has no render_mode "rgb_array".')
         self.picture = picture
 
 

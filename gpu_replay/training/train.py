@@ -331,6 +331,7 @@ class Trainer:
         Graphs keep working on the memory that they were captured with, so no state may be restored after this.
         """
         capture = self.buffer.capture
+        self.evaluator.capture(self.buffer)
         generators = (self.agent.explorer.generator, *self.environment.generators)
 
         def learn_with(first: Batch) -> None:

@@ -148,7 +148,7 @@ def test_a_step_that_draws_nothing_adds(kind: str, device: str) -> None:
     assert torch.equal(buffer.sample(ROWS).key, twin.sample(ROWS).key)
     assert int(buffer._counters[Counter.STEP]) == 1
     assert buffer.capture(None, lambda: None)() is None
-    with pytest.raises(TypeError, match="made of tensors; found str"):
+    with pytest.raises(TypeError, match="must be tensors; found str"):
         buffer.capture(None, lambda: "nothing")()
 
 
@@ -188,7 +188,7 @@ def test_what_comes_out_holds_no_backward_pass() -> None:
         (torch.ones(ROWS, device="meta"), ValueError, r"found shape \[8\] on meta"),
         (0.5, TypeError, r"or a tuple \(priorities, output\); found float"),
         ((torch.ones(ROWS),) * 3, TypeError, "found tuple"),
-        ((torch.ones(ROWS), 0.5), TypeError, "so it is made of tensors; found float"),
+        ((torch.ones(ROWS), 0.5), TypeError, "so that must be tensors; found float"),
         ((None, [torch.ones(1), {"loss": "low"}]), TypeError, "found str"),
         (torch.ones(ROWS, dtype=torch.bool), TypeError, "priorities must be real numbers"),
     ],
@@ -210,7 +210,7 @@ def test_what_learn_must_not_return(returned: Any, error: type[Exception], messa
         ((8, powers, {"beta": -1}), ValueError, "beta must be finite and at least 0; found -1"),
         ((8, powers, {"warm_ups": 0}), ValueError, "warm_ups must be at least 1; found 0"),
         ((8, powers, {"warm_ups": 1.5}), TypeError, "warm_ups must be an int; found 1.5"),
-        ((8, powers, {"generators": [0]}), TypeError, "generators must be of torch.Generator; found int"),
+        ((8, powers, {"generators": [0]}), TypeError, "generators must be of type torch.Generator; found int"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale
 from trajectory_pair import Pair, live_through
-from transitions import SAMPLERS, STORED, check_rows, fill, make, same, transitions
+from transitions import STORED, check_rows, fill, make, same, transitions
 
 from gpu_replay import (
     Batch,
-    Combined,
     Field,
-    Hindsight,
-    Latest,
     Proportional,
     RankBased,
     ReplayBuffer,
@@ -44,19 +40,6 @@ def trajectory_pair(device: str, sampler: Any = None) -> Pair:
     return live_through(Pair(12, 2, sampler=sampler or Proportional(), device=device, **settings), 9, end=0.2)
 
 
-def test_keys_are_the_live_ones_oldest_first(device: str) -> None:
-    buffer = make(8, device=device)
-    assert buffer.keys().tolist() == []
-    buffer.add(**transitions(range(3)))
-    assert (buffer.keys().tolist(), buffer.keys().dtype, buffer.keys().device.type) == ([0, 1, 2], torch.int64, device)
-    buffer.add(**transitions(range(3, 13)))
-    assert buffer.keys().tolist() == list(range(5, 13))
-    same(buffer[buffer.keys()], buffer[list(range(5, 13))])
-    buffer.clear()
-    assert buffer.keys().tolist() == []
-    assert trajectory_pair(device).buffer.keys().tolist() == list(range(6, 18))
-
-
 def test_in_says_whether_a_key_is_live(device: str) -> None:
     buffer = transition_buffer(device)
     assert [key for key in range(-3, 20) if key in buffer] == list(range(5, 13))
@@ -64,9 +47,7 @@ def test_in_says_whether_a_key_is_live(device: str) -> None:
     assert torch.tensor(12) in buffer
     assert buffer.keys()[0] in buffer
     assert 2**70 not in buffer
-    for wrong in ("5", 5.0, True, None, torch.tensor(5.0), [5]):
-        with pytest.raises(TypeError, match="needs a key, an int"):
-            assert wrong in buffer
+    assert (buffer.keys().dtype, buffer.keys().device.type) == (torch.int64, device)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 100])
@@ -111,78 +92,22 @@ def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> 
     next(walk)
     buffer.clear()
     assert list(walk) == []
-    for wrong, error in ((0, ValueError), (1.5, TypeError), (None, TypeError)):
-        with pytest.raises(error, match="size"):
-            buffer.batches(wrong)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "sampler", [Proportional(alpha=0.6, eps=0.01), Combined(Proportional(alpha=1.3, clip=5.0))], ids=str
-)
-def test_priorities_are_what_the_masses_say(sampler: Any, device: str) -> None:
-    buffer, rule = transition_buffer(device, sampler), sampler.base if isinstance(sampler, Combined) else sampler
-    buffer.update_priorities([5, 6, 7, 8], [0.0, 0.5, -3.0, 8.0])
-    found = buffer.priorities([8, 7, 6, 5])
-    assert (found.dtype, found.device.type) == (torch.float64, device)
-    masses = buffer.masses().cpu().double().numpy()[[0, 7, 6, 5]]
-    expected = np.maximum((masses / 2**20) ** (1 / rule.alpha) - rule.eps, 0)
-    assert found.tolist() == expected.tolist()
-    given = np.array([min(8.0 + rule.eps, rule.clip or 99) - rule.eps, 3.0, 0.5, 0.0])
-    assert np.allclose(found.cpu(), given, atol=1e-4)
-    # the largest given yet, where none was given
-    assert buffer.priorities(12).tolist() == buffer.priorities(torch.tensor([9])).tolist()
-
-
-def test_priorities_that_cannot_be_read_are_refused(device: str) -> None:
-    buffer = transition_buffer(device, Proportional())
-    for keys, first in (([5, 4, 13], 4), ([13], 13), (-1, -1)):
-        with pytest.raises(KeyError, match=rf"key {first} is not live"):
-            buffer.priorities(keys)
-    with pytest.raises(TypeError, match="keys"):
-        buffer.priorities([0.5])
-    for sampler in (Uniform(), Latest(), Combined(Uniform()), Proportional(alpha=0.0)):
-        with pytest.raises(RuntimeError, match="no priorities"):
-            make(4, sampler, device=device).priorities([])
 
 
 COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer))}
 
 
-@pytest.mark.parametrize("sampler", scale(list(SAMPLERS.values()), [RankBased()]), ids=str)
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_draws_the_same_and_is_independent(way: str, sampler: Any, device: str) -> None:
-    for buffer in (transition_buffer(device, sampler), trajectory_pair(device, sampler).buffer):
-        buffer.sample(2)
-        buffer.update_priorities(buffer.keys()[-4:], torch.arange(1.0, 5.0))
+def test_a_copy_is_independent(way: str, device: str) -> None:
+    """That it goes on as the buffer does is in test_programs.py."""
+    for buffer in (transition_buffer(device, RankBased()), trajectory_pair(device, RankBased()).buffer):
         twin = COPIES[way](buffer)
-        assert type(twin) is type(buffer)
-        assert (twin.device, twin.seed, twin.fields, twin.sampler) == (
-            buffer.device,
-            buffer.seed,
-            buffer.fields,
-            sampler,
-        )
-        assert repr(twin.stats()) == repr(buffer.stats())
-        for _ in range(2):
-            same(twin.sample(3), buffer.sample(3))
-        before = buffer.sample(2).key.tolist(), twin.clear(), len(buffer)
-        assert (len(twin), before[2]) == (0, len(buffer))
-
-
-def close_by(achieved: Any, desired: Any) -> Any:
-    return (achieved == desired).all(1).float()
-
-
-def test_a_copy_relabels_as_the_buffer_does(device: str) -> None:
-    goal = Field((1,), torch.float32)
-    fields = {"obs": {"achieved_goal": goal, "desired_goal": goal}, "action": Field((), torch.int64)}
-    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=Hindsight(reward_fn=close_by), device=device)
-    for step in range(6):
-        obs = {"achieved_goal": [[step]], "desired_goal": [[9]]}
-        buffer.add(obs=obs, action=[0], reward=[0.0], terminated=[False], truncated=[False])
-    for twin in (pickle.loads(pickle.dumps(buffer)), copy.deepcopy({"agent": [buffer]})["agent"][0]):
-        assert twin.relabel == buffer.relabel
-    same(twin.sample(5), buffer.sample(5))
+        known = ("device", "seed", "fields", "sampler", "capacity")
+        assert [getattr(twin, name) for name in known] == [getattr(buffer, name) for name in known]
+        before = next(buffer.batches(3))
+        twin.clear()
+        assert (type(twin), len(twin)) == (type(buffer), 0)
+        same(next(buffer.batches(3)), before)
 
 
 @pytest.mark.gpu

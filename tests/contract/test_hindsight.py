@@ -1,11 +1,17 @@
-"""Goals that a batch gets in hindsight: exactly those of the strategy, equally likely, and rewards that follow."""
+"""Hindsight: goals exactly those of the strategy, equally likely, and rewards that follow; its settings and functions.
+
+That keys, weights and priorities are those of a buffer without it is in test_programs.py.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
@@ -25,9 +31,12 @@ from hindsight_oracle import (
     reward_of,
     rewritten,
 )
-from trajectory_pair import Pair
+from trajectory_pair import Pair, columns, taken_by
+from transitions import same
 
-from gpu_replay import Combined, Field, Latest, Proportional, RankBased, Uniform
+from gpu_replay import Field, Hindsight, Proportional, TrajectoryReplayBuffer, Uniform
+
+gymnasium = pytest.importorskip("gymnasium")
 
 pytestmark = pytest.mark.contract
 STRATEGIES = ("future", "final", "episode")
@@ -37,16 +46,16 @@ EACH = scale(120, 4)
 
 @thinned(
     "sizes, mode, strategy",
-    scale([(1, 9, 0.15), (3, 12, 0.1), (2, 5, 0.5), (2, 1, 0.3), (1, 2, 0.4)], [(2, 5, 0.5)]),
+    scale([(1, 9, 0.15, 3), (3, 12, 0.1, 1), (2, 5, 0.5, 2), (2, 1, 0.3, 1), (1, 2, 0.4, 2)], [(2, 5, 0.5, 2)]),
     scale(list(MODES), list(MODES)[:2]),
     STRATEGIES,
     times=3,
 )
 def test_every_goal_of_the_strategy_is_reached_and_no_other(
-    sizes: tuple[int, int, float], strategy: str, mode: str, device: str
+    sizes: tuple[int, int, float, int], strategy: str, mode: str, device: str
 ) -> None:
     """Over the seam, endings of all kinds, broken streams and clears."""
-    num_envs, steps, end = sizes
+    num_envs, steps, end, stack = sizes
     draw = random.Random(f"{num_envs} {steps} {strategy} {mode}")
     pair = Pair(
         num_envs * steps,
@@ -55,6 +64,7 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(
         fields=GOALS,
         device=device,
         relabel=hindsight(strategy),
+        stack=stack,
         **MODES[mode],
     )
     played = 0
@@ -75,29 +85,6 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(
 
 
 STREAM = ".....T.........."
-
-
-# the goal after an ending is that of the final observation: the dead step 3 carries it, or it was given; where nobody
-# saw it, the last step keeps the goal it was given, and the others get the newest that is stored
-FINALS: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {
-    "next_step": ({}, {0: [4, 1], 1: [4, 1], 2: [4, 1]}),
-    **{
-        f"{mode}, {rows} rows": ({"autoreset": mode, "final_capacity": rows}, wanted)
-        for mode in ("same_step", "disabled")
-        for rows, wanted in (
-            (None, {0: [-3, -1], 1: [-3, -1], 2: [-3, -1], 3: [5, 1]}),
-            (0, {0: [3, 1], 1: [3, 1], 2: [2002, 3000], 3: [5, 1]}),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize("name", FINALS)
-def test_the_goal_after_an_ending_is_that_of_the_final_observation(name: str, device: str) -> None:
-    settings, wanted = FINALS[name]
-    batch = stream("..T..", device, "final", **settings).buffer.sample(60)
-    found = dict(zip(batch.key.tolist(), batch[DESIRED].tolist(), strict=True))
-    assert {key: found[key] for key in wanted} == wanted
 
 
 def stream(letters: str, device: str, strategy: str, capacity: int = 12, **settings: Any) -> Pair:
@@ -124,16 +111,6 @@ def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) 
         if len(allowed) > 1:
             check_counts(counts, dict.fromkeys(allowed, 1))
     assert (len(seen[7]), len(seen[10])) == (first, middle)
-
-
-def test_a_termination_waits_for_its_final_observation(device: str) -> None:
-    pair = stream("..T", device, "future")
-    rows = rewritten(pair.buffer.sample(50), pair.model.view())
-    assert any(rows)
-    assert not all(rows)
-    assert 2 in pair.buffer.sample(50).key.tolist()
-    pair.add([goal_step(3, 0)])
-    assert all(rewritten(pair.buffer.sample(50), pair.model.view()))
 
 
 @pytest.mark.parametrize("stack", [1, 3])
@@ -166,54 +143,6 @@ def test_rows_are_a_random_set(device: str) -> None:
     # each of the 20 sets of three rows
     check_counts(chosen, dict.fromkeys(chosen, 1))
     assert len(chosen) == 20
-
-
-SAMPLERS: dict[str, Any] = {
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "latest": Latest(),
-    "proportional": Proportional(alpha=1.0, eps=0.0),
-    "independent": Proportional(stratified=False, normalize="buffer", initial="stored"),
-    "rank": RankBased(),
-    "combined": Combined(Uniform(), newest=2),
-    "combined-proportional": Combined(Proportional(), newest=2),
-}
-
-
-@pytest.mark.parametrize("name", scale(list(SAMPLERS), ["proportional", "combined"]))
-def test_the_draw_is_the_one_without_hindsight(name: str, device: str) -> None:
-    """Keys, weights, probabilities, priorities and the rows that are left alone."""
-    pairs = [
-        stream(STREAM, device, "future", sampler=SAMPLERS[name], relabel=relabel)
-        for relabel in (None, hindsight(ratio=0.5))
-    ]
-    for pair in pairs:
-        pair.buffer.update_priorities(torch.arange(4, 16), torch.arange(1.0, 13.0))
-    plain, relabelled = (pair.buffer.sample(8) for pair in pairs)
-    for field in ("key", "weight", "probability", "discount", "terminated", "truncated", "action", ACHIEVED):
-        assert torch.equal(plain[field], relabelled[field]), field
-    changed = torch.tensor(rewritten(relabelled, pairs[1].model.view()), device=device)
-    assert int(changed.sum()) == 4
-    for field in ("reward", DESIRED):
-        assert torch.equal(plain[field][~changed], relabelled[field][~changed]), field
-    # what comes after a termination means nothing without hindsight
-    left = ~changed & ~plain.terminated
-    assert torch.equal(plain[f"next_{DESIRED}"][left], relabelled[f"next_{DESIRED}"][left])
-    if pairs[1].model.by_mass:
-        assert torch.equal(pairs[0].buffer.masses(), pairs[1].buffer.masses())
-    # what is stored stays as it was
-    keys = pairs[0].model.view().eligible()
-    for field in ("reward", DESIRED):
-        assert torch.equal(pairs[0].buffer[keys][field], pairs[1].buffer[keys][field])
-
-
-@pytest.mark.parametrize("padding", ["reset", "zero"])
-@pytest.mark.parametrize("mode", ["next_step", "same_step"])
-def test_goals_of_stacks(mode: str, padding: str, device: str) -> None:
-    pair = stream(STREAM, device, "episode", stack=3, padding=padding, autoreset=mode)
-    batch = pair.buffer.sample(scale(200, 30))
-    assert batch[DESIRED].shape == (len(batch), 3, 2)
-    assert len(check_batch(batch, pair.model.view(), "episode")) >= 5
 
 
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
@@ -260,3 +189,317 @@ def test_a_goal_that_is_reached_may_end_the_episode(autoreset: str, device: str)
     assert bool(went_on.any())
     place = after(view, 0, 3)
     assert {tuple(row) for row in batch[f"next_{ACHIEVED}"][went_on].tolist()} == {place}
+
+
+# settings, what user functions may do, and state
+
+
+def made(device: str = "cpu", played: int = 9, capacity: int = 24, **settings: Any) -> TrajectoryReplayBuffer:
+    """A buffer of two environments that has seen some steps."""
+    given: dict[str, Any] = {"fields": GOALS, "relabel": hindsight(), "device": device, **settings}
+    buffer = TrajectoryReplayBuffer(capacity, 2, **given)
+    for number in range(played):
+        add(buffer, number, "T" if number == 5 else "")
+    return buffer
+
+
+def add(buffer: TrajectoryReplayBuffer, number: int, *ends: str) -> None:
+    """A step of both environments, with what ends it, in both or in each."""
+    steps = [goal_step(number, env, end=ends[env % len(ends)], final=True) for env in range(2)]
+    buffer.add(**taken_by(buffer, steps, GOALS))
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({}, TypeError, "reward_fn"),
+        ({"achieved": 3}, TypeError, "achieved must be the name"),
+        ({"desired": "achieved_goal"}, ValueError, "two fields"),
+        ({"desired": "obs.achieved_goal"}, ValueError, "two fields"),
+        ({"reward_fn": None}, TypeError, "reward_fn must be a function"),
+        ({"terminated_fn": 1.0}, TypeError, "terminated_fn must be a function"),
+        *(({"ratio": value}, TypeError, "ratio must be a number") for value in ("all", True)),
+        *(({"ratio": value}, ValueError, "ratio must be from 0 to 1") for value in (1.01, -0.1, float("nan"))),
+        ({"strategy": "random"}, ValueError, "'future', 'final' or 'episode'; found 'random'"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Hindsight(**({"reward_fn": reward_of, **settings} if settings else {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"relabel": reward_of}, TypeError, "relabel must be Hindsight"),
+        ({"relabel": hindsight(achieved="reached")}, ValueError, "relabel needs the field 'obs.reached'"),
+        ({"relabel": hindsight(desired="obs.wanted")}, ValueError, "relabel needs the field 'obs.wanted'"),
+        ({"n_step": 2}, ValueError, "n_step=1; found n_step=2"),
+        ({"fields": {**GOALS, DESIRED: Field((3,), torch.int16)}}, ValueError, r"one shape and dtype.*\(3,\)"),
+        ({"fields": {**GOALS, DESIRED: Field((2,), torch.int32)}}, ValueError, "one shape and dtype.*int32"),
+        (
+            {"fields": {**GOALS, **dict.fromkeys((ACHIEVED, DESIRED), Field((4, 4), torch.uint8))}, "random_shift": 2},
+            ValueError,
+            "random_shift=2 moves",
+        ),
+        ({"fields": {"obs": Field((2,), torch.float32), "action": GOALS["action"]}}, ValueError, "obs.achieved_goal"),
+    ],
+)
+def test_buffers_that_cannot_be_relabelled(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        TrajectoryReplayBuffer(**{"capacity": 8, "num_envs": 2, "fields": GOALS, "relabel": hindsight(), **settings})
+
+
+def test_names_with_and_without_their_prefix_mean_the_same_and_sequences_are_refused(device: str) -> None:
+    short, long = (
+        made(device, relabel=hindsight(achieved=a, desired=d))
+        for a, d in (("achieved_goal", "desired_goal"), (ACHIEVED, DESIRED))
+    )
+    assert short.state_dict()["settings"] == long.state_dict()["settings"]
+    with pytest.raises(ValueError, match="sample_sequences cannot relabel"):
+        short.sample_sequences(2, 3)
+    same(short.sample(8), long.sample(8))
+
+
+# what user functions may do
+
+
+def fails(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    raise ArithmeticError("no such goal")
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "nothing": (lambda a, d: None, TypeError, r"one value for each of 8 rows.*found NoneType"),
+    "one number": (lambda a, d: 1.0, TypeError, r"a tensor \[8\].*found float"),
+    "a column": (lambda a, d: (a - d)[:, :1].float(), ValueError, r"found shape \[8, 1\]"),
+    "too few": (lambda a, d: a[1:, 0].float(), ValueError, r"found shape \[7\]"),
+    "complex": (lambda a, d: a[:, 0].to(torch.complex64), TypeError, "real numbers"),
+    "a scalar": (lambda a, d: a.float().mean(), ValueError, r"found shape \[\]"),
+    "an error": (fails, ArithmeticError, "no such goal"),
+    "terminated: floats": (lambda a, d: (a == d).all(1).float(), TypeError, "terminated_fn .* must return bool"),
+    "terminated: a column too many": (lambda a, d: a == d, ValueError, r"terminated_fn.*found shape \[8, 2\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rewards_and_endings_that_cannot_be_used(name: str, device: str) -> None:
+    function, error, words = BAD[name]
+    host = device == "cpu"
+    broken = made(device, relabel=hindsight(**{"terminated_fn" if "terminated" in name else "reward_fn": function}))
+    good = made(device)
+    for buffer in (broken, good):
+        add(buffer, 9, "")
+    before = broken.state_dict()
+    with pytest.raises(error, match=words):
+        broken.sample(8)
+    after = broken.state_dict()
+    # on the host also the draw is taken back
+    kept = [each for each in before["tensors"] if host or each != "times_sampled"]
+    assert all(torch.equal(after["tensors"][each], before["tensors"][each]) for each in kept)
+    if not host:
+        good.sample(8)
+    assert after["counters"] == good.state_dict()["counters"]
+    mended = made(device, played=0)
+    mended.load_state_dict(after)
+    for buffer in (mended, good):
+        add(buffer, 10, "")
+    same(mended.sample(8), good.sample(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
+def test_rewards_of_other_dtypes_are_cast(dtype: torch.dtype, device: str) -> None:
+    buffer = made(device, relabel=hindsight(reward_fn=lambda a, d: (a[:, 0] > 3).to(dtype)))
+    batch = buffer.sample(8)
+    assert batch.reward.dtype == torch.float32
+    assert set(batch.reward.tolist()) == {0.0, 1.0}
+
+
+def test_rewards_may_be_arrays_and_need_no_gradient() -> None:
+    asked: list[torch.Size] = []
+
+    def as_array(achieved: torch.Tensor, desired: torch.Tensor) -> np.ndarray:
+        asked.append(achieved.shape)
+        return reward_of(achieved, desired).numpy()
+
+    weight = torch.ones((), requires_grad=True)
+    batches = [
+        made(relabel=hindsight(ratio=0.5, reward_fn=function)).sample(9)
+        for function in (reward_of, as_array, lambda a, d: reward_of(a, d) * weight)
+    ]
+    for batch in batches[1:]:
+        same(batches[0], batch)
+        assert not batch.reward.requires_grad
+    # 4.5 rounds to the even number
+    assert asked == [torch.Size([4, 2])]
+
+
+def test_a_function_that_works_in_place_spoils_nothing(device: str) -> None:
+    def in_place(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        reward = reward_of(achieved, desired)
+        achieved.zero_()
+        desired.fill_(-7)
+        return reward
+
+    one, other = (
+        made(device, relabel=hindsight(reward_fn=each, terminated_fn=lambda a, d: (a == d).all(dim=1)))
+        for each in (reward_of, in_place)
+    )
+    same(one.sample(8), other.sample(8))
+
+
+def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
+    begun, added = threading.Event(), threading.Event()
+
+    def slow(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert added.wait(30)
+        return reward_of(achieved, desired)
+
+    buffer = made(device, relabel=hindsight(reward_fn=slow))
+
+    def run() -> None:
+        assert begun.wait(30)
+        add(buffer, 9, "")
+        added.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert len(buffer.sample(8)) == 8
+    thread.join()
+    assert buffer.added == 20
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
+def test_a_missing_final_observation_of_a_termination_is_named(autoreset: str) -> None:
+    buffer = made(autoreset=autoreset, played=3)
+    given = columns([goal_step(3, 0, end="T", final=True), goal_step(3, 1, final=True)], GOALS)
+    for name in [each for each in given if each.startswith("final_")]:
+        given[name] = np.array([None, None], dtype=object)
+    with pytest.raises(ValueError, match="None for environment 0, whose episode ended"):
+        buffer.add(**given)
+    assert buffer.added == 6
+
+
+# what is known of the buffer
+
+
+def test_settings_and_memory(device: str) -> None:
+    buffer, plain = made(device, relabel=hindsight("episode", 0.25)), made(device, relabel=None)
+    names = {"achieved": "achieved_goal", "desired": "desired_goal"}
+    assert buffer.state_dict()["settings"]["relabel"] == names | {"ratio": 0.25, "strategy": "episode"}
+    assert (plain.state_dict()["settings"]["relabel"], plain.relabel) == (None, None)
+    # a number for each step and for each environment
+    assert buffer.nbytes - plain.nbytes == 4 * (24 + 2)
+
+
+# state
+
+
+LOADS: list[tuple[str, Any, type[Exception], str]] = [
+    ("goals", None, ValueError, r"reward_fn is code and is not saved.*load\(path, relabel="),
+    ("goals", hindsight("final"), ValueError, "strategy='future'"),
+    ("goals", reward_of, TypeError, "relabel must be Hindsight"),
+    ("plain", hindsight(), ValueError, "saved without relabel"),
+]
+
+
+def test_checkpoints_of_other_hindsight_are_refused(tmp_path: Path) -> None:
+    made().save(tmp_path / "goals")
+    made(relabel=None).save(tmp_path / "plain")
+    for name, relabel, error, message in LOADS:
+        with pytest.raises(error, match=message):
+            TrajectoryReplayBuffer.load(tmp_path / name, "cpu", relabel=relabel)
+    with pytest.raises(ValueError, match="relabel is None here"):
+        made(relabel=None).load_state_dict(made().state_dict())
+    assert TrajectoryReplayBuffer.load(tmp_path / "plain", "cpu").relabel is None
+
+
+def test_a_buffer_of_before_there_was_hindsight_is_loaded(tmp_path: Path) -> None:
+    buffer = made(relabel=None, sampler=Uniform())
+    state = buffer.state_dict()
+    del state["settings"]["relabel"]
+    other = made(relabel=None, played=0)
+    other.load_state_dict(state)
+    same(other.sample(5), buffer.sample(5))
+
+
+# what an environment says is what is sampled
+
+
+class Walk(gymnasium.Env):  # type: ignore[misc]
+    """A point in the plane that is to be moved to a goal, with the interface of `GoalEnv` of Gymnasium-Robotics."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            name: gymnasium.spaces.Box(-np.inf, np.inf, (size,), np.float64)
+            for name, size in (("observation", 3), ("achieved_goal", 2), ("desired_goal", 2))
+        }
+    )
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        state = np.append(self._place, self._steps)
+        return {"observation": state, "achieved_goal": self._place.copy(), "desired_goal": self._goal.copy()}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._place, self._steps = self.np_random.normal(size=2), 0
+        self._goal = self.np_random.normal(size=2)
+        return self._seen(), {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        self._place, self._steps = self._place + action, self._steps + 1
+        reward = float(self.compute_reward(self._place, self._goal))
+        return self._seen(), reward, reward == 0, self._steps == 9, {}
+
+    @staticmethod
+    def compute_reward(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
+        return -(np.linalg.norm(achieved - desired, axis=-1) > 0.6).astype(np.float64)
+
+
+def reward_fn(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    return -(torch.linalg.vector_norm(achieved - desired, dim=1) > 0.6).float()
+
+
+def reached(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    return reward_fn(achieved, desired) == 0
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_batches_of_a_goal_environment(autoreset: str, device: str) -> None:
+    mode = gymnasium.vector.AutoresetMode[autoreset.upper()]
+    envs = gymnasium.vector.SyncVectorEnv([Walk] * 4, autoreset_mode=mode)
+    buffer = TrajectoryReplayBuffer.from_env(
+        envs,
+        400,
+        gamma=0.5,
+        sampler=Proportional(),
+        device=device,
+        relabel=Hindsight(reward_fn=reward_fn, terminated_fn=reached, ratio=0.5),
+    )
+    envs.action_space.seed(0)
+    obs, _ = envs.reset(seed=0)
+    for _ in range(scale(150, 40)):
+        action = envs.action_space.sample()
+        after, reward, terminated, truncated, info = envs.step(action)
+        ends = {"terminated": terminated, "truncated": truncated}
+        buffer.add(obs=obs, action=action, reward=reward, **ends, final_obs=info.get("final_obs"))
+        obs = after
+    batch = buffer.sample(128)
+    desired, achieved = batch.obs.desired_goal, batch.next_obs.achieved_goal
+    assert torch.equal(desired, batch.next_obs.desired_goal)
+    # every row, with the goal it was given or another, is one that the environment could have given
+    assert torch.equal(batch.reward, reward_fn(achieved, desired))
+    assert torch.equal(batch.terminated, reached(achieved, desired))
+    assert torch.equal(batch.discount, torch.where(batch.terminated, 0.0, 0.5))
+    moved = batch.next_obs.observation - batch.obs.observation
+    assert torch.allclose(moved[:, :2], batch.action, atol=1e-5)
+    assert torch.equal(moved[:, 2], torch.ones(128, device=moved.device))
+    # with hindsight goals are reached far more often
+    stored = buffer[batch.key]
+    assert int(batch.terminated.sum()) > 2 * int(stored.terminated.sum()) > 0
+    others = (desired != stored.obs.desired_goal).any(dim=1)
+    assert int(others.sum()) == 64

@@ -1,7 +1,12 @@
-"""Priorities: what mass they become, who may change them, and which value wins."""
+"""Priorities: what mass they become, who may change them, and which value wins, in both kinds of buffer.
+
+What a start of a stream may do is worked out by hand: it gets its priority in the `add` that completes it, steps after
+its own; an update can change it from then on and until something that it needs is overwritten.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,99 +14,78 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
+from devices import scale
 from model import UNIT, mass_of
+from pairs import RowPair
 from tolerances import close
+from trajectory_pair import Pair as StepPair
+from trajectory_pair import numbered, play
 from transitions import EXACT, fill, make
 
-from gpu_replay import Proportional, ReplayBuffer
+from gpu_replay import Combined, Field, Latest, Proportional, Uniform
 
 pytestmark = pytest.mark.contract
 
-
-def update(buffer: ReplayBuffer, keys: list[int], priorities: list[float]) -> None:
-    device = buffer.device
-    buffer.update_priorities(
-        torch.tensor(keys, dtype=torch.int64, device=device),
-        torch.tensor(priorities, dtype=torch.float64, device=device),
-    )
+FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+STORED = Proportional(alpha=1.0, eps=0.0, initial="stored")
+KINDS = ("rows", "steps")
 
 
-def units(buffer: ReplayBuffer) -> list[float]:
-    """The masses in units of priority 1."""
-    return [mass / UNIT for mass in buffer.masses().tolist()]
+def made(kind: str, sampler: Any, priorities: list[float | None], device: str, capacity: int = 0) -> Any:
+    """A pair of rows, or of steps that each end an episode, with these priorities."""
+    size = capacity or len(priorities)
+    if kind == "rows":
+        pair: Any = RowPair(size, sampler, device=device)
+    else:
+        pair = StepPair(size, 1, sampler=sampler, fields=FIELDS, device=device, autoreset="same_step")
+    for missing, group in itertools.groupby(priorities, key=lambda value: value is None):
+        values, first = list(group), pair.model.added
+        if kind == "rows":
+            pair.add(len(values), None if missing else values)
+        else:
+            steps = [numbered(first + at, 0, FIELDS, terminated=True, priority=each) for at, each in enumerate(values)]
+            pair.extend([[step] for step in steps])
+    return pair
+
+
+def units(pair: Any) -> list[float]:
+    """The masses in units of priority 1, in slot order."""
+    return [mass / UNIT for mass in pair.buffer.masses().tolist()]
 
 
 @pytest.mark.parametrize("form", [torch.tensor, lambda keys: np.array(keys, dtype=np.int32), list])
 def test_keys_in_every_form_and_priorities_that_require_grad(form: Any, device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 6)
-    buffer.update_priorities(form([5, 2]), torch.tensor([1.0, 2.0], device=device, requires_grad=True) * 2)
-    assert units(buffer) == [1, 2, 4, 1]
-
-
-def test_update_with_repeated_key_keeps_the_last(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 4)
-    update(buffer, [1, 2, 1, 1, 2], [9.0, 7.0, 3.0, 0.5, 0.25])
-    assert (units(buffer), buffer.total_mass()) == ([1, 0.5, 0.25, 1], int(2.75 * UNIT))
+    pair = made("rows", EXACT, [None] * 6, device, capacity=4)
+    given = torch.tensor([1.0, 2.0], device=device, requires_grad=True) * 2
+    pair.buffer.update_priorities(form([5, 2]), given)
+    assert units(pair) == [1, 2, 4, 1]
 
 
 @pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])
 @pytest.mark.parametrize("different", [1, 61])
-def test_repeated_keys_in_a_long_shuffled_update(different: int, count: int, device: str) -> None:
-    buffer = make(61, EXACT, device=device)
-    fill(buffer, 61)
-    generator = random.Random(count)
+def test_the_last_of_a_repeated_key_counts_in_a_long_update(different: int, count: int, device: str) -> None:
+    pair = RowPair(61, EXACT, device=device, fields={"action": FIELDS["action"]})
+    pair.add(61)
+    keys = random.Random(count)
     for _ in range(2):
-        keys = [generator.randrange(different) for _ in range(count)]
-        last = dict(zip(keys, range(1, count + 1), strict=True))
-        update(buffer, keys, [float(value) for value in range(1, count + 1)])
-        expected = last if different == 1 else dict(zip(range(61), units(buffer), strict=True)) | last
-        assert units(buffer) == [expected.get(key, 1.0) for key in range(61)]
-        assert buffer.total_mass() == sum(buffer.masses().tolist())
+        # what is replaced does not count as the largest either
+        pair.update([keys.randrange(different) for _ in range(count)], [float(count - at) for at in range(count)])
+        pair.add(1)
+        pair.check_counts()
 
 
-@pytest.mark.parametrize("key", [0, 1, -1, -4, 6, 7, 10, 2**31, 2**40, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
-def test_keys_that_are_not_live_are_ignored_and_counted(order: int, key: int, device: str) -> None:
-    """0 and 1 were overwritten by 4 and 5, which hold their slots; the others never were."""
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 6)
-    update(buffer, [key, 5][::order], [50.0, 2.0][::order])
-    assert (units(buffer), buffer.stats().stale_updates) == ([1, 2, 1, 1], 1)
-    # nor is it the largest priority ever given
-    fill(buffer, 1)
-    assert units(buffer) == [1, 2, 2, 1]
-
-
-def test_sign_of_a_priority_is_dropped(device: str) -> None:
-    buffer = make(4, EXACT, device=device)
-    fill(buffer, 3, priority=[-2.0, 3.0, -0.0])
-    assert units(buffer) == [2, 3, 1 / UNIT, 0]
-    update(buffer, [1], [-16.0])
-    assert units(buffer) == [2, 16, 1 / UNIT, 0]
-    fill(buffer, 1)
-    assert units(buffer)[3] == 16
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alpha", scale([0.0, 0.3, 0.6, 1.0, 1.5], [0.0, 0.6]))
 @pytest.mark.parametrize("eps, clip", [(0.0, None), (1e-6, None), (0.1, 2.0), (0.0, 0.5)])
-def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, device: str) -> None:
+def test_mass_of_a_priority(alpha: float, eps: float, clip: float | None, kind: str, device: str) -> None:
     settings = Proportional(alpha=alpha, eps=eps, clip=clip)
-    priorities = [0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 1.0, 1.9, 2.0, 2.1, 10.0, 1e4, 1e8]
-    expected = [mass_of(priority, settings, 13) for priority in priorities]
-    added, updated = make(13, settings, device=device), make(13, settings, device=device)
-    fill(added, 13, priority=priorities)
-    fill(updated, 13)
-    update(updated, list(range(13)), priorities)
+    priorities: list[Any] = [0.0, 1e-12, 1e-6, 1e-3, 0.1, 0.5, 1.0, 1.9, 2.0, 2.1, 10.0, 1e4, 1e8]
+    # the last one gets the largest of those before it
+    expected = [mass_of(priority, settings, 14) for priority in [*priorities, 1e8]]
+    added, updated = (made(kind, settings, given, device).buffer for given in ([*priorities, None], [None] * 14))
+    updated.update_priorities(list(range(14)), torch.tensor([*priorities, 1e8], dtype=torch.float64, device=device))
     assert close(added.masses(), expected, "mass")
     assert (added.masses().tolist(), added.total_mass()) == (updated.masses().tolist(), sum(added.masses().tolist()))
-
-
-def test_alpha_of_zero_is_uniform(device: str) -> None:
-    buffer = make(50, Proportional(alpha=0.0, eps=0.0), device=device)
-    fill(buffer, 50, priority=[0.0, 1e-30, 1e30, *range(47)])
-    assert (buffer.masses().tolist(), buffer.sample(50).key.tolist()) == ([UNIT] * 50, list(range(50)))
 
 
 def test_masses_are_rounded_to_the_nearest_and_none_is_zero(device: str) -> None:
@@ -111,63 +95,130 @@ def test_masses_are_rounded_to_the_nearest_and_none_is_zero(device: str) -> None
     assert buffer.sample(33).key.tolist() == [0] * 10 + [1] * 10 + [2] * 11 + [3, 4]
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 1000])
-def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, device: str) -> None:
-    buffer = make(capacity, EXACT, device=device)
-    fill(buffer, capacity)
-    limit = 2**62 // capacity
-    update(buffer, list(range(capacity)), [1e300 if key % 2 else 3e38 for key in range(capacity)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capacity", scale([1, 2, 3, 100], [1, 3]))
+def test_saturation_is_counted_and_the_total_cannot_overflow(capacity: int, kind: str, device: str) -> None:
+    buffer, limit = made(kind, EXACT, [None] * capacity, device).buffer, 2**62 // capacity
+    huge = [1e300 if key % 2 else 3e38 for key in range(capacity)]
+    buffer.update_priorities(list(range(capacity)), torch.tensor(huge, dtype=torch.float64, device=device))
     assert (buffer.masses().tolist(), buffer.total_mass()) == ([limit] * capacity, capacity * limit)
     assert buffer.stats().saturated_priorities == capacity
     assert sorted(set(buffer.sample(capacity).key.tolist())) == list(range(capacity))
-    update(buffer, [0], [1.0])
+    buffer.update_priorities([0], [1.0])
     assert buffer.total_mass() == (capacity - 1) * limit + UNIT
 
 
-# a number adds so many transitions, a list adds with these priorities, a dictionary updates, None clears
-INITIALS: dict[str, tuple[Any, list[Any], list[float]]] = {
-    "one before any priority was given": ("running", [2, 1], [1, 1, 1, 0]),
-    "the largest ever given, even when it is small": ("running", [[0.25, 0.125], 1], [0.25, 0.125, 0.25, 0]),
-    "the largest of an update": ("running", [2, {0: 0.25, 1: 0.125}, 1], [0.25, 0.125, 0.25, 0]),
-    "it never falls": ("running", [2, {0: 8.0}, {0: 0.5}, 2], [0.5, 1, 8, 8]),
-    "nor with a clear": ("running", [[8.0, 2.0], None, 1], [0, 0, 8, 0]),
-    "the largest stored": ("stored", [2, {0: 8.0, 1: 2.0}, {0: 0.5}, 1], [0.5, 2, 2, 0]),
-    "it falls": ("stored", [3, {0: 0.25, 1: 0.25, 2: 0.125}, 1], [0.25, 0.25, 0.125, 0.25]),
-    "one when nothing is stored": ("stored", [2, {0: 8.0}, None, 1], [0, 0, 1, 0]),
-    "what was overwritten is forgotten": ("stored", [[8, 2, 4, 2], [1], 1], [1, 4, 4, 2]),
-    **{
-        f"the number {number}": (number, [2, {0: 700.0}, 1], [700, *[max(number, 1 / UNIT)] * 2, 0])
-        for number in (0.5, 0, 3, 100.0)
-    },
+RULES = [Proportional(alpha=0.6, eps=0.01), Combined(Proportional(alpha=1.3, clip=5.0))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampler", RULES, ids=str)
+def test_priorities_are_read_as_their_masses_say(sampler: Any, kind: str, device: str) -> None:
+    rule = sampler.base if isinstance(sampler, Combined) else sampler
+    buffer = made(kind, sampler, [8.0, None, 0.25, 0.5, -3.0], device).buffer
+    found = buffer.priorities([4, 3, 2, 1])
+    assert (found.dtype, found.device.type) == (torch.float64, device)
+    # the largest given yet, where none was given
+    assert close(found, [3.0, 0.5, 0.25, min(8.0, rule.clip or 8.0)], "priority")
+    assert buffer.priorities(0).tolist() == buffer.priorities(torch.tensor([1])).tolist()
+    stats = buffer.stats()
+    expected = [float(each) for each in (found.min(), buffer.priorities([0, 1, 2, 3, 4]).mean(), found.max())]
+    assert close([stats.min_priority, stats.mean_priority, stats.max_priority], expected, "priority")
+
+
+def test_priorities_that_cannot_be_read_are_refused(device: str) -> None:
+    buffer = made("rows", Proportional(), [None] * 13, device, capacity=8).buffer
+    for keys, first in (([5, 4, 13], 4), ([13], 13), (-1, -1)):
+        with pytest.raises(KeyError, match=rf"key {first} is not live"):
+            buffer.priorities(keys)
+    with pytest.raises(TypeError, match="keys"):
+        buffer.priorities([0.5])
+    for sampler in (Uniform(), Latest(), Combined(Uniform()), Proportional(alpha=0.0)):
+        with pytest.raises(RuntimeError, match="no priorities"):
+            make(4, sampler, device=device).priorities([])
+
+
+# what is done, and the masses that follow in units of priority 1, in slot order up to the last that is not 0: a text
+# adds steps (see `play`), a tuple one step with a priority of each environment, two lists update keys with priorities;
+# and how many keys were stale
+LIVES: dict[str, tuple[Any, ...]] = {
+    "its own priority counts when it is complete": ({"n_step": 2}, [((4,), []), ((8,), []), (".", [4]), (".", [4, 8])]),
+    "the running maximum counts an own priority only when its start is complete": (
+        {"n_step": 2, "capacity": 6},
+        # start 0 was completed while the 64 of start 1 was still waiting; start 2 takes the largest so far
+        [(".", []), ((64,), []), (".", [1]), ("..", [1, 64, 64])],
+    ),
+    "starts completed together take the maximum from before the call": (
+        {"n_step": 4},
+        [(".", []), ((16,), []), (".T", [1, 16, 1, 1]), ("..T", [1, 16, 1, 1, 0, 16, 16])],
+    ),
+    "the own priority of a dead step never counts": ({}, [("T", [1]), ((512,), [1]), ("...", [1, 0, 1, 1])]),
+    "updates move the running maximum, and clears leave it": (
+        {},
+        [
+            ("...", [1, 1]),
+            ([[0, 1], [0.25, 0.125]], [0.25, 0.125]),
+            (".", [0.25, 0.125, 0.25]),
+            ([[0], [8.0]], [8, 0.125, 0.25]),
+            ([[0], [0.5]], [0.5, 0.125, 0.25]),
+            (".", [0.5, 0.125, 0.25, 8]),
+            ("c..", [0, 0, 0, 0, 0, 8]),
+        ],
+    ),
+    "the stored maximum is that of the eligible": (
+        {"sampler": STORED, "capacity": 4, "stack": 2},
+        [
+            ("...", [1, 1]),
+            ([[0, 1], [8.0, 2.0]], [8, 2]),
+            (".", [8, 2, 8]),
+            # step 0 goes, and with it start 1, whose stack needs it
+            (".", [0, 0, 8, 8]),
+            ([[2, 3], [0.5, 0.25]], [0, 0, 0.5, 0.25]),
+            (".", [0.5, 0, 0, 0.25]),
+            (".", [0.5, 0.5]),
+            ("c...", [1]),
+        ],
+    ),
+    "an update cannot wake a start that is not complete": (
+        {"n_step": 2, "autoreset": "same_step"},
+        # 1 and 2 end in a truncation that was not seen, 3 and 4 wait; nor is it remembered
+        [("..U..", [1]), ([[1, 2, 3, 4], [50, 60, 70, 80]], [1]), (".", [1, 0, 0, 1])],
+    ),
+    "an update cannot wake a dead step": (
+        {},
+        [(".T...", [1, 1, 0, 1]), ([[2, 0], [50.0, 2.0]], [2, 1, 0, 1]), (".", [2, 1, 0, 1, 2])],
+    ),
+    "an update of a repeated key keeps the last": (
+        {},
+        # 5 is dead and 6 waits; the largest ever given is that of the last ones
+        [
+            ("....T..", [1] * 5),
+            ([[1, 2, 1, 5, 0, 1, 2, 0], [9, 7, 3, 99, 6, 0.5, 0.25, 0.125]], [0.125, 0.5, 0.25, 1, 1]),
+            (".", [0.125, 0.5, 0.25, 1, 1, 0, 0.5]),
+        ],
+    ),
+    "overwritten and unknown keys": (
+        {"capacity": 4},
+        # keys 2 to 5 are stored
+        [("......", [1, 0, 1, 1]), ([[0, 1, 3, 6, -1, 2**40], [9, 9, 3, 9, 9, 9]], [1, 0, 1, 3]), (".", [1, 3, 0, 3])],
+        5,
+    ),
 }
 
 
-@pytest.mark.parametrize("initial, calls, expected", INITIALS.values(), ids=INITIALS)
-def test_initial_priorities(initial: Any, calls: list[Any], expected: list[float], device: str) -> None:
-    buffer = make(4, Proportional(alpha=1.0, eps=0.0, initial=initial), device=device)
-    for call in calls:
-        if call is None:
-            buffer.clear()
-        elif isinstance(call, dict):
-            update(buffer, list(call), list(call.values()))
+@pytest.mark.parametrize("name", LIVES)
+def test_masses_worked_out_by_hand(name: str, device: str) -> None:
+    settings, calls, *stale = LIVES[name]
+    pair = StepPair(**{"capacity": 8, "num_envs": 1, "sampler": EXACT, "fields": FIELDS, "device": device} | settings)
+    for call, expected in calls:
+        if isinstance(call, str):
+            play(pair, *[call] * pair.model.num_envs, fields=FIELDS)
+        elif isinstance(call, list):
+            pair.update([int(key) for key in call[0]], call[1])
         else:
-            fill(buffer, *((call,) if isinstance(call, int) else (len(call), call)))
-    assert units(buffer) == expected
-
-
-def test_running_initial_takes_the_winner_of_repeated_keys(device: str) -> None:
-    buffer = make(3, EXACT, device=device)
-    fill(buffer, 2)
-    update(buffer, [0, 0], [64.0, 2.0])
-    fill(buffer, 1)
-    assert units(buffer) == [2, 1, 2]
-
-
-def test_initial_is_subject_to_eps_clip_and_alpha(device: str) -> None:
-    settings = Proportional(alpha=0.5, eps=0.25, clip=9.0)
-    buffer = make(4, settings, device=device)
-    fill(buffer, 1)
-    update(buffer, [0], [1e6])
-    fill(buffer, 1)
-    assert close(buffer.masses()[:2], [mass_of(1e6, settings, 4)] * 2, "mass")
-    assert close(buffer.masses()[1:2], [3 * UNIT], "mass")
+            number, more = pair.model.count, {"truncated": "U" in call}
+            own = [value for value in call if value != "U"]
+            pair.add([numbered(number, env, FIELDS, priority=float(own[env]), **more) for env in range(len(own))])
+        pair.check()
+        assert units(pair) == expected + [0] * (pair.model.capacity - len(expected))
+    assert pair.buffer.stats().stale_updates == sum(stale)

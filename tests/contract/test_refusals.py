@@ -325,6 +325,9 @@ def test_more_than_there_is_says_how_many_there_are_and_what_to_do(device: str) 
         pair.buffer.sample_sequences(5, 4)
     with pytest.raises(ValueError, match=r"stride=2.*needs 5.*holds 2"):
         pair.buffer.sample_sequences(5, 4, stride=2)
+    play(pair, "T.T.", "T.T.", fields=STEP)
+    with pytest.raises(RuntimeError, match="strict=True"):
+        pair.buffer.sample_sequences(1, 9, strict=True)
 
 
 # processes, instances, spaces and transforms

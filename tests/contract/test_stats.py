@@ -40,18 +40,6 @@ def test_stats_are_a_frozen_record_of_plain_numbers(device: str) -> None:
         stats.size = 7
 
 
-def test_priorities_are_those_given(device: str) -> None:
-    buffer = make(6, Proportional(alpha=0.6, eps=1e-6), device=device)
-    # 8.0 is in slot 2, which key 8 takes
-    for given, expected in (
-        ([0.5, 2.0, 8.0, 0.25], [0.25, 2.6875, 8.0]),
-        ([1.0, 1.0, 1.0, 3.0, 1.0], [0.25, (0.25 + 1 + 1 + 1 + 3 + 1) / 6, 3.0]),
-    ):
-        fill(buffer, len(given), priority=given)
-        stats = buffer.stats()
-        assert close([stats.min_priority, stats.mean_priority, stats.max_priority], expected, "priority")
-
-
 @pytest.mark.parametrize(
     "settings, masses",
     [

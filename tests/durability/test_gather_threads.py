@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import in_a_child, needs_fork
 from devices import host_only
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
@@ -158,15 +159,13 @@ def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]
     assert 0 < sum(names) <= (os.cpu_count() or 1)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@needs_fork
 def test_a_forked_process_makes_its_own() -> None:
     threads.in_parts(lambda *_: None, 2, 2)
-    child = os.fork()
-    if child == 0:
-        found: list[int] = []
-        try:
-            threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 6, 3)
-        finally:
-            os._exit(0 if sorted(found) == list(range(6)) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    found: list[int] = []
+
+    def rows_of_all() -> list[int]:
+        threads.in_parts(lambda begin, end: found.extend(range(begin, end)), 6, 3)
+        return sorted(found)
+
+    assert in_a_child(rows_of_all) == list(range(6))

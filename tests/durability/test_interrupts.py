@@ -16,6 +16,7 @@ import linecache
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,9 +31,10 @@ from places import ENVS, STEPS, given, make, reached
 from torch.utils._python_dispatch import TorchDispatchMode
 from transitions import SAMPLERS, same
 from trees import check_sums
+from twins import check_batches
 
 import gpu_replay
-from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer
 from gpu_replay.engines import device_trajectory
 from gpu_replay.loops import tree as loops
 from gpu_replay.loops.compiling import compiler
@@ -68,9 +70,9 @@ def no_collection() -> Iterator[None]:
 # buffers, their calls, and what is in their memory
 
 
-def new(kind: str, name: str) -> Any:
-    more = {"final_capacity": 2} if kind == "same_step" else {}
-    return make(kind, sampler=MORE[name], capacity=9 * ENVS if kind in STEPS else 5, **more)
+def new(kind: str, name: str, **more: Any) -> Any:
+    finals = {"final_capacity": 2} if kind == "same_step" else {}
+    return make(kind, sampler=MORE[name], capacity=9 * ENVS if kind in STEPS else 5, **finals, **more)
 
 
 def used(kind: str, name: str, adds: int = 12) -> Any:
@@ -138,6 +140,18 @@ def unlike(buffer: Any, expected: dict[str, torch.Tensor]) -> list[str]:
     """What differs in the memory of a buffer."""
     found = memory(buffer)
     return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def check_loaded_or_empty(buffer: Any, before: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
+    """Fail unless a buffer whose load raised has its old state or the new one, or holds nothing and can be used."""
+    if not unlike(buffer, before) or not unlike(buffer, loaded):
+        return
+    assert len(buffer) == buffer.stats().eligible == 0
+    for _ in range(8):
+        buffer.add(**given(buffer, 3))
+        for tree in buffer._state.trees:
+            check_sums(tree)
+    assert buffer.sample(2).key.min() >= buffer.added - len(buffer)
 
 
 def chosen(*quick: tuple[str, str], names: Any = MORE) -> pytest.MarkDecorator:
@@ -242,6 +256,17 @@ class TestHost:
                 places_of(buffer.clear, at, KeyboardInterrupt)
             assert not (unlike(buffer, expected) and unlike(buffer, before)), f"place {at}"
 
+    @chosen(("transitions", "proportional"), ("same_step", "proportional"), names=("proportional", "uniform", "rank"))
+    def test_a_load_that_is_interrupted_anywhere_is_whole_or_empty(self, kind: str, name: str, full: bool) -> None:
+        state, done, before = used(kind, name).state_dict(), used(kind, name, 5), memory(used(kind, name, 5))
+        done.load_state_dict(state)
+        loaded, total = memory(done), places_of(lambda: done.load_state_dict(state))
+        for at in range(0, total, 1 if full else 7):
+            buffer = used(kind, name, 5)
+            with pytest.raises(KeyboardInterrupt):
+                places_of(lambda buffer=buffer: buffer.load_state_dict(state), at, KeyboardInterrupt)
+            check_loaded_or_empty(buffer, before, loaded)
+
     @pytest.mark.parametrize("name", ["replacement", "proportional", "rank"])
     def test_a_sample_too_large_for_memory_moves_nothing(self, name: str) -> None:
         buffer, untouched = used("transitions", name), used("transitions", name)
@@ -255,49 +280,72 @@ class TestHost:
     def test_a_reward_function_that_fails_moves_nothing(self, added: int) -> None:
         failing_reward_moves_nothing(added)
 
-    def test_a_signal_tears_no_row_of_an_ending(self) -> None:
-        draw, interrupts = random.Random(5), 0
-        fields = {"obs": Field((2, 2), torch.float32), "action": Field((), torch.int64)}
-        fields["large"] = Field((20_000,), torch.float32)
-        settings: dict[str, Any] = {"n_step": 2, "stack": 2, "autoreset": "same_step", "final_capacity": 2}
-        buffer = TrajectoryReplayBuffer(9 * ENVS, ENVS, fields, sampler=Proportional(), device="cpu", **settings)
+    @chosen(("transitions", "proportional"), ("same_step", "proportional"), names=("proportional", "uniform", "rank"))
+    def test_a_signal_tears_no_row(self, kind: str, name: str, full: bool) -> None:
+        # rows that take as long to copy as a signal takes to come
+        fields = {**new(kind, name).fields, "large": Field((8000,), torch.float32)}
+        assert under_signals(kind, name, 5, 300 if full else 100, fields=fields) > 25
 
-        def add() -> None:
-            number = buffer.added // ENVS
-            rows = {name: torch.full((ENVS, *field.shape), float(number)) for name, field in fields.items()}
-            flags = {
-                "terminated": torch.arange(ENVS) < (number % 3 == 0),
-                "truncated": torch.full((ENVS,), number % 3 == 1),
-            }
-            rows["action"] = rows["action"].long()
-            more = {"reward": torch.full((ENVS,), float(number)), "priority": torch.full((ENVS,), number % 7 + 1.0)}
-            buffer.add(**rows, **flags, **more, final_obs=rows["obs"])
 
-        def ring(*_: object) -> None:
+def interrupted(call: Callable[[], Any], seconds: float) -> bool:
+    """Make a call; whether a signal that came after so many seconds ended it."""
+    armed = True
+
+    def ring(*_: object) -> None:
+        if armed:
             raise Interruption
 
-        for _ in range(27):
-            add()
-        before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
         try:
-            for _ in range(600):
-                added = buffer.added
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 6e-4))
-                    add()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interruption:
-                    interrupts += 1
-                assert buffer.added in (added, added + ENVS)
-                rows = next(iter(buffer.batches(9 * ENVS)))
-                for name in ("obs", "action", "large", "reward"):
-                    wrong = (rows[name].reshape(len(rows), -1) != (rows.key // ENVS)[:, None]).any(1)
-                    assert not wrong.any(), f"after {interrupts} interrupts {name} of keys {rows.key[wrong].tolist()}"
-                assert buffer.total_mass() == int(buffer.masses().sum())
+            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+            call()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        assert interrupts > 100
+            armed = False
+    except Interruption:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def under_signals(kind: str, name: str, seed: int, rounds: int, **settings: Any) -> int:
+    """A signal in the middle of each call: the buffer is that of before the call, or of after it, and draws as that.
+
+    Returns how many calls were interrupted.
+    """
+    draw, faults = random.Random(seed), 0
+    buffer, twin = (new(kind, name, seed=seed, **settings) for _ in range(2))
+
+    def made(call: Call, of: Any) -> tuple[type[Exception] | None, Any]:
+        """The kind of error that a call raises, and what it returns."""
+        try:
+            return None, call(of)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            return type(error), None
+
+    for number in range(rounds):
+        calls = calls_of(twin) | {"look": lambda each: each.stats(), "read": lambda each: list(each.batches(4))}
+        calls |= {"clear": lambda each: each.clear()} if draw.random() < 0.1 else {}
+        calls |= {"begin": lambda each: each.begin_episodes()} if kind in STEPS else {}
+        each = draw.choice(list(calls)) if number >= len(calls) else list(calls)[number]
+        before, began, ends = memory(twin), time.perf_counter(), []
+        raised, _ = made(calls[each], twin)
+        # what is called for the first time may be compiled
+        seconds = draw.uniform(0, 1.2) * (time.perf_counter() - began) if number >= len(calls) else 9.0
+        ended = interrupted(lambda call=calls[each], ends=ends: ends.append(made(call, buffer)[0]), seconds)
+        assert ended or ends == [raised], f"{each} raised {ends}, and {raised} in the twin"
+        if ended and not unlike(buffer, before):
+            made(calls[each], buffer)
+        wrong = unlike(buffer, memory(twin))
+        assert not wrong, f"{'interrupted ' * ended}{each}: {wrong}"
+        (kinds, drawn), (others, expected) = (made(lambda each: each.sample(3), of) for of in (buffer, twin))
+        assert kinds is others, f"after {each} they drew {kinds}, {others}"
+        if drawn is not None:
+            check_batches(drawn, expected)
+        faults += ended
+    return faults
 
 
 def failing_reward_moves_nothing(added: int) -> None:
@@ -498,6 +546,36 @@ class TestDevice:
         first, keys = empty(), torch.arange(1100) // 2
         first.add(n=torch.arange(1100))
         check_launches(empty, first, "update", lambda each: each.update_priorities(keys, torch.arange(1100.0)))
+
+    @pytest.mark.parametrize("lasting", [False, True])
+    def test_a_load_without_memory_is_whole_or_empty_or_refused(
+        self, lasting: bool, full: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """New rows under the sums of others would be drawn as often as those were."""
+
+        def holding(rows: int) -> ReplayBuffer:
+            buffer = ReplayBuffer(1100, {"n": Field((), torch.int64)}, sampler=Proportional(), device="cpu")
+            buffer.add(n=torch.arange(rows), priority=torch.arange(1.0, rows + 1))
+            return buffer
+
+        def fails(*_: object) -> None:
+            raise MemoryError
+
+        saved, done, before = holding(700).state_dict(), holding(1000), memory(holding(1000))
+        done.load_state_dict(saved)
+        loaded, total = memory(done), Places().made(lambda: done.load_state_dict(saved))
+        assert total.launches > 0
+        for at in range(0, total.count, 1 if full else 3):
+            buffer, places = holding(1000), Places(at, MemoryError)
+            with monkeypatch.context() as patched:
+                if lasting:
+                    patched.setattr(buffer._state, "clear", fails)
+                with pytest.raises(MemoryError):
+                    places.made(lambda buffer=buffer: buffer.load_state_dict(saved))
+            if buffer._stream_order.interrupted:
+                assert lasting
+                check_refuses(buffer)
+            check_loaded_or_empty(buffer, before, loaded)
 
     def test_what_was_interrupted_is_mended_by_a_saved_state(self) -> None:
         buffer, twin = used("transitions", "proportional", 3), used("transitions", "proportional", 3)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import in_a_child, memory_of
 from devices import device_fixture as device_fixture
 from devices import host_only, scale
 from trajectory_pair import FIELDS, Pair, live_through
@@ -21,61 +20,39 @@ from gpu_replay.engines.storage import check_room
 
 pytestmark = pytest.mark.contract
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc/self/status")
-
-
-def run(program: str) -> dict[str, int]:
-    """Run a program in a fresh process and return what it printed: lines of a name and a number of bytes."""
-    helper = (
-        "def held(entry):\n"
-        "    with open('/proc/self/status') as status:\n"
-        "        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(entry))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", helper + program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: int(value) for name, value in (line.split() for line in done.stdout.splitlines())}
 
 
 @pytest.mark.slow
 @needs_proc
 @host_only
 def test_resident_memory_of_one_million_transitions_is_the_payload() -> None:
-    found = run(
-        """
-import torch
-from gpu_replay import Field, Proportional, ReplayBuffer
-torch.set_num_threads(1)
-fields = {
-    "obs": Field((32,), torch.float32), "action": Field((), torch.int64), "reward": Field((), torch.float32),
-    "next_obs": Field((32,), torch.float32), "terminated": Field((), torch.bool),
-}
-rows = {name: torch.ones((1000, *field.shape), dtype=field.dtype) for name, field in fields.items()}
-# everything that is loaded at first use is loaded by a small buffer
-small = ReplayBuffer(2000, fields, sampler=Proportional(), device="cpu")
-for buffer in (small,):
-    small.add(**rows)
-    small.update_priorities(small.sample(256).key, torch.ones(256))
-before = held("VmRSS")
-buffer = ReplayBuffer(1_000_000, fields, sampler=Proportional(), device="cpu")
-for _ in range(1005):
-    buffer.add(**rows)
-for _ in range(20):
-    buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
-print("payload", 1_000_000 * sum(field.row_bytes for field in fields.values()))
-print("resident", held("VmRSS") - before)
-print("peak", held("VmHWM") - before)
-print("nbytes", buffer.nbytes)
-"""
-    )
-    payload = found["payload"]
+    fields = {"obs": Field((32,), torch.float32), "action": Field((), torch.int64), "reward": Field((), torch.float32)}
+    fields |= {"next_obs": Field((32,), torch.float32), "terminated": Field((), torch.bool)}
+    rows = {name: torch.ones((1000, *field.shape), dtype=field.dtype) for name, field in fields.items()}
+
+    def used(capacity: int, adds: int) -> ReplayBuffer:
+        buffer = ReplayBuffer(capacity, fields, sampler=Proportional(), device="cpu")
+        for _ in range(adds):
+            buffer.add(**rows)
+        for _ in range(20):
+            buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
+        return buffer
+
+    def taken() -> list[int]:
+        # everything that is loaded at first use is loaded by a small buffer
+        used(2000, 1)
+        before = memory_of("VmRSS")
+        buffer = used(1_000_000, 1005)
+        return [memory_of("VmRSS") - before, memory_of("VmHWM") - before, buffer.nbytes]
+
+    resident, peak, nbytes = in_a_child(taken)
+    payload = 1_000_000 * sum(field.row_bytes for field in fields.values())
     assert payload == 269_000_000
-    assert 0.95 * payload < found["resident"] < 1.1 * payload
-    assert found["peak"] < 1.1 * payload
-    assert payload <= found["nbytes"] < 1.1 * payload
-    assert abs(found["nbytes"] - found["resident"]) < 0.05 * payload
+    assert 0.95 * payload < resident < 1.1 * payload
+    assert peak < 1.1 * payload
+    assert payload <= nbytes < 1.1 * payload
+    assert abs(nbytes - resident) < 0.05 * payload
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -127,21 +104,15 @@ def test_memory_that_torch_keeps_of_a_dropped_buffer_is_free(monkeypatch: pytest
 @needs_proc
 @host_only
 def test_nothing_is_allocated_before_the_refusal() -> None:
-    found = run(
-        """
-import torch
-from gpu_replay import Field, ReplayBuffer
-ReplayBuffer(10, {"small": Field((), torch.float32)}, device="cpu")
-before = held("VmPeak")
-try:
-    # the first field alone would fit
-    fields = {"small": Field((4,), torch.uint8), "large": Field((1024, 1024), torch.float32)}
-    ReplayBuffer(500_000_000, fields, device="cpu")
-except MemoryError:
-    print("allocated", held("VmPeak") - before)
-"""
-    )
-    assert found["allocated"] < 1_000_000_000
+    def allocated() -> int:
+        before = memory_of("VmPeak")
+        # the first field alone would fit
+        fields = {"small": Field((4,), torch.uint8), "large": Field((1024, 1024), torch.float32)}
+        with pytest.raises(MemoryError):
+            ReplayBuffer(500_000_000, fields, device="cpu")
+        return memory_of("VmPeak") - before
+
+    assert in_a_child(allocated) < 1_000_000_000
 
 
 # an Atari transition of a trajectory buffer: each observation once, and 80 bytes for everything else

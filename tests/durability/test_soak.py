@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ def test_what_fails_is_named(
     monkeypatch.setattr(soak, "SAVE_KILLS", 0)
     monkeypatch.setattr(soak, "TRAINER_KILLS", 0)
     assert soak.main(["--minutes", "0.01", "--record", str(tmp_path / "page.md")]) == 1
-    again = f"cd tests; python -c 'import soak; soak.PARTS[\"{part.__name__}\"](0)'"
+    again = f"{soak.REPEAT} 'import soak; soak.PARTS[\"{part.__name__}\"](0)'"
     assert again in capfd.readouterr().out
     page = (tmp_path / "page.md").read_text()
     assert "- failures: 1" in page
@@ -56,3 +58,10 @@ def test_a_short_soak_finds_nothing(capsys: pytest.CaptureFixture[str], monkeypa
     assert "- failures: 0" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["soak", "--minutes", "none"])
+
+
+@pytest.mark.slow
+def test_the_line_that_repeats_a_case_runs() -> None:
+    root = Path(__file__).resolve().parents[2]
+    line = soak.REPEAT.replace(" python", f" {sys.executable}") + " 'import soak; soak.PARTS[\"damage\"](0)'"
+    subprocess.run(line, shell=True, cwd=root, check=True, timeout=120)

@@ -1,8 +1,12 @@
-"""State: a buffer that was saved, in memory or on disk, goes on as if it never had been; other states are refused."""
+"""States in memory and on disk: settings are kept, and a state that is another's or was edited changes nothing.
+
+That a buffer goes on from a state, a copy or a checkpoint as if it never had been saved, random programs hold:
+`contract/test_programs.py`.
+"""
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from devices import scale, thinned
-from places import STEPS, check_equal, given, live, make
-from trajectory_pair import FIELDS, Pair, columns, final_of, numbered, play
-from transitions import ANNEALED, EXACT, NUMBER, SAMPLERS, check_rows, fill, leaves, same_draws
+from golden import MADE
+from places import STEPS, check_equal, given, live, make, same_life
+from refusals import whole_state
+from trajectory_pair import FIELDS, Script
+from transitions import ANNEALED, EXACT, NUMBER, check_rows, fill, leaves
 from transitions import make as make_numbered
 
 from gpu_replay import (
@@ -27,94 +32,32 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
+from gpu_replay.checkpoint.format import write_checkpoint
+from gpu_replay.training.checkpoints import latest
 
 pytestmark = pytest.mark.contract
 
-KINDS = ("transitions", *STEPS)
-MORE: dict[str, Any] = {
-    "annealed": ANNEALED,
-    "stored": Proportional(alpha=1.0, eps=0.0, initial="stored", stratified=False),
-    "rank-annealed": RankBased(beta=LinearSchedule(0.1, 1.0, steps=40), normalize="buffer"),
-    "combined-rank": Combined(RankBased(initial="stored", stratified=False), newest=2),
-}
-ALL: dict[str, Any] = {**SAMPLERS, **MORE}
+State = dict[str, Any]
+Edit = Callable[[State], object]
 EVERY_SETTING = Combined(Proportional(0.3, LinearSchedule(0.2, 0.9, 7), 0.01, 5.0, 2.0, "buffer", False), newest=2)
+REFUSED = (ValueError, KeyError, TypeError, RuntimeError)
 
 
-def relabelled(buffer: Any) -> dict[str, Any]:
-    """What `load` must be given again."""
-    found = getattr(buffer, "relabel", None)
-    return {} if found is None else {"relabel": found}
-
-
-def loaded_into_another(buffer: Any, other: Any, folder: Path) -> Any:
-    # what it held before is forgotten
-    list(live(other, 1))
-    other.load_state_dict(buffer.state_dict())
-    return other
-
-
-def from_disk(buffer: Any, other: Any, folder: Path) -> Any:
-    pytest.importorskip("safetensors")
-    buffer.save(folder / "checkpoint")
-    return type(buffer).load(folder / "checkpoint", device=buffer.device, **relabelled(buffer))
-
-
-WAYS: dict[str, Callable[[Any, Any, Path], Any]] = {
-    "state": loaded_into_another,
-    "disk": from_disk,
-    "copy": lambda buffer, other, folder: copy.deepcopy(buffer),
-}
-
-
-def check_alike(one: Any, other: Any) -> None:
-    """Fail unless two buffers have the same settings and hold the same."""
-    assert repr(one.stats()) == repr(other.stats())
-    assert (one.added, len(one), one.capacity, dict(one.fields)) == (
-        *(other.added, len(other), other.capacity),
-        dict(other.fields),
-    )
-    assert (one.sampler, one.device) == (other.sampler, other.device)
-    first, second = one.state_dict(), other.state_dict()
-    assert first["counters"] == second["counters"]
-    stored = torch.arange(one.added - len(one), one.added) % one.capacity
-    for name, tensor in first["tensors"].items():
-        # nothing is said of rows that were never written
-        rows = stored if name.startswith("fields.") else ...
-        assert torch.equal(tensor.cpu()[rows], second["tensors"][name].cpu()[rows]) or name.startswith("final."), name
-
-
-def play_on(buffer: Any, place: int) -> None:
-    """Use a buffer for so many rounds, and stop in the middle of episodes and windows."""
-    list(live(buffer, place))
-    for _ in range(place % 4 if place else 0):
+def used(kind: str, rounds: int, **settings: Any) -> Any:
+    """A buffer that was used for so many rounds, and stopped in the middle of episodes and windows."""
+    buffer = make(kind, **settings)
+    list(live(buffer, rounds))
+    for _ in range(rounds % 4):
         buffer.add(**given(buffer))
-
-
-@thinned("way, kind, name", WAYS, KINDS, scale(list(ALL), ["annealed"]), times=2)
-def test_a_saved_buffer_goes_on_as_if_it_never_had_been(
-    way: str, kind: str, name: str, device: str, tmp_path: Path
-) -> None:
-    for place in scale((0, 1, 3, 6), (1,)):
-        buffer, twin = (make(kind, sampler=ALL[name], device=device) for _ in range(2))
-        for each in (buffer, twin):
-            play_on(each, place)
-        found = WAYS[way](buffer, make(kind, sampler=ALL[name], device=device, seed=99), tmp_path)
-        check_alike(found, twin)
-        lives = (live(each, scale(2, 1)) for each in (twin, found, buffer))
-        for expected, after, saved in zip(*lives, strict=True):
-            check_equal(after, expected)
-            check_equal(saved, expected)
-        check_alike(found, twin)
+    return buffer
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["uniform", "combined-proportional", "annealed"])
-def test_state_moves_between_cpu_and_cuda(name: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["transitions", *STEPS])
+@pytest.mark.parametrize("sampler", [Uniform(), EVERY_SETTING, ANNEALED], ids=repr)
+def test_state_moves_between_cpu_and_cuda(sampler: Any, kind: str) -> None:
     for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
-        buffer, loaded = (make(kind, sampler=ALL[name], device=device) for device in (source, target))
-        play_on(buffer, 3)
+        buffer, loaded = used(kind, 3, sampler=sampler, device=source), make(kind, sampler=sampler, device=target)
         loaded.load_state_dict(buffer.state_dict())
         for _ in range(3):
             assert buffer.sample(5).key.tolist() == loaded.sample(5).key.tolist()
@@ -122,8 +65,7 @@ def test_state_moves_between_cpu_and_cuda(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["transitions", "same_step"])
 def test_state_is_a_copy_and_loading_it_again_repeats_everything(kind: str, device: str) -> None:
-    buffer = make(kind, sampler=ANNEALED, device=device)
-    play_on(buffer, 2)
+    buffer = used(kind, 2, sampler=ANNEALED, device=device)
     state = buffer.state_dict()
     assert {type(leaf) for leaf in leaves(state)} <= {torch.Tensor, int, float, str, bool, type(None)}
     once = list(live(buffer, 2))
@@ -132,112 +74,37 @@ def test_state_is_a_copy_and_loading_it_again_repeats_everything(kind: str, devi
         check_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["transitions", "next_step"])
-@pytest.mark.parametrize("used", [False, True])
-def test_state_of_an_empty_and_of_a_cleared_buffer(used: bool, kind: str, device: str) -> None:
-    buffer, loaded = (make(kind, sampler=EXACT, device=device, seed=seed) for seed in (3, 1))
-    list(live(buffer, int(used)))
-    buffer.clear()
-    list(live(loaded, 1))
-    loaded.load_state_dict(buffer.state_dict())
-    assert (len(loaded), loaded.added, loaded.total_mass()) == (0, buffer.added, 0)
-    with pytest.raises(RuntimeError):
-        loaded.sample(1)
-    for found, expected in zip(live(loaded, 1), live(buffer, 1), strict=True):
-        check_equal(found, expected)
-
-
-def test_running_maximum_is_part_of_the_state(device: str) -> None:
-    buffer = make_numbered(4, EXACT, device=device)
-    fill(buffer, 2, priority=[64, 1])
-    buffer.update_priorities(torch.tensor([0], device=device), torch.tensor([2.0], device=device))
-    loaded = make_numbered(4, EXACT, device=device)
-    loaded.load_state_dict(buffer.state_dict())
-    fill(loaded, 1)
-    assert loaded.masses().tolist() == [2 << 20, 1 << 20, 64 << 20, 0]
-
-
-@pytest.mark.parametrize("autoreset", ["same_step", "disabled"])
-def test_final_observations_are_part_of_the_state(autoreset: str, device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    pair = Pair(12, 2, device=device, autoreset=autoreset, stack=2, n_step=2, final_capacity=3)
-    for number in range(13):
-        if number == 4:
-            pair.buffer.save(tmp_path / "checkpoint")
-            pair.buffer = TrajectoryReplayBuffer.load(tmp_path / "checkpoint", device=device)
-        steps = [numbered(number, env, FIELDS, truncated=(number + env) % 3 == 1) for env in range(2)]
-        pair.add([step | {"final": final_of(step, step["truncated"])} for step in steps])
-        view = pair.check()
-    pair.check_refusals(view)
-
-
-WAITING: dict[str, tuple[dict[str, Any], str, str, list[int]]] = {
-    "the step after a termination is dead": ({}, ".T", "...", [0, 1, 2, 3, 5, 6, 7]),
-    "the step after a truncation is dead": ({}, ".U", "...", [0, 1, 2, 3, 5, 6, 7]),
-    # what a user does whose environments start anew after an interruption
-    "episodes begin before": ({"stack": 2, "n_step": 2}, ".U|", "....", [4, 5, 6, 7]),
-    "episodes begin after": ({"stack": 2, "n_step": 2}, ".U", "|....", [4, 5, 6, 7]),
-    "windows are open": ({"stack": 2, "n_step": 3}, "..", "....", [0, 1, 2, 3, 4, 5]),
-}
-
-
-@pytest.mark.parametrize("settings, before, after, eligible", WAITING.values(), ids=WAITING)
-def test_what_waits_is_in_the_state(settings: Any, before: str, after: str, eligible: list[int], device: str) -> None:
-    pair = Pair(20, 2, device=device, **settings)
-    play(pair, before, before.replace("T", ".").replace("U", "."))
-    loaded = TrajectoryReplayBuffer(20, 2, FIELDS, sampler=EXACT, device=device, **settings)
-    loaded.load_state_dict(pair.buffer.state_dict())
-    pair.buffer = loaded
-    play(pair, after, after)
-    view = pair.check()
-    assert view.eligible() == eligible
-    pair.check_refusals(view)
+def test_state_of_tensors_with_gradients_leaves_none_in_the_buffer(device: str) -> None:
+    buffer = make_numbered(7, EXACT, device=device)
+    fill(buffer, 3)
+    state = buffer.state_dict()
+    state["tensors"]["fields.obs"].requires_grad_()
+    buffer.load_state_dict(state)
+    assert not buffer.state_dict()["tensors"]["fields.obs"].requires_grad
 
 
 # settings that a checkpoint keeps
 
+KEPT: dict[str, Callable[[str], Any]] = {
+    **{
+        kind: lambda device, kind=kind: used(kind, 3, sampler=EVERY_SETTING, device=device, seed=2**63 + 5)
+        for kind in ("transitions", "same_step", "disabled")
+    },
+    "nested": lambda _: MADE["proportional"](),
+}
 
-def test_a_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_buffer_from_disk_keeps_every_setting(name: str, device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    fields = {
-        "obs.camera": Field((3, 5), torch.uint8, torch.float16, 1 / 255),
-        "obs.speed": Field((), torch.bfloat16),
-        "flag": Field((2,), torch.bool),
-        "wide": Field((), torch.float64, None, 0.5),
-    }
-    buffer = ReplayBuffer(9, fields, sampler=EVERY_SETTING, device=device, seed=2**63 + 5)
-    for first in (0, 5, 10):
-        number = torch.arange(first, first + 5, device=device)
-        camera, flag = number[:, None, None].expand(5, 3, 5).to(torch.uint8), number[:, None].expand(5, 2) % 2 == 0
-        obs = {"obs.camera": camera, "obs.speed": number.bfloat16()}
-        buffer.add(**obs, flag=flag, wide=number.double() / 3)
-        buffer.sample(3)
-    check_kept(buffer, tmp_path, range(8, 15))
-
-
-def test_a_trajectory_buffer_from_disk_keeps_every_setting(device: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    fields = {"obs.camera": Field((4, 5), torch.uint8, torch.float16, 1 / 255), "obs.speed": Field((), torch.float32)}
-    fields |= {"action": Field((2,), torch.float32), "flag": Field((2,), torch.bool)}
-    settings: dict[str, Any] = {"stack": 2, "n_step": 3, "gamma": 0.75, "autoreset": "disabled", "padding": "zero"}
-    settings |= {"random_shift": 1, "final_capacity": 5}
-    buffer = TrajectoryReplayBuffer(19, 2, fields, **settings, sampler=EVERY_SETTING, device=device, seed=2**63 + 5)
-    for number in range(7):
-        steps = [numbered(number, env, fields, truncated=number == 3 and env == 0) for env in range(2)]
-        buffer.add(**columns([step | {"final": step} for step in steps], fields))
-    check_kept(buffer, tmp_path, range(14))
-
-
-def check_kept(buffer: Any, folder: Path, keys: range) -> None:
-    """Fail unless a buffer from disk has all settings of the saved one, and draws as it does."""
-    buffer.save(folder / "checkpoint")
-    loaded = type(buffer).load(folder / "checkpoint", device=buffer.device)
+    buffer = KEPT[name](device)
+    buffer.save(tmp_path / "checkpoint")
+    loaded = type(buffer).load(tmp_path / "checkpoint", device=buffer.device)
     assert (dict(loaded.fields), repr(loaded)) == (dict(buffer.fields), repr(buffer))
-    assert (loaded.sampler, loaded.seed, loaded.capacity) == (EVERY_SETTING, 2**63 + 5, buffer.capacity)
-    for _ in range(3):
-        for each in (buffer, loaded):
-            each.update_priorities(torch.tensor(keys, device=each.device), torch.arange(len(keys)) + 1)
-        same_draws(buffer, loaded, 6, times=1)
+    assert (loaded.sampler, loaded.seed, loaded.capacity) == (buffer.sampler, 2**63 + 5, buffer.capacity)
+    assert loaded.state_dict()["settings"] == buffer.state_dict()["settings"]
+    if name != "nested":
+        same_life(loaded, buffer, 2)
 
 
 def test_another_capacity_or_sampler_is_not_an_argument_of_load(tmp_path: Path) -> None:
@@ -257,15 +124,15 @@ def test_without_a_device_it_is_loaded_where_a_new_buffer_would_be(tmp_path: Pat
     check_rows(loaded[list(range(9, 80))])
 
 
-# what is refused: other settings, another kind, damage
+# states of other buffers
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "capacity": ("transitions", {"capacity": 72}, r"(?s)capacity.*7[12]"),
-    "another field": ("transitions", {"fields": {"action": NUMBER["number"]}}, "(?i)field|action|number"),
-    "field dtype": ("transitions", {"fields": {"number": Field((), torch.int32)}}, "number"),
-    "field shape": ("transitions", {"fields": {"number": Field((2,), torch.int64)}}, "number"),
-    "kind of sampler": ("transitions", {"sampler": Uniform()}, r"(?i)sampler|Uniform|Proportional"),
-    "alpha": ("transitions", {"sampler": Proportional(alpha=0.5)}, r"(?i)alpha|sampler"),
+    "capacity": ("rows", {"capacity": 72}, r"(?s)capacity.*7[12]"),
+    "another field": ("rows", {"fields": {"action": NUMBER["number"]}}, "(?i)field|action|number"),
+    "field dtype": ("rows", {"fields": {"number": Field((), torch.int32)}}, "number"),
+    "field shape": ("rows", {"fields": {"number": Field((2,), torch.int64)}}, "number"),
+    "kind of sampler": ("rows", {"sampler": Uniform()}, r"(?i)sampler|Uniform|Proportional"),
+    "alpha": ("rows", {"sampler": Proportional(alpha=0.5)}, r"(?i)alpha|sampler"),
     "capacity of steps": ("steps", {"capacity": 36}, r"(?s)capacity.*3[36]"),
     "num_envs": ("steps", {"num_envs": 1, "capacity": 33}, r"num_envs"),
     "stack": ("steps", {"stack": 4}, r"stack"),
@@ -278,63 +145,234 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def made(kind: str, device: str, **changed: Any) -> Any:
+def empty(kind: str, device: str, **changed: Any) -> Any:
     """A ring of 71 transitions, or of 11 steps of 3 environments."""
-    fields = FIELDS if kind == "steps" else NUMBER
-    named: dict[str, Any] = {"capacity": 71, "fields": fields, "sampler": ANNEALED, "device": device}
-    if kind == "steps":
-        named |= {"capacity": 35, "num_envs": 3, "stack": 3, "n_step": 4, "autoreset": "same_step"}
-        return TrajectoryReplayBuffer(**{**named, **changed})
-    return ReplayBuffer(**{**named, **changed})
+    named: dict[str, Any] = {"capacity": 71, "fields": NUMBER, "sampler": ANNEALED, "device": device}
+    if kind == "rows":
+        return ReplayBuffer(**{**named, **changed})
+    named |= {"capacity": 35, "num_envs": 3, "fields": FIELDS, "stack": 3, "n_step": 4, "autoreset": "same_step"}
+    return TrajectoryReplayBuffer(**{**named, **changed})
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_state_of_a_buffer_with_other_settings_is_refused(name: str, device: str) -> None:
     kind, changed, message = OTHERS[name]
-    state, other = made(kind, device).state_dict(), made(kind, device, **changed)
-    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match=message):
+    state, other = empty(kind, device).state_dict(), empty(kind, device, **changed)
+    with pytest.raises(REFUSED, match=message):
         other.load_state_dict(state)
     assert (len(other), other.added) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", ["transitions", "same_step"])
-@pytest.mark.parametrize("damage", ["empty", "a missing entry", "not a dict", "a missing tensor", "meta", "sparse"])
-def test_state_that_is_no_state_is_refused_and_changes_nothing(damage: str, kind: str, device: str) -> None:
-    buffer, twin = (make(kind, sampler=ANNEALED, device=device) for _ in range(2))
-    for each in (buffer, twin):
-        play_on(each, 1)
-    state: Any = twin.state_dict()
-    name, tensor = next((name, tensor) for name, tensor in state["tensors"].items() if name.startswith("fields."))
-    message = "."
-    if damage == "a missing entry":
-        state.pop("counters")
-    elif damage == "a missing tensor":
-        state["tensors"].pop(name)
-    elif damage in ("meta", "sparse"):
-        state["tensors"][name] = tensor.to("meta") if damage == "meta" else tensor.to_sparse()
-        message = f"'{name}' must be a dense tensor with memory; found a .*{damage}"
-    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError), match=message):
-        buffer.load_state_dict({"empty": {}, "not a dict": 7}.get(damage, state))
-    check_alike(buffer, twin)
-    check_equal(buffer.sample(5), twin.sample(5))
-
-
-def test_state_of_tensors_with_gradients_leaves_none_in_the_buffer(device: str) -> None:
-    buffer = make_numbered(7, EXACT, device=device)
-    fill(buffer, 3)
-    state = buffer.state_dict()
-    state["tensors"]["fields.obs"].requires_grad_()
-    buffer.load_state_dict(state)
-    assert not buffer.state_dict()["tensors"]["fields.obs"].requires_grad
-
-
 def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    transitions, trajectories = (made(kind, device, sampler=Uniform()) for kind in ("transitions", "steps"))
-    for one, other in ((transitions, trajectories), (trajectories, transitions)):
+    both = [empty(kind, device, sampler=Uniform()) for kind in ("rows", "steps")]
+    for one, other in (both, both[::-1]):
         with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):
             one.load_state_dict(other.state_dict())
         name = type(one).__name__
         one.save(tmp_path / name)
         with pytest.raises(CheckpointError, match=rf"(?s){name}.*{name}\.load"):
             type(other).load(tmp_path / name)
+
+
+# states that somebody edited, with checksums that are right
+
+
+def ring(sampler: Any) -> ReplayBuffer:
+    """A ring of 11 that is full, with a clear behind it."""
+    buffer = make_numbered(11, sampler)
+    fill(buffer, 9)
+    buffer.clear()
+    fill(buffer, 7)
+    buffer.sample(3)
+    return buffer
+
+
+def steps(sampler: Any) -> TrajectoryReplayBuffer:
+    """A ring of 11 steps of 3 environments with final observations."""
+    settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sampler": sampler, "device": "cpu"}
+    buffer = TrajectoryReplayBuffer(33, 3, FIELDS, **settings)
+    Script(seed=1, calls=70, num_envs=3).play(buffer, 0, 70)
+    return buffer
+
+
+BUFFERS: dict[str, Callable[[], Any]] = {
+    "mass": lambda: ring(EXACT),
+    "rank": lambda: ring(RankBased()),
+    "steps": lambda: steps(EXACT),
+    "steps-uniform": lambda: steps(Uniform()),
+}
+
+
+@functools.cache
+def made(kind: str) -> Any:
+    """One buffer for all tests: nothing that is refused changes it."""
+    return BUFFERS[kind]()
+
+
+def put(name: str, value: Any, place: Any = slice(None)) -> Edit:
+    """Write into a tensor."""
+    return lambda state: state["tensors"][name].__setitem__(place, value)
+
+
+def become(name: str, change: Callable[[torch.Tensor], Any]) -> Edit:
+    """Put something else in the place of a tensor."""
+    return lambda state: state["tensors"].update({name: change(state["tensors"][name])})
+
+
+def count(name: str, value: Any) -> Edit:
+    """Write a counter."""
+    return lambda state: state["counters"].update({name: value})
+
+
+def setting(**values: Any) -> Edit:
+    """Write settings."""
+    return lambda state: state["settings"].update(values)
+
+
+def of_field(**values: Any) -> Edit:
+    """Write what is said of a field."""
+    return lambda state: state["settings"]["fields"]["action"].update(values)
+
+
+# which buffer, and what is done to its state
+EDITS: dict[str, tuple[str, Edit]] = {
+    "masses all 0": ("mass", put("masses", 0)),
+    "a mass below 0": ("mass", put("masses", -(2**63), 8)),
+    "a mass above the limit": ("mass", put("masses", 2**62 // 11 + 1, 8)),
+    "a mass of what was forgotten": ("mass", put("masses", 1, 7)),
+    "a negative count of draws": ("mass", put("times_sampled", -1, 0)),
+    "FIRST after ADDED": ("mass", count("FIRST", 17)),
+    "ADDED beyond all": ("mass", count("ADDED", 2**63 - 1)),
+    "a largest mass beyond the limit": ("mass", count("TOP", 2**62)),
+    "a code of no number": ("rank", put("masses", 2**63 - 1, 8)),
+    "half a step": ("steps", count("ADDED", 1001)),
+    "half a step forgotten": ("steps", count("FIRST", 1)),
+    "a mass of a step that cannot be drawn": ("steps", become("masses", lambda masses: masses.clamp(min=1))),
+    "a mark of a step that cannot be drawn": ("steps-uniform", put("marks", 1)),
+    "marks that are larger": ("steps-uniform", become("marks", lambda marks: marks * 2)),
+    "unknown flags": ("steps", put("streams.flags", 255, 0)),
+    "steps before the first": ("steps", put("streams.depth", -5, 0)),
+    "a final observation elsewhere": ("steps", put("streams.final", 10**6, 0)),
+    "a final observation before all": ("steps", put("streams.final", -1, 0)),
+    "the final observation of a step to come": ("steps", put("streams.owner", 10**9, 0)),
+    "a negative mass to come": ("steps", put("streams.pending", -1, (0, 0))),
+    "no truncated step followed": ("steps", put("streams.flags", 2)),
+    "all steps dead": ("steps", put("streams.flags", 4)),
+    "steps deep in episodes": ("steps", put("streams.depth", 2**31 - 1)),
+}
+# what a disk cannot hold, or what has lost a part, and words of the message
+PARTS: dict[str, tuple[Edit, str]] = {
+    "empty": (dict.clear, "."),
+    "a missing entry": (lambda state: state.pop("counters"), "."),
+    "a missing tensor": (lambda state: state["tensors"].pop("masses"), "."),
+    "a tensor without memory": (
+        become("masses", lambda tensor: tensor.to("meta")),
+        "'masses' must be a dense tensor with memory; found a .*meta",
+    ),
+    "a sparse tensor": (
+        become("masses", torch.Tensor.to_sparse),
+        "'masses' must be a dense tensor with memory; found a .*sparse",
+    ),
+    "a list for a tensor": (become("masses", torch.Tensor.tolist), "'masses' must be a tensor; found list"),
+    **{
+        f"{value} for {part}": (lambda state, part=part, value=value: state.update({part: value}), part[:-1])
+        for part in ("settings", "counters", "tensors", "seed")
+        for value in (None, [1])
+    },
+}
+# what is done to the settings of one that is loaded from disk
+SETTINGS: dict[str, Edit] = {
+    "no settings": lambda state: state.pop("settings"),
+    "a list": lambda state: state.update(settings=[1]),
+    "a text": lambda state: state.update(settings="kind"),
+    "no kind": lambda state: state["settings"].pop("kind"),
+    "no capacity": lambda state: state["settings"].pop("capacity"),
+    "no room": setting(capacity=0),
+    "a capacity in words": setting(capacity="many"),
+    "another capacity": setting(capacity=36),
+    "no sampler": setting(sampler=None),
+    "a sampler of another kind": setting(sampler={"kind": "system"}),
+    "a sampler with more": setting(sampler={"kind": "Uniform", "more": 1}),
+    "a sampler of samplers": setting(sampler={"kind": "Combined", "base": {"kind": "Latest"}, "newest": 1}),
+    "no fields": setting(fields={}),
+    "fields in a list": setting(fields=[1]),
+    "a field in words": setting(fields={"obs": "frames"}),
+    "a dtype that is a function": of_field(dtype="load"),
+    "a dtype of another package": of_field(dtype="nothing"),
+    "a shape in words": of_field(shape="wide"),
+    "another shape": of_field(shape=[7]),
+    "a field with more": of_field(more=1),
+    "more": setting(more=1),
+    "no environments": setting(num_envs=0),
+    "other environments": setting(num_envs=4),
+    "a gamma in words": setting(gamma="less"),
+    "another padding": setting(padding="none"),
+    "hindsight in words": setting(relabel="future"),
+    "hindsight in a list": setting(relabel=[1]),
+    "a seed in words": lambda state: state.update(seed="yes"),
+    "no seed": lambda state: state.pop("seed"),
+    "counters in a list": lambda state: state.update(counters=[1]),
+    "a counter less": lambda state: state["counters"].pop("ADDED"),
+    "a counter in words": count("ADDED", "many"),
+    "a tensor less": lambda state: state["tensors"].pop("masses"),
+    "no version": lambda state: state.update(version=None),
+}
+
+
+def save(state: State, path: Path) -> Path:
+    """A checkpoint of a state, whatever it holds."""
+    write_checkpoint(path, {name: value for name, value in state.items() if name != "tensors"}, state["tensors"])
+    return path
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_state_that_nobody_edited_is_loaded(kind: str, tmp_path: Path) -> None:
+    buffer = made(kind)
+    assert type(buffer).load(save(buffer.state_dict(), tmp_path / "c"), device="cpu").added == buffer.added
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_state_is_refused(name: str, tmp_path: Path) -> None:
+    kind, edit = EDITS[name]
+    buffer = made(kind)
+    state, before = buffer.state_dict(), whole_state(buffer)
+    edit(state)
+    with pytest.raises(ValueError, match=r"state|counter|tensor"):
+        buffer.load_state_dict(state)
+    assert whole_state(buffer) == before
+    with pytest.raises(CheckpointError):
+        type(buffer).load(save(state, tmp_path / "wrong"), device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["mass", "steps"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_state_without_its_parts_is_refused(name: str, kind: str) -> None:
+    buffer = made(kind)
+    edit, message = PARTS[name]
+    state, before = buffer.state_dict(), whole_state(buffer)
+    edit(state)
+    with pytest.raises(REFUSED, match=message):
+        buffer.load_state_dict(state)
+    with pytest.raises(REFUSED):
+        buffer.load_state_dict(7)
+    assert whole_state(buffer) == before
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_were_edited_are_refused(name: str, tmp_path: Path) -> None:
+    state = made("steps").state_dict()
+    SETTINGS[name](state)
+    with pytest.raises(CheckpointError):
+        TrajectoryReplayBuffer.load(save(state, tmp_path / "c"), device="cpu")
+
+
+def test_a_state_of_a_newer_version_says_so(tmp_path: Path) -> None:
+    state = made("mass").state_dict() | {"version": 2}
+    with pytest.raises(CheckpointError, match="version 2; .* reads version 1. A newer gpu_replay wrote it"):
+        ReplayBuffer.load(save(state, tmp_path / "c"))
+    with pytest.raises(ValueError, match="version 2.*newer"):
+        made("mass").load_state_dict(state)
+    write_checkpoint(tmp_path / "000000000007" / "state", {"version": 3}, {})
+    with pytest.raises(CheckpointError, match="version 3.*newer"):
+        latest(tmp_path)

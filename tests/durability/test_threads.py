@@ -26,6 +26,9 @@ WIDE = {
 }
 
 
+SAMPLERS = [Proportional(), RankBased(), Uniform(), Uniform(replacement=True), Latest(), Combined(Proportional(), 3)]
+
+
 @pytest.fixture(autouse=True)
 def eager_switching() -> Iterator[None]:
     """Let threads change places as often as they can, so that a missing lock shows itself."""
@@ -97,37 +100,33 @@ def made(device: str, sampler: Any = None, capacity: int = START) -> ReplayBuffe
     return buffer
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [Proportional(), RankBased(), Uniform(), Uniform(replacement=True), Latest(), Combined(Proportional(), 3)],
-    ids=repr,
-)
-def test_no_transition_is_torn_while_another_thread_adds(sampler: Any, device: str) -> None:
-    buffer, newest = made(device, sampler), 0
+# the larger ones have sums above the masses
+@pytest.mark.parametrize("capacity, sampler", [*((START, each) for each in SAMPLERS), (5003, Proportional())], ids=repr)
+def test_no_transition_is_torn_while_another_thread_adds(capacity: int, sampler: Any, device: str) -> None:
+    buffer, newest, size = made(device, sampler, capacity), 0, 0
     with adding(buffer, device):
-        for _ in range(scale(300, 4)):
+        for _ in range(scale(200, 4)):
             batch = buffer.sample(24)
             check_whole(batch)
             keys = batch.key
-            assert keys.max().item() - keys.min().item() < START
+            assert keys.max().item() - keys.min().item() < capacity
             # what was drawn can only become newer, up to the width of the ring
-            assert keys.max().item() >= newest - START
+            assert keys.max().item() >= newest - capacity
             newest = max(newest, keys.max().item())
             buffer.update_priorities(keys, keys.double() % 5 + 0.5)
+            stats, last = buffer.stats(), buffer.added - 1
+            assert capacity >= stats.size >= size
+            size = stats.size
+            assert stats.max_age == size - 1
+            try:
+                check_whole(buffer[[last]])
+            except KeyError:
+                assert buffer.added - last > capacity
     assert buffer.added > START
-    check_whole(buffer[list(range(buffer.added - START, buffer.added))])
-
-
-def test_masses_and_total_stay_exact_while_another_thread_adds(device: str) -> None:
-    # large enough for sums above the masses
-    buffer = made(device, Proportional(), 5003)
-    with adding(buffer, device):
-        for _ in range(scale(300, 4)):
-            keys = buffer.sample(64).key
-            buffer.update_priorities(keys, torch.rand(64, device=device) * 10)
-    assert buffer.total_mass() == sum(buffer.masses().tolist())
-    assert buffer.masses()[: len(buffer)].min().item() > 0
-    check_whole(buffer.sample(64))
+    check_whole(buffer[buffer.keys()])
+    if isinstance(sampler, Proportional):
+        assert buffer.total_mass() == sum(buffer.masses().tolist())
+        assert buffer.masses()[: len(buffer)].min().item() > 0
 
 
 def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) -> None:
@@ -151,19 +150,6 @@ def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -
         for _ in range(scale(200, 4)):
             buffer.update_priorities(late, torch.full((START,), 1e6, device=device))
     assert (buffer.masses().tolist(), buffer.stats().stale_updates) == ([2**20] * START, START * scale(200, 4))
-
-
-def test_looking_while_another_thread_adds(device: str) -> None:
-    buffer = made(device, Proportional())
-    with adding(buffer, device):
-        for _ in range(scale(200, 4)):
-            stats = buffer.stats()
-            assert ((stats.size, stats.max_age), len(buffer)) == ((START, START - 1), START)
-            newest = buffer.added - 1
-            try:
-                check_whole(buffer[[newest]])
-            except KeyError:
-                assert buffer.added - newest > START
 
 
 ENVS, STACK, WINDOW = 3, 4, 2

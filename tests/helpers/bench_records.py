@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpu_replay.bench import main, timing
-from gpu_replay.bench.record import Environment, Record
+from gpu_replay.bench import main, measure
+from gpu_replay.bench.records import Environment, Record
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
@@ -47,5 +47,5 @@ def cells(line: str) -> list[str]:
 
 def quicker(monkeypatch: Patch) -> None:
     """Trials of five calls each, without a collection of the whole heap before each measurement."""
-    monkeypatch.setattr(main, "QUICK", timing.Plan(warmup=0, seconds=0, fewest=5, most=5))
-    monkeypatch.setattr(timing.gc, "collect", int)
+    monkeypatch.setattr(main, "QUICK", measure.Plan(warmup=0, seconds=0, fewest=5, most=5))
+    monkeypatch.setattr(measure.gc, "collect", int)

@@ -84,7 +84,8 @@ def any_keys(draw: random.Random, capacity: int) -> list[int]:
     """Stored keys, some twice, and a few that are gone, never were, or are not yet, from the newest on."""
     keys = [draw.randint(-capacity, -1) for _ in range(draw.randint(0, 8))]
     keys += draw.choices(keys, k=2) if keys else []
-    keys += draw.choices((-capacity - 1, -capacity - 2, 0, 1, -(10**6), 10**9), k=draw.randint(0, 3))
+    gone = (-capacity - 1, -capacity - 2, 0, 1, -(10**6), 10**9, 2**31, 2**40, 2**62, -(2**63))
+    keys += draw.choices(gone, k=draw.randint(0, 3))
     draw.shuffle(keys)
     return keys
 

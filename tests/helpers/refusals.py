@@ -149,7 +149,14 @@ ADDS = [
     Refusal("final_obs of fewer rows", STEPS, ending(lambda v: v[:0]), ValueError, "final_obs.*0", takes_finals),
     Refusal("complex final_obs", STEPS, ending(lambda v: v.to(torch.complex64)), LOSSY, "final_obs", takes_finals),
     Refusal("final_obs that is text", STEPS, ending("last"), LOSSY, "final_obs", takes_finals),
-    Refusal("unknown final_obs", STEPS, adding("final_obs.image", torch.zeros(3, 2)), KeyError, "final_obs"),
+    Refusal(
+        "unknown final_obs",
+        STEPS,
+        adding("final_obs.image", torch.zeros(3, 2)),
+        KeyError,
+        "final_obs",
+        lambda buffer: buffer.autoreset != "next_step",
+    ),
     Refusal(
         "final_obs where none is taken",
         STEPS,

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from gpu_replay import Field, ops
-from gpu_replay.bench import first_contact, frames, kernel_inputs, main, runner, timing
+from gpu_replay.bench import first_contact, kernel_inputs, main, measure, subjects
 
 GPU = torch.device("cuda", 0)
 NAME = "No GPU, a rehearsal"
@@ -389,11 +389,12 @@ def pretend() -> None:
     setattr(threading.Thread, "run", run_with_a_gpu)  # noqa: B010
     _use_sizes_of_the_interpreter()
     # what is tried at all is tried once
-    main.QUICK, timing.WARM_UPS, kernel_inputs.STEPS = timing.Plan(0, 0, 1, 1), 1, 10
+    main.QUICK, measure.WARM_UPS, kernel_inputs.STEPS = measure.Plan(0, 0, 1, 1), 1, 10
     main.QUICK_CAPACITIES, main.QUICK_FRAMES = (1_000,), (480, (8,))
     setattr(main, "QUICK_BATCHES", (8,))  # noqa: B010
-    setattr(runner, "CALLS_PER_GRAPH", 1)  # noqa: B010
-    main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS, frames.FrameSubject.chunk = 40, 8, 12, 8
+    measure.CALLS_PER_GRAPH, subjects.CHECKED = 1, 8
+    main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
+    setattr(measure, "CHECKED", 8)  # noqa: B010
     first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests python -m rehearsal rehearsed_cycle`: steps replayed as graphs are the steps of a plain loop.
+"""`PYTHONPATH=tests python -m rehearsal rehearsed_cycle`: replayed steps and evaluations are those of a plain loop.
 
 There a graph repeats what was done while it was captured, in the same memory: whatever the host decided, counted or put
 elsewhere meanwhile would be repeated as it was, and differ.
@@ -6,8 +6,12 @@ elsewhere meanwhile would be repeated as it was, and differ.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from test_training_cycle import GAMES, IDS, advance, all_tensors, played
+
+from gpu_replay.training.train import Trainer
 
 CUDA = torch.device("cuda")
 
@@ -30,6 +34,22 @@ def main() -> None:
         print(f"{title}: {replays} replays, {graphed.agent.updates} updates")
         if not steps or not all(replays.values()):
             raise SystemExit(f"{title}: nothing was captured")
+        if plain.environment.on_device:
+            compare_evaluations(plain, graphed, title)
+
+
+def compare_evaluations(plain: Trainer, graphed: Trainer, title: str) -> None:
+    """The networks differ from evaluation to evaluation; the games of Catch end long before the graph is asked."""
+    for turn in range(4):
+        mine, theirs = (each.evaluator.evaluate(each.agent.judged, turn)[0] for each in (graphed, plain))
+        if mine != theirs:
+            raise SystemExit(f"{title}: evaluation {turn} found {mine} instead of {theirs}")
+        for each in (plain, graphed):
+            advance(each, 5)
+    graph: Any = graphed.evaluator._graph
+    if not graph.replays:
+        raise SystemExit(f"{title}: no evaluation was captured")
+    print(f"{title}, evaluation: {graph.replays} replays, {mine.return_mean} in {mine.length_mean} steps")
 
 
 if __name__ == "__main__":

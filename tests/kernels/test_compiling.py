@@ -13,6 +13,7 @@ import pytest
 
 from gpu_replay.loops import tree
 from gpu_replay.loops.compiling import compiler
+from gpu_replay.loops.constants import Counter
 
 LOOPS = Path(__file__).resolve().parents[2] / "gpu_replay" / "loops"
 # the lowest mass of nothing is a number that the loop takes from another file
@@ -139,11 +140,12 @@ def test_loops_as_python_do_what_compiled_ones_do() -> None:
         flat, low, high = np.zeros(352, np.int64), np.zeros(20, np.int64), np.zeros(20, np.int64)
         noted, counters = np.zeros(31, np.int64), np.zeros(17, np.int64)
         flat[:300] = masses
+        counters[Counter.FIRST], counters[Counter.ADDED] = 300, 600
         ready(tree.build)(flat, starts, low, high)
         slots, probability, ratio = np.zeros(40, np.int64), np.zeros(40, np.float32), np.zeros(40)
         known = flat, starts, low, doubles, True, True, 7, int(masses.sum()) - 9, int(masses.sum())
         ready(tree.draw)(*known, slots, probability, ratio)
-        ready(tree.update)(keys, given, 2**40, 300, 600, 300, True, counters, flat, starts, low, high, noted)
+        ready(tree.update)(keys, given, 2**40, 300, True, counters, flat, starts, low, high, noted)
         found = (
             ready(tree.lowest)(flat, low),
             ready(tree.mass_before)(flat, starts, 77),

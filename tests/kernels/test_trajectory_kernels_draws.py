@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from devices import thinned
+from devices import host_only, thinned
 from guards import Guards
 from interpreted import kernel_device as kernel_device
 from tolerances import close
 from trees import random_masses
 
-from gpu_replay import Combined, Field, Latest, Proportional, Uniform
+from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
@@ -207,3 +207,25 @@ def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:
     for _ in range(2):
         drawers.check(5, 0, shifted=False)
         assert int(drawers.counters[Counter.LOWEST]) == NO_MASS
+
+
+@host_only
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_draw_from_fewer_starts_than_were_counted_is_refused(replacement: bool, left: int) -> None:
+    """Rather than read what is not there, or look for it for ever."""
+    buffer = TrajectoryReplayBuffer(8, 1, FIELDS, sampler=Uniform(replacement=replacement), device="cpu")
+    for number in range(6):
+        buffer.add(obs=[number], action=[0], reward=[0.0], terminated=[False], truncated=[False])
+    # a tree whose leaves are few
+    tree = buffer._state.eligible
+    tree.masses.zero_()
+    tree.masses[0] = left
+    tree.build()
+    before = buffer._counters.tolist()
+    if replacement and left:
+        assert buffer.sample(2).key.tolist() == [0, 0]
+        return
+    with pytest.raises(RuntimeError, match="fewer transitions can be drawn than were counted"):
+        buffer.sample(2)
+    assert buffer._counters.tolist() == before

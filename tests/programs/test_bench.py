@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
-from torch import Tensor
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import peers_suite, report
 from gpu_replay.bench.cases import Case, chosen, cycle_cases
-from gpu_replay.bench.environment import CannotMeasure
-from gpu_replay.bench.record import SCHEMA, Record
-from gpu_replay.bench.results import read, write
+from gpu_replay.bench.measure import Plan, Run, check, fill, measure, quantiles
+from gpu_replay.bench.records import SCHEMA, CannotMeasure, Record, read, write
 from gpu_replay.bench.rows import ROW_BYTES
-from gpu_replay.bench.runner import Run, check, fill
-from gpu_replay.bench.subjects import ReplaySubject
-from gpu_replay.bench.timing import Plan, measure, quantiles
+from gpu_replay.bench.subjects import replay
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import Progress
 
@@ -94,10 +90,10 @@ def test_the_call_is_measured_and_its_preparation_is_not() -> None:
         time.sleep(0.02)
 
     timing = measure(call, prepare=prepare, plan=Plan(0, 0, fewest=4, most=9, flush=4096), device=CPU)
-    assert timing.repetitions == 4
-    assert 2000 <= timing.microseconds()["p10"] <= timing.microseconds()["p50"] < 20_000
-    assert log == ["prepare", "call"] * (timing.repetitions + timing.warmup)
-    assert measure(int, prepare=int, plan=Plan(0, 10, fewest=1, most=7), device=CPU).repetitions == 7
+    assert timing.nanoseconds.size == 4
+    assert 2000 <= np.quantile(timing.nanoseconds, 0.1) / 1000 <= np.median(timing.nanoseconds) / 1000 < 20_000
+    assert log == ["prepare", "call"] * (timing.nanoseconds.size + timing.warmup)
+    assert measure(int, prepare=int, plan=Plan(0, 10, fewest=1, most=7), device=CPU).nanoseconds.size == 7
 
 
 # cases
@@ -142,17 +138,16 @@ def test_a_pattern_chooses_cases(pattern: str | None, count: int) -> None:
 # what is measured must work
 
 
-class WrongRows(ReplaySubject):
-    def fields(self, sampled: Any) -> Mapping[str, Tensor]:
-        found = dict(super().fields(sampled))
+def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
+    right = replay(300)
+    fill(right, 300, CPU, rounds=2)
+    check(right, "right")
+
+    def mixed(batch: int) -> dict[str, Any]:
+        found = right.sample(batch)
         return {**found, "reward": found["reward"].roll(1), "next_obs": found["obs"], "weight": found["weight"] * 0}
 
-
-def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
-    right, wrong = ReplaySubject(300, CPU), WrongRows(300, CPU)
-    for subject in (right, wrong):
-        fill(subject, 300, CPU, rounds=2)
-    check(right, "right")
+    wrong = replace(right, sample=mixed)
     with pytest.raises(CannotMeasure, match=r"sampled 'reward' .*; sampled 'next_obs' .*; the weights"):
         check(wrong, "wrong")
 
@@ -310,7 +305,7 @@ def test_a_mistake_of_the_program_keeps_its_traceback(monkeypatch: Patch) -> Non
 
 def test_bench_peers_measures_those_there_are(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     quicker(monkeypatch)
-    sizes = peers_suite.Sizes((1_000,), 300, batches=(32,), many=(), stepped=100, variants=300)
+    sizes = peers_suite.Sizes((1_000,), 300, batches=(32,), many=(), stepped=100, slots=300)
     monkeypatch.setattr(peers_suite, "QUICK", sizes)
     file = tmp_path / "peers.jsonl"
     arguments = ["peers", "--quick", "--only", "B=32", "--peer", "python_sum_tree", "--output", str(file)]

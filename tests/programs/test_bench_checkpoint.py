@@ -9,7 +9,7 @@ import pytest
 
 from gpu_replay.bench import checkpoint
 from gpu_replay.bench.main import main
-from gpu_replay.bench.stacks import FRAME_BYTES
+from gpu_replay.bench.rows import FRAME_BYTES
 
 
 def test_a_round_is_recorded(

@@ -12,18 +12,16 @@ import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
 
-from gpu_replay.bench import kernel_checks, kernels, plots, report, results
+from gpu_replay.bench import kernel_checks, kernels, plots, records, report
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.cases import OURS, Case
-from gpu_replay.bench.environment import DeviceLost
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
 from gpu_replay.bench.kernels import KERNELS, inputs, makers
-from gpu_replay.bench.record import Record
+from gpu_replay.bench.measure import Plan, Run
+from gpu_replay.bench.records import DeviceLost, Record
 from gpu_replay.bench.report import best_baseline, kernels_table
-from gpu_replay.bench.runner import Run
 from gpu_replay.bench.subjects import EPS
-from gpu_replay.bench.timing import Plan
 from gpu_replay.console.progress import Progress
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -109,9 +107,9 @@ def test_other_wrong_answers_are_noticed() -> None:
     assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks]) == []
     assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks.flip(0)])
     rows = {name: values[inputs.slots[0]] for name, values in inputs.rows.items()}
-    assert kernel_checks.wrong_rows(lambda slots: rows, inputs) == []
+    assert kernel_checks.wrong_rows(rows, inputs) == []
     mixed = {**rows, "reward": rows["reward"].roll(1)}
-    assert kernel_checks.wrong_rows(lambda slots: mixed, inputs) == ["rows of 'reward' are not those of their slots"]
+    assert kernel_checks.wrong_rows(mixed, inputs) == ["rows of 'reward' are not those of their slots"]
 
 
 @pytest.mark.parametrize(("fault", "message"), [(None, None), ("scale", "as given"), ("other", "have changed")])
@@ -182,7 +180,7 @@ def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monke
     (line,) = map(json.loads, errors.read_text().splitlines())
     assert (line["case"], line["timing"]) == ("prefix-sum/N=10k", "host")
     assert "it is all wrong" in line["error"]
-    assert {each.case for each in results.read(file)} == {
+    assert {each.case for each in records.read(file)} == {
         "tree-build/N=10k",
         "row-gather/N=10k/B=32",
         "row-gather/N=10k/B=256",
@@ -228,7 +226,7 @@ def test_bench_kernels_measures_records_and_draws(tmp_path: Path, monkeypatch: P
     file = tmp_path / "kernels.jsonl"
     arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--output", str(file)]
     assert commands.main(arguments) == 0
-    found = results.read(file)
+    found = records.read(file)
     assert {each.case for each in found} == {"draw/N=10k/B=32", "draw/N=10k/B=256"}
     assert {each.implementation for each in found} == set(makers(Case("draw", 10_000, 32)))
     assert all(each.quick and each.tests is None and each.timing == "host" for each in found)
@@ -267,15 +265,15 @@ def test_a_machine_without_records_is_told_the_command() -> None:
 
 def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_path: Path) -> None:
     for root in (tmp_path, None):
-        monkeypatch.setattr(results, "checkout", lambda root=root: root)
+        monkeypatch.setattr(records, "checkout", lambda root=root: root)
         monkeypatch.chdir(tmp_path)
         for name in ("kernels-cpu", "kernels-test-gpu", "kernels-cpu-quick"):
-            results.write(results.default_file(name), [kernel()])
-        recorded = [file.stem.split("bench-")[-1] for file in results.recorded_files()]
+            records.write(records.default_file(name), [kernel()])
+        recorded = [file.stem.split("bench-")[-1] for file in records.recorded_files()]
         assert recorded == ["kernels-cpu", "kernels-test-gpu"]
-    assert results.device_slug(CPU) == "cpu"
+    assert records.device_slug(CPU) == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (test)")
-    assert results.device_slug(torch.device("cuda")) == "nvidia-h200-test"
+    assert records.device_slug(torch.device("cuda")) == "nvidia-h200-test"
 
 
 def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
@@ -298,7 +296,7 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
 def test_kernels_are_measured_on_a_gpu(timing: str, tmp_path: Path) -> None:
     file = tmp_path / "kernels.jsonl"
     assert commands.main(["kernels", "--device", "cuda", "--quick", "--timing", timing, "--output", str(file)]) == 0
-    found = results.read(file)
+    found = records.read(file)
     assert {each.operation for each in found} == set(KERNELS)
     assert all(each.environment.device == torch.cuda.get_device_name() for each in found)
     assert all(each.timing == timing for each in found if each.implementation == OURS)

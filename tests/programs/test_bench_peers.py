@@ -18,13 +18,12 @@ from bench_records import Capture, Patch
 from torch import Tensor
 
 from gpu_replay.bench import peers_suite, report
-from gpu_replay.bench.environment import CannotMeasure
-from gpu_replay.bench.frames import FrameSubject
+from gpu_replay.bench.measure import check, fill
 from gpu_replay.bench.peers import python_sum_tree_peer
-from gpu_replay.bench.results import read
-from gpu_replay.bench.runner import check, fill
-from gpu_replay.bench.stacks import EPISODE, FRAMES, StackStream, faults
-from gpu_replay.bench.subjects import PEERS, PeerSubject, Sampled, Subject, Task, make_peer
+from gpu_replay.bench.peers_suite import PEERS, Sampled, Task, make_peer
+from gpu_replay.bench.records import CannotMeasure, read
+from gpu_replay.bench.rows import EPISODE, FRAMES, StackStream, faults
+from gpu_replay.bench.subjects import Subject, frames
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all
@@ -98,7 +97,7 @@ def test_only_a_few_rows_at_the_seam_may_be_cut() -> None:
 
 @pytest.mark.parametrize("n_step, envs", [(1, 8), (3, 8), (1, 64)])
 def test_our_own_buffer_gives_whole_rows(n_step: int, envs: int) -> None:
-    subject = FrameSubject(1_280, CPU, n_step=n_step, envs=envs)
+    subject = frames(1_280, n_step=n_step, envs=envs)
     fill(subject, 1_280, CPU, rounds=2)
     check(subject, "ours")
 
@@ -109,13 +108,13 @@ def test_our_own_buffer_gives_whole_rows(n_step: int, envs: int) -> None:
 @pytest.mark.parametrize("stacks", [False, True], ids=["vectors", "stacks"])
 def test_a_library_that_mixes_rows_up_is_refused(stacks: bool) -> None:
     task = Task(256, 8, stacks=stacks)
-    adapter = python_sum_tree_peer.make(task)
+    whole = python_sum_tree_peer.make(task)
 
     def sample(batch: int) -> Sampled:
-        slots, found = adapter.sample(batch)
+        slots, found = whole.sample(batch)
         return slots, {**found, "reward": found["reward"].roll(1)}
 
-    subject = PeerSubject(task, replace(adapter, sample=sample))
+    subject = replace(whole, sample=sample)
     fill(subject, 256, CPU, rounds=1)
     with pytest.raises(CannotMeasure, match="mixing is not measured: .*reward"):
         check(subject, "mixing")
@@ -167,7 +166,7 @@ def test_an_installed_library_stores_samples_and_updates(name: str, stacks: bool
     subject = made(name, Task(1_280, added, stacks=stacks))
     fill(subject, 1_280, CPU, rounds=2)
     check(subject, name)
-    fields = subject.fields(subject.sample(32))
+    fields = subject.sample(32)[1]
     assert all(isinstance(values, Tensor) and values.shape[0] == 32 for values in fields.values())
     if stacks:
         assert fields["obs"].shape == fields["next_obs"].shape == (32, 4, 84, 84)
@@ -179,14 +178,14 @@ def test_an_installed_library_stores_samples_and_updates(name: str, stacks: bool
 def test_an_installed_library_draws_by_priority(name: str) -> None:
     subject = made(name, Task(1_280, 8))
     fill(subject, 1_280, CPU, rounds=1)
-    obs = torch.cat([subject.fields(subject.sample(256))["obs"].reshape(256, 4)[:, 0] for _ in range(20)])
+    obs = torch.cat([subject.sample(256)[1]["obs"].reshape(256, 4)[:, 0] for _ in range(20)])
     # about half of what is drawn gets a priority of almost nothing, and is hardly drawn again
     border = float(obs.median())
     for _ in range(60):
         sampled = subject.sample(256)
-        low = subject.fields(sampled)["obs"].reshape(256, 4)[:, 0] < border
+        low = sampled[1]["obs"].reshape(256, 4)[:, 0] < border
         subject.update(sampled, torch.where(low, 1e-6, 1.0))
-    drawn = subject.fields(subject.sample(256))["obs"].reshape(256, 4)[:, 0]
+    drawn = subject.sample(256)[1]["obs"].reshape(256, 4)[:, 0]
     assert float((drawn < border).float().mean()) < 0.25
 
 
@@ -195,7 +194,11 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
 
 def test_every_part_has_those_that_can_do_it() -> None:
     sizes = peers_suite.Sizes()
-    found = {case.name: part.args[0] for cases, part in peers_suite.parts(sizes, list(PEERS), CPU) for case in cases}
+    found = {
+        case.name: part.keywords["makers"]
+        for cases, part in peers_suite.parts(sizes, list(PEERS), CPU)
+        for case in cases
+    }
     for batch in (32, 256, 4096):
         assert list(found[f"cycle/N=10k/B={batch}"]) == ["gpu_replay", *PEERS]
         assert list(found[f"frame-cycle/N=20k/B={batch}"]) == ["gpu_replay", *PEERS]
@@ -225,13 +228,13 @@ def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> N
     def mistaken(task: Task) -> None:
         raise AttributeError("a typing mistake")
 
-    monkeypatch.setattr(python_sum_tree_peer, "PythonSumTree", mistaken)
+    monkeypatch.setattr(python_sum_tree_peer, "make", mistaken)
     with pytest.raises(CannotMeasure, match="installed, but it fails here"):
         make_peer("python_sum_tree", Task(100, 8))
     # the same in a file of the adapters
     code = "def mistaken(task):\n    return task.no_such_field"
     space: dict[str, Any] = {}
     exec(compile(code, python_sum_tree_peer.__file__, "exec"), space)
-    monkeypatch.setattr(python_sum_tree_peer, "PythonSumTree", space["mistaken"])
+    monkeypatch.setattr(python_sum_tree_peer, "make", space["mistaken"])
     with pytest.raises(AttributeError, match="no_such_field"):
         make_peer("python_sum_tree", Task(100, 8))

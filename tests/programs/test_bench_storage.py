@@ -10,8 +10,7 @@ from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import storage
-from gpu_replay.bench.environment import CannotMeasure
-from gpu_replay.bench.results import read
+from gpu_replay.bench.records import CannotMeasure, read
 from gpu_replay.bench.rows import make_rows
 from gpu_replay.bench.storage import LAYOUTS, Layout, list_ring
 

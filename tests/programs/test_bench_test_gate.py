@@ -14,9 +14,8 @@ from bench_records import Capture, Patch, quicker
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import test_gate
 from gpu_replay.bench.cases import OPERATIONS
-from gpu_replay.bench.environment import CannotMeasure
 from gpu_replay.bench.kernels import KERNELS
-from gpu_replay.bench.results import read
+from gpu_replay.bench.records import CannotMeasure, read
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def test_every_operation_names_tests_that_are_there() -> None:
                 assert any(each.startswith("test_") for each in functions)
                 assert not name or name in functions
                 assert device.type == "cpu" or "mark.gpu" in (ROOT / file).read_text()
-    both = ["tests/contract/test_proportional.py", "tests/contract/test_priorities.py"]
+    both = ["tests/contract/test_distributions.py", "tests/contract/test_priorities.py"]
     assert test_gate.selection(ROOT, ["draw", "update", "draw"], CPU) == both
 
 

@@ -113,16 +113,15 @@ def test_rows_of_the_largest_priorities_are_such_as_were_drawn() -> None:
 
 
 def test_of_a_large_checkpoint_only_some_shards_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = filled(Proportional())
-    tensors = buffer.state_dict()
-    given = {name: tensors[name] for name in ("version", "settings", "seed", "counters")}
-    checkpoint_format.write_checkpoint(tmp_path / "saved", given, tensors["tensors"], shard_bytes=1000)
+    state = filled(Proportional()).state_dict()
+    tensors = state.pop("tensors")
+    checkpoint_format.write_checkpoint(tmp_path / "saved", state, tensors, shard_bytes=1000)
     read, whole = [], checkpoint_format.read_shard
     monkeypatch.setattr(
         checkpoint_format, "read_shard", lambda *given: (read.append(given[1].nbytes), whole(*given))[1]
     )
     found = of_checkpoint(tmp_path / "saved")
-    frames = tensors["tensors"]["fields.obs"].nbytes
+    frames = tensors["fields.obs"].nbytes
     assert sum(read) < frames
     read.clear()
     assert found.rows("obs", found.keys[:2]).shape == (2, 8, 9)

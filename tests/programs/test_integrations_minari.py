@@ -63,6 +63,10 @@ def small_dataset() -> Any:
 
 def test_a_dataset_comes_back_as_it_was() -> None:
     dataset = small_dataset()
+    # by its name, and itself
+    assert len(from_minari("test/first-v0", device="cpu")) == 12 + 3
+    with pytest.raises(FileNotFoundError, match="test/other-v0"):
+        from_minari("test/other-v0")
     buffer = from_minari(dataset, n_step=2, gamma=0.5, device="cpu")
     assert (len(buffer), buffer.stats().eligible) == (12 + 3, 12)
     batch = buffer.sample(12)
@@ -109,14 +113,6 @@ def test_episodes_are_written_as_far_as_they_are_stored() -> None:
     assert [each.terminations[-1] for each in found] == [False, False, True, False]
     assert [each.truncations[-1] for each in found] == [True, True, False, True]
     assert [len(each.rewards) for each in found] == [4, 4, 3, 5]
-
-
-def test_a_dataset_is_opened_by_its_name() -> None:
-    small_dataset()
-    buffer = from_minari("test/first-v0", device="cpu")
-    assert (len(buffer), buffer.stats().eligible) == (12 + 3, 12)
-    with pytest.raises(FileNotFoundError, match="test/other-v0"):
-        from_minari("test/other-v0")
 
 
 def test_tuples_come_back_as_tuples() -> None:

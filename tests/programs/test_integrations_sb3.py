@@ -107,16 +107,29 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
 
 
+def trained(model: Any, optimizer: Any, network: Any) -> list[torch.Tensor]:
+    """Gradients of one more batch, which the network does not follow."""
+    gradients: list[torch.Tensor] = []
+    optimizer.step = lambda: gradients.extend(each.grad.clone() for each in network.parameters())
+    model.train(1, 8)
+    del optimizer.step
+    return gradients
+
+
+def check_learned(model: Any, network: Any, gradients: list[torch.Tensor], loss: Any, errors: torch.Tensor) -> None:
+    """The gradients were those of the loss, and the errors of the batch have become priorities."""
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(loss, list(network.parameters()))))
+    last = dict(zip(model.replay_buffer._keys.tolist(), errors.tolist(), strict=True))
+    found = model.replay_buffer.storage.priorities(torch.tensor(list(last)))
+    assert found.tolist() == pytest.approx(list(last.values()), abs=1e-5)
+
+
 @pytest.mark.parametrize("settings", [{}, {"n_steps": 3, "gamma": 0.9}], ids=["1 step", "3 steps"])
 def test_dqn_weighs_its_loss_and_feeds_its_errors_back(settings: dict[str, Any]) -> None:
     kwargs = {"sampler": Proportional(1.0, beta=0.7, eps=0.0)}
     model = small(PrioritizedDQN, "CartPole-v1", kwargs, max_grad_norm=1e9, **settings)
     model.learn(60)
-    gradients: list[list[torch.Tensor]] = []
-    step = model.policy.optimizer.step
-    model.policy.optimizer.step = lambda: gradients.append([each.grad.clone() for each in model.q_net.parameters()])
-    model.train(1, 8)
-    model.policy.optimizer.step = step
+    gradients = trained(model, model.policy.optimizer, model.q_net)
     buffer, drawn = model.replay_buffer, model.replay_buffer.drawn
     # a copy, which the hooks do not know
     values, following = model.q_net(drawn.observations.clone()), model.q_net_target(drawn.next_observations)
@@ -124,10 +137,7 @@ def test_dqn_weighs_its_loss_and_feeds_its_errors_back(settings: dict[str, Any])
     rest = (each[:, 0] for each in (drawn.actions, drawn.rewards, discount, buffer.weight))
     loss, error = weighted_huber(values, following, following.argmax(1), *rest)
     assert buffer.weight.unique().numel() > 1
-    for found, wanted in zip(gradients[0], torch.autograd.grad(loss, list(model.q_net.parameters())), strict=True):
-        torch.testing.assert_close(found, wanted)
-    last = dict(zip(buffer._keys.tolist(), error.abs().tolist(), strict=True))
-    assert buffer.storage.priorities(torch.tensor(list(last))).tolist() == pytest.approx(list(last.values()), abs=1e-5)
+    check_learned(model, model.q_net, gradients, loss, error.abs())
 
 
 @pytest.mark.parametrize("kind, factor", [(PrioritizedSAC, 0.5), (PrioritizedTD3, 1.0)])
@@ -149,21 +159,16 @@ def test_critics_weigh_their_losses_and_feed_their_errors_back(kind: Any, factor
     if kind is PrioritizedSAC:
         # what remains of the target is then the discounted value alone
         model.ent_coef_optimizer, model.ent_coef_tensor = None, torch.zeros(1)
-    gradients: list[list[torch.Tensor]] = []
     before = {name: value.clone() for name, value in model.critic.state_dict().items()}
-    model.critic.optimizer.step = lambda: gradients.append([each.grad.clone() for each in model.critic.parameters()])
-    model.train(1, 8)
+    gradients = trained(model, model.critic.optimizer, model.critic)
     buffer, drawn = model.replay_buffer, model.replay_buffer.drawn
     target = drawn.rewards + (1 - drawn.dones) * model.gamma * seen["target"]
     model.critic.load_state_dict(before)
     # a copy, which the hooks do not know
     values = model.critic(drawn.observations, drawn.actions.clone())
     loss = factor * sum((buffer.weight * (value - target) ** 2).mean() for value in values)
-    for found, wanted in zip(gradients[0], torch.autograd.grad(loss, list(model.critic.parameters())), strict=True):
-        torch.testing.assert_close(found, wanted)
-    errors = torch.cat([(value - target).abs() for value in seen["critic"]], 1).mean(1).tolist()
-    last = dict(zip(buffer._keys.tolist(), errors, strict=True))
-    assert buffer.storage.priorities(torch.tensor(list(last))).tolist() == pytest.approx(list(last.values()), abs=1e-4)
+    errors = torch.cat([(value - target).abs() for value in seen["critic"]], 1).mean(1)
+    check_learned(model, model.critic, gradients, loss, errors)
 
 
 @pytest.mark.parametrize("place", ["algorithm", "replay_buffer_kwargs"])

@@ -16,7 +16,8 @@ from training_runs import CPU, ROOT, make_trainer
 from gpu_replay.training.checkpoints import flatten
 from gpu_replay.training.train import Trainer
 
-SMALL = {"capacity": 400, "batch_size": 8, "eval_episodes": 2, "learning_rate_end": 1e-5, "epsilon_steps": 90}
+SMALL = {"capacity": 400, "batch_size": 8, "eval_episodes": 3, "learning_rate_end": 1e-5, "epsilon_steps": 90}
+SMALL |= {"eval_max_steps": 70, "eval_epsilon": 0.3}
 GAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("catch", {**SMALL, "num_envs": 6, "warmup": 20, "target_every": 3, "persistence": 0.5, "clip_reward": True}),
     (
@@ -110,6 +111,8 @@ def test_a_step_that_cannot_be_captured_is_named_and_made_of_calls(
         made += 1
         return refuse if made == place + 1 else capture(*given, **more)
 
+    trainer.evaluator.capture = lambda buffer: None  # type: ignore[method-assign]
+
     trainer.buffer.capture = captured  # type: ignore[method-assign]
     trainer.capture()
     assert made > place
@@ -135,7 +138,8 @@ def test_in_a_rehearsal_replayed_steps_are_those_of_the_plain_loop() -> None:
     command = [sys.executable, "-m", "rehearsal", "rehearsed_cycle"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == IDS
+    captured = ["catch", "catch, evaluation", "device-pong", "device-pong, evaluation", "host", "host-stacks"]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == captured
 
 
 @pytest.mark.gpu
@@ -151,6 +155,16 @@ def test_on_a_gpu_replayed_steps_play_the_games_of_the_plain_loop(name: str, cha
             torch.testing.assert_close(mine[path], tensor, rtol=1e-3, atol=1e-4)
         elif path.startswith(("actors", "statistics", "actions")):
             assert torch.equal(mine[path], tensor), path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "changes"), GAMES[:2], ids=IDS[:2])
+def test_on_a_gpu_evaluations_as_a_graph_are_those_of_calls(name: str, changes: dict[str, Any]) -> None:
+    plain, graphed = (played(name, 0, torch.device("cuda"), graph=graph, **changes) for graph in (False, True))
+    for turn in range(3):
+        theirs, mine = (each.evaluator.evaluate(plain.agent.online, turn)[0] for each in (plain, graphed))
+        assert mine == theirs
+    assert graphed.evaluator._graph.captured  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu

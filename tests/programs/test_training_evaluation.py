@@ -83,6 +83,19 @@ def test_episodes_are_cut_off_with_what_they_have() -> None:
     assert result.length_mean == pytest.approx(5 / 3)
 
 
+def test_an_evaluation_that_cannot_be_captured_is_made_of_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no graph holds this")
+
+    judge = evaluator(Scripted([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    judge._graph = refuse  # type: ignore[assignment]
+    means = [judge.evaluate(network(), step)[0].return_mean for step in (10, 20)]
+    assert means == pytest.approx([14 / 3, 32 / 3])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "evaluation" in line
+    assert "no graph holds this" in line
+
+
 def test_the_best_network_is_kept_as_it_was() -> None:
     judge = evaluator(Scripted([[1.0], [5.0], [3.0], [2.0]]))
     net = network()

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -42,7 +41,7 @@ import kernels
 import gpu_replay
 names = json.loads(sys.argv[1])
 specs = {name: importlib.util.find_spec(name) for name in names}
-importlib.import_module("gpu_replay.bench.timing")
+importlib.import_module("gpu_replay.bench.measure")
 if importlib.util.find_spec("triton"):
     importlib.import_module("gpu_replay.kernels.prefix_sum")
 print(json.dumps({
@@ -53,11 +52,6 @@ print(json.dumps({
 """
 
 
-def installed_names(checkout: Path) -> dict[str, Path]:
-    """Every module by its full name, and its file in the checkout."""
-    return {f"gpu_replay.{name}".removesuffix(".__init__"): path for name, path in sources(checkout).items()}
-
-
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git would have, so that building leaves nothing in the real one."""
@@ -65,16 +59,18 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
     for name in TOP_LEVEL - {".ci"}:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=ignore)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
         else:
-            shutil.copy(source, copy / name)
+            shutil.copy(ROOT / name, copy / name)
     return copy
 
 
 class Environment:
-    """A fresh environment that sees the libraries of this one, but not how this one installed the package."""
+    """A fresh environment that sees the libraries of this one, but not how this one installed the package.
+
+    A well-known distribution is called kernels; it is there as well and must stay importable.
+    """
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, symlinks=True, with_pip=False)
@@ -82,21 +78,16 @@ class Environment:
         (self.site,) = (folder / "lib").glob("python*/site-packages")
         libraries = {str(Path(module.__file__).parent.parent) for module in (pytest, sys.modules["torch"])}
         (self.site / "libraries.pth").write_text("\n".join(libraries))
+        (self.site / "kernels").mkdir()
+        (self.site / "kernels" / "__init__.py").write_text('NAME = "the other distribution"')
 
     def install(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "pip", "--python", self.python, "--quiet", "--disable-pip-version-check"]
         run([*command, "install", "--no-index", "--no-deps", "--no-build-isolation", *arguments])
 
-    def add_other_kernels(self) -> None:
-        """A well-known distribution is called kernels; it must stay importable."""
-        (self.site / "kernels").mkdir()
-        (self.site / "kernels" / "__init__.py").write_text('NAME = "the other distribution"')
-
     def answers(self, checkout: Path, cwd: Path, **variables: str) -> dict[str, Any]:
-        names = json.dumps(list(installed_names(checkout)))
-        command = [self.python, "-W", "error", "-c", QUESTIONS, names]
-        found: dict[str, Any] = json.loads(run(command, cwd=cwd, variables=variables))
-        return found
+        command = [self.python, "-W", "error", "-c", QUESTIONS, json.dumps(list(sources(checkout)))]
+        return dict(json.loads(run(command, cwd=cwd, variables=variables)))
 
 
 def run(command: list[Any], cwd: Path | None = None, variables: dict[str, str] | None = None) -> str:
@@ -114,11 +105,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run([sys.executable, "-c", program, out], cwd=checkout)
     (packed,) = out.glob("*.tar.gz")
-    with tarfile.open(packed) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(out, filter="data")
-        else:
-            archive.extractall(out)
+    run([sys.executable, "-m", "tarfile", "--extract", packed, out])
     (source,) = (path for path in out.iterdir() if path.is_dir())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
     run([*command, "--no-deps", "--no-build-isolation", "--wheel-dir", out, source])
@@ -128,13 +115,13 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it(checkout: Path, wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    package, modules = {name for name in names if ".dist-info/" not in name}, sources(checkout)
-    expected = {"gpu_replay/py.typed", "gpu_replay/study/cliffwalk.md", "gpu_replay/study/report.md"}
-    for name, path in modules.items():
-        file = "/".join(name.split("."))
-        ending = "/__init__.py" if path.name == "__init__.py" and name != "__init__" else ".py"
-        expected.add(f"gpu_replay/{file}{ending}")
-        assert zipfile.ZipFile(wheel).read(f"gpu_replay/{file}{ending}") == path.read_bytes()
+    package = {name for name in names if ".dist-info/" not in name}
+    data = ("py.typed", "study/cliffwalk.md", "study/report.md", "bench/lower_bound.c")
+    expected = {f"gpu_replay/{name}" for name in data}
+    for name, path in sources(checkout).items():
+        file = name.replace(".", "/") + ("/__init__.py" if path.name == "__init__.py" else ".py")
+        expected.add(file)
+        assert zipfile.ZipFile(wheel).read(file) == path.read_bytes()
     assert package == expected
     text = {name.split("/")[-1]: zipfile.ZipFile(wheel).read(name).decode() for name in names - package}
     assert "gpu-replay = gpu_replay.cli:main" in text["entry_points.txt"]
@@ -165,7 +152,6 @@ def check_types_are_visible(environment: Environment, checkout: Path) -> None:
 @pytest.mark.parametrize("name", ["editable", "wheel", "lenient", "path alone"])
 def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wheel: Path, name: str) -> None:
     environment = Environment(tmp_path / "environment")
-    environment.add_other_kernels()
     arguments = [each.format(wheel=wheel, checkout=checkout) for each in INSTALLATIONS[name]]
     if arguments:
         environment.install(*arguments)
@@ -181,7 +167,7 @@ def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wh
             answers = environment.answers(checkout, cwd, **variables)
             assert answers["other"] == "the other distribution"
             assert answers["typed"]
-            for module, path in installed_names(checkout).items():
+            for module, path in sources(checkout).items():
                 assert answers["files"][module] is not None, f"{module} cannot be imported from {cwd}"
                 assert Path(answers["files"][module]).read_bytes() == path.read_bytes()
     finally:
@@ -189,12 +175,11 @@ def test_every_installation_finds_all_modules(tmp_path: Path, checkout: Path, wh
 
 
 def test_nothing_at_the_top_that_does_not_belong_there() -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode or not listed.stdout:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    if not listed:
         pytest.skip("not a git checkout")
-    assert {name.split("/")[0] for name in listed.stdout.splitlines()} == TOP_LEVEL
-    assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert not (ROOT / "bench" / "__init__.py").exists()
+    assert {name.split("/")[0] for name in listed} == TOP_LEVEL
+    assert not {"kernels/__init__.py", "bench/__init__.py"} & set(listed)
 
 
 def test_every_requirement_is_pinned() -> None:

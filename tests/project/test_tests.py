@@ -55,27 +55,20 @@ def _is_known(parts: list[str]) -> bool:
     return ".".join(parts[1:3]) in KNOWN or (parts[1] in KNOWN and PRIVATE.search(".".join(parts)) is None)
 
 
-def users_of_helpers() -> dict[str, set[str]]:
-    """For each module of tests/ the others that it imports, by name."""
-    stems = {path.stem for path in TESTS.rglob("*.py")}
-    found: dict[str, set[str]] = {}
-    for path in TESTS.rglob("*.py"):
-        names = {name.module or "" for name in nodes(path.read_text()) if isinstance(name, ast.ImportFrom)}
-        names |= {each.name for name in nodes(path.read_text()) if isinstance(name, ast.Import) for each in name.names}
-        found[path.stem] = names & stems
-    return found
-
-
 def outside_the_kernels() -> list[Path]:
     """All tests but those of kernels, and the helpers that they use."""
-    imported, files = users_of_helpers(), {path.stem: path for path in TESTS.rglob("*.py")}
-    waiting = [name for name, path in files.items() if path.parent.name not in ("kernels", "helpers")]
-    known = set(waiting)
-    while waiting:
-        more = imported[waiting.pop()] - known
+    files = {path.stem: path for path in TESTS.rglob("*.py") if path.parent.name != "kernels"}
+    known: set[str] = set()
+    more = {name for name, path in files.items() if path.parent.name != "helpers"}
+    while more - known:
         known |= more
-        waiting += more
-    return [files[name] for name in sorted(known) if files[name].parent.name != "kernels"]
+        sources = [files[name].read_text() for name in known]
+        imported = [
+            each for source in sources for each in nodes(source) if isinstance(each, (ast.Import, ast.ImportFrom))
+        ]
+        more = {each.module or "" if isinstance(each, ast.ImportFrom) else each.names[0].name for each in imported}
+        more &= files.keys()
+    return [files[name] for name in sorted(known)]
 
 
 def test_no_test_knows_the_inside_without_a_reason() -> None:

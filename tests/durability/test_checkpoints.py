@@ -1,0 +1,428 @@
+"""Checkpoint files: what comes back, what is written again, and that a save which fails leaves everything as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, saved, snapshot
+from children import in_a_child, needs_fork
+from torch import Tensor
+
+from gpu_replay import CheckpointError, Field, ReplayBuffer
+from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
+from gpu_replay.checkpoint.fsync import save_lock
+from gpu_replay.checkpoint.shards import DTYPE_NAMES, file_bytes, plan_shards
+
+hypothesis = pytest.importorskip("hypothesis")
+load_file = pytest.importorskip("safetensors.torch").load_file
+st = hypothesis.strategies
+
+Patch = pytest.MonkeyPatch
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PIECE = 4096
+
+
+def test_everything_comes_back_and_is_what_the_library_reads(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "a" / "b")
+    assert (checkpoint.manifest, set(checkpoint.tensor_names)) == (MANIFEST, set(example()))
+    parts: dict[str, list[Tensor]] = {}
+    for piece in pieces_of(tmp_path / "a" / "b"):
+        for name, part in load_file(piece).items():
+            parts.setdefault(name, []).append(part)
+    assert len(parts["obs"]) == 2
+    for name, tensor in example().items():
+        for found in (checkpoint.read(name), torch.cat(parts[name]) if tensor.dim() else parts[name][0]):
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_dtype_comes_back_and_is_what_the_library_reads(tmp_path: Path, dtype: torch.dtype, device: str) -> None:
+    tensors = {"odd": numbers((3, 5), dtype).to(device), "scalar": numbers((), dtype).to(device)}
+    write_checkpoint(tmp_path / "c", {}, tensors)
+    (piece,) = pieces_of(tmp_path / "c")
+    library, checkpoint = load_file(piece), read_checkpoint(tmp_path / "c")
+    assert set(library) == set(tensors)
+    for name, tensor in tensors.items():
+        out = torch.zeros_like(tensor)
+        checkpoint.fill({name: out})
+        assert out.device == tensor.device
+        assert torch.equal(out.cpu(), tensor.cpu())
+        assert library[name].dtype == dtype
+        assert torch.equal(library[name], tensor.cpu())
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 40), max_size=3).map(tuple),
+            st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
+        ),
+        max_size=6,
+    ),
+    st.integers(1, 9000),
+)
+@hypothesis.settings(max_examples=25, deadline=None)
+def test_pieces_keep_to_their_size_and_hold_each_row_once(shapes: Any, shard_bytes: int) -> None:
+    tensors = {f"t{index}": torch.empty(shape, dtype=dtype) for index, (shape, dtype) in enumerate(shapes)}
+    rows: dict[str, list[int]] = {name: [] for name in tensors}
+    for parts in plan_shards(tensors, shard_bytes):
+        assert parts
+        assert file_bytes(parts) <= shard_bytes or (len(parts) == 1 and parts[0].stop - parts[0].start <= 1)
+        for part in parts:
+            rows[part.name].extend(range(part.start, part.stop))
+    for name, tensor in tensors.items():
+        assert rows[name] == list(range(tensor.shape[0] if tensor.dim() else 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_tensors_are_written_and_filled_and_their_neighbours_are_left_alone(
+    tmp_path: Path, device: str
+) -> None:
+    source = torch.arange(600, device=device).view(20, 30).t()
+    write_checkpoint(tmp_path / "c", {}, {"t": source, "ones": torch.ones(10, 3)}, shard_bytes=2000)
+    out = torch.zeros(40, 30, dtype=torch.int64, device=device)
+    memory = torch.full((14, 3), -7.0)
+    read_checkpoint(tmp_path / "c").fill({"t": out[::2].t(), "ones": memory[2:12]})
+    assert torch.equal(out[::2].t(), source)
+    assert not out[1::2].any()
+    assert torch.equal(memory[2:12], torch.ones(10, 3))
+    assert bool((memory[[0, 1, 12, 13]] == -7).all())
+
+
+def test_an_empty_checkpoint_is_one(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", {"only": "settings"}, {})
+    assert read_checkpoint(tmp_path / "c").manifest == {"only": "settings"}
+    assert read_checkpoint(tmp_path / "c").tensor_names == ()
+
+
+def test_a_link_is_followed_and_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "c")
+    for generation in range(2):
+        write_checkpoint(tmp_path / "link", {"generation": generation}, {})
+        assert read_checkpoint(tmp_path / "disk" / "c").manifest == {"generation": generation}
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["disk", "link"]
+
+
+@pytest.mark.slow
+@needs_fork
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs elsewhere")
+def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    def more() -> int:
+        write_checkpoint(tmp_path / "small", {}, {"t": torch.ones(1000)})
+        read_checkpoint(tmp_path / "small").read("t")
+        tensor = torch.ones(192 << 20, dtype=torch.uint8).view(3, -1, 1 << 10).transpose(0, 1).contiguous()
+        before = peak()
+        write_checkpoint(tmp_path / "c", {}, {"t": tensor}, shard_bytes=100 << 20)
+        read_checkpoint(tmp_path / "c").fill({"t": tensor})
+        return peak() - before
+
+    assert in_a_child(more) < 64  # MiB, for a tensor of 192
+
+
+# what a second save writes
+
+
+def save(path: Path, tensors: dict[str, Tensor]) -> int:
+    """Save, fail unless all of it can be read back, and return the bytes of the pieces that were written."""
+    before = {file.name: file.stat() for file in pieces_of(path)} if path.exists() else {}
+    write_checkpoint(path, {}, tensors, shard_bytes=PIECE)
+    read = read_everything(path)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert set(os.listdir(path)) == {"manifest.json", *(file.name for file in pieces_of(path))}
+    kept = [file for file in pieces_of(path) if file.name in before]
+    assert all(os.path.samestat(file.stat(), before[file.name]) for file in kept)
+    return sum(file.stat().st_size for file in pieces_of(path) if file.name not in before)
+
+
+def test_only_changed_pieces_are_written(tmp_path: Path) -> None:
+    frames = torch.arange(2000 * 64, dtype=torch.int64).to(torch.uint8).view(2000, 64)
+    tensors = {"frames": frames, "few": torch.zeros(3), "more": torch.ones(7, dtype=torch.int64)}
+    assert save(tmp_path / "c", tensors) > frames.nbytes
+    assert save(tmp_path / "c", tensors) == 0
+    frames[1500] += 1
+    assert 64 < save(tmp_path / "c", tensors) <= PIECE
+    # the first row and the last one, and what shares a piece
+    frames[0], frames[-1], tensors["few"] = 7, 8, torch.ones(3)
+    assert PIECE < save(tmp_path / "c", tensors) <= 3 * PIECE
+    assert save(tmp_path / "c", tensors) == 0
+
+
+def test_of_a_tensor_that_grows_the_end_is_written(tmp_path: Path) -> None:
+    frames = torch.arange(150_000, dtype=torch.int64).view(-1, 3)
+    save(tmp_path / "c", {"frames": frames[:900]})
+    # nine rows, then many times as many; the row counts have more digits
+    assert save(tmp_path / "c", {"frames": frames[:909]}) <= PIECE
+    assert save(tmp_path / "c", {"frames": frames[:12_000]}) <= (12_000 - 909) * 24 * 1.1 + PIECE
+
+
+def test_a_piece_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
+    tensors = {"frames": torch.arange(5000)}
+    save(tmp_path / "c", tensors)
+    first, second, *_ = pieces_of(tmp_path / "c")
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    os.utime(first, ns=(1, 1))
+    second.unlink()
+    assert PIECE < save(tmp_path / "c", tensors) <= 2 * PIECE
+
+
+@pytest.mark.slow
+def test_a_buffer_writes_the_rows_that_were_added(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(200_000, {"obs": Field((512,), torch.uint8)}, device="cpu")
+    buffer.add(obs=torch.zeros(200_000, 512, dtype=torch.uint8))
+    sizes = []
+    for _ in range(2):
+        buffer.save(tmp_path / "c")
+        sizes.append({file.name: file.stat().st_size for file in pieces_of(tmp_path / "c")})
+        buffer.add(obs=torch.ones(10, 512, dtype=torch.uint8))
+    new = set(sizes[1]) - set(sizes[0])
+    written, whole = sum(sizes[1][name] for name in new), sum(sizes[1].values())
+    # one of the pieces of frames, and the counts of draws of all slots
+    assert whole > buffer.nbytes > 3 * 10**7
+    assert written <= 2 * (64 << 20)
+    assert written < 0.8 * whole
+    assert ReplayBuffer.load(tmp_path / "c")[[200_009]].obs.sum() == 512
+
+
+# saves that are refused or fail
+
+
+@pytest.mark.parametrize(
+    ("manifest", "tensors", "error", "message"),
+    [
+        ({"a": {1, 2}}, {}, TypeError, "JSON serializable"),
+        ({}, {"c": torch.zeros(2, dtype=torch.complex128)}, ValueError, "'c' is torch.complex128"),
+        ({}, {"__metadata__": torch.zeros(2)}, ValueError, "reserves"),
+    ],
+)
+def test_what_cannot_be_written_changes_nothing(
+    tmp_path: Path, manifest: dict[str, Any], tensors: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+    for path in (tmp_path / "c", tmp_path / "new"):
+        with pytest.raises(error, match=message):
+            write_checkpoint(path, manifest, tensors)
+    assert snapshot(tmp_path) == before
+    with pytest.raises(ValueError, match="shard_bytes"):
+        write_checkpoint(tmp_path / "c", {}, {}, shard_bytes=0)
+
+
+def written(path: Path, text: str) -> Path:
+    """A file in folders that are made for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def no_file(path: Path, make: Callable[[Path], object]) -> None:
+    """A checkpoint whose manifest is no file."""
+    saved(path)
+    (path / "manifest.json").unlink()
+    make(path / "manifest.json")
+
+
+# what stands where a checkpoint should be, and what is said of it to who saves and who reads there
+OCCUPIED: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "other contents": (
+        lambda path: written(path / "thesis.txt", "the only copy"),
+        "holds thesis.txt.* Nothing was written",
+        "manifest.json is missing",
+    ),
+    "another manifest": (
+        lambda path: written(path / "manifest.json", '{"name": "web page"}'),
+        "manifest.json.* Nothing was written",
+        "not a checkpoint of gpu_replay",
+    ),
+    "a file": (lambda path: written(path, "text"), "is a file.* Nothing was written", "is not a"),
+    "a folder for a manifest": (lambda path: no_file(path, os.mkdir), "manifest.json", "manifest.json"),
+    "a pipe for a manifest": (lambda path: no_file(path, os.mkfifo), "manifest.json", "manifest.json"),
+    "a foreign piece": (
+        lambda path: (saved(path), written(path / "model.safetensors", "mine")),
+        "no save wrote, model.safetensors",
+        "no save wrote, model.safetensors",
+    ),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="makes a pipe")
+@pytest.mark.parametrize("name", OCCUPIED)
+def test_what_stands_in_the_way_is_neither_overwritten_nor_read(tmp_path: Path, name: str) -> None:
+    make, *messages = OCCUPIED[name]
+    make(tmp_path / "c")
+    before = snapshot(tmp_path)
+    for call, message in zip((saved, read_checkpoint), messages, strict=True):
+        with pytest.raises(CheckpointError, match=message):
+            call(tmp_path / "c")
+    assert snapshot(tmp_path) == before
+
+
+def test_there_is_no_checkpoint_in_nothing_and_in_an_empty_folder_and_notes_survive_saves(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        read_checkpoint(tmp_path / "c")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(CheckpointError, match="manifest.json is missing"):
+        read_checkpoint(tmp_path / "c")
+    saved(tmp_path / "c")
+    written(tmp_path / "c" / "notes.txt", "lr 3e-4")
+    saved(tmp_path / "c", seed=9)
+    assert (tmp_path / "c" / "notes.txt").read_text() == "lr 3e-4"
+
+
+def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    pieces_of(tmp_path / "c")[0].unlink()
+    content = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
+    del content["body"]
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps(content))
+    assert saved(tmp_path / "c").manifest == MANIFEST
+    assert len(pieces_of(tmp_path / "c")) == len(read_checkpoint(tmp_path / "c").files)
+
+
+def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+    (tmp_path / "new").mkdir()
+    for path in (tmp_path / "c", tmp_path / "new"):
+        with save_lock(path, path), pytest.raises(CheckpointError, match="another save to .* under way"):
+            saved(path)
+    (tmp_path / "new").rmdir()
+    assert snapshot(tmp_path) == before
+
+
+def test_what_a_crashed_first_save_left_is_no_checkpoint_and_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    left = [piece.name for piece in pieces_of(tmp_path / "c")]
+    (tmp_path / "c" / "manifest.json").rename(tmp_path / "c" / ".manifest.json.saving")
+    with pytest.raises(CheckpointError, match="manifest.json is missing"):
+        read_checkpoint(tmp_path / "c")
+    saved(tmp_path / "c", seed=9)
+    assert not {*left, ".manifest.json.saving"} & set(os.listdir(tmp_path / "c"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="makes links")
+def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text('{"format": "gpu_replay checkpoint"}')
+    (tmp_path / "mine" / "piece-00000000-00000.safetensors").write_text("the only copy")
+    before = snapshot(tmp_path / "mine")
+    for target in (tmp_path / "mine" / "manifest.json", tmp_path / "gone"):
+        saved(tmp_path / "c")
+        (tmp_path / "c" / ".manifest.json.saving").symlink_to(target)
+        saved(tmp_path / "c", seed=9)
+        assert not (tmp_path / "c" / ".manifest.json.saving").is_symlink()
+    assert snapshot(tmp_path / "mine") == before
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("existing", [True, False], ids=["existing", "first"])
+@pytest.mark.parametrize("failing", range(4))
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: Patch, existing: bool, failing: int) -> None:
+    path = tmp_path / "c"
+    if existing:
+        saved(path)
+    before, sync, calls = snapshot(tmp_path), os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="failed: No space left.* (unharmed|no checkpoint before)") as error:
+        write_checkpoint(path, {}, example(), shard_bytes=2000)
+    monkeypatch.undo()
+    assert (error.value.errno, snapshot(tmp_path)) == (errno.ENOSPC, before)
+    assert os.listdir(tmp_path) == (["c"] if existing else [])
+
+
+def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    with pytest.raises(OSError, match=r"\d+ bytes are needed and 100 are free"):
+        saved(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_too_little_space_is_seen_before_changed_rows_are_written(tmp_path: Path, monkeypatch: Patch) -> None:
+    write_checkpoint(tmp_path / "c", {}, {"a": torch.zeros(3000), "b": torch.zeros(3000)}, shard_bytes=12_500)
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 20_000, 20_000))
+    with pytest.raises(OSError, match=r"2\d{4} bytes are needed and 20000 are free"):
+        write_checkpoint(tmp_path / "c", {}, {"a": torch.ones(3000), "b": torch.ones(3000)}, shard_bytes=12_500)
+    assert snapshot(tmp_path) == before
+    # what has not changed needs no room
+    write_checkpoint(tmp_path / "c", {}, {"a": torch.ones(3000), "b": torch.zeros(3000)}, shard_bytes=12_500)
+
+
+@needs_fork
+def test_a_write_that_the_system_cuts_short_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+
+    def said() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(OSError, match="failed") as error:
+            write_checkpoint(tmp_path / "c", {}, {"t": torch.ones(1_000_000)})
+        return str(error.value)
+
+    assert "File too large. The checkpoint that was there is unharmed." in in_a_child(said)
+    assert snapshot(tmp_path) == before
+    read_everything(tmp_path / "c")
+
+
+def test_an_interrupted_save_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
+    saved(tmp_path / "c")
+    before = snapshot(tmp_path)
+
+    def interrupt(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "c", {}, {"t": torch.ones(3)})
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names the descriptors through /proc")
+def test_every_piece_is_on_the_disk_before_the_manifest_names_it(tmp_path: Path, monkeypatch: Patch) -> None:
+    saved(tmp_path / "c")
+    old = [piece.name for piece in pieces_of(tmp_path / "c")]
+    log: list[str] = []
+
+    def logged(owner: Any, name: str, entry: Callable[[Any], str]) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, **more: (log.append(entry(given[0])), function(*given, **more))[1]
+        )
+
+    logged(os, "fsync", lambda file: "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+    logged(os, "replace", lambda _: "replace")
+    logged(Path, "unlink", lambda file: "unlink " + file.name)
+    saved(tmp_path / "c", seed=9)
+    monkeypatch.undo()
+    new = [piece.name for piece in pieces_of(tmp_path / "c")]
+    pieces, rest = log[: len(new)], log[len(new) :]
+    assert sorted(pieces) == [f"sync {name}" for name in new]
+    hidden = ".manifest.json.saving"
+    assert rest[:5] == ["sync c", f"unlink {hidden}", f"sync {hidden}", "replace", "sync c"]
+    assert sorted(rest[5:]) == [f"unlink {name}" for name in old]

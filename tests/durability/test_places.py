@@ -1,0 +1,633 @@
+"""Where fields lie: in a mapped file or pinned memory as in memory; whose a file is, and what a bad folder says."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import multiprocessing
+import os
+import pickle  # noqa: TID251 - what users pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import ended, forked, in_a_child, memory_of
+from devices import INTERPRETED, host_only
+from fake_cuda import FakeCuda
+from places import check_equal, given, live, make, pinned_on_the_cpu, same_life
+
+from gpu_replay import CheckpointError, Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay.cli import main
+from gpu_replay.engines import mapped_file, storage
+from gpu_replay.engines.mapped_file import FILE_NAME, MappedFile, folder_for_copy, free_on_disk
+from gpu_replay.engines.pinned_memory import pinned_block
+from gpu_replay.engines.placement import Placement, check_placement
+from gpu_replay.graphs.stream_order import StreamOrder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_a_file(test: Any) -> Any:
+    """Part of the contract, where there are POSIX locks and links."""
+    return pytest.mark.contract(pytest.mark.skipif(sys.platform == "win32", reason="POSIX locks and links")(test))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What the shards of a checkpoint hold, whatever their names."""
+    return {path.name.split("-")[-1]: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+# that calls give the same as in memory, random programs hold
+@pytest.mark.contract
+@pytest.mark.skipif(INTERPRETED, reason="only buffers on the CPU have files, and kernels never work on those")
+@pytest.mark.parametrize("kind", ["exact", "same_step", "goals"])
+def test_a_buffer_in_a_file_is_one_in_memory(kind: str, tmp_path: Path) -> None:
+    memory, mapped = make(kind), make(kind, storage_path=tmp_path / "ring")
+    same_life(mapped, memory, 2)
+    assert (mapped.storage_path, memory.storage_path) == (tmp_path / "ring", None)
+    assert mapped.device == mapped.storage_device == CPU
+    assert mapped.nbytes == memory.nbytes
+    for buffer, name in ((memory, "memory"), (mapped, "mapped")):
+        buffer.save(tmp_path / name)
+    assert files_of(tmp_path / "mapped") == files_of(tmp_path / "memory")
+    # from one to the other
+    relabel = {"relabel": memory.relabel} if kind == "goals" else {}
+    back = type(memory).load(tmp_path / "mapped", "cpu", **relabel)
+    there = type(memory).load(tmp_path / "memory", "cpu", storage_path=tmp_path / "second", **relabel)
+    assert (back.storage_path, there.storage_path) == (None, tmp_path / "second")
+    same_life(there, back, 1)
+    mapped.load_state_dict(memory.state_dict())
+    check_equal(mapped.sample(9), memory.sample(9))
+
+
+@pytest.mark.contract
+def test_copies_are_in_folders_of_their_own(tmp_path: Path) -> None:
+    # with functions no pickle
+    for kind in ("exact", "same_step"):
+        buffer = make(kind, storage_path=tmp_path / kind)
+        list(live(buffer, 2))
+        twin = copy.deepcopy(buffer)
+        twin.add(**given(twin))
+        dumped = pickle.dumps(buffer)
+        expected = buffer.sample(8)
+        second = pickle.loads(dumped)
+        assert twin.storage_path == tmp_path / f"{kind}-2"
+        assert second.storage_path == tmp_path / f"{kind}-3"
+        check_equal(second.sample(8), expected)
+        del buffer, twin, second
+        # in the place of one that is gone
+        third = pickle.loads(dumped)
+        assert third.storage_path == tmp_path / kind
+        check_equal(third.sample(8), expected)
+        del third
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.contract
+def test_a_checkpoint_is_not_written_where_the_fields_are(tmp_path: Path) -> None:
+    buffer = make("exact", storage_path=tmp_path / "ring")
+    list(live(buffer, 1))
+    with pytest.raises(CheckpointError, match="storage_path of a buffer"):
+        buffer.save(tmp_path / "ring")
+    buffer.sample(4)
+
+
+@pytest.mark.contract
+def test_every_way_of_making_a_buffer_takes_the_path(tmp_path: Path) -> None:
+    spaces = pytest.importorskip("gymnasium").spaces
+    box, actions = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
+    path = str(tmp_path / "ring")
+    assert ReplayBuffer.from_spaces(9, box, actions, device="cpu", storage_path=path).storage_path == Path(path)
+    vector = pytest.importorskip("gymnasium").make_vec("CartPole-v1", num_envs=2)
+    steps = TrajectoryReplayBuffer.from_env(vector, 8, device="cpu", storage_path=path)
+    assert f"fields on the disk at {path}" in repr(steps)
+    vector.close()
+    del steps
+    captured = make("exact", storage_path=path)
+    captured.add(**given(captured))
+    step = captured.capture(4, lambda batch: batch.weight + 1)
+    step()
+    assert captured.stats().max_times_sampled > 0
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_defaults_are_the_device_itself(device: str) -> None:
+    for named in ({}, {"storage_device": device}, {"storage_device": None, "storage_path": None}):
+        buffer = make("exact", device=device, **named)
+        assert buffer.storage_device == buffer.device
+        assert not buffer._placement.apart
+
+
+REFUSED: dict[str, tuple[torch.device, Any, Any, type[Exception], str]] = {
+    "another GPU": (CUDA, "cuda:1", None, ValueError, r'host memory with storage_device="cpu"'),
+    "a GPU beside the CPU": (CPU, "cuda", None, ValueError, "give device='cuda'"),
+    "a file beside a GPU": (CUDA, None, "ring", ValueError, r'Give device="cpu".*pinned host memory'),
+    "a file and a GPU": (CPU, "cuda", "ring", ValueError, "found storage_device 'cuda'"),
+    "a file, pinned": (CUDA, "cpu", "ring", ValueError, 'storage_device="cpu" and without storage_path'),
+    "no device": (CPU, "gpu", None, ValueError, "not one that torch knows"),
+    "a number": (CPU, 0, None, TypeError, "storage_device must be a device"),
+    "no path": (CPU, None, "", ValueError, "empty"),
+    "bytes": (CPU, None, b"ring", TypeError, "path of a folder"),
+    "a path of another type": (CPU, None, 3, TypeError, "path of a folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_places_that_cannot_be_are_refused(case: str) -> None:
+    device, storage_device, path, error, message = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){message}"):
+        check_placement(device, storage_device, path)
+
+
+def test_places_that_can_be() -> None:
+    assert check_placement(CUDA, "cpu", None) == Placement(CUDA, pinned=True)
+    assert check_placement(CUDA, "cuda", None) == check_placement(CUDA, CUDA, None) == Placement(CUDA)
+    assert check_placement(CPU, "cpu", "ring").path == Path.cwd() / "ring"
+
+
+# bytes of each place
+
+SIZES = {"obs": 30 * 10**9, "action": 10**9, "times_sampled": 4 * 10**8, "priorities": 9 * 10**8}
+
+
+@pytest.mark.parametrize(
+    "placement, free, short",
+    [
+        (Placement(CUDA), (10, 99, 99), r"32,300,000,000 bytes on cuda:0(?s:.*)obs(?s:.*)storage_device=\"cpu\""),
+        (Placement(CUDA, pinned=True), (1, 99, 0), r"1,300,000,000 bytes on cuda:0"),
+        (Placement(CUDA, pinned=True), (2, 10, 99), r"31,000,000,000 bytes in pinned host memory, where 10,000"),
+        (Placement(CPU), (0, 10, 99), "on cpu(?s:.*)storage_path"),
+        (Placement(CPU, path=Path("/d")), (0, 1, 99), "1,300,000,000 bytes on cpu"),
+        (Placement(CPU, path=Path("/d")), (0, 2, 10), "31,000,000,000 bytes on the disk at /d"),
+        (Placement(CUDA, pinned=True), (2, 32, 0), None),
+        (Placement(CPU, path=Path("/d")), (0, 2, 32), None),
+    ],
+)
+def test_the_place_that_is_short_is_named(
+    placement: Placement, free: tuple[int, int, int], short: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {"cuda": free[0] * 10**9, "cpu": free[1] * 10**9}
+    monkeypatch.setattr(storage, "free_bytes", lambda device: places[device.type])
+    monkeypatch.setattr(storage, "free_on_disk", lambda path: free[2] * 10**9)
+    if short is None:
+        storage.check_room(SIZES, placement, {"obs", "action", "alignment"})
+        return
+    with pytest.raises(MemoryError, match=short):
+        storage.check_room(SIZES, placement, {"obs", "action", "alignment"})
+
+
+def test_a_state_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, memory = make("exact", storage_path=tmp_path / "ring"), make("exact")
+    monkeypatch.setattr("gpu_replay.base.state.free_bytes", lambda device: 100)
+    for call in (mapped.state_dict, lambda: pickle.dumps(mapped)):
+        mapped.add(**given(mapped))
+        with pytest.raises(MemoryError, match=r"where 100 are free. Use save\(path\)"):
+            call()
+    # what says that the memory is there has it
+    memory.state_dict()
+    copy.deepcopy(mapped)
+
+
+# pinned memory, without a GPU
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["exact", "same_step", "goals"])
+def test_kernels_work_on_pinned_fields(kind: str, cuda: FakeCuda, tmp_path: Path, monkeypatch: Any) -> None:
+    memory = make(kind)
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    with pinned_on_the_cpu():
+        pinned = make(kind)
+    same_life(pinned, memory, 1)
+    pinned.save(tmp_path / "pinned")
+    memory.save(tmp_path / "memory")
+    assert files_of(tmp_path / "pinned") == files_of(tmp_path / "memory")
+    # all fields lie in the one block, and nothing else does
+    ((address, nbytes),) = cuda.pinned.items()
+    inside = {name: tensor.data_ptr() for name, tensor in pinned._storage.tensors.items() if name != "reward"}
+    ends = [inside[name] + pinned._storage.tensors[name].nbytes for name in inside]
+    assert address == min(inside.values())
+    assert 0 <= address + nbytes - max(ends) < 4096
+    assert not any(place % 4096 for place in inside.values())
+    others = [pinned._counters, pinned._storage.times_sampled]
+    others += [pinned._storage.tensors["reward"]] if kind != "exact" else []
+    assert not any(address <= tensor.data_ptr() < address + nbytes for tensor in others)
+    assert pinned.storage_device == CPU
+    assert "in pinned host memory" in repr(pinned)
+    del pinned, others
+    gc.collect()
+    assert cuda.pinned == {}
+
+
+def test_pinned_memory_is_released_after_the_last_call_that_uses_it(cuda: FakeCuda) -> None:
+    order, side = StreamOrder(CUDA), cuda.Stream()
+    block = pinned_block(5000, CUDA, order.drain)
+    assert list(cuda.pinned.values()) == [5000]
+    with order.ordered():
+        cuda.work("write")
+    with cuda.stream(side), order.ordered():
+        cuda.work("gather")
+    cuda.work("other")
+    assert cuda.waited == set()
+    view = block[10:20]
+    del block
+    assert cuda.unpinned == []
+    del view
+    # the driver does not wait by itself
+    assert cuda.unpinned == [{"write", "gather"}]
+    # nobody has worked on this one
+    pinned_block(100, CUDA, StreamOrder(CUDA).drain)
+    assert len(cuda.unpinned) == 2
+
+
+def test_pinned_memory_that_is_dropped_during_a_capture_is_released_later(cuda: FakeCuda) -> None:
+    order = StreamOrder(CUDA)
+    with order.ordered():
+        cuda.work("call")
+    block = pinned_block(100, CUDA, order.drain)
+    with cuda.graph(cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        del block
+    assert (len(cuda.pinned), cuda.waited) == (1, set())
+    later = pinned_block(200, CUDA, order.drain)
+    assert list(cuda.pinned.values()) == [later.nbytes] == [200]
+    assert cuda.unpinned == [{"call"}]
+
+
+def test_memory_that_cannot_be_pinned_is_refused(cuda: FakeCuda) -> None:
+    cuda.answer = 2
+    with pytest.raises(MemoryError, match="5,000 bytes of host memory could not be pinned for cuda:0"):
+        pinned_block(5000, CUDA, StreamOrder(CUDA).drain)
+    assert cuda.unpinned == []
+    # the runtime keeps the error of such a call, and the next launch of anybody would raise it
+    assert cuda.error == 0
+
+
+def test_the_host_waits_for_all_calls_before_it_touches_pinned_fields(cuda: FakeCuda) -> None:
+    order, side = StreamOrder(CUDA), cuda.Stream()
+    for number, stream in enumerate((side, cuda.default, side)):
+        with cuda.stream(stream), order.ordered():
+            cuda.work(f"call {number}")
+    with order.ordered():
+        order.settle()
+        assert cuda.waited == {"call 0", "call 1", "call 2"}
+    with StreamOrder(CPU).ordered():
+        StreamOrder(CPU).settle()
+
+
+# the command
+
+
+def test_estimate_counts_each_place_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = "--field obs=4x3:uint8 --field action=int64"
+    arguments = f"estimate --device cpu --capacity 1000 {fields}".split()
+    assert main([*arguments, "--storage-path", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    here, there = out.split(f"on the disk at {tmp_path}:", 1)
+    assert "priorities" in here
+    assert "obs" not in here.split("on cpu:")[1]
+    assert "priorities" not in there
+    # a record of twelve bytes beside eight, padded to a multiple of eight
+    totals = [int(part.split("total")[1].split()[0].replace(",", "")) for part in (here, there)]
+    assert totals[1] == 24_000
+    assert f"the buffer alone takes {sum(totals):,} bytes" in out
+    assert out.count(" GB are free ") == 2
+    assert main([*arguments, "--storage-device", "cuda"]) == 2
+    assert "give device='cuda'" in capsys.readouterr().err
+
+
+# larger than memory
+
+
+@pytest.mark.slow
+@host_only
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets RLIMIT_DATA")
+def test_a_ring_larger_than_the_memory_of_its_process(tmp_path: Path) -> None:
+    fields = {"obs": Field((7056,), torch.uint8), "action": Field((), torch.int64)}
+    settings: dict[str, Any] = {"sampler": Proportional(), "device": "cpu"}
+
+    def served() -> int:
+        # 700 MB of fields, 300 MB of memory beside what is loaded
+        warm = ReplayBuffer(100, fields, storage_path=tmp_path / "warm", **settings)
+        rows = torch.zeros((1000, 7056), dtype=torch.uint8)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_of("VmData") + 300 * 10**6,) * 2)
+        with pytest.raises(MemoryError):
+            ReplayBuffer(100_000, fields, **settings)
+        ring = ReplayBuffer(100_000, fields, storage_path=tmp_path / "ring", **settings)
+        for begin in range(0, 120_000, 1000):
+            keys = torch.arange(begin, begin + 1000)
+            rows[:] = (keys % 251).to(torch.uint8)[:, None]
+            ring.add(obs=rows, action=keys)
+        for _ in range(50):
+            batch = ring.sample(256)
+            assert (batch.obs == (batch.action % 251)[:, None]).all()
+            assert torch.equal(batch.action, batch.key)
+            ring.update_priorities(batch.key, torch.rand(256))
+        return len(ring) + len(warm)
+
+    assert in_a_child(served) == 100_000
+
+
+# the file of a mapped ring
+
+
+@of_a_file
+def test_the_file_goes_with_the_buffer_and_nothing_else_does(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    for folder in (tmp_path, tmp_path / "made" / "for it"):
+        buffer = make("exact", storage_path=folder)
+        assert (folder / FILE_NAME).stat().st_mode & 0o777 == 0o600
+        view = buffer._storage.tensors["obs"]
+        list(live(buffer, 1))
+        expected = view.clone()
+        del buffer
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+        # what is still referenced can still be read
+        assert view.equal(expected)
+    assert mine.read_text() == "mine"
+
+
+@of_a_file
+def test_all_blocks_are_there_from_the_beginning(tmp_path: Path) -> None:
+    file = MappedFile(tmp_path, 3_000_001)
+    found = os.stat(tmp_path / FILE_NAME)
+    assert found.st_size == 3_000_001
+    # or a full disk would end the process when a page of the mapping is written
+    assert found.st_blocks * 512 >= found.st_size
+    assert not file.block.any()
+    file.block[-1] = 7
+    assert np.fromfile(tmp_path / FILE_NAME, dtype=np.uint8)[-1] == 7
+
+
+@of_a_file
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_an_error_when_the_buffer_is_made(code: int, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(MemoryError, match=r"no room for the fields at storage_path .*ring"):
+        make("exact", storage_path=tmp_path / "a" / "ring")
+    # and leaves nothing behind, the lock neither
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    make("exact", storage_path=tmp_path / "a" / "ring")
+
+
+@of_a_file
+def test_blocks_are_written_where_they_cannot_be_reserved(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(mapped_file, "_PIECE", 1000)
+    test_all_blocks_are_there_from_the_beginning(tmp_path)
+
+
+@of_a_file
+def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
+    folder, link = tmp_path / "ring", tmp_path / "link"
+    first, memory = make("exact", storage_path=folder), make("exact")
+    link.symlink_to(folder)
+    for path in (folder, str(folder) + "/", folder / ".." / "ring", link):
+        with pytest.raises(RuntimeError, match="of another buffer that is in use"):
+            make("uniform", storage_path=path)
+    assert folder_for_copy(folder) == tmp_path / "ring-2"
+    for buffer in (first, memory):
+        list(live(buffer, 1))
+    check_equal(first.sample(5), memory.sample(5))
+    del first, buffer
+    folder.mkdir()
+    # the folder behind a link
+    assert make("exact", storage_path=link).storage_path == link
+    assert link.is_symlink()
+    assert list(folder.iterdir()) == []
+
+
+@of_a_file
+def test_what_a_dead_process_left_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:
+    left, target = tmp_path / FILE_NAME, tmp_path / "target"
+    left.write_bytes(b"left" * 10**5)
+    # its blocks count as free: they will be
+    assert (free_on_disk(tmp_path) or 0) > 0
+    first = MappedFile(tmp_path, 5000)
+    assert not first.block.any()
+    del first
+    target.write_text("another's")
+    left.symlink_to(target)
+    second = MappedFile(tmp_path, 5000)
+    second.block[:] = 1
+    assert target.read_text() == "another's"
+    del second
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@of_a_file
+def test_a_file_that_was_moved_away_or_replaced_is_left_alone(tmp_path: Path) -> None:
+    first = MappedFile(tmp_path / "a", 5000)
+    (tmp_path / "a").rename(tmp_path / "b")
+    second = MappedFile(tmp_path / "a", 5000)
+    del first
+    assert (tmp_path / "a" / FILE_NAME).exists()
+    second.block[:] = 3
+    del second
+    assert not (tmp_path / "a").exists()
+
+
+@of_a_file
+@pytest.mark.parametrize("name", ["file", "file/below", "locked/below"])
+def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if name.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("this user may write everywhere")
+    with pytest.raises(OSError, match="Name a folder that can be written to"):
+        make("exact", storage_path=tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "locked"}
+
+
+def _race(folder: Path, rounds: int, ready: Any, failed: Any) -> None:
+    for number in range(rounds):
+        ready.wait(30)
+        try:
+            MappedFile(folder / str(number) / "ring" / f"rank{os.getpid()}", 5000)
+        except BaseException as error:
+            failed.put(repr(error))
+
+
+def race(folder: Path, rounds: int) -> list[str]:
+    """Four processes make files below one folder that does not exist yet, so many times; returns the errors."""
+    context = multiprocessing.get_context("fork")
+    ready, failed = context.Barrier(4), context.SimpleQueue()
+    racing = [context.Process(target=_race, args=(folder, rounds, ready, failed)) for _ in range(4)]
+    for each in racing:
+        each.start()
+    for each in racing:
+        each.join(60)
+    assert [each.exitcode for each in racing] == [0] * 4
+    errors = []
+    while not failed.empty():
+        errors.append(failed.get())
+    return errors
+
+
+@of_a_file
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
+    assert race(tmp_path, 100) == []
+
+
+@of_a_file
+def test_an_interrupt_while_folders_are_made_is_not_hidden(tmp_path: Path, monkeypatch: Any) -> None:
+    make, remove = Path.mkdir, Path.rmdir
+
+    def interrupted(folder: Path, *given: Any) -> None:
+        if folder.name == "rank":
+            # another process has come to the folder above
+            make(folder.with_name("other"))
+            raise KeyboardInterrupt
+        make(folder, *given)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        MappedFile(tmp_path / "a" / "rank", 5000)
+    monkeypatch.undo()
+    remove(tmp_path / "a" / "other")
+    MappedFile(tmp_path / "a" / "rank", 5000)
+
+
+@of_a_file
+def test_a_folder_named_as_the_file_is_named_in_the_error(tmp_path: Path) -> None:
+    (tmp_path / "ring" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(OSError, match=f"a folder named {FILE_NAME}.*rename that"):
+        make("exact", storage_path=tmp_path / "ring")
+    assert (tmp_path / "ring" / FILE_NAME).is_dir()
+
+
+@of_a_file
+def test_a_child_that_was_forked_removes_nothing_and_holds_no_lock(tmp_path: Path) -> None:
+    (to_parent, from_child), (to_child, from_parent) = os.pipe(), os.pipe()
+    buffers = [make("exact", storage_path=tmp_path)]
+    list(live(buffers[0], 1))
+
+    def use() -> None:
+        os.close(from_parent)
+        with pytest.raises(RuntimeError):
+            buffers[0].sample(3)
+        buffers.clear()
+        os.write(from_child, b"refused")
+        # lives until the parent has dropped its own, or has failed
+        os.read(to_child, 1)
+
+    child = forked(use)
+    os.close(from_child)
+    try:
+        assert os.read(to_parent, 9) == b"refused"
+        assert (tmp_path / FILE_NAME).exists()
+        assert len(buffers[0].sample(3)) == 3
+        buffers.clear()
+        again = make("exact", storage_path=tmp_path)
+        assert (tmp_path / FILE_NAME).exists()
+        del again
+    finally:
+        for descriptor in (from_parent, to_parent, to_child):
+            os.close(descriptor)
+        assert ended(child) == 0
+
+
+PROGRAM = """
+import sys, time, torch
+from gpu_replay import Field, ReplayBuffer
+buffer = ReplayBuffer(100, {"x": Field((100,), torch.float32)}, device="cpu", storage_path=sys.argv[1])
+buffer.add(x=torch.ones(10, 100))
+print("ready", flush=True)
+if sys.argv[2] == "wait":
+    time.sleep(600)
+"""
+
+
+@of_a_file
+@pytest.mark.slow
+@host_only
+def test_a_process_that_ends_removes_the_file_and_one_that_is_killed_frees_the_folder(tmp_path: Path) -> None:
+    def start(what: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path), what]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    with start("end") as ended:
+        assert ended.wait(60) == 0
+    assert list(tmp_path.iterdir()) == []
+    with start("wait") as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == "ready\n"
+        with pytest.raises(RuntimeError, match="in use"):
+            make("exact", storage_path=tmp_path)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(60)
+    assert (tmp_path / FILE_NAME).exists()
+    make("exact", storage_path=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@of_a_file
+@host_only
+def test_a_limit_of_the_system_is_an_error_when_the_buffer_is_made(tmp_path: Path) -> None:
+    def said() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+        with pytest.raises(MemoryError) as error:
+            make("exact", capacity=10_000, storage_path=tmp_path)
+        return str(error.value)
+
+    assert "no room for the fields" in in_a_child(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+# read-ahead belongs to the host engine
+@of_a_file
+@host_only
+@pytest.mark.parametrize("kind", ["exact", "same_step"])
+def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    asked: list[tuple[int, int]] = []
+    buffer, memory = make(kind, storage_path=tmp_path), make(kind)
+    for each in (buffer, memory):
+        list(live(each, 1))
+    ahead, clock = buffer._engine._ahead, [0.0, 0.0]
+
+    class Mapping:
+        def madvise(self, option: int, begin: int, length: int) -> None:
+            # as a mapping checks it
+            ahead_of.madvise(option, begin, length)
+            asked.append((begin, begin + length))
+
+    ahead_of, ahead._mapping = ahead._mapping, Mapping()
+    ahead.slow = False
+    monkeypatch.setattr("time.perf_counter", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert (asked, ahead.slow) == ([], False)
+    # a second a gather: the next one asks
+    clock[0] = 1.0
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert (asked, ahead.slow) == ([], True)
+    clock[0] = 0.0
+    batch = buffer.sample(16)
+    check_equal(batch, memory.sample(16))
+    assert not ahead.slow
+    base = buffer._storage._memory._block.ctypes.data
+    for name, tensor in buffer._storage.tensors.items():
+        row = tensor[0].nbytes
+        for slot in (batch.key % buffer.capacity).tolist() if name != "reward" else ():
+            begin = tensor.data_ptr() - base + slot * tensor.stride(0) * tensor.element_size()
+            assert any(low <= begin and begin + row <= high for low, high in asked), name
+    asked.clear()
+    check_equal(buffer.sample(16), memory.sample(16))
+    assert asked == []

@@ -1,0 +1,128 @@
+"""How many small faults the tests catch: in a copy of the checkout one operator or constant of the core is altered.
+
+    python tests/mutants.py 300 --seed 0 --pytest "-n 2 tests/contract tests/kernels tests/durability"
+
+Each mutant becomes a line of the table when it is decided; a second run with the same table goes on where the first
+one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import os
+import random
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import planted_faults
+from planted_faults import DEFAULT, ROOT
+
+CORE = ("base", "ops", "loops", "engines", "graphs", "checkpoint", "sharded")
+HEAD = "| mutant | was | became | caught by | s |\n|---|---|---|---|---:|\n"
+# what each operator becomes
+BECOMES = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+", "**": "*", "@": "*", "<<": ">>", ">>": "<<"}
+BECOMES |= {"&": "|", "|": "&", "^": "|", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+BECOMES |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in", "and": "or", "or": "and"}
+OPERATOR = re.compile("|".join(map(re.escape, sorted(BECOMES, key=len, reverse=True))).encode())
+
+
+class Mutant(NamedTuple):
+    """The bytes from `start` on that are `old` become `new`."""
+
+    file: str
+    line: int
+    start: int
+    old: bytes
+    new: bytes
+
+    @property
+    def name(self) -> str:
+        return f"`{self.file}:{self.line}` at {self.start}"
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below one that decide what is computed: no types, no texts and messages."""
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            typed = name in ("annotation", "returns", "decorator_list")
+            if isinstance(child, ast.AST) and not typed and not isinstance(child, (ast.JoinedStr, ast.Raise)):
+                yield child
+                yield from executed(child)
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    """All of one file."""
+    source = (ROOT / file).read_bytes()
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+
+    def between(left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
+        if found := OPERATOR.search(source, last(left), first(right)):
+            yield Mutant(file, left.lineno, found.start(), found[0], BECOMES[found[0].decode()].encode())
+
+    def first(node: ast.expr) -> int:
+        return starts[node.lineno - 1] + node.col_offset
+
+    def last(node: ast.expr) -> int:
+        return starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+
+    for node in executed(ast.parse(source)):
+        if isinstance(node, ast.BinOp):
+            yield from between(node.left, node.right)
+        elif isinstance(node, ast.AugAssign):
+            yield from between(node.target, node.value)
+        elif isinstance(node, (ast.Compare, ast.BoolOp)):
+            parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.values
+            yield from between(*parts[:2])
+        elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Invert):
+            yield Mutant(file, node.lineno, first(node), b"not" if isinstance(node.op, ast.Not) else b"-", b" ")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+            new = not node.value if isinstance(node.value, bool) else node.value + 1
+            yield Mutant(file, node.lineno, first(node), source[first(node) : last(node)], str(new).encode())
+
+
+def caught_by(mutant: Mutant, arguments: list[str]) -> str:
+    """The first test that fails, `a timeout`, `a crash`, or that nothing does."""
+    with tempfile.TemporaryDirectory() as name:
+        planted_faults.copy_to(Path(name))
+        path = Path(name) / mutant.file
+        source, end = path.read_bytes(), mutant.start + len(mutant.old)
+        path.write_bytes(source[: mutant.start] + mutant.new + source[end:])
+        return planted_faults.first_failure(Path(name), arguments) or planted_faults.NOTHING
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=int, default=600, help="a run of the tests that takes longer is a timeout")
+    parser.add_argument("--output", type=Path, default=Path("mutants.md"), help="the table")
+    parser.add_argument("--pytest", default=shlex.join(DEFAULT), metavar="ARGUMENTS", help="which tests, and how")
+    options = parser.parse_args()
+    planted_faults.MOST_SECONDS = options.seconds
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    folders = [ROOT / "kernels", *(ROOT / "gpu_replay" / name for name in CORE)]
+    files = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.py"))
+    chosen = random.Random(options.seed).sample([each for file in files for each in mutants(file)], options.count)
+    table = options.output.read_text() if options.output.exists() else HEAD
+    for mutant in chosen:
+        if mutant.name not in table:
+            began = time.monotonic()
+            found = caught_by(mutant, shlex.split(options.pytest))
+            old, new = (f"`{text.decode()}`".replace("|", "\\|") for text in (mutant.old, mutant.new))
+            table += f"| {mutant.name} | {old} | {new} | {found} | {time.monotonic() - began:.0f} |\n"
+            options.output.write_text(table)
+    survived = table.count(planted_faults.NOTHING)
+    print(f"{options.count - survived} of {options.count} mutants are caught")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
