@@ -200,14 +200,16 @@ def locate_all(flat, starts, rests, slots):
     before = np.zeros(starts[top + 1] - base, dtype=np.int64)
     for node in range(1, before.size):
         before[node] = before[node - 1] + flat[base + node - 1]
+    # the last node of the root before which no more mass lies than the target: a step of the search for all rows
+    slots[:] = 0
+    left = before.size
+    while left > 1:
+        half = left >> 1
+        for row in range(slots.size):
+            slots[row] += half if before[slots[row] + half] <= rests[row] else 0
+        left -= half
     for row in range(slots.size):
-        # the last node of the root before which no more mass lies than the target
-        rest, node, left = rests[row], 0, before.size
-        while left > 1:
-            half = left >> 1
-            node = node + half if before[node + half] <= rest else node
-            left -= half
-        slots[row], rests[row] = node, rest - before[node]
+        rests[row] -= before[slots[row]]
     far, touched = flat.size > _FAR, 0
     for begin in range(0, slots.size, _TOGETHER):
         end = min(begin + _TOGETHER, slots.size)
