@@ -13,10 +13,10 @@ from gpu_replay import validation
 from gpu_replay.base.buffer import Buffer
 from gpu_replay.base.refusals import names_from_spaces
 from gpu_replay.batch import Batch
-from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.host import HostEngine
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import StoragePath
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import UNIFORM, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields, check_names, classic_fields, flattened
@@ -154,8 +154,8 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch = validation.batch_size(batch_size)
-        exponent = None if beta is None else validation.importance(beta)
+        batch = validation.check_batch_size(batch_size)
+        exponent = None if beta is None else validation.check_beta(beta)
         if self._on_host:
             # a sample changes the state of the buffer only in its last step
             with self._lock:

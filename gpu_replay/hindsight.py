@@ -101,8 +101,8 @@ class Hindsight:
                 f"Hindsight terminated_fn must be a function of (achieved, desired) or None; "
                 f"found {self.terminated_fn!r}."
             )
-        object.__setattr__(self, "ratio", validation.number("Hindsight ratio", self.ratio, high=1.0))
-        validation.choice("Hindsight strategy", self.strategy, get_args(Strategy))
+        object.__setattr__(self, "ratio", validation.check_float("Hindsight ratio", self.ratio, high=1.0))
+        validation.check_choice("Hindsight strategy", self.strategy, get_args(Strategy))
 
     @property
     def achieved_field(self) -> str:

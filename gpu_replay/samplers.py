@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gpu_replay.validation import choice, number, whole
+from gpu_replay.validation import check_choice, check_float, check_int
 
 
 def _flag(owner: str, name: str, value: object) -> None:
@@ -29,9 +29,9 @@ class LinearSchedule:
     steps: int
 
     def __post_init__(self) -> None:
-        number("LinearSchedule start", self.start, -math.inf)
-        number("LinearSchedule end", self.end, -math.inf)
-        whole("LinearSchedule steps", self.steps, 1)
+        check_float("LinearSchedule start", self.start, -math.inf)
+        check_float("LinearSchedule end", self.end, -math.inf)
+        check_int("LinearSchedule steps", self.steps, 1)
 
     def __call__(self, step: int) -> float:
         """The value after `step` samples."""
@@ -79,9 +79,9 @@ class Proportional:
 
     def __post_init__(self) -> None:
         _check_prioritized(self)
-        number("Proportional eps", self.eps)
+        check_float("Proportional eps", self.eps)
         if self.clip is not None:
-            number("Proportional clip", self.clip, above=True)
+            check_float("Proportional clip", self.clip, above=True)
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,18 @@ class RankBased:
 def _check_prioritized(sampler: Proportional | RankBased) -> None:
     """Check the settings that both samplers have, or raise TypeError / ValueError."""
     owner = type(sampler).__name__
-    number(f"{owner} alpha", sampler.alpha)
+    check_float(f"{owner} alpha", sampler.alpha)
     if isinstance(sampler.beta, LinearSchedule):
-        number(f"{owner} beta.start", sampler.beta.start)
-        number(f"{owner} beta.end", sampler.beta.end)
+        check_float(f"{owner} beta.start", sampler.beta.start)
+        check_float(f"{owner} beta.end", sampler.beta.end)
     else:
-        number(f"{owner} beta", sampler.beta)
+        check_float(f"{owner} beta", sampler.beta)
     if isinstance(sampler.initial, str):
         if sampler.initial not in ("running", "stored"):
             raise ValueError(f"{owner} initial must be 'running', 'stored' or a number; found {sampler.initial!r}.")
     else:
-        number(f"{owner} initial", sampler.initial)
-    choice(f"{owner} normalize", sampler.normalize, ("batch", "buffer"))
+        check_float(f"{owner} initial", sampler.initial)
+    check_choice(f"{owner} normalize", sampler.normalize, ("batch", "buffer"))
     _flag(owner, "stratified", sampler.stratified)
 
 
@@ -148,7 +148,7 @@ class Combined:
             raise TypeError(
                 f"Combined base must be Uniform(...), Proportional(...) or RankBased(...); found {self.base!r}."
             )
-        whole("Combined newest", self.newest, 1)
+        check_int("Combined newest", self.newest, 1)
 
 
 Sampler = Uniform | Proportional | RankBased | Latest | Combined

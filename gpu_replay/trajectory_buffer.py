@@ -49,7 +49,7 @@ from gpu_replay.fields import (
 from gpu_replay.graphs.custom_ops import batch_kind
 from gpu_replay.hindsight import Hindsight, check_relabel, check_relabel_again
 from gpu_replay.samplers import Sampler
-from gpu_replay.validation import choice, number, whole
+from gpu_replay.validation import check_choice, check_float, check_int
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -128,10 +128,10 @@ class TrajectoryReplayBuffer(Buffer):
             capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=relabel is not None
         )
         self._num_envs = self._shape.num_envs
-        self._gamma = number("gamma", gamma, high=1.0)
+        self._gamma = check_float("gamma", gamma, high=1.0)
         self._autoreset: Autoreset = autoreset  # type: ignore[assignment]
-        self._padding: Padding = choice("padding", padding, get_args(Padding))
-        self._random_shift = whole("random_shift", random_shift, 0)
+        self._padding: Padding = check_choice("padding", padding, get_args(Padding))
+        self._random_shift = check_int("random_shift", random_shift, 0)
         if self._random_shift and all(len(checked[name].shape) < 2 for name in observation_names(checked)):
             raise ValueError(
                 f"random_shift={random_shift} moves pictures (height, width); no observation field has two dimensions."
@@ -381,8 +381,8 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch = validation.batch_size(batch_size)
-        exponent = None if beta is None else validation.importance(beta)
+        batch = validation.check_batch_size(batch_size)
+        exponent = None if beta is None else validation.check_beta(beta)
         mark = None
         try:
             with self._lock:
@@ -434,10 +434,10 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
-        batch = validation.batch_size(batch_size)
-        steps = whole("length", length, 1) + whole("burn_in", burn_in, 0)
-        exponent = None if beta is None else validation.importance(beta)
-        every = whole("stride", stride, 1)
+        batch = validation.check_batch_size(batch_size)
+        steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
+        exponent = None if beta is None else validation.check_beta(beta)
+        every = check_int("stride", stride, 1)
         if not isinstance(strict, (bool, np.bool_)):
             raise TypeError(f"strict must be True or False; found {strict!r}.")
         if self._relabel is not None:

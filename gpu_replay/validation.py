@@ -93,7 +93,7 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
 
     Raises TypeError for a tensor without memory, as there are within torch.func.
     """
-    for attempt in (lambda: tensor, lambda: computed(as_tensor(name, tensor, tensor.device))):
+    for attempt in (lambda: tensor, lambda: materialized(as_tensor(name, tensor, tensor.device))):
         try:
             found = attempt()
             return found.view(torch.int16).numpy() if found.dtype is torch.bfloat16 else found.numpy()
@@ -105,7 +105,7 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
     )
 
 
-def computed(tensor: Tensor) -> Tensor:
+def materialized(tensor: Tensor) -> Tensor:
     """The tensor with its values in memory; lazy negations, and zeros without memory, are materialized."""
     return tensor.resolve_neg().clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
@@ -429,17 +429,17 @@ def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_
     return numbers if as_array else torch.from_numpy(numbers)
 
 
-def batch_size(value: object) -> int:
+def check_batch_size(value: object) -> int:
     """A batch size as an int of at least 1, or TypeError / ValueError."""
-    return whole("the batch size", value, 1, _MOST_ROWS)
+    return check_int("the batch size", value, 1, _MOST_ROWS)
 
 
-def importance(beta: object) -> float:
+def check_beta(beta: object) -> float:
     """An importance exponent as a float, or TypeError / ValueError."""
-    return number("sample beta", beta)
+    return check_float("sample beta", beta)
 
 
-def generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:
+def check_generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:
     """Generators of this device, or TypeError / ValueError."""
     found = []
     for value in values:
@@ -451,7 +451,7 @@ def generators(values: Iterable[object], device: torch.device) -> tuple[torch.Ge
     return tuple(found)
 
 
-def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """An int from `least` to `most`, or TypeError / ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int; found {value!r}.")
@@ -462,7 +462,7 @@ def whole(name: str, value: object, least: int | None = None, most: int | None =
     return int(value)
 
 
-def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *, above: bool = False) -> float:
+def check_float(name: str, value: object, low: float = 0.0, high: float = math.inf, *, above: bool = False) -> float:
     """A finite float from `low` to `high`, or TypeError / ValueError; `above`: greater than `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number; found {value!r}.")
@@ -478,7 +478,7 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     return found
 
 
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     """The value if it is one of those allowed, else ValueError."""
     if value not in allowed:
         raise ValueError(f"{name} must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}; found {value!r}.")

@@ -206,16 +206,16 @@ def update_kernel(
     per_capacity,
     SHIFT: tl.constexpr,
     EDGE: tl.constexpr,
-    SPARSE: tl.constexpr,
+    TRACKS_ELIGIBILITY: tl.constexpr,
     ORDERED: tl.constexpr,
     SETTLES: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
     """Give the winners that `settle_kernel` left their masses and their ancestors the differences.
 
-    Winners are distinct slots, so a leaf is read and written by one thread only. With SPARSE, slots of mass 0 keep it.
-    With SETTLES a single program, which has all the keys, finds the winners itself. Without levels, stale keys are
-    counted and nothing else happens. per_capacity: see `division.py`.
+    Winners are distinct slots, so a leaf is read and written by one thread only. With TRACKS_ELIGIBILITY, slots of
+    mass 0 keep it. With SETTLES a single program, which has all the keys, finds the winners itself. Without levels,
+    stale keys are counted and nothing else happens. per_capacity: see `division.py`.
     """
     position = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     named = position < batch
@@ -242,7 +242,7 @@ def update_kernel(
             # a winner in another program may be writing the leaf of a loser
             old = tl.load(levels[0] + slot, mask=winner, other=0)
         meant = winner
-        if SPARSE:
+        if TRACKS_ELIGIBILITY:
             # a slot without mass must not be drawn, whatever its priority
             meant = winner & (old > 0)
         accepted = meant & (new > 0)

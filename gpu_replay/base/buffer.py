@@ -26,10 +26,10 @@ from gpu_replay.base.refusals import class_only, refuse_for_spawned, refuse_in_f
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.checkpoint.joint import open_saved
-from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout, check_state
 from gpu_replay.engines.storage import Storage, check_device, check_room, not_readable
 from gpu_replay.fields import Field
@@ -86,7 +86,7 @@ class Buffer(ABC):
         self._plan = plan_of(sampler)
         self._device = check_device(device)
         self._placement = check_placement(self._device, storage_device, storage_path)
-        self._seed = validation.whole("seed", seed)
+        self._seed = validation.check_int("seed", seed)
         self._backend = choose(self._device)
         self._on_host = self._backend == "host"
         self._lock: AbstractContextManager[Any] = threading.RLock()
@@ -102,7 +102,7 @@ class Buffer(ABC):
             self._storage = self._make_storage()
             self._state = DrawState(
                 *(self._plan, capacity, self._device, self._backend, self._seed),
-                sparse=self._tracks_eligibility,
+                tracks_eligibility=self._tracks_eligibility,
                 total_slots=self._total_slots,
             )
             self._counters = self._state.counters
@@ -238,7 +238,7 @@ class Buffer(ABC):
         without a stack, every other field, `reward`, `terminated`, `truncated` and `key`, also of steps that cannot be
         drawn. What is added meanwhile is left out, and so is what it overwrites.
         """
-        rows = validation.whole("size", size, 1)
+        rows = validation.check_int("size", size, 1)
         with self._alone():
             first, added = self._draws.span()
         return self._walk(first, added, rows)
@@ -452,8 +452,8 @@ class Buffer(ABC):
 
         Raises TypeError or ValueError for invalid arguments.
         """
-        batch = None if batch_size is None else validation.batch_size(batch_size)
-        exponent = None if beta is None else validation.importance(beta)
+        batch = None if batch_size is None else validation.check_batch_size(batch_size)
+        exponent = None if beta is None else validation.check_beta(beta)
         if not callable(learn):
             raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
 
@@ -464,8 +464,8 @@ class Buffer(ABC):
             learn,
             batch,
             self.device,
-            validation.whole("warm_ups", warm_ups, 1),
-            generators=validation.generators(generators, self.device),
+            validation.check_int("warm_ups", warm_ups, 1),
+            generators=validation.check_generators(generators, self.device),
             sample=sample,
             update=self.update_priorities,
             recording=lambda: self._recording(batch),

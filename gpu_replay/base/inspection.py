@@ -22,7 +22,7 @@ from gpu_replay.checkpoint.format import Checkpoint, read_checkpoint
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint, Share
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import BufferState
-from gpu_replay.engines.draw_plan import plan_of
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.errors import CheckpointError
 from gpu_replay.fields import Field
 from gpu_replay.ops.mass import MassRule

@@ -149,4 +149,4 @@ class StepInput:
         """Rows of one observation field, of the field's dtype, on the CPU or the buffer's device."""
         asked, field = f"final_{name}", self._fields[name]
         rows = validation.as_final(asked, value, field, len(read), torch.from_numpy(read), self._device)
-        return validation.computed(rows)
+        return validation.materialized(rows)

@@ -19,7 +19,7 @@ from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.checkpoint.shards import Part
 from gpu_replay.checkpoint.state import VERSION, BufferState, Saved, checked_counters
 from gpu_replay.errors import CheckpointError
-from gpu_replay.validation import whole
+from gpu_replay.validation import check_int
 
 KIND = "ShardedReplayBuffer"
 SINGLE = "ReplayBuffer"
@@ -50,12 +50,12 @@ class JointCheckpoint:
         manifest = self.checkpoint.manifest
         try:
             version, self.config = manifest["version"], dict(manifest["settings"])
-            self.seed = whole("seed", manifest["seed"])
+            self.seed = check_int("seed", manifest["seed"])
             kind, counters = self.config["kind"], manifest["counters"]
             self.single = kind == SINGLE
             if kind in (KIND, SINGLE):
-                self.ranks = 1 if self.single else whole("ranks", self.config["ranks"], 1)
-                self.capacity = whole("capacity", self.config["capacity"], self.ranks)
+                self.ranks = 1 if self.single else check_int("ranks", self.config["ranks"], 1)
+                self.capacity = check_int("capacity", self.config["capacity"], self.ranks)
                 self.saved = [checked_counters(each) for each in ([counters] if self.single else counters)]
                 if len(self.saved) != self.ranks:
                     raise ValueError(f"it has counters of {len(self.saved)} ranks, and was saved by {self.ranks}")

@@ -19,7 +19,7 @@ from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.manifest import check_version
 from gpu_replay.errors import CheckpointError
 from gpu_replay.ops.counters import LASTING, counter_values
-from gpu_replay.validation import whole
+from gpu_replay.validation import check_int
 
 VERSION = 1
 
@@ -83,7 +83,7 @@ def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractCon
         check_version("the state has version", state["version"], VERSION)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    whole("the state's seed", state["seed"])
+    check_int("the state's seed", state["seed"])
     for name in ("settings", "counters", "tensors"):
         if not isinstance(state[name], Mapping):
             raise TypeError(f"the state's {name} must be a dictionary; found {type(state[name]).__name__}.")
@@ -132,7 +132,7 @@ class Saved:
         with self.refusing("the manifest is not of a replay buffer"):
             version = manifest["version"]
             self.config: dict[str, Any] = manifest["settings"]
-            self.seed: int = whole("seed", manifest["seed"])
+            self.seed: int = check_int("seed", manifest["seed"])
             found = self.config["kind"]
         check_version(f"{path} has state version", version, VERSION)
         if found != kind:

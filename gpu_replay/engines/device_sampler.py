@@ -25,7 +25,7 @@ from gpu_replay.ops.rank_draw import DeviceRanks
 from gpu_replay.ops.ring import plan_write
 from gpu_replay.ops.weights import PendingWeights, pending_weights
 from gpu_replay.samplers import LinearSchedule
-from gpu_replay.validation import computed
+from gpu_replay.validation import materialized
 
 
 class WeighedDraw(NamedTuple):
@@ -77,7 +77,7 @@ def _draws_of(state: DrawState, storage: Storage, ranks: DeviceRanks | None) -> 
             tree=state.tree,
             starts=state.eligible_tree,
             sums=None if ranks is None else ranks.sums,
-            sparse=state.sparse,
+            tracks_eligibility=state.tracks_eligibility,
             skipped=skipped,
             shifted=shifted,
             stratified=plan.stratified,
@@ -129,7 +129,9 @@ class DeviceSampler:
         )
         # another dtype of priorities is another launch
         self._updates = plans(
-            lambda keys, dtype: plan_update(masses, state.counters, state.slots, keys, sparse=state.sparse)
+            lambda keys, dtype: plan_update(
+                masses, state.counters, state.slots, keys, tracks_eligibility=state.tracks_eligibility
+            )
         )
 
     @property
@@ -242,7 +244,7 @@ class DeviceSampler:
                     f"{value.device}, which a replay could not read again. Keep one on the device and copy into it."
                 )
             value = self.stream_order.copied(value) if value.is_pinned() else value.to(self.device, non_blocking=True)
-        return computed(value).contiguous()
+        return materialized(value).contiguous()
 
     def on_device(
         self, values: Mapping[str, Tensor], priorities: Tensor | None

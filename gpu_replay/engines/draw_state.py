@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.engines.sampler_plan import SamplerPlan
 from gpu_replay.loops.ring import FIXED, LARGEST_EVER, LARGEST_STORED
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.counters import Counter, new_counters
@@ -19,7 +19,7 @@ _SOURCES = {"running": LARGEST_EVER, "stored": LARGEST_STORED}
 class DrawState:
     """The priorities of all slots, which of them can be drawn, and the counters.
 
-    sparse:        whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
+    tracks_eligibility: whether stored slots exist that cannot be drawn, and that no update may make eligible; they have
                    mass 0. So it is in trajectory buffers.
     rule:          how priorities become masses, or order codes for draws by rank.
     tree:          of these; None for samplers without priorities.
@@ -29,21 +29,21 @@ class DrawState:
 
     def __init__(
         self,
-        plan: DrawPlan,
+        plan: SamplerPlan,
         slots: int,
         device: torch.device,
         backend: Backend,
         seed: int,
         *,
-        sparse: bool,
+        tracks_eligibility: bool,
         total_slots: int | None = None,
     ) -> None:
         self.plan = plan
         self.slots = slots
-        self.sparse = sparse
+        self.tracks_eligibility = tracks_eligibility
         self.rule = plan.rule(slots if total_slots is None else total_slots)
         self.tree = plan.tree(slots, device, backend)
-        self.eligible_tree = MassTree(slots, device, backend) if sparse and plan.counts_starts else None
+        self.eligible_tree = MassTree(slots, device, backend) if tracks_eligibility and plan.counts_starts else None
         self.counters = new_counters(device, seed)
 
     @property
@@ -97,7 +97,7 @@ class DrawState:
             if self.tree is not None:
                 self.eligible_tree.masses.copy_(self.tree.masses > 0)
             self.eligible_tree.build()
-        if self.sparse:
+        if self.tracks_eligibility:
             self.counters[Counter.ELIGIBLE] = int((self.eligible.masses > 0).sum())
 
     def narrowed(self, allowed: Tensor) -> DrawState:

@@ -95,7 +95,7 @@ class HostSampler:
 
         Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
         """
-        if not self.state.sparse:
+        if not self.state.tracks_eligibility:
             first, added = self.span()
             return added - first
         if not skipped:
@@ -203,7 +203,7 @@ class HostSampler:
 
     def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
         (first, added), capacity = self.span(), self._capacity
-        tree = self.state.eligible if self.state.sparse else None
+        tree = self.state.eligible if self.state.tracks_eligibility else None
         found = None if tree is None else self._range(tree, skipped)
         count, ring = (added - first, (first % capacity, capacity)) if found is None else (found.mass, (0, 2**62))
         if count < (1 if self._plan.replacement else drawn):
@@ -222,7 +222,7 @@ class HostSampler:
 
     def _newest(self, count: int, skipped: int) -> np.ndarray:
         """The slots of the `count` newest keys that can be drawn."""
-        if not self.state.sparse:
+        if not self.state.tracks_eligibility:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self._capacity
         found = self._range(self.state.eligible, skipped, by_key=True)
@@ -242,6 +242,6 @@ class HostSampler:
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
             return
         rule, given = self.state.rule, np.ascontiguousarray(keys)
-        settings = rule.limit, self._capacity, self.state.sparse
+        settings = rule.limit, self._capacity, self.state.tracks_eligibility
         # no signal is handled within this one call, so an exception comes before or after all of it
         tree_loops.update.ready()(given, rule.uncut(priorities), *settings, self.counters, *self._tree.host)

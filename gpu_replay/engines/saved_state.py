@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.engines.sampler_plan import SamplerPlan
 from gpu_replay.ops.eligibility import Flag, StreamShape
 from gpu_replay.ops.mass import OrderRule, Rule
 
@@ -28,7 +28,7 @@ class StateLayout:
     """Settings that determine the layout of a state: slots, the plan of draws, and the shape of a stream, if any."""
 
     slots: int
-    plan: DrawPlan
+    plan: SamplerPlan
     stream: StreamShape | None = None
 
     @property

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.mapped_file import free_on_disk
 from gpu_replay.engines.placement import MakeMemory, Placement
 from gpu_replay.engines.read_ahead import ReadAhead
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.fields import Field
 from gpu_replay.ops._backend import Backend, choose
 from gpu_replay.ops.ring import as_numpy
 from gpu_replay.samplers import Sampler, Uniform
-from gpu_replay.validation import whole
+from gpu_replay.validation import check_int
 
 UNIFORM = Uniform()
 MAX_CAPACITY = 2**31 - 1
@@ -118,7 +118,7 @@ def check_room(sizes: Mapping[str, int], placement: Placement, fields: Collectio
 
 def check_capacity(capacity: object) -> int:
     """The capacity as an int, or TypeError / ValueError."""
-    return whole("capacity", capacity, 1, MAX_CAPACITY)
+    return check_int("capacity", capacity, 1, MAX_CAPACITY)
 
 
 def check_device(device: torch.device | str | None) -> torch.device:

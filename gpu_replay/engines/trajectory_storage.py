@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.placement import MakeMemory
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout
 from gpu_replay.engines.storage import Storage, check_capacity, estimate
 from gpu_replay.fields import Field, check_fields
@@ -18,7 +18,7 @@ from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Sampler
-from gpu_replay.validation import choice, whole
+from gpu_replay.validation import check_choice, check_int
 
 REWARD = Field((), torch.float32)
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -53,7 +53,7 @@ def stream_shape(
     final_capacity: None for one final observation per slot where they are small or few, else fewer: of frames of 84x84
                     bytes 445, and 4.5 per 1,000 steps of a ring of more than 98,000.
     """
-    asked, envs = check_capacity(capacity), whole("num_envs", num_envs, 1)
+    asked, envs = check_capacity(capacity), check_int("num_envs", num_envs, 1)
     if asked < envs:
         raise ValueError(f"capacity {asked} does not hold one step of num_envs={envs} environments. Raise it.")
     steps = asked // envs
@@ -61,10 +61,10 @@ def stream_shape(
     row = sum(fields[name].row_bytes for name in observation_names(fields))
     finals = min(slots, max(_FINALS_AT_LEAST, slots * _FINALS_PER_STEP) // row)
     if final_capacity is not None:
-        finals = min(whole("final_capacity", final_capacity, 0), slots)
-    next_step = choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
+        finals = min(check_int("final_capacity", final_capacity, 0), slots)
+    next_step = check_choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
     kept = 0 if next_step else finals
-    frames, window = whole("stack", stack, 1, _MOST_FRAMES), whole("n_step", n_step, 1, _MOST_STEPS)
+    frames, window = check_int("stack", stack, 1, _MOST_FRAMES), check_int("n_step", n_step, 1, _MOST_STEPS)
     for name, length in (("stack", frames), ("n_step", window)):
         if length > steps:
             raise ValueError(

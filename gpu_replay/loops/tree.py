@@ -132,10 +132,10 @@ def rounded(powers, masses):
 
 
 @loop(f"(int64[::1], int64[::1], int64, int64, boolean, int64[::1], {_TREE}, int64[::1])")
-def update(keys, masses, limit, capacity, sparse, counters, flat, starts, low, high, noted):
+def update(keys, masses, limit, capacity, tracks_eligibility, counters, flat, starts, low, high, noted):
     """Give live keys their masses; the last of a repeated key wins.
 
-    keys, masses: (B,), masses before the cut to `limit`. sparse: whether slots of mass 0 stay at 0.
+    keys, masses: (B,), masses before the cut to `limit`. tracks_eligibility: whether slots of mass 0 stay at 0.
     counters: count the largest mass given, keys that were not live, and masses that were cut.
     """
     batch, levels, added = keys.size, starts.size - 1, counters[_ADDED]
@@ -152,7 +152,7 @@ def update(keys, masses, limit, capacity, sparse, counters, flat, starts, low, h
         slot = key - lap
         slot -= capacity if slot >= capacity else 0
         held, mass = flat[slot], min(masses[row], limit)
-        if sparse and held == 0:
+        if tracks_eligibility and held == 0:
             continue
         largest = max(largest, masses[row])
         if noted.size:

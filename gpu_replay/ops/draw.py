@@ -265,7 +265,7 @@ def plan_draw(
     tree: MassTree | None = None,
     starts: MassTree | None = None,
     sums: Tensor | None = None,
-    sparse: bool = False,
+    tracks_eligibility: bool = False,
     skipped: int = 0,
     shifted: bool = False,
     stratified: bool = True,
@@ -277,7 +277,7 @@ def plan_draw(
     tree:    of masses, to draw by mass.
     starts:  of ones for eligible starts, for uniform draws and the newest; None where all stored slots can be drawn.
     sums:    of the masses of the ranks up to each, to draw by rank. The lists must lack the skipped slots.
-    sparse:  whether stored slots exist that cannot be drawn.
+    tracks_eligibility: whether stored slots exist that cannot be drawn.
     skipped: slots of the newest keys that are left out; less than all.
     shifted: whether `batch` random words are taken after the draw's own.
     """
@@ -286,7 +286,7 @@ def plan_draw(
     device, by_priority = counters.device, by != "uniform" and drawn > 0
     if not by_priority:
         by, replacement = "uniform", replacement or drawn == 0
-    if sparse and starts is None and (by == "uniform" or drawn < batch):
+    if tracks_eligibility and starts is None and (by == "uniform" or drawn < batch):
         raise RuntimeError("there is no tree of eligible starts to draw uniformly, or the newest, from.")
     interpreted = device.type == "cpu"
     levels: tuple[Tensor, ...] = ()
@@ -305,7 +305,7 @@ def plan_draw(
     own = blocks_for(PERMUTATION_WORDS if drawn and not (by_priority or replacement) else drawn)
     # one draw a thread without a search. Few of a search, so that a small batch spreads over a GPU: for each of four
     # warps two, or of a tree four, whose nodes have half as many children as a warp has words
-    most = 128 if by == "uniform" and not sparse else 8 if by == "rank" else 16
+    most = 128 if by == "uniform" and not tracks_eligibility else 8 if by == "rank" else 16
     draws = per_program(most, batch, interpreted)
     programs = -(-batch // draws)
     launch = Launch(

@@ -107,12 +107,12 @@ def _held(masses: DeviceMasses | None) -> tuple[tuple[Tensor, ...], ...]:
 
 
 def plan_update(
-    masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, sparse: bool
+    masses: DeviceMasses | None, counters: Tensor, capacity: int, batch: int, *, tracks_eligibility: bool
 ) -> Callable[[Tensor, Tensor], None]:
     """Device: new masses for live keys, the last of a repeated key; one launch a call, two for more keys than a program
     takes. All priorities must be of one dtype.
 
-    sparse: whether stored slots without mass exist, which no update may give any.
+    tracks_eligibility: whether stored slots without mass exist, which no update may give any.
     """
     from gpu_replay.kernels.priorities import settle_kernel, update_kernel
 
@@ -128,7 +128,7 @@ def plan_update(
         programs,
         SHIFT=fanout_for("triton").bit_length() - 1,
         EDGE=edge_for("triton"),
-        SPARSE=sparse,
+        TRACKS_ELIGIBILITY=tracks_eligibility,
         ORDERED=masses is not None and masses.ordered,
         SETTLES=together > 0,
         num_warps=update_warps(together),

@@ -16,8 +16,8 @@ from gpu_replay.base.refusals import class_only
 from gpu_replay.base.state import config_of
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint.joint import KIND, JointCheckpoint
-from gpu_replay.engines.draw_plan import DrawPlan, plan_of
 from gpu_replay.engines.placement import StoragePath
+from gpu_replay.engines.sampler_plan import SamplerPlan, plan_of
 from gpu_replay.engines.storage import UNIFORM, check_capacity
 from gpu_replay.fields import Field, check_fields
 from gpu_replay.ops.counters import Counter
@@ -95,10 +95,10 @@ class ShardedReplayBuffer:
             slots = check_capacity(capacity)
             if slots < ranks:
                 raise ValueError(f"capacity must be at least 1 on each of {ranks} ranks; found {slots}.")
-            self._mode = validation.choice("mode", mode, ("local", "global"))
+            self._mode = validation.check_choice("mode", mode, ("local", "global"))
             self._fields, self._sampler, self._plan = check_fields(fields), sampler, plan_of(sampler)
             _check_plan(self._plan, sampler, self._mode)
-            self._seed = validation.whole("seed", seed)
+            self._seed = validation.check_int("seed", seed)
             settings = self._config(slots // ranks * ranks)
             return {"asked": slots, **settings, "seed": self._seed, "device": self._group.device.type}, None
 
@@ -454,10 +454,10 @@ class ShardedReplayBuffer:
 
 
 def _checked(batch_size: object, beta: object) -> tuple[int, float | None]:
-    return validation.batch_size(batch_size), None if beta is None else validation.importance(beta)
+    return validation.check_batch_size(batch_size), None if beta is None else validation.check_beta(beta)
 
 
-def _check_plan(plan: DrawPlan, sampler: Sampler, mode: str) -> None:
+def _check_plan(plan: SamplerPlan, sampler: Sampler, mode: str) -> None:
     """Raise ValueError for a sampler that this mode does not support."""
     if plan.kind != "rank":
         return

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay.engines.draw_plan import DrawPlan
+from gpu_replay.engines.sampler_plan import SamplerPlan
 from gpu_replay.ops.counters import HostWords, blocks_for
 from gpu_replay.ops.draw import (
     PERMUTATION_WORDS,
@@ -49,7 +49,7 @@ class Deal(NamedTuple):
     random: int
 
 
-def deal(plan: DrawPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
+def deal(plan: SamplerPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
     """Choose `rows` rows of all shards, which store enough; table: (R, 7 or more) int64, `Shard.row` of each rank."""
     by_mass = plan.kind == "mass"
     newest = plan.newest_of(rows)
@@ -82,7 +82,7 @@ def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
 
 
 def exchanged(
-    shard: Shard, plan: DrawPlan, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
+    shard: Shard, plan: SamplerPlan, dealt: Deal, table: np.ndarray, rank: int, beta: float, exchange: Exchange
 ) -> dict[str, Tensor]:
     """Send every rank its rows, in one exchange of bytes, and return those of this rank as fields of a batch.
 
@@ -129,7 +129,7 @@ def exchanged(
     return {**tensors, "key": key.contiguous(), **{name: each.to(shard.device) for name, each in named.items()}}
 
 
-def _weighed(plan: DrawPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
+def _weighed(plan: SamplerPlan, masses: Tensor, lowest: int, total: int, beta: float) -> tuple[Tensor, Tensor]:
     """Probabilities and weights of (n,) masses, computed on the host as a single buffer computes them."""
     if plan.kind != "mass":
         return torch.full(masses.shape, 1 / total, dtype=torch.float32), torch.ones(masses.shape)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpu_replay.checkpoint.config import difference
 from gpu_replay.engines.storage import check_device
-from gpu_replay.validation import number
+from gpu_replay.validation import check_float
 
 Result = TypeVar("Result")
 # what a rank sends when a call begins: the arguments that must be equal on all ranks, by name, and int64 numbers
@@ -106,7 +106,7 @@ class Group:
         config = str(dist.get_backend_config(world))
         self._wrong: Exception | None = None
         try:
-            self.timeout = number("timeout", timeout, above=True)
+            self.timeout = check_float("timeout", timeout, above=True)
             self.device, self._backend = device_and_backend(config, device)
         except Exception as error:
             self._wrong, self.timeout = error, 60.0

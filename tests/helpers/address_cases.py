@@ -194,7 +194,7 @@ def _updated(memory: SparseMemory, kernel: str) -> None:
     given = torch.tensor([*keys, keys[1], keys[-1], keys[2] - SLOTS, added])
     counters = counters_at(added)
     priorities = torch.arange(1, given.numel() + 1, dtype=torch.float64) / 2**10
-    plan_update(masses, counters, SLOTS, given.numel(), sparse=True)(given, priorities)
+    plan_update(masses, counters, SLOTS, given.numel(), tracks_eligibility=True)(given, priorities)
     position = {slot: row for row, slot in enumerate(PLACES)} | {PLACES[1]: 11, PLACES[-1]: 12}
     check_tree(masses.tree, {slot: (row + 1) * 2**10 for slot, row in position.items()})
     assert int(counters[Counter.STALE]) == 2

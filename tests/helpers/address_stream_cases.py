@@ -229,7 +229,7 @@ def draw_kernel_of_starts_by_mass(memory: SparseMemory) -> None:
     put(tree, masses)
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
-    how: Any = {"starts": marks, "sparse": True, "skipped": skipped}
+    how: Any = {"starts": marks, "tracks_eligibility": True, "skipped": skipped}
     found = plan_draw("mass", counters_at(added), times_sampled, 30, 32, SLOTS, tree=tree, **how).launch()
     sums = np.cumsum([masses[slot] for slot in within])
     targets = stratified_targets(int(sums[-1]), HostWords(SEED).doubles(0, 30))
@@ -246,7 +246,7 @@ def draw_kernel_of_starts_uniformly(memory: SparseMemory) -> None:
     put(marks, dict.fromkeys(masses, 1))
     times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
     counters = counters_at(added)
-    count, how = len(within), {"starts": marks, "sparse": True, "skipped": skipped}
+    count, how = len(within), {"starts": marks, "tracks_eligibility": True, "skipped": skipped}
     found = plan_draw("uniform", counters, times_sampled, count, count + 2, SLOTS, **how).launch()
     ranks = permuted_ranks(len(within), len(within), HostWords(SEED).words(0, PERMUTATION_WORDS))
     slots = [*(within[rank] for rank in ranks), *within[-2:]]

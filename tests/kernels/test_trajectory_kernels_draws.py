@@ -17,9 +17,9 @@ from tolerances import close
 from trees import random_masses
 
 from gpu_replay import Combined, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
-from gpu_replay.engines.draw_plan import plan_of
 from gpu_replay.engines.draw_state import DrawState
 from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops.counters import NO_MASS, Counter, blocks_for
 from gpu_replay.ops.draw import DeviceDraws, plan_draw
@@ -56,7 +56,7 @@ class Drawers:
         masses[ring.added * ring.num_envs :] = 0
         self.eligible = int((masses > 0).sum())
         self.slots, self.plan = ring.slots, plan
-        state = DrawState(plan, ring.slots, CPU, "host", seed, sparse=True)
+        state = DrawState(plan, ring.slots, CPU, "host", seed, tracks_eligibility=True)
         for tree, leaves in ((state.tree, masses), (state.eligible_tree, masses > 0)):
             if tree is not None:
                 tree.masses.copy_(torch.from_numpy(leaves.astype(np.int64)))
@@ -78,7 +78,7 @@ class Drawers:
             *(self.counters, self.times_sampled, batch - plan.newest_of(batch), batch, self.slots),
             tree=self.tree,
             starts=self.eligible_tree,
-            sparse=True,
+            tracks_eligibility=True,
             stratified=plan.stratified,
             lowest_of_all=plan.lowest_of_all,
             replacement=plan.replacement,
@@ -199,7 +199,9 @@ def test_draws_where_nothing_is_eligible_stay_inside(sampler: str, skipped: int,
 def test_without_marks_there_is_no_newest(device: str) -> None:
     drawers = Drawers(RINGS["just full"], SAMPLERS["stratified"], device)
     with pytest.raises(RuntimeError, match="no tree of eligible starts"):
-        plan_draw("mass", drawers.counters, drawers.times_sampled, 0, 4, 128, tree=drawers.tree, sparse=True)
+        plan_draw(
+            "mass", drawers.counters, drawers.times_sampled, 0, 4, 128, tree=drawers.tree, tracks_eligibility=True
+        )
 
 
 def test_the_smallest_mass_is_forgotten_between_draws(device: str) -> None:

@@ -17,7 +17,7 @@ from gpu_replay.samplers import Combined, Latest, LinearSchedule, Proportional, 
 
 
 @dataclass(frozen=True)
-class DrawPlan:
+class SamplerPlan:
     """The resolved settings by which one buffer samples.
 
     kind:          how rows are drawn: uniformly, by mass, by rank, or always the newest.
@@ -84,18 +84,18 @@ class DrawPlan:
         return sizes
 
 
-def plan_of(sampler: object) -> DrawPlan:
+def plan_of(sampler: object) -> SamplerPlan:
     """The plan of a sampler; TypeError for anything else."""
     base, newest = (sampler.base, sampler.newest) if isinstance(sampler, Combined) else (sampler, 0)
     if isinstance(base, Uniform):
-        return DrawPlan("uniform", newest, base.replacement)
+        return SamplerPlan("uniform", newest, base.replacement)
     if isinstance(base, Latest):
-        return DrawPlan("newest")
+        return SamplerPlan("newest")
     if not isinstance(base, (Proportional, RankBased)):
         raise TypeError(
             f"sampler must be Uniform(), Proportional(), RankBased(), Latest() or Combined(); found {sampler!r}."
         )
-    plan = DrawPlan(
+    plan = SamplerPlan(
         "rank",
         newest,
         alpha=base.alpha,
