@@ -52,9 +52,9 @@ def __getattr__(name: str) -> Any:
     # importing torch takes two seconds: the command starts before that, so that Ctrl-C ends it without a traceback
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, name.lower())}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -144,49 +144,49 @@ def check_fields(fields: object) -> dict[str, Field]:
     return flat
 
 
-def flattened(given: Mapping[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
+def flattened(values: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
     """Nested dictionaries as one of dotted names: `{"obs": {"image": x}}` becomes `{"obs.image": x}`.
 
-    wanted: names to reach; the tuples of a Gymnasium Tuple space become `obs.item_0` and so on where these are wanted.
+    names: to reach; the tuples of a Gymnasium Tuple space become `obs.item_0` and so on where these are among them.
     Raises KeyError for a name that comes twice.
     """
     flat: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if isinstance(value, DICTIONARIES):
             parts: Any = value.items()
-        elif isinstance(value, tuple) and name not in wanted and has_items(name, wanted):
+        elif isinstance(value, tuple) and name not in names and has_items(name, names):
             parts = ((f"item_{place}", part) for place, part in enumerate(value))
         else:
             parts = None
-        for leaf, part in [(name, value)] if parts is None else _leaves(name, parts, wanted):
+        for leaf, part in [(name, value)] if parts is None else _leaves(name, parts, names):
             if leaf in flat:
                 raise KeyError(f"{leaf!r} is given twice: inside a dictionary and by its dotted name.")
             flat[leaf] = part
     return flat
 
 
-def has_items(name: str, wanted: Collection[str]) -> bool:
+def has_items(name: str, names: Collection[str]) -> bool:
     """Whether `name` is that of a Tuple space, whose parts are among the names to reach."""
     first = f"{name}.item_0"
-    return any(each == first or each.startswith(f"{first}.") for each in wanted)
+    return any(each == first or each.startswith(f"{first}.") for each in names)
 
 
-def _leaves(name: str, parts: Iterable[tuple[Any, Any]], wanted: Collection[str]) -> Iterable[tuple[str, Any]]:
-    return flattened({f"{name}.{part}": value for part, value in parts}, wanted).items()
+def _leaves(name: str, parts: Iterable[tuple[Any, Any]], names: Collection[str]) -> Iterable[tuple[str, Any]]:
+    return flattened({f"{name}.{part}": value for part, value in parts}, names).items()
 
 
-def check_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise KeyError for an `add` whose names are not the wanted ones."""
-    if given.keys() == wanted.keys():
+def check_names(values: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise KeyError for an `add` whose names are not those of the fields."""
+    if values.keys() == fields.keys():
         return
-    missing = [name for name in wanted if name not in given]
-    unknown = [name for name in given if name not in wanted]
+    missing = [name for name in fields if name not in values]
+    unknown = [name for name in values if name not in fields]
     parts = []
     if missing:
         parts.append(f"is missing {', '.join(map(repr, missing))}")
     if unknown:
         parts.append(f"has unknown {', '.join(map(repr, unknown))}")
-    raise KeyError(f"add {' and '.join(parts)}; the buffer's fields are {', '.join(wanted)}.")
+    raise KeyError(f"add {' and '.join(parts)}; the buffer's fields are {', '.join(fields)}.")
 
 
 def autoreset_name(mode: Any) -> Any:
@@ -230,19 +230,19 @@ def vector_settings(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
             f"from_env needs a vector environment of Gymnasium; found {type(env).__name__}. Make one with "
             "gymnasium.make_vec(...), or use from_spaces."
         )
-    found = {
+    settings = {
         "num_envs": env.num_envs,
         "observation_space": env.single_observation_space,
         "action_space": env.single_action_space,
     }
     mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
     if mode is None:
-        return found
+        return settings
     if autoreset_name(mode) not in _AUTORESET.values():
         raise ValueError(f"the environment's metadata has autoreset_mode={mode!r}; give autoreset=... yourself.")
     # before gymnasium 1.4 vector environments of a class share their metadata, with the mode of the last one made
     own = autoreset_name(getattr(getattr(env, "unwrapped", env), "autoreset_mode", mode))
-    return {**found, "autoreset": own if own in _AUTORESET.values() else autoreset_name(mode)}
+    return {**settings, "autoreset": own if own in _AUTORESET.values() else autoreset_name(mode)}
 
 
 def warn_of_stacks(fields: Mapping[str, Field]) -> None:
@@ -301,11 +301,11 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
         raise TypeError(f"{name} needs a Gymnasium space such as Box or Discrete; found {space!r}.")
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for key, part in parts:
             leaf = key if isinstance(space, spaces.Dict) else f"item_{key}"
-            found.update(_fields(f"{name}.{leaf}", part))
-        return found
+            fields.update(_fields(f"{name}.{leaf}", part))
+        return fields
     if space.shape is None or space.dtype is None or isinstance(space, (spaces.Text, spaces.Sequence, spaces.Graph)):
         raise TypeError(
             f"{name} has the space {space}, which has no fixed shape and dtype; describe the fields yourself with "
@@ -320,7 +320,7 @@ def _fields(name: str, space: Space[Any]) -> dict[str, Field]:
 
 def _dtype(name: str, dtype: Any) -> torch.dtype:
     kind = np.dtype(dtype).name
-    found = _WIDENED.get(kind, getattr(torch, kind, None))
-    if not isinstance(found, torch.dtype):
+    stored = _WIDENED.get(kind, getattr(torch, kind, None))
+    if not isinstance(stored, torch.dtype):
         raise TypeError(f"{name} has NumPy dtype {kind}, which cannot be stored; describe the fields yourself.")
-    return found
+    return stored

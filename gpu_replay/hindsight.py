@@ -156,10 +156,10 @@ class Hindsight:
 
         tensors: of the batch. gamma: the discount of a step.
         """
-        rows, known, after, wanted = shown
+        rows, known, achieved, desired = shown
         # each function gets its own copy, since it may work in place
-        again = None if self.terminated_fn is None else (after.clone(), wanted.clone())
-        reward = self._made("reward_fn", self.reward_fn(after, wanted), rows)
+        again = None if self.terminated_fn is None else (achieved.clone(), desired.clone())
+        reward = self._made("reward_fn", self.reward_fn(achieved, desired), rows)
         if reward.dtype is not _REWARD:
             if reward.dtype.is_complex:
                 raise TypeError(f"reward_fn of Hindsight must return real numbers; found {reward.dtype}.")
@@ -174,23 +174,23 @@ class Hindsight:
         discount = tensors["discount"].new_full(rows.shape, gamma)
         masked_put(tensors["discount"], rows, known, discount.masked_fill_(terminated, 0.0))
 
-    def _made(self, name: str, given: Any, rows: Tensor) -> Tensor:
+    def _made(self, name: str, value: Any, rows: Tensor) -> Tensor:
         """The result of a user's function as a (K,) tensor on the device of the rows, or TypeError / ValueError."""
         count = rows.shape[0]
         # fast path: what most functions return on the CPU
-        plain = type(given) is Tensor and given.is_cpu and given.layout is torch.strided and not given.is_nested
-        if plain and rows.is_cpu and not given.requires_grad and given.shape == (count,):
-            return given
+        plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided and not value.is_nested
+        if plain and rows.is_cpu and not value.requires_grad and value.shape == (count,):
+            return value
         device = rows.device
-        wanted = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"
-        if not isinstance(given, (Tensor, np.ndarray)):
-            raise TypeError(f"{wanted}; found {type(given).__name__}.")
-        found = validation.as_tensor(name, given, device)
-        if tuple(found.shape) != (count,):
-            raise ValueError(f"{wanted}; found shape {list(found.shape)}.")
-        if not validation.same_device(found.device, device):
-            raise ValueError(f"{wanted}; found {type(given).__name__} on {found.device}.")
-        return found
+        expected = f"{name} of Hindsight must return one value for each of {count} rows, a tensor [{count}] on {device}"
+        if not isinstance(value, (Tensor, np.ndarray)):
+            raise TypeError(f"{expected}; found {type(value).__name__}.")
+        result = validation.as_tensor(name, value, device)
+        if tuple(result.shape) != (count,):
+            raise ValueError(f"{expected}; found shape {list(result.shape)}.")
+        if not validation.same_device(result.device, device):
+            raise ValueError(f"{expected}; found {type(value).__name__} on {result.device}.")
+        return result
 
 
 def check_relabel(relabel: object, fields: Mapping[str, Field], n_step: int, random_shift: int) -> None:

@@ -74,12 +74,12 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
     count, total, m_log_m, squares, priorities = 0, 0, 0.0, 0.0, 0.0
     low, high = math.inf, 0.0
     for chunk in masses.split(_CHUNK):
-        held = chunk[chunk > 0]
-        if not held.numel():
+        positive = chunk[chunk > 0]
+        if not positive.numel():
             continue
-        count += held.numel()
-        total += int(held.sum())
-        m = held.to(torch.float64)
+        count += positive.numel()
+        total += int(positive.sum())
+        m = positive.to(torch.float64)
         m_log_m += float((m * m.log()).sum())
         squares += float((m * m).sum())
         low, high = min(low, float(m.min())), max(high, float(m.max()))
@@ -105,11 +105,11 @@ def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
         return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
     low, high = math.inf, 0.0
     for chunk in codes.split(_CHUNK):
-        held = rule.priorities(chunk[chunk > 0].cpu().numpy())
-        if held.size:
+        priorities = rule.priorities(chunk[chunk > 0].cpu().numpy())
+        if priorities.size:
             # divide before summing, since the sum may overflow
-            mean += float((held / count).sum())
-            low, high = min(low, float(held.min())), max(high, float(held.max()))
+            mean += float((priorities / count).sum())
+            low, high = min(low, float(priorities.min())), max(high, float(priorities.max()))
     masses = np.diff(cumulative_masses(codes.numel(), alpha)[:count], prepend=0)
     # masses of ranks, not of priorities
     spread = mass_distribution(torch.from_numpy(masses), MassRule.for_slots(count, 0.0, 0.0, None))

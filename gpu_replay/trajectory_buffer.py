@@ -217,13 +217,13 @@ class TrajectoryReplayBuffer(Buffer):
         `autoreset_mode`. Raises TypeError for what is no vector environment, and warns where its observations look like
         stacks of frames, which the buffer would store several times.
         """
-        found = {**vector_settings(env), **settings}
-        if "autoreset" not in found:
+        arguments = {**vector_settings(env), **settings}
+        if "autoreset" not in arguments:
             raise ValueError(
                 "the environment's metadata do not say its autoreset_mode; give autoreset='next_step', 'same_step' or "
                 "'disabled'."
             )
-        buffer = cls.from_spaces(capacity, dtypes=dtypes, extra=extra, **found)
+        buffer = cls.from_spaces(capacity, dtypes=dtypes, extra=extra, **arguments)
         warn_of_stacks(buffer.fields)
         return buffer
 
@@ -289,15 +289,15 @@ class TrajectoryReplayBuffer(Buffer):
             finals |= validation.final_columns(final_obs, self._streams.observations, self._num_envs)
         values, envs = self._rows_of(fields, self._num_envs)
         terminated, truncated = values.pop("terminated"), values.pop("truncated")
-        kept = self._input.finals(finals, terminated, truncated)
+        final_rows = self._input.finals(finals, terminated, truncated)
         if priority is not None:
             priority = validation.as_priorities("priority", priority, envs, self._device, as_array=self._on_host)
         with self._lock:
-            return self._engine.add_step(values, terminated, truncated, priority, kept)
+            return self._engine.add_step(values, terminated, truncated, priority, final_rows)
 
-    def _named(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _named(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values by the names of the fields, and final observations that were given by theirs."""
-        fields, observations = flattened(given, self._step_fields), self._streams.observations
+        fields, observations = flattened(values, self._step_fields), self._streams.observations
         finals = {name: fields.pop(f"final_{name}") for name in observations if f"final_{name}" in fields}
         check_names(fields, self._step_fields)
         return fields, finals
@@ -326,10 +326,10 @@ class TrajectoryReplayBuffer(Buffer):
         terminated, truncated = (_on_host(values.pop(name)) for name in ("terminated", "truncated"))
         count = len(terminated)
         if priority is not None:
-            given = validation.as_tensor("priority", priority, self._device)
-            if tuple(given.shape) != (count, self._num_envs):
-                raise ValueError(f"priority needs shape {[count, self._num_envs]}; found {list(given.shape)}.")
-            flat = given.reshape(-1)
+            checked = validation.as_tensor("priority", priority, self._device)
+            if tuple(checked.shape) != (count, self._num_envs):
+                raise ValueError(f"priority needs shape {[count, self._num_envs]}; found {list(checked.shape)}.")
+            flat = checked.reshape(-1)
             priority = validation.as_priorities("priority", flat, len(flat), self._device, as_array=self._on_host)
             priority = priority.reshape(count, self._num_envs)
         finals = None
@@ -352,8 +352,8 @@ class TrajectoryReplayBuffer(Buffer):
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
-            whole_step = {"on_host": self._on_host, "steps": True}
-            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, self._device, **whole_step)
+            step_of_flags = {"on_host": self._on_host, "steps": True}
+            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, self._device, **step_of_flags)
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -457,9 +457,11 @@ class TrajectoryReplayBuffer(Buffer):
                 if not strict and every == 1:
                     self._check_enough(batch, (steps - 1) * self._num_envs, call)
                     return Batch(self._engine.sample_sequences(batch, steps, exponent))
-                among, found = self._engine.among(steps, bool(strict), every)
-                self._check_enough(batch, call=f"{call} with strict={bool(strict)}, stride={every}", available=found)
-                return Batch(self._engine.sample_sequences(batch, steps, exponent, among))  # type: ignore[arg-type]
+                sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
+                self._check_enough(
+                    batch, call=f"{call} with strict={bool(strict)}, stride={every}", available=available
+                )
+                return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
             except BaseException:
                 self._draws.take_back(mark)
                 raise

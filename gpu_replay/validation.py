@@ -44,9 +44,9 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream | None = None) -> Te
     return tensor
 
 
-def same_device(found: torch.device, wanted: torch.device) -> bool:
+def same_device(actual: torch.device, asked: torch.device) -> bool:
     """Whether two devices are one, "cuda" without an index being the current one."""
-    return found.type == wanted.type and (wanted.index is None or found.index in (None, wanted.index))
+    return actual.type == asked.type and (asked.index is None or actual.index in (None, asked.index))
 
 
 def as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
@@ -95,8 +95,8 @@ def numpy_view(name: str, tensor: Tensor) -> np.ndarray:
     """
     for attempt in (lambda: tensor, lambda: materialized(as_tensor(name, tensor, tensor.device))):
         try:
-            found = attempt()
-            return found.view(torch.int16).numpy() if found.dtype is torch.bfloat16 else found.numpy()
+            dense = attempt()
+            return dense.view(torch.int16).numpy() if dense.dtype is torch.bfloat16 else dense.numpy()
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
     raise TypeError(
@@ -186,7 +186,7 @@ def checks_of(fields: Mapping[str, Field]) -> Checks:
 
 
 def host_rows(
-    given: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device
+    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device
 ) -> tuple[dict[str, np.ndarray], int]:
     """The values of all fields as `as_field` gives them to the host's engine, in the order of the checks; their rows.
 
@@ -194,7 +194,7 @@ def host_rows(
     """
     values, count = {}, rows
     for name, field, dtype, shape in checks:
-        value = given[name]
+        value = fields[name]
         # fast path: what can be stored as it is
         try:
             array = value.numpy() if type(value) is Tensor else value
@@ -212,12 +212,12 @@ def host_rows(
 
 
 def device_rows(
-    given: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, stream: torch.cuda.Stream | None
+    fields: Mapping[str, Any], checks: Checks, rows: int | None, device: torch.device, stream: torch.cuda.Stream | None
 ) -> tuple[dict[str, Tensor], int]:
     """As `host_rows`, tensors for an engine on a device, whose current stream is `stream`."""
     values, count = {}, rows
     for name, field, _, shape in checks:
-        value = given[name]
+        value = fields[name]
         sides = value.shape if is_plain(value, field.dtype, device) else ()
         if not sides or sides[1:] != shape or (sides[0] != count and count is not None):
             value = as_field(name, value, field, count, device, on_host=False, steps=rows is not None)
@@ -237,22 +237,22 @@ def as_field(
     rows:  the `m` that the other fields of this call have, or None. steps: whether it is the number of environments.
     Raises TypeError or ValueError that names the field; values and the buffer stay as they were.
     """
-    found: Any = as_array(name, value, device) if on_host else as_tensor(name, value, device)
-    wanted, shape = field.shape, tuple(found.shape)
-    if steps and shape != (rows, *wanted):
+    array: Any = as_array(name, value, device) if on_host else as_tensor(name, value, device)
+    sides, shape = field.shape, tuple(array.shape)
+    if steps and shape != (rows, *sides):
         raise ValueError(
-            f"field {name!r} needs shape {[rows, *wanted]}, one step of each of the {rows} environments; found "
+            f"field {name!r} needs shape {[rows, *sides]}, one step of each of the {rows} environments; found "
             f"{list(shape)}."
         )
-    if not shape or shape[1:] != wanted:
-        expected = f"[m, {', '.join(map(str, wanted))}]" if wanted else "[m]"
-        hint = " Add the leading batch dimension: value[None]." if shape == wanted else ""
+    if not shape or shape[1:] != sides:
+        expected = f"[m, {', '.join(map(str, sides))}]" if sides else "[m]"
+        hint = " Add the leading batch dimension: value[None]." if shape == sides else ""
         raise ValueError(f"field {name!r} needs shape {expected}; found {list(shape)}.{hint}")
     if rows is not None and shape[0] != rows:
         raise ValueError(f"field {name!r} has {shape[0]} rows where the others of this add have {rows}.")
     if on_host:
-        return as_stored(name, found, field.dtype)
-    return found if found.dtype == field.dtype else cast(name, found, field.dtype)
+        return as_stored(name, array, field.dtype)
+    return array if array.dtype == field.dtype else cast(name, array, field.dtype)
 
 
 @cache
@@ -310,11 +310,11 @@ def final_columns(value: Any, observations: Sequence[str], num_envs: int) -> dic
         raise ValueError(f"'final_obs' needs {num_envs} rows, one for each environment; found {len(value)}.")
     columns = {name: [None] * num_envs for name in observations}
     for row, each in enumerate(value):
-        found = {} if each is None else flattened({"obs": each}, observations)
-        if each is not None and found.keys() != columns.keys():
-            wanted = ", ".join(map(repr, observations))
-            raise KeyError(f"'final_obs' of environment {row} must hold {wanted}; found {', '.join(map(repr, found))}.")
-        for name, part in found.items():
+        parts = {} if each is None else flattened({"obs": each}, observations)
+        if each is not None and parts.keys() != columns.keys():
+            names = ", ".join(map(repr, observations))
+            raise KeyError(f"'final_obs' of environment {row} must hold {names}; found {', '.join(map(repr, parts))}.")
+        for name, part in parts.items():
             columns[name][row] = part
     return columns
 
@@ -397,10 +397,9 @@ def as_update(keys: Any, priorities: Any, device: torch.device, *, as_array: boo
             and np.vdot(numbers, numbers) < math.inf
         ):
             return plain, numbers
-    found = as_keys(keys, device)
-    return numpy_view("keys", found) if as_array else found, as_priorities(
-        "priorities", priorities, found.shape[0], device, as_array=as_array
-    )
+    keys = as_keys(keys, device)
+    priorities = as_priorities("priorities", priorities, keys.shape[0], device, as_array=as_array)
+    return numpy_view("keys", keys) if as_array else keys, priorities
 
 
 def as_priorities(name: str, value: Any, rows: int, device: torch.device, *, as_array: bool) -> Any:
@@ -441,14 +440,14 @@ def check_beta(beta: object) -> float:
 
 def check_generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:
     """Generators of this device, or TypeError / ValueError."""
-    found = []
+    checked = []
     for value in values:
         if not isinstance(value, torch.Generator):
             raise TypeError(f"generators must be of type torch.Generator; found {type(value).__name__}.")
         if value.device.type != device.type:
             raise ValueError(f"generators must be on {device}; found one on {value.device}.")
-        found.append(value)
-    return tuple(found)
+        checked.append(value)
+    return tuple(checked)
 
 
 def check_int(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
@@ -467,15 +466,15 @@ def check_float(name: str, value: object, low: float = 0.0, high: float = math.i
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number; found {value!r}.")
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
         # a whole number larger than any float
-        found = math.inf
-    if not low <= found <= high or abs(found) == math.inf or (above and found == low):
+        converted = math.inf
+    if not low <= converted <= high or abs(converted) == math.inf or (above and converted == low):
         bound = "" if low == -math.inf else f" and {'greater than' if above else 'at least'} {low:g}"
-        wanted = f"finite{bound}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be {wanted}; found {value!r}.")
-    return found
+        expected = f"finite{bound}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {expected}; found {value!r}.")
+    return converted
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:

@@ -20,11 +20,11 @@ def key_in_slot(slot, added, head, capacity):
 @triton.jit
 def stratified_target(draw, strata, per_strata, total, word):
     """A point in each draw's own part of the total mass; strata: the number of parts, with its reciprocal."""
-    whole, part = divided(total, strata, per_strata)
+    each, part = divided(total, strata, per_strata)
     share, rest = divided(draw * part, strata, per_strata)
     # the next stratum begins a unit later where another share of the rest is full
-    width = whole + (rest + part >= strata).to(tl.int64)
-    return draw * whole + share + floor_of_product(word, width)
+    width = each + (rest + part >= strata).to(tl.int64)
+    return draw * each + share + floor_of_product(word, width)
 
 
 @triton.jit

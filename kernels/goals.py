@@ -50,11 +50,11 @@ def choose_goals_kernel(
     age = tl.where(age < 0, age + steps, age)
     depth = tl.load(depth_ptr + slot, mask=live, other=0)
     # the first step of the episode has not been overwritten
-    whole = depth < steps - age
-    first = line - tl.where(whole, depth, 0)
+    unwrapped = depth < steps - age
+    first = line - tl.where(unwrapped, depth, 0)
     first = tl.where(first < 0, first + steps, first) * envs + env
-    span = tl.load(spans_ptr + first, mask=live & whole, other=0)
-    span = tl.where(whole, span, tl.load(parted_ptr + env, mask=live & (whole == 0), other=0))
+    span = tl.load(spans_ptr + first, mask=live & unwrapped, other=0)
+    span = tl.where(unwrapped, span, tl.load(parted_ptr + env, mask=live & (unwrapped == 0), other=0))
     last = tl.load(flags_ptr + (newest * envs + env), mask=live, other=0).to(tl.int32)
     running = age - 1 + ((last & FINAL) != 0).to(tl.int32)
     # steps after this one whose goals are known; less than none where its own is not

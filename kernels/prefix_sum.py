@@ -43,9 +43,9 @@ def sum_before(values_ptr, state_ptr, blocks, program, BLOCK: tl.constexpr, WIND
         # words of different stages are not a sum
         stage = tl.where(low >> 32 == high >> 32, (low >> 32).to(tl.int32), 0)
         # the first block that says more or less than the sum of itself, and its stage
-        found = tl.min(tl.where(stage == AGGREGATE, WINDOW * 4, back * 4 + stage), axis=0)
-        count = found // 4
-        ends = found % 4 == INCLUSIVE
+        first = tl.min(tl.where(stage == AGGREGATE, WINDOW * 4, back * 4 + stage), axis=0)
+        count = first // 4
+        ends = first % 4 == INCLUSIVE
         counted = back < tl.where(ends, count + 1, count)
         before += tl.sum(tl.where(counted, (low & LOW) | (high << 32), 0), axis=0)
         nearest = tl.where(ends, -1, nearest - count)

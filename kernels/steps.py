@@ -136,12 +136,12 @@ def add_step_kernel(
                 wants += (tl.load(truncated_ptr + others) | tl.load(terminated_ptr + others)).to(tl.int64)
             else:
                 wants += (tl.load(truncated_ptr + others) > tl.load(terminated_ptr + others)).to(tl.int64)
-        wanted = flags == TRUNCATED
+        keeps = flags == TRUNCATED
         if HINDSIGHT:
             # a terminated window needs no final observation, but its goal may be wanted
-            wanted = flags != 0
-        rank = tl.sum(wants, axis=0) + tl.cumsum(wanted.to(tl.int64), axis=0) - 1
-        few = wanted & (rank < finals)
+            keeps = flags != 0
+        rank = tl.sum(wants, axis=0) + tl.cumsum(keeps.to(tl.int64), axis=0) - 1
+        few = keeps & (rank < finals)
         # before the barrier, as all that the last program changes
         finals_kept = tl.load(counters_ptr + FINALS)
         place = remainder(finals_kept, finals, per_finals) + rank
@@ -223,15 +223,15 @@ def add_step_kernel(
     chosen = chosen & (added - back - frames * envs >= oldest)
     # the masses of this step have just been made
     its_line = tl.where(line >= back, line, line + lines) - back
-    given = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
-    given = tl.where(chosen, tl.where(age == 0, own[None, :], given), 0)
-    new = tl.where(chosen, tl.where(given > 0, given, initial), 0)
+    pending_mass = tl.load(pending_ptr + its_line + env[None, :], mask=chosen & (age > 0), other=0)
+    pending_mass = tl.where(chosen, tl.where(age == 0, own[None, :], pending_mass), 0)
+    new = tl.where(chosen, tl.where(pending_mass > 0, pending_mass, initial), 0)
     earlier = tl.where(head >= back, head, head + capacity) - back + env[None, :]
     touched = chosen | (named[None, :] & (age == 0))
     more += assign(levels, extremes, eligible, earlier, new, touched, SHIFT, EDGE)
     tl.atomic_add(counters_ptr + ELIGIBLE, more, sem="relaxed")
     if MASSES:
-        tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(given, axis=1), axis=0), sem="relaxed")
+        tl.atomic_max(counters_ptr + PENDING_MAX_MASS, tl.max(tl.max(pending_mass, axis=1), axis=0), sem="relaxed")
 
     # every thread has read the counters before the last program changes them
     tl.debug_barrier()

@@ -48,11 +48,11 @@ def descend(levels, root, target, FANOUT: tl.constexpr):
         passed = prefix <= rest[:, None]
         before, step = tl.min(tl.where(passed, NO_MASS, prefix - masses), axis=1, return_indices=True)
         # a tree without mass is descended along its first nodes, which exist
-        found = before < NO_MASS
-        node = node * FANOUT + tl.where(found, tl.where(beyond, FANOUT // 2, 0) + step, 0)
-        rest -= tl.where(found, before, 0)
+        exists = before < NO_MASS
+        node = node * FANOUT + tl.where(exists, tl.where(beyond, FANOUT // 2, 0) + step, 0)
+        rest -= tl.where(exists, before, 0)
         if level == len(levels) - 1:
-            mass = tl.where(found, tl.min(tl.where(passed, NO_MASS, prefix), axis=1) - before, 0)
+            mass = tl.where(exists, tl.min(tl.where(passed, NO_MASS, prefix), axis=1) - before, 0)
     return node, mass
 
 
@@ -70,11 +70,11 @@ def masses_before(levels, root, slot, FANOUT: tl.constexpr):
         below = (node % FANOUT)[:, None]
         masses = tl.where(child < below, first, 0) + tl.where(child + HALF < below, second, 0)
         if level == 0:
-            found = masses
+            sums = masses
         else:
-            found += masses
+            sums += masses
         node = node // FANOUT
-    return found
+    return sums
 
 
 @triton.jit
@@ -125,8 +125,8 @@ def find_lowest(low_ptr, leaves_ptr, program, blocks, counters_ptr, EDGE: tl.con
     leaf = block[:, None] * EDGE + tl.arange(0, EDGE)[None, :]
     # only blocks that changed are read again
     leaves = tl.load(leaves_ptr + leaf, mask=dirty[:, None], other=0)  # [BLOCKS, EDGE]
-    found = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
-    low = tl.where(dirty, found, low)
+    lowest = tl.min(tl.where(leaves == 0, NO_MASS, leaves), axis=1)
+    low = tl.where(dirty, lowest, low)
     # copies of a thread's block in other threads have been read before it changes
     tl.debug_barrier()
     tl.store(low_ptr + block, low, mask=dirty)

@@ -51,7 +51,7 @@ def window_from(
     ENDS: tl.constexpr = (TERMINATED | TRUNCATED | CUT | DEAD) if PARTIAL else (TERMINATED | TRUNCATED)
     length = start * 0
     last = start
-    found = length.to(tl.uint8)
+    last_flag = length.to(tl.uint8)
     reward = length.to(tl.float64)
     open = named
     for begin in range(0, N, TOGETHER):
@@ -65,13 +65,13 @@ def window_from(
                 open = open & (age < left)
             if REWARDED:
                 power = tl.load(rewards[1] + tl.minimum(age, N))
-                given = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
-                reward += tl.where(open, given, 0.0) * power
+                step_reward = tl.load(rewards[0] + slot, mask=named, other=0).to(tl.float64)
+                reward += tl.where(open, step_reward, 0.0) * power
             length += open.to(tl.int64)
             last = tl.where(open, slot, last)
-            found = tl.where(open, flag, found)
+            last_flag = tl.where(open, flag, last_flag)
             open = open & ((flag & ENDS) == 0)
-    return length, found, last, reward
+    return length, last_flag, last, reward
 
 
 @triton.jit

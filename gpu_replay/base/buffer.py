@@ -206,8 +206,8 @@ class Buffer(ABC):
         Raises KeyError naming the first key that is not live, TypeError for keys that are not integers.
         """
         with self._alone():
-            found = validation.as_keys(keys, self._device).to(self._device).clone()
-            return Batch({**self._engine.read(found), "key": found})
+            key = validation.as_keys(keys, self._device).to(self._device).clone()
+            return Batch({**self._engine.read(key), "key": key})
 
     def keys(self) -> Tensor:
         """(size,) int64 on the buffer's device, the live keys, oldest first."""
@@ -274,18 +274,18 @@ class Buffer(ABC):
             dead = np.flatnonzero((array < first) | (array >= added))
             if dead.size:
                 raise not_readable(int(array[dead[0]]), first, added)
-            masses = self._state.masses.masses
-            found = masses[torch.from_numpy(array % self._state.slots).to(self._device)].cpu().numpy()
-        numbers = np.where(found > 0, self._state.rule.priorities(np.maximum(found, 1)), 0.0)
+            slots = torch.from_numpy(array % self._state.slots).to(self._device)
+            masses = self._state.masses.masses[slots].cpu().numpy()
+        numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
         return torch.from_numpy(numbers).to(self._device)
 
     # calls
 
-    def _rows_of(self, given: Mapping[str, Any], envs: int | None) -> tuple[dict[str, Any], int]:
+    def _rows_of(self, fields: Mapping[str, Any], envs: int | None) -> tuple[dict[str, Any], int]:
         """Check the values of all fields; return them and the number of rows: of the first field, or `envs`."""
         if self._on_host:
-            return validation.host_rows(given, self._checks, envs, self._device)
-        return validation.device_rows(given, self._checks, envs, self._device, self._stream_order.current())
+            return validation.host_rows(fields, self._checks, envs, self._device)
+        return validation.device_rows(fields, self._checks, envs, self._device, self._stream_order.current())
 
     def _check_enough(self, batch: int, skipped: int = 0, call: str = "", available: int | None = None) -> None:
         """Raise unless `call`, by default `sample`, can draw a batch without the newest `skipped` slots.
@@ -293,10 +293,10 @@ class Buffer(ABC):
         available: how many it can draw from, where that is known.
         """
         newest, distinct = self._plan.newest, self._plan.distinct(batch)
-        found = 0
+        count = 0
         if newest <= batch:
-            found = self._engine.count_at_least(max(distinct, 1), skipped) if available is None else available
-            if found and found >= distinct:
+            count = self._engine.count_at_least(max(distinct, 1), skipped) if available is None else available
+            if count and count >= distinct:
                 return
         call = call or f"sample({batch})"
         if newest > batch:
@@ -304,12 +304,12 @@ class Buffer(ABC):
                 f"{call} from Combined(newest={newest}) needs a batch of at least {newest}. "
                 "Raise the batch size or lower newest."
             )
-        if found == 0:
+        if count == 0:
             raise RuntimeError(f"{call}: the buffer holds no {self._units}. Add more first.")
         kind = "of the newest" if distinct in (newest, self._plan.newest_of(batch)) else "without replacement"
         remedy = "." if kind == "of the newest" else ", or draw with Uniform(replacement=True)."
         raise ValueError(
-            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {found}. "
+            f"{call} {kind} needs {distinct} {self._units}; the buffer holds {count}. "
             f"Add more or lower the batch size{remedy}"
         )
 
@@ -332,9 +332,9 @@ class Buffer(ABC):
         if is_dynamo_compiling():
             self._operators.update(keys, priorities)
             return
-        found, numbers = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
+        keys, priorities = validation.as_update(keys, priorities, self._device, as_array=self._on_host)
         with self._lock:
-            self._draws.update(found, numbers)
+            self._draws.update(keys, priorities)
 
     def clear(self) -> None:
         """Forget all transitions; keys go on counting, and so do the counts of `stats()`.
@@ -617,5 +617,5 @@ class Buffer(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         refuse_for_spawned()
         with self._alone():
-            found = checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
-            return state.remade, (type(self), self._settings(), found)
+            snapshot = checkpoint_state.snapshot(self._buffer_state(), check=self._check_copy)
+            return state.remade, (type(self), self._settings(), snapshot)

@@ -68,8 +68,8 @@ class BufferReport:
     @property
     def entropy(self) -> float:
         """Of the draw, in nats."""
-        held = self.probability[self.probability > 0]
-        return float(-(held * np.log(held)).sum())
+        probability = self.probability[self.probability > 0]
+        return float(-(probability * np.log(probability)).sum())
 
     @property
     def effective(self) -> float:
@@ -126,16 +126,16 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
     """The contents of a checkpoint, or of the newest one of a run. Raises CheckpointError for anything else."""
     folder = Path(path)
     if not (folder / "manifest.json").is_file():
-        found = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
-        if not found:
+        manifests = sorted(folder.glob("checkpoint/*/replay/manifest.json"))
+        if not manifests:
             raise CheckpointError(f"{path} holds neither a checkpoint of a buffer nor a run with one.")
-        folder = found[-1].parent
+        folder = manifests[-1].parent
     saved = read_checkpoint(folder)
     try:
         manifest = saved.manifest
         if manifest["settings"]["kind"] == KIND:
             return _of_ranks(JointCheckpoint(folder))
-        known = {name: saved.read(name) for name in saved.tensor_names if name in _OF_ROWS}
+        columns = {name: saved.read(name) for name in saved.tensor_names if name in _OF_ROWS}
 
         def slots_of(part: Part) -> tuple[Any, Tensor]:
             return slice(None), torch.arange(part.start, part.stop)
@@ -143,7 +143,7 @@ def of_checkpoint(path: str | os.PathLike[str]) -> BufferReport:
         def rows(name: str, slots: np.ndarray) -> Tensor:
             return _stored_rows(saved, [name], slots_of, slots)
 
-        return _report(manifest["settings"], manifest["counters"], known, rows)
+        return _report(manifest["settings"], manifest["counters"], columns, rows)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the manifest is not of a replay buffer: {error}") from None
 
@@ -153,17 +153,17 @@ def _of_ranks(joint: JointCheckpoint) -> BufferReport:
     share, saved = Share(1, 0, joint.capacity), joint.checkpoint
     counters = joint.counters(share)
     written = min(counters["ADDED"], joint.capacity)
-    known = {}
+    columns = {}
     for name in _OF_ROWS:
         if joint.tensor_name(0, name) in saved.tensor_names:
-            known[name] = torch.empty(written, dtype=saved.shape_of(joint.tensor_name(0, name))[0], device="cpu")
-    joint.fill(known, share)
+            columns[name] = torch.empty(written, dtype=saved.shape_of(joint.tensor_name(0, name))[0], device="cpu")
+    joint.fill(columns, share)
 
     def rows(name: str, slots: np.ndarray) -> Tensor:
         ranks = {joint.tensor_name(rank, name): rank for rank in range(joint.ranks)}
         return _stored_rows(saved, ranks, lambda part: joint.slots_of(part, ranks[part.name], share), slots)
 
-    return _report(joint.config, counters, known, rows)
+    return _report(joint.config, counters, columns, rows)
 
 
 def _stored_rows(
@@ -173,16 +173,16 @@ def _stored_rows(
 
     slots_of: which rows of a part are live, and their slots.
     """
-    wanted = torch.from_numpy(slots)
+    chosen = torch.from_numpy(slots)
     dtype, shape = saved.shape_of(next(iter(names)))
     out = torch.empty((len(slots), *shape[1:]), dtype=dtype, device="cpu")
 
     def holds(part: Part) -> bool:
-        return part.name in names and bool(torch.isin(slots_of(part)[1], wanted).any())
+        return part.name in names and bool(torch.isin(slots_of(part)[1], chosen).any())
 
     def use(part: Part, stored: Tensor) -> None:
         live, at = slots_of(part)
-        row, place = (at[:, None] == wanted).nonzero(as_tuple=True)
+        row, place = (at[:, None] == chosen).nonzero(as_tuple=True)
         out[place] = stored[live][row]
 
     saved.read_parts(holds, Part.empty, use)
@@ -192,7 +192,7 @@ def _stored_rows(
 def _report(
     config: Mapping[str, Any],
     counters: dict[str, int],
-    known: Mapping[str, Tensor],
+    columns: Mapping[str, Tensor],
     rows: Callable[[str, np.ndarray], Tensor],
 ) -> BufferReport:
     sampler = sampler_from(config["sampler"])
@@ -202,7 +202,7 @@ def _report(
     slots = torch.from_numpy(keys % capacity)
 
     def column(name: str) -> np.ndarray:
-        return known[name].cpu()[slots].numpy()
+        return columns[name].cpu()[slots].numpy()
 
     weights = np.ones(len(keys), dtype=np.int64)
     priority = None
@@ -217,7 +217,7 @@ def _report(
             weights[order] = np.diff(cumulative_masses(max(1, len(order)), plan.alpha), prepend=0)[: len(order)]
         elif isinstance(rule, MassRule) and rule.alpha == 0:
             priority = None
-    elif "marks" in known:
+    elif "marks" in columns:
         weights = column("marks")
     total = weights.sum(dtype=np.float64)
     return BufferReport(
@@ -279,11 +279,11 @@ def _draw_priorities(axes: Axes, report: BufferReport) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, "this sampler has no priorities", ha="center", color=_GREY)
         return
-    held = report.priority[report.priority > 0]
-    if held.size:
+    priorities = report.priority[report.priority > 0]
+    if priorities.size:
         # the last edge just above the largest, or well above where all are alike
-        high = held.max() * (1.1 if held.min() == held.max() else 1 + 1e-9)
-        axes.hist(held, bins=np.geomspace(held.min(), high, 60).tolist(), color=_BLUE)
+        high = priorities.max() * (1.1 if priorities.min() == priorities.max() else 1 + 1e-9)
+        axes.hist(priorities, bins=np.geomspace(priorities.min(), high, 60).tolist(), color=_BLUE)
     axes.set(xscale="log", yscale="log")
     axes.minorticks_off()
     _titled(axes, "priorities of rows that can be drawn", "priority", "rows")

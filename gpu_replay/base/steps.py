@@ -40,12 +40,12 @@ class StepInput:
         self._on_host = on_host
         self._reads_all = reads_all
 
-    def finals(self, given: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
+    def finals(self, columns: dict[str, Any], terminated: Any, truncated: Any) -> dict[str, Any] | None:
         """The final observations as `[E, *shape]` of each observation field, or None where none came."""
-        if not given:
+        if not columns:
             return None
         self._refuse_unread()
-        self._check_names(given)
+        self._check_names(columns)
         if not self._shape.finals:
             return None
         # the rows that will be read, where the device need not be asked for them
@@ -53,13 +53,13 @@ class StepInput:
         if self._on_host or (terminated.is_cpu and truncated.is_cpu):
             over = self.reads_final(terminated, truncated)
             ended = torch.from_numpy(over) if self._on_host else over
-        kept: dict[str, Any] = {}
+        rows: dict[str, Any] = {}
         for name in self._observations:
             asked, field = f"final_{name}", self._fields[name]
-            kept[name] = validation.as_final(asked, given[name], field, self._num_envs, ended, self._device)
+            rows[name] = validation.as_final(asked, columns[name], field, self._num_envs, ended, self._device)
             if self._on_host:
-                kept[name] = validation.numpy_view(asked, kept[name])
-        return kept
+                rows[name] = validation.numpy_view(asked, rows[name])
+        return rows
 
     def _refuse_unread(self) -> None:
         """Raise ValueError where no final observation is ever read."""
@@ -70,24 +70,23 @@ class StepInput:
                 '(or "disabled"); make the buffer with that.'
             )
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
+    def _check_names(self, columns: Mapping[str, Any]) -> None:
         """Raise KeyError unless there is one final observation for each observation field."""
-        found, wanted = ({f"final_{name}": None for name in names} for names in (given, self._observations))
-        check_names(found, wanted)
+        check_names(*({f"final_{name}": None for name in names} for names in (columns, self._observations)))
 
     def reads_final(self, terminated: Any, truncated: Any) -> Any:
         """Mask of the steps whose final observation will be read, given their flags."""
         return truncated & ~terminated if not self._reads_all else truncated | terminated
 
-    def steps(self, name: str, given: Any, field: Field, steps: int | None) -> Any:
+    def steps(self, name: str, raw: Any, field: Field, steps: int | None) -> Any:
         """The value as `[T, E, *shape]` of the field's dtype: a tensor, or an array for the host engine."""
-        wanted = (self._num_envs, *field.shape)
-        value: Any = (validation.as_array if self._on_host else validation.as_tensor)(name, given, self._device)
-        if value.ndim == 0 or tuple(value.shape[1:]) != wanted:
+        sides = (self._num_envs, *field.shape)
+        value: Any = (validation.as_array if self._on_host else validation.as_tensor)(name, raw, self._device)
+        if value.ndim == 0 or tuple(value.shape[1:]) != sides:
             alone = self._num_envs == 1 and value.ndim > 0 and tuple(value.shape[1:]) == field.shape
             hint = " Add the axis of the environments: value[:, None]." if alone else ""
             raise ValueError(
-                f"field {name!r} needs shape [T, {', '.join(map(str, wanted))}]: T steps of each of the "
+                f"field {name!r} needs shape [T, {', '.join(map(str, sides))}]: T steps of each of the "
                 f"{self._num_envs} environments; found {list(value.shape)}.{hint}"
             )
         if steps is not None and len(value) != steps:
@@ -98,21 +97,23 @@ class StepInput:
             return validation.as_stored(name, value, field.dtype)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
-    def many_finals(self, given: Any, read: np.ndarray) -> GivenFinals | None:
+    def many_finals(self, final_obs: Any, read: np.ndarray) -> GivenFinals | None:
         """The final observations that will be read, where `read`, (T, E) bool, says so; None where none are kept."""
         self._refuse_unread()
         observations, count = self._observations, len(read)
-        by_step = isinstance(given, (list, tuple)) or (isinstance(given, np.ndarray) and given.dtype == object)
+        by_step = isinstance(final_obs, (list, tuple)) or (
+            isinstance(final_obs, np.ndarray) and final_obs.dtype == object
+        )
         if not by_step:
-            given = validation.final_columns(given, observations, count)
-            self._check_names(given)
+            final_obs = validation.final_columns(final_obs, observations, count)
+            self._check_names(final_obs)
         if not self._shape.finals:
             return None
         if not by_step:
-            return self._final_columns(given, read)
-        if len(given) != count:
-            raise ValueError(f"'final_obs' needs {count} steps; found {len(given)}.")
-        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if given[step] is not None]
+            return self._final_columns(final_obs, read)
+        if len(final_obs) != count:
+            raise ValueError(f"'final_obs' needs {count} steps; found {len(final_obs)}.")
+        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if final_obs[step] is not None]
         rows = {}
         for name in observations:
             field = self._fields[name]
@@ -120,27 +121,27 @@ class StepInput:
         place = np.full(count, -1)
         place[steps] = np.arange(len(steps))
         for number, step in enumerate(steps):
-            columns = validation.final_columns(given[step], observations, self._num_envs)
+            columns = validation.final_columns(final_obs[step], observations, self._num_envs)
             self._check_names(columns)
             part = slice(number * self._num_envs, (number + 1) * self._num_envs)
             for name, value in columns.items():
                 rows[name][part] = self._final_rows(name, value, read[step])
         return GivenFinals(rows, place)
 
-    def _final_columns(self, given: dict[str, Any], read: np.ndarray) -> GivenFinals:
+    def _final_columns(self, columns: dict[str, Any], read: np.ndarray) -> GivenFinals:
         """Of whole columns `[T, E, *shape]`, or object arrays [T, E], the steps in which some are read."""
         count, steps = len(read), np.flatnonzero(read.any(axis=1))
         place = np.full(count, -1)
         place[steps] = np.arange(len(steps))
         rows = {}
-        for name, value in given.items():
+        for name, value in columns.items():
             if isinstance(value, DICTIONARIES):
                 raise TypeError(f"'final_{name}' must be an array of {count} steps; found a dictionary.")
-            whole = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
+            steps_given = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
             shape = (count, self._num_envs, *self._fields[name].shape)
-            if tuple(whole.shape) != shape[: 2 if whole.dtype == object else None]:
-                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(whole.shape)}.")
-            some = whole[steps] if isinstance(whole, np.ndarray) else whole[torch.from_numpy(steps)]
+            if tuple(steps_given.shape) != shape[: 2 if steps_given.dtype == object else None]:
+                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(steps_given.shape)}.")
+            some = steps_given[steps] if isinstance(steps_given, np.ndarray) else steps_given[torch.from_numpy(steps)]
             flat = some.reshape(-1, *some.shape[2:])
             rows[name] = self._final_rows(name, flat, read[steps].reshape(-1))
         return GivenFinals(rows, place)

@@ -64,10 +64,10 @@ def renewed(described: Any) -> Any:
     return {name: renewed(value) for name, value in described.items() if name != "resort_every"}
 
 
-def difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None:
+def difference(here: dict[str, Any], there: dict[str, Any]) -> str | None:
     """The first setting in which two descriptions differ as a sentence; None when they agree."""
     # of another kind everything else differs too
-    for name in ("kind", *sorted({*wanted, *found})):
-        if wanted.get(name) != found.get(name):
-            return f"{name} is {wanted.get(name)!r} here and {found.get(name)!r} there"
+    for name in ("kind", *sorted({*here, *there})):
+        if here.get(name) != there.get(name):
+            return f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"
     return None

@@ -181,9 +181,9 @@ class Checkpoint:
         shards = [shard for shard in self._manifest.shards if any(map(wanted, shard.parts))]
 
         def read(shard: Shard) -> int:
-            found = [(part, target(part)) for part in shard.parts if wanted(part)]
-            read_shard(self.path, shard, {part.name: rows for part, rows in found})
-            for part, rows in found:
+            targets = [(part, target(part)) for part in shard.parts if wanted(part)]
+            read_shard(self.path, shard, {part.name: rows for part, rows in targets})
+            for part, rows in targets:
                 use(part, rows)
             return shard.nbytes
 
@@ -198,10 +198,10 @@ class Checkpoint:
 
     def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
-        found = self._known(name)
-        if found != (dtype, shape):
+        stored = self._known(name)
+        if stored != (dtype, shape):
             raise CheckpointError(
-                f"tensor {name!r} in {self.path} is {found[0]} of shape {found[1]}; asked to read it into {dtype} of "
+                f"tensor {name!r} in {self.path} is {stored[0]} of shape {stored[1]}; asked to read it into {dtype} of "
                 f"shape {shape}. Make the buffer with the settings that the checkpoint was saved with."
             )
 
@@ -252,10 +252,10 @@ def write_shards(folder: Path, plan: list[tuple[Part, ...]], tensors: Mapping[st
         shards.append(shard)
         advance(shard.nbytes)
 
-    known = [place for place, parts in enumerate(plan) if _rows_of(parts) in in_force]
+    candidates = [place for place, parts in enumerate(plan) if _rows_of(parts) in in_force]
     with bytes_bar(f"saving {folder.name}", sum(map(file_bytes, plan))) as advance:
-        in_parallel(lambda place: (place, sha256_of(plan[place], tensors)), known, keep_or_note)
-        changed = sorted({*range(len(plan))} - {*known} | {*hashes})
+        in_parallel(lambda place: (place, sha256_of(plan[place], tensors)), candidates, keep_or_note)
+        changed = sorted({*range(len(plan))} - {*candidates} | {*hashes})
         require_free(folder, sum(file_bytes(plan[place]) for place in changed))
         in_parallel(store, changed, stored)
     sync_folder(folder)

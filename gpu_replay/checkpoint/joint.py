@@ -78,16 +78,16 @@ class JointCheckpoint:
         """The counters of one of the buffers among which all rows are dealt."""
         spans = self._spans()
         added, size = sum(end for _, end in spans), sum(end - first for first, end in spans)
-        found = dict.fromkeys(self.saved[0], 0)
+        counters = dict.fromkeys(self.saved[0], 0)
         for name in ("RANDOM", "STEP", "TOP"):
-            found[name] = max(each[name] for each in self.saved)
+            counters[name] = max(each[name] for each in self.saved)
         for name, end in (("ADDED", added), ("FIRST", added - size)):
             # numbers below the end that this buffer has
-            found[name] = (end - share.rank + share.ranks - 1) // share.ranks
+            counters[name] = (end - share.rank + share.ranks - 1) // share.ranks
         if share.rank == 0:
             for name in ("STALE", "REJECTED", "SATURATED"):
-                found[name] = sum(each[name] for each in self.saved)
-        return found
+                counters[name] = sum(each[name] for each in self.saved)
+        return counters
 
     def slots_of(self, part: Part, rank: int, share: Share) -> tuple[Tensor, Tensor]:
         """Which rows of a part of this rank, (rows,) bool, such a buffer is dealt, and the slots that they come to."""

@@ -109,14 +109,14 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(body["manifest"], shapes, shards, outer["sha256"])
 
 
-def check_version(what: str, found: object, known: int) -> None:
+def check_version(what: str, version: object, supported: int) -> None:
     """Raise CheckpointError unless the version is the known one; `what` begins the message."""
-    if type(found) is int and found == known:
+    if type(version) is int and version == supported:
         return
     advice = "Load it with the gpu_replay that wrote it."
-    if type(found) is int and found > known:
+    if type(version) is int and version > supported:
         advice = "A newer gpu_replay wrote it: update this one."
-    raise CheckpointError(f"{what} {found!r}; this gpu_replay reads version {known}. {advice}")
+    raise CheckpointError(f"{what} {version!r}; this gpu_replay reads version {supported}. {advice}")
 
 
 def is_ours(folder: Path) -> bool:
@@ -166,11 +166,11 @@ def _check_rows(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard
     """Raise ValueError unless the shards hold each row of each tensor once, and each file is one shard."""
     if len({shard.file for shard in shards}) < len(shards):
         raise ValueError("a file is listed twice")
-    held: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     for part in (part for shard in shards for part in shard.parts):
-        held[part.name].append((part.start, part.stop))
+        ranges[part.name].append((part.start, part.stop))
     for name, (_, shape) in shapes.items():
-        rows, slices = shape[0] if shape else 1, sorted(held[name])
+        rows, slices = shape[0] if shape else 1, sorted(ranges[name])
         starts, stops = [start for start, _ in slices], [stop for _, stop in slices]
         # an empty slice is only right where the tensor is empty
         empty = any(start == stop for start, stop in slices) and (rows or len(slices) > 1)

@@ -101,10 +101,10 @@ class Shard:
     def is_intact(self, folder: Path) -> bool:
         """Whether the file lies in the folder as it was left, as far as that shows without reading it."""
         try:
-            found = os.lstat(folder / self.file)
+            status = os.lstat(folder / self.file)
         except OSError:
             return False
-        return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == (self.nbytes, self.modified)
+        return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (self.nbytes, self.modified)
 
 
 def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[Part, ...]]:
@@ -121,8 +121,8 @@ def plan_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[tuple[P
         if name == "__metadata__":
             raise ValueError("a tensor cannot be named '__metadata__': the safetensors format reserves it.")
         if tensor.dtype not in DTYPE_NAMES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
-            raise ValueError(f"tensor {name!r} is {tensor.dtype}, which a checkpoint cannot hold; it holds {known}.")
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}, which a checkpoint cannot hold; it holds {names}.")
         shape = tuple(tensor.shape)
         whole = Part(name, tensor.dtype, shape, 0, shape[0] if shape else 1)
         if file_bytes((*shared, whole)) <= small:
@@ -221,13 +221,13 @@ def check_length(folder: Path, shard: Shard) -> None:
     """Raise CheckpointError if the file is missing, or longer or shorter than it was written."""
     # one call: another save may remove the file between two
     try:
-        found = os.stat(folder / shard.file)
+        status = os.stat(folder / shard.file)
     except OSError:
         raise _damaged(folder, shard, "it is missing") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _damaged(folder, shard, "it is missing")
-    if found.st_size != shard.nbytes:
-        raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {found.st_size}")
+    if status.st_size != shard.nbytes:
+        raise _damaged(folder, shard, f"it was written with {shard.nbytes} bytes and now has {status.st_size}")
 
 
 def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> None:
@@ -238,8 +238,8 @@ def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> Non
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
     with _opened(folder, shard) as file:
-        found = bytearray(len(header))
-        if file.readinto(memoryview(found)) != len(found) or found != header:
+        stored = bytearray(len(header))
+        if file.readinto(memoryview(stored)) != len(stored) or stored != header:
             raise _damaged(folder, shard, "its header is not the one that was written")
         for part in shard.parts:
             # what is not wanted counts for the checksum

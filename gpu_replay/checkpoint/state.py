@@ -91,26 +91,26 @@ def restore(buffer: BufferState, state: Mapping[str, Any], changing: AbstractCon
     if unlike is not None:
         raise ValueError(f"the state is of another buffer: {unlike}. Make a buffer with the same settings.")
     counters = checked_counters(state["counters"])
-    wanted = buffer.views(counters["ADDED"])
-    given = state["tensors"]
-    for name, view in wanted.items():
-        if name not in given:
+    views = buffer.views(counters["ADDED"])
+    tensors = state["tensors"]
+    for name, view in views.items():
+        if name not in tensors:
             raise KeyError(f"the state lacks the tensor {name!r}.")
-        if not isinstance(given[name], Tensor):
-            raise TypeError(f"the state's {name!r} must be a tensor; found {type(given[name]).__name__}.")
-        if given[name].layout is not torch.strided or given[name].is_nested or given[name].is_meta:
-            kind = "meta" if given[name].is_meta else "nested" if given[name].is_nested else given[name].layout
+        if not isinstance(tensors[name], Tensor):
+            raise TypeError(f"the state's {name!r} must be a tensor; found {type(tensors[name]).__name__}.")
+        if tensors[name].layout is not torch.strided or tensors[name].is_nested or tensors[name].is_meta:
+            kind = "meta" if tensors[name].is_meta else "nested" if tensors[name].is_nested else tensors[name].layout
             raise TypeError(f"the state's {name!r} must be a dense tensor with memory; found a {kind} one.")
-        if given[name].shape != view.shape or given[name].dtype != view.dtype:
+        if tensors[name].shape != view.shape or tensors[name].dtype != view.dtype:
             raise ValueError(
                 f"the state's tensor {name!r} must be {view.dtype} {list(view.shape)}; "
-                f"found {given[name].dtype} {list(given[name].shape)}."
+                f"found {tensors[name].dtype} {list(tensors[name].shape)}."
             )
-    buffer.check(counters, {name: given[name] for name in wanted})
+    buffer.check(counters, {name: tensors[name] for name in views})
     with changing:
-        for name, view in wanted.items():
+        for name, view in views.items():
             # else the ring would take part in the graph of a tensor that requires gradients
-            view.copy_(given[name].detach())
+            view.copy_(tensors[name].detach())
         buffer.finish(counters, state["seed"])
 
 
@@ -133,10 +133,10 @@ class Saved:
             version = manifest["version"]
             self.config: dict[str, Any] = manifest["settings"]
             self.seed: int = check_int("seed", manifest["seed"])
-            found = self.config["kind"]
+            saved_kind = self.config["kind"]
         check_version(f"{path} has state version", version, VERSION)
-        if found != kind:
-            raise CheckpointError(f"{path} holds a {found}; load it with {found}.load.")
+        if saved_kind != kind:
+            raise CheckpointError(f"{path} holds a {saved_kind}; load it with {saved_kind}.load.")
         with self.refusing("the manifest is not of a replay buffer"):
             self.counters = checked_counters(manifest["counters"])
 
@@ -160,8 +160,8 @@ class Saved:
 def checked_counters(counters: Any) -> dict[str, int]:
     """Counters by name, as a manifest gives them; KeyError, TypeError or ValueError for anything else."""
     # what only earlier versions counted is left out
-    found = {name: counters[name] for name in LASTING}
-    for name, count in found.items():
+    checked = {name: counters[name] for name in LASTING}
+    for name, count in checked.items():
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"counter {name} must be a whole number of 63 bits; found {count!r}.")
-    return found
+    return checked

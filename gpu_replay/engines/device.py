@@ -50,13 +50,13 @@ class DeviceEngine:
         """Count the rows of a replay, or of an `add` that runs now."""
         self.draws.added += rows
 
-    def count_at_least(self, wanted: int, skipped: int) -> int:
+    def count_at_least(self, needed: int, skipped: int) -> int:
         """Stored transitions, exact only below `wanted`.
 
         Waits for the device only when adds that others replay may have changed the answer.
         """
         draws = self.draws
-        if draws.added - draws.first < wanted and draws.uncounted and not draws.capturing():
+        if draws.added - draws.first < needed and draws.uncounted and not draws.capturing():
             draws.look()
         return min(self._storage.capacity, draws.added - draws.first)
 

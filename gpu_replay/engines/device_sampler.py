@@ -265,10 +265,10 @@ class DeviceSampler:
 
     def restricted_to(self, allowed: Tensor) -> DeviceSampler:
         """A sampler for one call over the allowed slots alone, (slots,) bool; a few small launches of torch."""
-        found = copy.copy(self)
-        found.state, found._narrowed = self.state.narrowed(allowed), True
-        found._draws = _draws_of(found.state, self._storage, self._ranks)
-        return found
+        sampler = copy.copy(self)
+        sampler.state, sampler._narrowed = self.state.narrowed(allowed), True
+        sampler._draws = _draws_of(sampler.state, self._storage, self._ranks)
+        return sampler
 
     def draw(self, batch: int, beta: float | None, skipped: int = 0, *, shifted: bool = False) -> WeighedDraw:
         """Draw `batch` slots, none of them among the newest `skipped`; 1 launch, by rank 1 and a sort before it.
@@ -282,23 +282,23 @@ class DeviceSampler:
             alone, tree = skipped > 0 or self._narrowed, self.state.masses
             ranked = ranks.of(tree, skipped) if alone else ranks.current(tree, self.capturing())
         planned = self._draws(batch, skipped, shifted)
-        found = planned.launch(ranked)
+        rows = planned.launch(ranked)
         pending, ledger = None, self._ledger
-        ledger.slots, ledger.added = found.slots, self.added
+        ledger.slots, ledger.added = rows.slots, self.added
         if planned.moves is not None:
             ledger.blocks += planned.moves
             ledger.steps += 1
-            weight = found.value
+            weight = rows.value
         else:
             schedule, settled = (self._schedule, plan.beta) if beta is None else (None, beta)
             exponent = 0.0 if isinstance(settled, LinearSchedule) else settled
             # the gather also advances the stream past the words of the shifts
             shifts = batch if shifted else 0
-            pending = pending_weights(found.value, self.counters, schedule, exponent, planned.drawn, shifts)
+            pending = pending_weights(rows.value, self.counters, schedule, exponent, planned.drawn, shifts)
             ledger.pending = pending
             weight = pending.weight
-        named = {"key": found.keys, "probability": found.probability, "weight": weight}
-        return WeighedDraw(found.slots, named, pending, found.words)
+        named = {"key": rows.keys, "probability": rows.probability, "weight": weight}
+        return WeighedDraw(rows.slots, named, pending, rows.words)
 
     def update(self, keys: Tensor, priorities: Tensor) -> None:
         """Give live keys their new masses; 1 launch, 2 for thousands of keys."""

@@ -57,7 +57,7 @@ class TrajectoryDeviceEngine:
         self._shape = storage.streams.shape
         self._powers = torch.from_numpy(powers_of(storage.gamma, self._shape.n_step)).to(draws.device)
         # eligible starts when their number was last read, and steps overwritten since
-        self._known = self._overwritten = 0
+        self._eligible = self._overwritten = 0
         powers, counters = self._powers, draws.counters
         # by the dtype of priorities, and whether final observations come with the step
         self._steps = plans(
@@ -100,11 +100,11 @@ class TrajectoryDeviceEngine:
     def rebuild(self, seed: int) -> None:
         """Take over a restored state; the counters hold the seed. Waits for the device."""
         self.draws.rebuild()
-        self._known = self._overwritten = 0
+        self._eligible = self._overwritten = 0
 
     def on_clear(self) -> None:
         """Reset host state after `clear`."""
-        self._known = self._overwritten = 0
+        self._eligible = self._overwritten = 0
         self.draws.on_clear()
 
     def on_replay(self, rows: int) -> None:
@@ -127,14 +127,14 @@ class TrajectoryDeviceEngine:
         with draws.ordered():
             # inputs are copied to the device before the first write to the ring, since a copy may fail
             flags = draws.moved(terminated), draws.moved(truncated)
-            kept = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
+            final_rows = None if finals is None else {name: draws.moved(value) for name, value in finals.items()}
             moved, own = draws.on_device(values, priorities)
             keys = torch.empty(self._shape.num_envs, dtype=torch.int64, device=draws.device)
-            step = self._steps(None if own is None else own.dtype, kept is not None)
+            step = self._steps(None if own is None else own.dtype, final_rows is not None)
             launches = [lambda: draws.write(moved, keys.shape[0]), lambda: step(*flags, own, keys)]
-            if kept is not None:
+            if final_rows is not None:
                 keep_finals = self._finals()
-                launches.append(lambda: keep_finals(kept))
+                launches.append(lambda: keep_finals(final_rows))
             draws.add(self._shape.num_envs, self.on_replay, *launches)
         return keys
 
@@ -165,16 +165,16 @@ class TrajectoryDeviceEngine:
                 kept = mirror.add(terminated, truncated, numbers, finals)
                 self._write_steps(values, len(terminated))
                 if finals is not None and kept.pool.size:
-                    given, pool = torch.from_numpy(kept.given), torch.from_numpy(kept.pool)
+                    sources, pool = torch.from_numpy(kept.given), torch.from_numpy(kept.pool)
                     for name, value in finals.rows.items():
-                        rows = torch.as_tensor(value)[given]
+                        rows = torch.as_tensor(value)[sources]
                         self._storage.finals[name][pool.to(draws.device)] = rows.to(draws.device)
                 mirror.write_back()
                 self.on_replay(keys.numel())
             except BaseException:
                 draws.stream_order.settle()
-                for tensor, held in before:
-                    tensor.copy_(held)
+                for tensor, copy in before:
+                    tensor.copy_(copy)
                 draws.stream_order.interrupted = False
                 self.rebuild(0)
                 raise
@@ -233,37 +233,37 @@ class TrajectoryDeviceEngine:
 
     # sample
 
-    def count_at_least(self, wanted: int, skipped: int) -> int:
+    def count_at_least(self, needed: int, skipped: int) -> int:
         """Eligible starts, those in the newest `skipped` slots left out, exact only below `wanted`.
 
         Waits for the device when the host does not know of enough: a few times while a buffer fills, and whenever
         adds that others replay may have changed the answer. While capturing it takes them for enough.
         """
         if self.draws.capturing():
-            return wanted
+            return needed
         least = self._at_least() - skipped
-        if least >= wanted:
+        if least >= needed:
             return least
         with self.draws.ordered():
             counts = self.draws.counters.tolist()
-            self._known, self._overwritten = counts[Counter.ELIGIBLE], 0
-            return self._known - self._count_newest(counts[Counter.ADDED], skipped)
+            self._eligible, self._overwritten = counts[Counter.ELIGIBLE], 0
+            return self._eligible - self._count_newest(counts[Counter.ADDED], skipped)
 
     def _at_least(self) -> int:
         """A lower bound of the eligible starts, without asking the device."""
         if self.draws.uncounted:
             return 0
         if not self._overwritten:
-            return self._known
+            return self._eligible
         # with k steps overwritten, whatever lost a frame of its stack lies in them and the stack - 1 steps after them
-        return self._known - (self._overwritten + self._shape.stack - 1) * self._shape.num_envs
+        return self._eligible - (self._overwritten + self._shape.stack - 1) * self._shape.num_envs
 
     def _count_newest(self, added: int, slots: int) -> int:
         """Eligible starts in the newest `slots` slots; waits for the device."""
         if not slots:
             return 0
-        held = self.draws.state.eligible.masses > 0
-        return int(held.roll(-(added % self._shape.slots))[-slots:].sum())
+        eligible = self.draws.state.eligible.masses > 0
+        return int(eligible.roll(-(added % self._shape.slots))[-slots:].sum())
 
     def sample(self, batch: int, beta: float | None) -> dict[str, Tensor]:
         """Draw `batch` starts: fields, windows, key, probability and weight; 2 launches.
@@ -278,7 +278,7 @@ class TrajectoryDeviceEngine:
             tensors.update(drawn.named)
             return tensors
 
-    def among(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
+    def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[DeviceSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number.
 
         Waits for the device for their number; while capturing it takes them for enough.
@@ -286,18 +286,18 @@ class TrajectoryDeviceEngine:
         draws = self.draws
         with draws.ordered():
             added = draws.counters[Counter.ADDED]
-            found = draws.restricted_to(sequence_starts(self._storage.streams, added, length, strict, stride))
+            sampler = draws.restricted_to(sequence_starts(self._storage.streams, added, length, strict, stride))
             if draws.capturing():
-                return found, self._shape.slots
-            return found, int((found.state.eligible.masses > 0).sum())
+                return sampler, self._shape.slots
+            return sampler, int((sampler.state.eligible.masses > 0).sum())
 
     def sample_sequences(
-        self, batch: int, length: int, beta: float | None, among: DeviceSampler | None = None
+        self, batch: int, length: int, beta: float | None, sampler: DeviceSampler | None = None
     ) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, from `among` if that is given, and read those steps."""
-        draws, storage, skipped = self.draws, self._storage, 0 if among else (length - 1) * self._shape.num_envs
+        """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
+        draws, storage, skipped = self.draws, self._storage, 0 if sampler else (length - 1) * self._shape.num_envs
         with draws.ordered():
-            drawn = (among or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0)
+            drawn = (sampler or draws).draw(batch, beta, skipped, shifted=storage.random_shift > 0)
             gather = self._sequences(batch, length, drawn.words is not None, *drawn.weights)
             tensors = gather(drawn.slots, drawn.words, drawn.pending)
         return {**tensors, **drawn.named}

@@ -59,11 +59,11 @@ class DrawState:
     @property
     def initial(self) -> tuple[int, int]:
         """The source from which loops take the mass of new transitions, and its fixed or first value."""
-        given = self.plan.initial
+        setting = self.plan.initial
         if self.tree is None:
             # every start counts one
             return FIXED, 1
-        return _SOURCES.get(str(given), FIXED), self.rule.mass(1.0 if isinstance(given, str) else float(given))
+        return _SOURCES.get(str(setting), FIXED), self.rule.mass(1.0 if isinstance(setting, str) else float(setting))
 
     @property
     def masses(self) -> MassTree:
@@ -105,12 +105,12 @@ class DrawState:
 
         The counters are these, the trees its own.
         """
-        found = copy.copy(self)
+        state = copy.copy(self)
         if self.tree is not None:
-            found.tree = self.plan.tree(self.slots, allowed.device, self.tree.backend)
+            state.tree = self.plan.tree(self.slots, allowed.device, self.tree.backend)
         if self.eligible_tree is not None:
-            found.eligible_tree = MassTree(self.slots, allowed.device, self.eligible_tree.backend)
-        for tree, whole in zip(found.trees, self.trees, strict=True):
-            tree.masses.copy_(torch.where(allowed, whole.masses, 0))
+            state.eligible_tree = MassTree(self.slots, allowed.device, self.eligible_tree.backend)
+        for tree, full in zip(state.trees, self.trees, strict=True):
+            tree.masses.copy_(torch.where(allowed, full.masses, 0))
             tree.build()
-        return found
+        return state

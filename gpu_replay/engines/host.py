@@ -44,7 +44,7 @@ class HostEngine:
         self._stores = [rows[name] for name in storage.fields]
         self._ahead = storage.read_ahead()
         self._memory = BatchMemory()
-        self._append, self._known = loops.append.ready(), (*draws.state.initial, *draws.arrays)
+        self._append, self._append_arguments = loops.append.ready(), (*draws.state.initial, *draws.arrays)
         # small fields lie in records; a field is moved as one number if a number has its size
         self._records = np.zeros(0, np.dtype([]))
         if storage.records is not None:
@@ -85,8 +85,8 @@ class HostEngine:
         """Store `rows` transitions, their values in the order of the fields, and return their (rows,) keys."""
         state, capacity, added = self.draws.state, self._capacity, self._counters.item(_ADDED)
         keys, start = _from_numpy(np.arange(added, added + rows)), added % capacity
-        given = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
-        counted = starmap(self._append, ((rows, *given, *self._known),))
+        masses = _NOT_GIVEN if priorities is None or state.tree is None else state.rule.masses(priorities)
+        counted = starmap(self._append, ((rows, *masses, *self._append_arguments),))
         stores: Iterable[Any] = self._stores
         slots: Iterable[Any] = repeat(slice(start, start + rows))
         stored: Iterable[Any] = values.values()

@@ -90,7 +90,7 @@ class HostSampler:
         added = self.counters.item(Counter.ADDED)
         return max(self.counters.item(Counter.FIRST), added - self._capacity), added
 
-    def count_at_least(self, wanted: int, skipped: int) -> int:
+    def count_at_least(self, needed: int, skipped: int) -> int:
         """Count the rows that can be drawn without the newest `skipped` slots; a buffer of transitions skips none.
 
         Of eligible starts exact where they are counted; else, for samplers that need no more than one, at most 1.
@@ -105,17 +105,17 @@ class HostSampler:
             added = self.counters.item(Counter.ADDED)
             newest = self.state.masses.arrays[0][np.arange(added - skipped, added) % self._capacity]
             return self.counters.item(Counter.ELIGIBLE) - np.count_nonzero(newest)
-        found = self._range(self.state.eligible, skipped).mass
-        return found if self.state.eligible_tree is not None else min(found, 1)
+        mass = self._range(self.state.eligible, skipped).mass
+        return mass if self.state.eligible_tree is not None else min(mass, 1)
 
     def restricted_to(self, allowed: Tensor) -> tuple[HostSampler, int]:
         """A sampler for one call over the allowed slots alone, (slots,) bool, and the number of eligible ones."""
-        found = copy.copy(self)
-        found.state = self.state.narrowed(allowed)
-        found._tree = found.state.tree
+        sampler = copy.copy(self)
+        sampler.state = self.state.narrowed(allowed)
+        sampler._tree = sampler.state.tree
         if self._ranks is not None:
-            found._ranks = self._ranks.restricted_to(found.state.masses.arrays[0][: self._capacity])
-        return found, int(np.count_nonzero(found.state.eligible.arrays[0]))
+            sampler._ranks = self._ranks.restricted_to(sampler.state.masses.arrays[0][: self._capacity])
+        return sampler, int(np.count_nonzero(sampler.state.eligible.arrays[0]))
 
     # random words
 
@@ -172,8 +172,8 @@ class HostSampler:
         if counts[Counter.STEP] != self.counters[Counter.STEP]:
             # rows added meanwhile have not been sampled
             ages = (self._counted - counts[Counter.ADDED]) % self._capacity
-            held = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
-            np.subtract.at(self.times_sampled, self._counted[held], 1)
+            unchanged = ages >= self.counters[Counter.ADDED] - counts[Counter.ADDED]
+            np.subtract.at(self.times_sampled, self._counted[unchanged], 1)
         moved = [Counter.RANDOM, Counter.STEP]
         self.counters[moved] = counts[moved]
 
@@ -190,31 +190,31 @@ class HostSampler:
             lowest = rows.last if plan.lowest_of_all else int(rows.masses.min())
             probability = (rows.masses / rows.total).astype(np.float32)
             return HostDraw(rows.slots, probability, importance_weights(rows.masses, lowest, beta), blocks)
-        found = draw_by_mass(
+        draws = draw_by_mass(
             tree,
             doubles,
             stratified=plan.stratified,
             of_all=plan.lowest_of_all,
             within=self._range(tree, skipped) if skipped else ALL,
         )
-        if not found.mass:
+        if not draws.mass:
             raise RuntimeError(_DAMAGED)
-        return HostDraw(found.slots, found.probability, weights_of(found.ratio, beta), blocks)
+        return HostDraw(draws.slots, draws.probability, weights_of(draws.ratio, beta), blocks)
 
     def _draw_uniformly(self, drawn: int, skipped: int) -> HostDraw:
         (first, added), capacity = self.span(), self._capacity
         tree = self.state.eligible if self.state.tracks_eligibility else None
-        found = None if tree is None else self._range(tree, skipped)
-        count, ring = (added - first, (first % capacity, capacity)) if found is None else (found.mass, (0, 2**62))
+        eligible = None if tree is None else self._range(tree, skipped)
+        count, ring = (added - first, (first % capacity, capacity)) if eligible is None else (eligible.mass, (0, 2**62))
         if count < (1 if self._plan.replacement else drawn):
             raise RuntimeError(_DAMAGED)
         if self._plan.replacement:
             slots, words = independent_ranks(count, self.doubles(drawn)), drawn
-            slots = slots_of(slots, first, capacity) if found is None else slots
+            slots = slots_of(slots, first, capacity) if eligible is None else slots
         else:
             slots, words = permuted_ranks(count, drawn, self.words(PERMUTATION_WORDS, 0), *ring), PERMUTATION_WORDS
-        if tree is not None and found is not None:
-            slots = slots_in(tree, found, slots)
+        if tree is not None and eligible is not None:
+            slots = slots_in(tree, eligible, slots)
         probability, sure = np.empty(drawn, np.float32), np.empty(drawn, np.float32)
         probability.fill(1 / count)
         sure.fill(1)
@@ -225,8 +225,8 @@ class HostSampler:
         if not self.state.tracks_eligibility:
             added = self.counters.item(Counter.ADDED)
             return np.arange(added - count, added) % self._capacity
-        found = self._range(self.state.eligible, skipped, by_key=True)
-        return slots_in(self.state.eligible, found, np.arange(found.mass - count, found.mass))
+        eligible = self._range(self.state.eligible, skipped, by_key=True)
+        return slots_in(self.state.eligible, eligible, np.arange(eligible.mass - count, eligible.mass))
 
     def _range(self, tree: MassTree, skipped: int, *, by_key: bool = False) -> DrawRange:
         return draw_range(tree, self.counters.item(Counter.ADDED) % self._capacity, skipped, by_key=by_key)

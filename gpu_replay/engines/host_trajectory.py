@@ -70,7 +70,7 @@ class TrajectoryHostEngine:
         self._outputs = BatchMemory()
         self._ahead = storage.read_ahead()
         streams = storage.streams
-        self._known = [
+        self._goal_arguments = [
             each.numpy() for each in (streams.flags, streams.depth, streams.spans, streams.parted, streams.final)
         ]
         self._choose: Any = choose_goals.ready() if shape.hindsight else None
@@ -104,9 +104,9 @@ class TrajectoryHostEngine:
         """Store one step of all environments and return its (num_envs,) keys."""
         added, envs = self.draws.counters.item(Counter.ADDED), self._shape.num_envs
         row, keys = added // envs % self._shape.steps, torch.from_numpy(np.arange(added, added + envs))
-        given = None if finals is None else GivenFinals(finals, _FIRST)
+        given_finals = None if finals is None else GivenFinals(finals, _FIRST)
         writes = map(put, self._rings, repeat(row), values.values())
-        return self._store(writes, values["reward"], terminated, truncated, priorities, given, keys)
+        return self._store(writes, values["reward"], terminated, truncated, priorities, given_finals, keys)
 
     def extend(
         self,
@@ -144,8 +144,8 @@ class TrajectoryHostEngine:
         steps, kept = (terminated, truncated, rewards), NONE_KEPT
         if finals is not None:
             kept = self._steps.keep(terminated, truncated, finals)
-            given = [as_numpy(finals.rows[name])[kept.given] for name in self._pools]
-            writes = chain(writes, map(put, self._pools.values(), repeat(kept.pool), given))
+            rows = [as_numpy(finals.rows[name])[kept.given] for name in self._pools]
+            writes = chain(writes, map(put, self._pools.values(), repeat(kept.pool), rows))
         return self._steps.add(steps, masses, saturated, kept, keys, writes)
 
     def break_streams(self, envs: Tensor | np.ndarray) -> None:
@@ -184,16 +184,16 @@ class TrajectoryHostEngine:
         shown = chosen.put(tensors, goals, relabel, self._shape.stack)
         return self.draws.finish(tensors, drawn, blocks + goal_blocks(count, relabel.strategy)), shown
 
-    def among(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
+    def sequence_sampler(self, length: int, strict: bool, stride: int) -> tuple[HostSampler, int]:
         """A sampler of only the starts that `sequence_starts` names, and their number."""
         added = self.draws.counters.item(Counter.ADDED)
         return self.draws.restricted_to(sequence_starts(self._streams, added, length, strict, stride))
 
     def sample_sequences(
-        self, batch: int, length: int, beta: float | None, among: HostSampler | None = None
+        self, batch: int, length: int, beta: float | None, sampler: HostSampler | None = None
     ) -> dict[str, Tensor]:
-        """Draw `batch` starts whose `length` steps are stored, from `among` if that is given, and read those steps."""
-        draws, skipped = among or self.draws, 0 if among else (length - 1) * self._shape.num_envs
+        """Draw `batch` starts whose `length` steps are stored, from `sampler` if given, and read those steps."""
+        draws, skipped = sampler or self.draws, 0 if sampler else (length - 1) * self._shape.num_envs
         drawn = draws.draw(batch, beta, skipped)
         shifts, blocks = self._shifts(batch, drawn.blocks)
         return self.draws.finish(self._sequences(drawn.slots, length, shifts), drawn, blocks)
@@ -261,11 +261,11 @@ class TrajectoryHostEngine:
         shape, draws, drawn = self._shape, self.draws, goal_words(count, strategy)
         rows = permuted_ranks(slots.size, count, draws.words(PERMUTATION_WORDS, after))
         doubles = draws.doubles(drawn, after + blocks_for(PERMUTATION_WORDS)) if drawn else np.zeros(count)
-        found = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count if shape.finals else 0, np.int64)
+        outputs = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count if shape.finals else 0, np.int64)
         oldest, next_step = self.span_of_steps()
         how, stored = (strategy == "final", strategy == "episode"), (shape.num_envs, oldest, next_step - 1)
-        all_known = self._choose(slots, rows, doubles, *how, *self._known, *stored, *found)
-        return HostGoals(rows, *found, all_known)
+        all_known = self._choose(slots, rows, doubles, *how, *self._goal_arguments, *stored, *outputs)
+        return HostGoals(rows, *outputs, all_known)
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""

@@ -235,7 +235,7 @@ def free_on_disk(folder: Path) -> int | None:
         return None
     left = 0
     with suppress(OSError):
-        found = os.lstat(folder / FILE_NAME)
+        status = os.lstat(folder / FILE_NAME)
         # it will be replaced, or refused
-        left = getattr(found, "st_blocks", 0) * 512 if stat.S_ISREG(found.st_mode) else 0
+        left = getattr(status, "st_blocks", 0) * 512 if stat.S_ISREG(status.st_mode) else 0
     return usage.free + left

@@ -100,15 +100,15 @@ def drawable(layout: StateLayout, counters: Mapping[str, int], tensors: Mapping[
     """(written,) bool: which slots hold a whole transition. The stream tensors among these are looked at."""
     added = counters["ADDED"]
     first = max(counters["FIRST"], added - layout.slots)
-    found = torch.zeros(layout.written(counters), dtype=torch.bool)
+    mask = torch.zeros(layout.written(counters), dtype=torch.bool)
     slots = torch.arange(first, added) % layout.slots
     if layout.stream is None:
-        found[slots] = True
+        mask[slots] = True
     elif slots.numel():
         by_age = [tensors[f"streams.{name}"][slots].view(-1, layout.num_envs) for name in ("flags", "depth")]
         final = tensors["streams.final"][slots].view(-1, layout.num_envs) if layout.stream.finals else None
-        found[slots] = _complete(layout.stream, by_age[0], by_age[1], final).reshape(-1)
-    return found
+        mask[slots] = _complete(layout.stream, by_age[0], by_age[1], final).reshape(-1)
+    return mask
 
 
 def _complete(shape: StreamShape, flags: Tensor, depth: Tensor, final: Tensor | None) -> Tensor:
@@ -123,13 +123,13 @@ def _complete(shape: StreamShape, flags: Tensor, depth: Tensor, final: Tensor | 
     closes = (flags & Flag.TERMINATED != 0) | ((ended != 0) & followed)
     going = (ended == 0) & (flags & Flag.CUT == 0)
     open_windows = (flags & Flag.DEAD == 0) & (ages >= depth.clamp(max=shape.stack - 1))
-    found = torch.zeros_like(open_windows)
+    complete = torch.zeros_like(open_windows)
     for length in range(min(shape.n_step, steps)):
         stored = steps - length
         open_windows = open_windows[:stored]
-        found[:stored] |= open_windows & closes[length:]
+        complete[:stored] |= open_windows & closes[length:]
         open_windows &= going[length:]
     if shape.n_step < steps:
         full = steps - shape.n_step
-        found[:full] |= open_windows[:full]
-    return found
+        complete[:full] |= open_windows[:full]
+    return complete

@@ -52,8 +52,8 @@ def free_bytes(device: torch.device) -> int | None:
         # memory of freed tensors that torch caches is free as well
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    found = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
-    return min(found) if found else None
+    limits = [size for size in (_available_memory(), _left_in_cgroup()) if size is not None]
+    return min(limits) if limits else None
 
 
 def _available_memory() -> int | None:
@@ -103,15 +103,15 @@ def sizes_by_place(
 
 def check_room(sizes: Mapping[str, int], placement: Placement, fields: Collection[str]) -> None:
     """Raise MemoryError with a per-field table that names the place, of device, host memory and disk, that is short."""
-    for place, held, free in sizes_by_place(sizes, placement, fields):
-        needed = sum(held.values())
+    for place, needs, free in sizes_by_place(sizes, placement, fields):
+        needed = sum(needs.values())
         if free is not None and needed > free:
             elsewhere = 'in host memory with storage_device="cpu"'
             if placement.device.type == "cpu":
                 elsewhere = "in a file with storage_path"
             remedy = "." if placement.apart else f", or keep the fields {elsewhere}."
             raise MemoryError(
-                f"the buffer needs {needed:,} bytes {place}, where {free:,} are free:\n{size_table(held)}\n"
+                f"the buffer needs {needed:,} bytes {place}, where {free:,} are free:\n{size_table(needs)}\n"
                 f"Lower the capacity, or store fields in smaller dtypes{remedy}"
             )
 
@@ -129,18 +129,18 @@ def check_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
-    if found.type == "cuda":
+    if resolved.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f'device {str(device)!r}: torch finds no CUDA device here; use device="cpu".')
-        index = torch.cuda.current_device() if found.index is None else found.index
+        index = torch.cuda.current_device() if resolved.index is None else resolved.index
         if index >= torch.cuda.device_count():
             raise ValueError(f"device {str(device)!r}: there are {torch.cuda.device_count()} CUDA devices here.")
-        found = torch.device("cuda", index)
-    choose(found)
-    return found
+        resolved = torch.device("cuda", index)
+    choose(resolved)
+    return resolved
 
 
 def record_dtype(fields: Mapping[str, Field]) -> np.dtype[Any] | None:
@@ -237,8 +237,8 @@ class Storage:
 def not_readable(key: int, first: int, added: int) -> KeyError:
     """The KeyError for a key that is not live, or not eligible; the keys from `first` to `added` are live."""
     if not first <= key < added:
-        held = f"the keys from {first} to {added - 1}" if added > first else "nothing"
-        return KeyError(f"key {key} is not live; the buffer holds {held}.")
+        contents = f"the keys from {first} to {added - 1}" if added > first else "nothing"
+        return KeyError(f"key {key} is not live; the buffer holds {contents}.")
     return KeyError(
         f"key {key} is stored but not eligible: a part of its stack or window is missing, or its step only carries a "
         "final observation."

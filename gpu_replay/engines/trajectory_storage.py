@@ -63,7 +63,7 @@ def stream_shape(
     if final_capacity is not None:
         finals = min(check_int("final_capacity", final_capacity, 0), slots)
     next_step = check_choice("autoreset", autoreset, get_args(Autoreset)) == "next_step"
-    kept = 0 if next_step else finals
+    kept_finals = 0 if next_step else finals
     frames, window = check_int("stack", stack, 1, _MOST_FRAMES), check_int("n_step", n_step, 1, _MOST_STEPS)
     for name, length in (("stack", frames), ("n_step", window)):
         if length > steps:
@@ -71,7 +71,7 @@ def stream_shape(
                 f"{name}={length} is longer than the ring: capacity {asked} holds {steps} steps of each of the {envs} "
                 f"environments. Raise the capacity to at least {length * envs}, or lower {name}."
             )
-    return StreamShape(envs, steps, frames, window, next_step, kept, hindsight)
+    return StreamShape(envs, steps, frames, window, next_step, kept_finals, hindsight)
 
 
 def stream_layout(

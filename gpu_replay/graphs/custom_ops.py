@@ -128,8 +128,7 @@ class Operators:
 
     def update(self, keys: Any, priorities: Any) -> None:
         """The buffer's `update_priorities`, of tensors or arrays."""
-        found, numbers = _tensor("keys", keys), _tensor("priorities", priorities)
-        _UPDATE(self.token, self.name, found, numbers)
+        _UPDATE(self.token, self.name, _tensor("keys", keys), _tensor("priorities", priorities))
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -153,7 +152,7 @@ def _define(schema: str, runs: Callable[..., Any], fake: Callable[..., Any]) -> 
     return getattr(torch.ops.gpu_replay, name).default
 
 
-def _found(name: str) -> Any:
+def _buffer_named(name: str) -> Any:
     buffer = _buffers.get(name)
     if buffer is None:
         raise RuntimeError(f"this code was compiled for {name}, a buffer that is gone. Compile it for another one.")
@@ -161,8 +160,8 @@ def _found(name: str) -> Any:
 
 
 def _add(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], priority: Tensor | None) -> Tensor:
-    given = dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
-    keys: Tensor = _found(buffer).add(priority=priority, **given)
+    fields = dict(zip(map(unquote, names.split(",")), values, strict=True)) if names else {}
+    keys: Tensor = _buffer_named(buffer).add(priority=priority, **fields)
     return keys
 
 
@@ -172,7 +171,7 @@ def _add_fake(token: Tensor, buffer: str, names: str, values: Sequence[Tensor], 
 
 
 def _update(token: Tensor, buffer: str, keys: Tensor, priorities: Tensor) -> None:
-    _found(buffer).update_priorities(keys, priorities)
+    _buffer_named(buffer).update_priorities(keys, priorities)
 
 
 def _sample(
@@ -186,13 +185,13 @@ def _sample(
     stride: int,
     beta: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    found = _found(buffer)
+    replay = _buffer_named(buffer)
     # on the CPU: no device is asked for it
     exponent = None if beta is None else beta.item()
     if length is None:
-        drawn = found.sample(batch, beta=exponent)
+        drawn = replay.sample(batch, beta=exponent)
     else:
-        drawn = found.sample_sequences(batch, length, burn_in, beta=exponent, strict=strict, stride=stride)
+        drawn = replay.sample_sequences(batch, length, burn_in, beta=exponent, strict=strict, stride=stride)
     return tuple(_parted([drawn[name] for name, _, _ in _parsed(layout)]))
 
 

@@ -116,12 +116,12 @@ class LearningStep:
     def _check(self, priorities: object) -> None:
         if priorities is None:
             return
-        device, wanted = self._device, (self._batch_size,)
+        device, shape = self._device, (self._batch_size,)
         expected = (
-            f"learn must return priorities, a tensor of shape {list(wanted)} on {device}, or None, or a tuple "
+            f"learn must return priorities, a tensor of shape {list(shape)} on {device}, or None, or a tuple "
             "(priorities, output); found "
         )
         if not isinstance(priorities, Tensor):
             raise TypeError(f"{expected}{type(priorities).__name__}.")
-        if priorities.shape != wanted or priorities.device != device:
+        if priorities.shape != shape or priorities.device != device:
             raise ValueError(f"{expected}shape {list(priorities.shape)} on {priorities.device}.")

@@ -47,10 +47,10 @@ if hasattr(os, "register_at_fork"):
 def compiler() -> Any:
     """Numba; None where it is not installed, not made for the installed NumPy, or told not to compile."""
     try:
-        found: Any = import_module("numba")
+        numba: Any = import_module("numba")
     except ImportError:
         return None
-    return None if found.config.DISABLE_JIT else found
+    return None if numba.config.DISABLE_JIT else numba
 
 
 def inner(function: Function) -> Function:
@@ -125,18 +125,18 @@ class Loop:
 def _remove(made: Any, pattern: str, name: str = " ") -> None:
     """Remove the cached files of a loop that match this pattern, except those that contain `NAME-`."""
     with suppress(OSError):
-        for kept in Path(made.stats.cache_path).glob(pattern):
-            if f"{name}-" not in kept.name:
-                kept.unlink()
+        for file in Path(made.stats.cache_path).glob(pattern):
+            if f"{name}-" not in file.name:
+                file.unlink()
 
 
 def _linked(function: Any) -> FunctionType:
     """A copy of a function that calls compiled copies of inner functions."""
-    known = dict(function.__globals__)
+    names = dict(function.__globals__)
     for name in function.__code__.co_names:
-        if isinstance(known.get(name), FunctionType) and known[name] in _inner:
-            known[name] = _part(known[name])
-    made = FunctionType(function.__code__, known, function.__name__)
+        if isinstance(names.get(name), FunctionType) and names[name] in _inner:
+            names[name] = _part(names[name])
+    made = FunctionType(function.__code__, names, function.__name__)
     made.__module__ = function.__module__
     return made
 

@@ -65,12 +65,12 @@ def choose_goals(
     "(int64[::1], boolean[::1], int64, uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1],"
     " uint8[:, ::1])"
 )
-def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, after, wanted):
+def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, achieved_goals, desired_goals):
     """Write known goals into (K,) rows of a batch, and collect the arguments of the user's functions.
 
     stack: frames S. goals: (K, bytes) as sampled.
     desired, next_desired, next_achieved: (B * S, bytes) stacks of the batch.
-    after, wanted: (K, bytes), the goals achieved after the steps, and the goals that the rows have now.
+    achieved_goals, desired_goals: (K, bytes), the goals achieved after the steps, and the goals that the rows have now.
     """
     for row in range(rows.size):
         place, last = rows[row] * stack, (rows[row] + 1) * stack - 1
@@ -80,6 +80,6 @@ def put_goals(rows, known, stack, goals, desired, next_desired, next_achieved, a
                     desired[frame, byte] = goals[row, byte]
                     next_desired[frame, byte] = goals[row, byte]
         for byte in range(goals.shape[1]):
-            wanted[row, byte] = desired[last, byte]
-        for byte in range(after.shape[1]):
-            after[row, byte] = next_achieved[last, byte]
+            desired_goals[row, byte] = desired[last, byte]
+        for byte in range(achieved_goals.shape[1]):
+            achieved_goals[row, byte] = next_achieved[last, byte]

@@ -23,8 +23,8 @@ def _shift(fixed, moved, left, by, more, side):
         number = fixed[place] & _LOW
         below = ((number * by_low + more_low) >> 32) & _LOW
         hashed = (number * by_high + more_high + below) & _LOW
-        found = moved[place] + ((hashed * side >> 32) & _LOW)
-        moved[place] = found - side if found >= side else found
+        shifted = moved[place] + ((hashed * side >> 32) & _LOW)
+        moved[place] = shifted - side if shifted >= side else shifted
 
 
 @loop("(int64, int64, int64, int64, int64, int64[::1], int64[::1])")
@@ -50,10 +50,10 @@ def permuted_ranks(count, begin, size, wide, high, words, ranks):
         # those that fell outside are moved on
         outside = 0
         for place in range(left):
-            found = rows[place] * wide + columns[place]
-            there = found + begin
+            image = rows[place] * wide + columns[place]
+            there = image + begin
             ranks[which[place]] = there - size if there >= size else there
-            if found >= count:
+            if image >= count:
                 rows[outside], columns[outside], which[outside] = rows[place], columns[place], which[place]
                 outside += 1
         left = outside

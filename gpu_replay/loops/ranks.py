@@ -39,11 +39,11 @@ def _key_of(slot, added, head, capacity):
 @inner
 def _read_ahead(blocks, begin, stop, entries, sizes, step):
     """Read every `step`-th entry of these blocks to bring them into the cache; the returned number means nothing."""
-    found = 0
+    bits = 0
     for at in range(begin, stop):
         for entry in range(0, sizes[blocks[at]], step):
-            found ^= entries[blocks[at], entry]
-    return found
+            bits ^= entries[blocks[at], entry]
+    return bits
 
 
 @loop(f"(int64[::1], {_ORDER})")
@@ -134,27 +134,27 @@ def insert(changed, done, added, skipped, leaves, codes, slots, block_of, fences
     returns: how many are done; fewer than B where no block is free any more.
     """
     capacity, width, head = block_of.size, codes.shape[1], added % block_of.size
-    wanted, keys, places = np.empty((3, _TOGETHER), dtype=np.int64)
+    new_codes, keys, places = np.empty((3, _TOGETHER), dtype=np.int64)
     for begin in range(done, changed.size, _TOGETHER):
         count = min(_TOGETHER, changed.size - begin)
         for at in range(count):
             slot = changed[begin + at]
-            wanted[at], keys[at] = leaves[slot], _key_of(slot, added, head, capacity)
-        _find_blocks(wanted, keys, 0, count, fences, fence_keys, state[BLOCKS], places)
+            new_codes[at], keys[at] = leaves[slot], _key_of(slot, added, head, capacity)
+        _find_blocks(new_codes, keys, 0, count, fences, fence_keys, state[BLOCKS], places)
         for at in range(count):
             slot = changed[begin + at]
-            if wanted[at] == 0 or block_of[slot] >= 0 or keys[at] >= added - skipped:
+            if new_codes[at] == 0 or block_of[slot] >= 0 or keys[at] >= added - skipped:
                 continue
             while sizes[listed[places[at]]] == width:
                 if state[BLOCKS] == sizes.size:
                     return begin + at
                 _divide(
-                    places[at], wanted[at], keys[at], added, head,
+                    places[at], new_codes[at], keys[at], added, head,
                     codes, slots, block_of, fences, fence_keys, listed, sizes, state,
                 )  # fmt: skip
-                _find_blocks(wanted, keys, at, count, fences, fence_keys, state[BLOCKS], places)
+                _find_blocks(new_codes, keys, at, count, fences, fence_keys, state[BLOCKS], places)
             block = listed[places[at]]
-            codes[block, sizes[block]], slots[block, sizes[block]], block_of[slot] = wanted[at], slot, block
+            codes[block, sizes[block]], slots[block, sizes[block]], block_of[slot] = new_codes[at], slot, block
             sizes[block] += 1
             state[RANKED] += 1
     return changed.size
@@ -181,7 +181,7 @@ def draw(sums, count, doubles, stratified, ranks, masses):
 
 
 @loop(f"(int64[::1], int64, int64[::1], {_ORDER})")
-def locate(ranks, added, found, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
+def locate(ranks, added, located, codes, slots, block_of, fences, fence_keys, listed, sizes, state):
     """Find the (B,) slots that have these ranks, counted from 0, and sort their blocks. added: the next key."""
     blocks, ends = np.empty(_TOGETHER + 1, dtype=np.int64), np.empty(state[BLOCKS], dtype=np.int64)
     head, last, end = added % block_of.size, -1, 0
@@ -197,7 +197,7 @@ def locate(ranks, added, found, codes, slots, block_of, fences, fence_keys, list
                 place = place + half if ends[place + half - 1] <= rank else place
                 left -= half
             blocks[at] = listed[place]
-            found[begin + at] = rank - ends[place] + sizes[blocks[at]]
+            located[begin + at] = rank - ends[place] + sizes[blocks[at]]
         blocks[_TOGETHER] = _read_ahead(blocks, 0, count, codes, sizes, 8)
         blocks[_TOGETHER] = _read_ahead(blocks, 0, count, slots, sizes, 16)
         for at in range(count):
@@ -206,4 +206,4 @@ def locate(ranks, added, found, codes, slots, block_of, fences, fence_keys, list
             if block != last:
                 _sort(codes[block], slots[block], sizes[block], head, block_of.size)
                 last = block
-            found[begin + at] = slots[block, found[begin + at]]
+            located[begin + at] = slots[block, located[begin + at]]

@@ -155,8 +155,8 @@ def add_steps(
                         total += rewards[place] * powers[power]
                         place += envs if place + envs < slots else envs - slots
                     sums[start], lengths[start] = total, length
-                held = flat[start]
-                if held != mass:
+                old = flat[start]
+                if old != mass:
                     if noted.size:
                         noted[min(noted[0] + 1, noted.size - 1)] = start
                         noted[0] += 1
@@ -165,7 +165,7 @@ def add_steps(
                         low[start >> SHIFT] = DIRTY
                     if high.size:
                         high[start >> SHIFT] = DIRTY
-                    more += min(mass, 1) - min(held, 1)
+                    more += min(mass, 1) - min(old, 1)
                     if ones.size:
                         ones[start] = min(mass, 1)
         counters[_MAX_MASS] = max(counters[_MAX_MASS], largest)

@@ -66,7 +66,7 @@ def build(flat, starts, low, high):
 @inner
 def lowest_of(flat, low):
     """The smallest mass that is not 0, NO_MASS when there is none."""
-    found = NO_MASS
+    smallest = NO_MASS
     for block in range(low.size):
         if low[block] == DIRTY:
             least = NO_MASS
@@ -74,22 +74,22 @@ def lowest_of(flat, low):
                 if flat[slot] > 0:
                     least = min(least, flat[slot])
             low[block] = least
-        found = min(found, low[block])
-    return found
+        smallest = min(smallest, low[block])
+    return smallest
 
 
 @inner
 def highest_of(flat, high):
     """The largest mass, 0 when there is none."""
-    found = 0
+    largest = 0
     for block in range(high.size):
         if high[block] == DIRTY:
             most = 0
             for slot in range(block << SHIFT, (block + 1) << SHIFT):
                 most = max(most, flat[slot])
             high[block] = most
-        found = max(found, high[block])
-    return found
+        largest = max(largest, high[block])
+    return largest
 
 
 @inner
@@ -151,8 +151,8 @@ def update(keys, masses, limit, capacity, tracks_eligibility, counters, flat, st
             continue
         slot = key - lap
         slot -= capacity if slot >= capacity else 0
-        held, mass = flat[slot], min(masses[row], limit)
-        if tracks_eligibility and held == 0:
+        old, mass = flat[slot], min(masses[row], limit)
+        if tracks_eligibility and old == 0:
             continue
         largest = max(largest, masses[row])
         if noted.size:
@@ -167,7 +167,7 @@ def update(keys, masses, limit, capacity, tracks_eligibility, counters, flat, st
             node = slot
             for level in range(1, levels):
                 node >>= SHIFT
-                flat[starts[level] + node] += mass - held
+                flat[starts[level] + node] += mass - old
     if anew:
         sum_above(flat, starts, 0, capacity)
     counters[_STALE] += stale
@@ -279,9 +279,9 @@ def spread(mass, doubles, stratified, targets):
 
 
 @loop("(int64, float64[::1], boolean, int64[::1])")
-def targets(mass, doubles, stratified, found):
+def targets(mass, doubles, stratified, out):
     """Call `spread` from Python."""
-    spread(mass, doubles, stratified, found)
+    spread(mass, doubles, stratified, out)
 
 
 @loop(

@@ -158,21 +158,21 @@ def _gather_stacks(ring, pool, plan, begin, end, first, out):
     out:  (2 * m * S, words) of m windows from `first` on, the stacks before them first.
     """
     batch, stack, words = plan.shape[0] // 2, plan.shape[1], ring.shape[1]
-    held = out.shape[0] // (2 * stack)
+    windows = out.shape[0] // (2 * stack)
     for block in range(begin, end, _BLOCK):
         stop = min(block + _BLOCK, end)
         # the first words of a block, then the others: so the cache misses of several frames overlap
         for side in range(2):
             for row in range(block, stop):
                 for frame in range(stack):
-                    place = (side * held + row - first) * stack + frame
+                    place = (side * windows + row - first) * stack + frame
                     out[place, 0] = ring[max(plan[side * batch + row, frame], 0), 0]
         # both stacks of a window together: most frames are in both, and then still in the cache
         for row in range(block, stop):
             for side in range(2):
                 for frame in range(stack):
                     source = plan[side * batch + row, frame]
-                    place = (side * held + row - first) * stack + frame
+                    place = (side * windows + row - first) * stack + frame
                     if source >= 0:
                         for word in range(1, words):
                             out[place, word] = ring[source, word]

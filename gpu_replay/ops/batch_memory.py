@@ -52,9 +52,9 @@ class BatchMemory:
         """A contiguous copy of an array, which no batch of before shares."""
         if values.nbytes < LARGE:
             return values.copy()
-        found = self.array(name, values.shape, values.dtype)
-        found[...] = values
-        return found
+        array = self.array(name, values.shape, values.dtype)
+        array[...] = values
+        return array
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape with any content, which no batch of before shares."""

@@ -60,8 +60,8 @@ class HostWords:
     def doubles(self, block: int, count: int) -> np.ndarray:
         """(word >> 11) * 2**-53 of the same words: float64 in [0, 1)."""
         blocks = -(-count // 4)
-        found = self._at(block, blocks).random(blocks * 4)
-        return found if found.size == count else found[:count]
+        numbers = self._at(block, blocks).random(blocks * 4)
+        return numbers if numbers.size == count else numbers[:count]
 
     def _at(self, block: int, blocks: int) -> np.random.Generator:
         if block != self._next:

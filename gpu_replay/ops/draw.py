@@ -105,8 +105,8 @@ def draw_by_mass(
     of_all: whether the largest weight is that of the smallest stored mass, of a tree that keeps it, or of the batch.
     """
     batch, (flat, starts, low, *_) = doubles.size, tree.host
-    found = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
-    return MassDraw(*found, tree_loops.draw.ready()(flat, starts, low, doubles, stratified, of_all, *within, *found))
+    out = np.empty(batch, dtype=np.int64), np.empty(batch, dtype=np.float32), np.empty(batch)
+    return MassDraw(*out, tree_loops.draw.ready()(flat, starts, low, doubles, stratified, of_all, *within, *out))
 
 
 def importance_weights(masses: np.ndarray, lowest: int, beta: float) -> np.ndarray:
@@ -328,16 +328,16 @@ def plan_draw(
     dtype = torch.int64 if by_priority else torch.float32
 
     def draw(ranked: tuple[Tensor, ...] = ()) -> DeviceDraws:
-        found = DeviceDraws(
+        rows = DeviceDraws(
             torch.empty(batch, dtype=torch.int64, device=device),
             torch.empty(batch, dtype=torch.int64, device=device),
             torch.empty(batch, dtype=torch.float32, device=device),
             torch.empty(batch, dtype=dtype, device=device),
             torch.empty(1, dtype=torch.int64, device=device) if shifted else None,
         )
-        words = () if found.words is None else (found.words,)
+        words = () if rows.words is None else (rows.words,)
         ranks = () if sums is None or not by_priority else (sums, *ranked)
-        launch(levels, newest, low, ranks, counters, (*found[:4], times_sampled), words, *numbers)
-        return found
+        launch(levels, newest, low, ranks, counters, (*rows[:4], times_sampled), words, *numbers)
+        return rows
 
     return DrawLaunch(draw, drawn, None if by_priority else own + blocks_for(batch if shifted else 0))

@@ -197,7 +197,7 @@ def plan_add_step(
     # steps further back than the length of the ring do not count
     ages, frames = steps_at_once(min(shape.n_step + 1, shape.steps)), steps_at_once(min(shape.stack, shape.steps) - 1)
     envs = envs_per_program(shape.num_envs, max(ages, frames), counters.device.type == "cpu")
-    held = (
+    tensors = (
         tree.levels,
         () if masses is None else masses.extremes,
         () if masses is None or eligible_tree is None else eligible_tree.levels,
@@ -233,7 +233,7 @@ def plan_add_step(
         step: tuple[Tensor, ...] = (terminated.view(torch.uint8), truncated.view(torch.uint8))
         if masses is not None and priorities is not None:
             step = (*step, priorities)
-        launch(*held, step, counters, times_sampled, keys, *numbers, aligned=aligned(*step))
+        launch(*tensors, step, counters, times_sampled, keys, *numbers, aligned=aligned(*step))
 
     return add_step
 
@@ -247,13 +247,13 @@ def plan_keep_finals(
     """
     from gpu_replay.kernels.steps import keep_finals_kernel
 
-    envs, names, held = streams.shape.num_envs, tuple(pools), tuple(pools.values())
+    envs, names, targets = streams.shape.num_envs, tuple(pools), tuple(pools.values())
     layout, programs = moved_rows(tuple(fields[name] for name in names), envs, counters.device.type == "cpu")
     launch = Launch(keep_finals_kernel, programs, LAYOUT=layout)
 
-    def keep_finals(given: Mapping[str, Tensor]) -> None:
-        values = tuple([given[name] for name in names])
-        known = streams.flags, streams.final, counters, envs, streams.shape.slots
-        launch(values, held, *known, aligned=aligned(*values))
+    def keep_finals(finals: Mapping[str, Tensor]) -> None:
+        values = tuple([finals[name] for name in names])
+        stream = streams.flags, streams.final, counters, envs, streams.shape.slots
+        launch(values, targets, *stream, aligned=aligned(*values))
 
     return keep_finals

@@ -51,8 +51,8 @@ class FrameStore(NamedTuple):
         # words of 8 bytes where rows are made of these
         parted = rows.shape[1] % 8 or not rows.view(np.int64).flags.aligned
         word, gather = (np.uint8, gather_bytes) if parted else (np.int64, gather_words)
-        kept = rows[:0] if pool is None else pool.reshape(len(pool), -1)
-        return cls(rows.view(word), kept.view(word), ring.dtype, gather.ready())
+        pool_rows = rows[:0] if pool is None else pool.reshape(len(pool), -1)
+        return cls(rows.view(word), pool_rows.view(word), ring.dtype, gather.ready())
 
 
 def gather_stacks(
@@ -289,11 +289,11 @@ def _plan_launch(
     fields = (storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     weights, draws = weight_programs(batch // span if weighed else 0, interpreted)
-    held = (
+    sources = (
         tuple(storage.tensors[name] for name in names),
         tuple(storage.finals[name] for name in storage.observations) if shape.finals else (),
     )
-    known = (streams.flags, streams.depth, streams.final)
+    step_tensors = (streams.flags, streams.depth, streams.final)
     numbers = (batch, shape.num_envs, shape.steps, span, together)
     rewards = storage.tensors["reward"]
     launch = Launch(
@@ -323,12 +323,12 @@ def _plan_launch(
     ) -> None:
         pointers, weights = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
         launch(
-            *held,
+            *sources,
             outputs,
             windows.after,
             pointers,
             slots,
-            known,
+            step_tensors,
             (rewards, *windows.given),
             () if words is None else (words,),
             counters,

@@ -106,13 +106,13 @@ def put_goals(
     desired = relabel.desired_field
     for name in (desired, f"next_{desired}"):
         masked_put(tensors[name], rows, known, wide)
-    after = tensors[f"next_{relabel.achieved_field}"].index_select(0, rows)
+    achieved_goals = tensors[f"next_{relabel.achieved_field}"].index_select(0, rows)
     # rows that keep their goal are shown with it
-    wanted = goals if known is None else tensors[desired].index_select(0, rows)
+    desired_goals = goals if known is None else tensors[desired].index_select(0, rows)
     if stack > 1:
-        after = after[:, -1].contiguous()
-        wanted = goals if known is None else wanted[:, -1].contiguous()
-    return RelabelInput(rows, known, after, wanted)
+        achieved_goals = achieved_goals[:, -1].contiguous()
+        desired_goals = goals if known is None else desired_goals[:, -1].contiguous()
+    return RelabelInput(rows, known, achieved_goals, desired_goals)
 
 
 class HostGoals(NamedTuple):
@@ -143,15 +143,15 @@ class HostGoals(NamedTuple):
         achieved = tensors[f"next_{relabel.achieved_field}"]
         places = [as_numpy(tensors[name]) for name in (relabel.desired_field, f"next_{relabel.desired_field}")]
         places.append(as_numpy(achieved))
-        given = as_numpy(goals)
-        made = np.empty(given.shape, places[2].dtype), np.empty_like(given)
+        goal_rows = as_numpy(goals)
+        made = np.empty(goal_rows.shape, places[2].dtype), np.empty_like(goal_rows)
         count, frames = self.rows.size, achieved.shape[0] * stack
         seen = [each.reshape(frames, -1).view(np.uint8) for each in places]
-        rows = [each.reshape(count, -1).view(np.uint8) for each in (given, *made)]
+        rows = [each.reshape(count, -1).view(np.uint8) for each in (goal_rows, *made)]
         loops.put_goals.ready()(self.rows, self.known, stack, rows[0], *seen, *rows[1:])
         tensor, known = torch.from_numpy, None if self.all_known else torch.from_numpy(self.known)
-        after, wanted = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
-        return RelabelInput(tensor(self.rows), known, after, wanted)
+        achieved_goals, desired_goals = tensor(made[0]).view(achieved.dtype), tensor(made[1]).view(goals.dtype)
+        return RelabelInput(tensor(self.rows), known, achieved_goals, desired_goals)
 
 
 def masked_put(target: Tensor, rows: Tensor, known: Tensor | None, values: Tensor) -> None:

@@ -79,9 +79,9 @@ def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None
     if slots.size * rows.nbytes < LARGE * len(rows):
         return rows.take(slots, axis=0)
     shape = (slots.size, *rows.shape[1:])
-    found = np.empty(shape, rows.dtype) if memory is None else memory.array(name, shape, rows.dtype)
-    take_rows(rows, slots, found)
-    return found
+    out = np.empty(shape, rows.dtype) if memory is None else memory.array(name, shape, rows.dtype)
+    take_rows(rows, slots, out)
+    return out
 
 
 def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
@@ -113,8 +113,8 @@ def piece_columns(elements: int, least: int, most: int) -> int:
 
     least, most: powers of two. Of rows that are shorter all are one piece.
     """
-    whole = 1 << (elements - 1).bit_length()
-    sizes = [whole >> times for times in range(whole.bit_length()) if min(least, whole) <= whole >> times <= most]
+    width = 1 << (elements - 1).bit_length()
+    sizes = [width >> times for times in range(width.bit_length()) if min(least, width) <= width >> times <= most]
     filled = {size: elements / (-(-elements // size) * size) for size in sizes}
     return max(size for size in sizes if filled[size] >= max(filled.values()) - 1 / 64)
 
@@ -203,14 +203,14 @@ def plan_gather(
     layout, programs = moved_rows(tuple(fields.values()), batch, device.type == "cpu", converted=True)
     weights, draws = weight_programs(batch if weighed else 0, device.type == "cpu")
     launch = Launch(gather_kernel, weights + programs, LAYOUT=layout, DRAWS=draws)
-    held = tuple(stores[name] for name in fields)
+    sources = tuple(stores[name] for name in fields)
     forms = [(name, (batch, *field.shape), field.output_dtype) for name, field in fields.items()]
 
     def gather(slots: Tensor, weighing: PendingWeights | None) -> dict[str, Tensor]:
         outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in forms}
         pointers, numbers = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
         counters = slots if weighing is None else weighing.counters
-        launch(held, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
+        launch(sources, tuple(outputs.values()), pointers, slots, counters, batch, *numbers)
         return outputs
 
     return gather
@@ -238,7 +238,7 @@ def plan_write(
     high: tuple[Tensor, ...] = ()
     if highest and tree is not None and tree.high is not None:
         leaves, high = leaf_blocks(tree, interpreted), (tree.high, tree.levels[0])
-    held, numbers = tuple(stores[name] for name in names), (rows, skipped, capacity, leaves.blocks)
+    targets, numbers = tuple(stores[name] for name in names), (rows, skipped, capacity, leaves.blocks)
     launch = Launch(
         write_kernel,
         programs + leaves.programs,
@@ -248,7 +248,7 @@ def plan_write(
     )
 
     def write(values: Mapping[str, Tensor]) -> None:
-        given = tuple([values[name] for name in names])
-        launch(given, held, counters, high, *numbers, aligned=aligned(*given))
+        inputs = tuple([values[name] for name in names])
+        launch(inputs, targets, counters, high, *numbers, aligned=aligned(*inputs))
 
     return write

@@ -67,7 +67,13 @@ class HostSteps:
         settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial], dtype=np.int64)
         windows = rewards, powers, self.sums, self.lengths, times_sampled, counters
         known = [each.numpy().reshape(-1) for each in streams.tensors]
-        self._known = settings, *known, *windows, *tree.host, *((_NOTHING, _NOTHING) if ones is None else ones.host[:2])
+        self._arguments = (
+            settings,
+            *known,
+            *windows,
+            *tree.host,
+            *((_NOTHING, _NOTHING) if ones is None else ones.host[:2]),
+        )
         self._tree = tree
 
     def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
@@ -98,6 +104,6 @@ class HostSteps:
         steps:  terminated, truncated and rewards, (T, E) or (E,). masses: of all of them, or None. saturated: how many
                 of these were cut.
         """
-        given = _NOTHING if masses is None else plain(masses)
-        call = *map(plain, steps), given, kept.places, saturated, *self._known
+        flat_masses = _NOTHING if masses is None else plain(masses)
+        call = *map(plain, steps), flat_masses, kept.places, saturated, *self._arguments
         return commit(result, *changes, starmap(self._add, (call,)))

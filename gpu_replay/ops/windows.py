@@ -52,15 +52,15 @@ class HostWindows:
 
     def of_starts(self, starts: np.ndarray) -> Windows:
         """The windows of (B,) eligible starts."""
-        found = Windows.empty(starts.size, self._shape.stack)
-        self._windows(starts, *self._of_starts, *found)
-        return found
+        windows = Windows.empty(starts.size, self._shape.stack)
+        self._windows(starts, *self._of_starts, *windows)
+        return windows
 
     def of_steps(self, steps: np.ndarray, left: np.ndarray) -> Windows:
         """The windows of (B,) stored steps, each followed by `left` stored ones: windows may be incomplete."""
-        found = Windows.empty(steps.size, self._shape.stack)
-        loops.open_windows.ready()(steps, left, *self._of_steps, *found)
-        return found
+        windows = Windows.empty(steps.size, self._shape.stack)
+        loops.open_windows.ready()(steps, left, *self._of_steps, *windows)
+        return windows
 
     def measure(self, masses: np.ndarray) -> None:
         """Find the windows of all starts with mass, (slots,), anew."""

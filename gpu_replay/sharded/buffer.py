@@ -87,7 +87,7 @@ class ShardedReplayBuffer:
         self._group = Group(group, device, timeout)
         self._largest: Message | None = None
         # stored transitions that each rank is known to have
-        self._known = 0
+        self._least_size = 0
         ranks, slots = self._group.size, 0
 
         def checked() -> Offer:
@@ -238,7 +238,7 @@ class ShardedReplayBuffer:
 
         # on a GPU the host does not wait where every rank is known to have enough
         late = shard.device.type == "cuda"
-        unread = late and isinstance(batch_size, int) and self._known >= max(1, self._plan.distinct(batch_size))
+        unread = late and isinstance(batch_size, int) and self._least_size >= max(1, self._plan.distinct(batch_size))
         mark = shard._draws.mark()
         try:
             table = self._group.agree("sample", draw, late=late, unread=unread)
@@ -246,7 +246,7 @@ class ShardedReplayBuffer:
             shard._take_back(mark)
             raise
         if not unread:
-            self._known = int(table[:, Column.SIZE].min())
+            self._least_size = int(table[:, Column.SIZE].min())
         shard.raise_largest(table[:, Column.LARGEST].max())
         drawn.tensors["key"] = self._global_keys(drawn.tensors["key"])
         return weighed(drawn, levels_of(table))
@@ -260,14 +260,14 @@ class ShardedReplayBuffer:
             level = torch.zeros((), dtype=torch.float64, device=shard.device)
             return {"batch size": batch, "beta": exponent}, shard.row(level)
 
-        found = self._group.agree("sample", checked)
-        table, rows = found.cpu().numpy(), batch * self.ranks
+        gathered = self._group.agree("sample", checked)
+        table, rows = gathered.cpu().numpy(), batch * self.ranks
         try:
             stored = int(table[:, Column.SIZE].sum())
             shard._check_enough(rows, available=stored, call=f"sample({batch}) on {self.ranks} ranks")
         except (RuntimeError, ValueError) as error:
             raise Agreed(error) from None
-        shard.raise_largest(found[:, Column.LARGEST].max())
+        shard.raise_largest(gathered[:, Column.LARGEST].max())
         planned = self._plan.beta
         if beta is None:
             step = int(table[:, Column.STEP].max())
@@ -290,10 +290,10 @@ class ShardedReplayBuffer:
 
         def addressed() -> Offer:
             nonlocal rows
-            found, numbers = validation.as_update(keys, priorities, shard.device, as_array=False)
-            found, numbers = found.to(shard.device), numbers.to(shard.device, torch.float64)
-            owner = found % group.size
-            rows = torch.stack([found, numbers.view(torch.int64)], dim=1)[owner.sort(stable=True).indices]
+            checked, numbers = validation.as_update(keys, priorities, shard.device, as_array=False)
+            checked, numbers = checked.to(shard.device), numbers.to(shard.device, torch.float64)
+            owner = checked % group.size
+            rows = torch.stack([checked, numbers.view(torch.int64)], dim=1)[owner.sort(stable=True).indices]
             return {}, torch.bincount(owner, minlength=group.size)
 
         with group.call(name):
@@ -322,7 +322,7 @@ class ShardedReplayBuffer:
         with self._group.call("clear"):
             self._settle()
             self._group.agree("clear", lambda: ({}, None))
-            self._known = 0
+            self._least_size = 0
             self._shard.clear()
 
     def stats(self) -> Stats:
@@ -383,21 +383,21 @@ class ShardedReplayBuffer:
         """
         ranks = Group(group, device, timeout)
         arguments: dict[str, Any] = {"storage_device": storage_device, "storage_path": storage_path}
-        found: JointCheckpoint
+        joint: JointCheckpoint
 
         def opened() -> Offer:
-            nonlocal found
-            found = JointCheckpoint(path)
-            arguments.update(saving.load_arguments(found))
+            nonlocal joint
+            joint = JointCheckpoint(path)
+            arguments.update(saving.load_arguments(joint))
             if mode is not None:
                 arguments["mode"] = mode
-            return {"checkpoint": found.checkpoint.sha256}, None
+            return {"checkpoint": joint.checkpoint.sha256}, None
 
         with ranks.call("load"):
             ranks.agree("load", opened)
         buffer = cls(**arguments, group=group, device=device, timeout=timeout)
         with buffer._group.call("load"), buffer._shard._alone():
-            saving.fill(buffer._group, buffer._shard, found)
+            saving.fill(buffer._group, buffer._shard, joint)
         return buffer
 
     def close(self) -> None:
@@ -427,8 +427,8 @@ class ShardedReplayBuffer:
 
         Raises KeyError naming the first key that is not live, or that another rank holds.
         """
-        found = self._local_keys(keys)
-        return Batch({**dict(self._shard[found].items()), "key": self._global_keys(found)})
+        local = self._local_keys(keys)
+        return Batch({**dict(self._shard[local].items()), "key": self._global_keys(local)})
 
     def priorities(self, keys: Any) -> Tensor:
         """The priorities of these live keys of this rank's shard, (m,) float64; not collective.
@@ -445,12 +445,12 @@ class ShardedReplayBuffer:
         return local * self.ranks + self.rank
 
     def _local_keys(self, keys: Any) -> Tensor:
-        found = validation.as_keys(keys, self.device).to(self.device)
-        elsewhere = (found % self.ranks != self.rank).nonzero()
+        checked = validation.as_keys(keys, self.device).to(self.device)
+        elsewhere = (checked % self.ranks != self.rank).nonzero()
         if elsewhere.numel():
-            key = int(found[elsewhere[0, 0]])
+            key = int(checked[elsewhere[0, 0]])
             raise KeyError(f"key {key} is held by rank {key % self.ranks}; this is rank {self.rank} of {self.ranks}.")
-        return torch.div(found, self.ranks, rounding_mode="floor")
+        return torch.div(checked, self.ranks, rounding_mode="floor")
 
 
 def _checked(batch_size: object, beta: object) -> tuple[int, float | None]:

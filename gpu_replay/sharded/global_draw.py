@@ -74,11 +74,11 @@ def deal(plan: SamplerPlan, table: np.ndarray, rows: int, seed: int) -> Deal:
 def newest_keys(table: np.ndarray, count: int) -> np.ndarray:
     """The `count` largest global keys, ascending."""
     ranks = len(table)
-    found = [
+    by_rank = [
         np.arange(added - min(size, count), added) * ranks + rank
         for rank, (added, size) in enumerate(table[:, [Column.ADDED, Column.SIZE]].tolist())
     ]
-    return np.sort(np.concatenate(found))[-count:]
+    return np.sort(np.concatenate(by_rank))[-count:]
 
 
 def exchanged(
@@ -109,9 +109,9 @@ def exchanged(
     parts = [part for rows in packed.split(counts) for part in (header, rows.reshape(-1))]
     width = packed.shape[1]
     from_each = np.bincount(dealt.owner[rank * batch : (rank + 1) * batch], minlength=ranks)
-    given = [HEADER + count * width for count in counts]
-    taken = [HEADER + count * width for count in from_each.tolist()]
-    received = exchange(torch.cat(parts), given, taken).split(taken)
+    sent = [HEADER + count * width for count in counts]
+    received_bytes = [HEADER + count * width for count in from_each.tolist()]
+    received = exchange(torch.cat(parts), sent, received_bytes).split(received_bytes)
 
     # the received rows, in the order of the draw
     rows = torch.cat([part[HEADER:].view(-1, width) for part in received])

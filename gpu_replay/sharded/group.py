@@ -249,11 +249,11 @@ class Group:
         with self.messages():
             return Message(self, dist.all_gather(list(table), row, group=self._group, async_op=True), table)
 
-    def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange rows: `sent[r]` of the given rows go to rank r, in order; returns `received[r]` rows from each."""
-        out = torch.empty((sum(received), *given.shape[1:]), dtype=given.dtype, device=given.device)
+        out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
         with self.messages():
-            work = dist.all_to_all_single(out, given, list(received), list(sent), group=self._group, async_op=True)
+            work = dist.all_to_all_single(out, rows, list(received), list(sent), group=self._group, async_op=True)
         return Message(self, work, out).wait(on_host=True)
 
     def tell(self, text: str) -> list[str]:
@@ -305,11 +305,11 @@ def device_and_backend(config: str, device: torch.device | str | None) -> tuple[
             local = dist.get_node_local_rank(fallback_rank=dist.get_rank() % torch.cuda.device_count())
             return torch.device("cuda", local), "nccl"
         device = "cpu"
-    found = check_device(device)
-    wanted = "nccl" if found.type == "cuda" else "gloo"
-    if wanted not in config:
+    resolved = check_device(device)
+    backend = "nccl" if resolved.type == "cuda" else "gloo"
+    if backend not in config:
         raise ValueError(
-            f"shards on {str(found)!r} need a process group with {wanted}; found {config!r}. Call "
-            f"init_process_group({wanted!r}), or without a backend for both."
+            f"shards on {str(resolved)!r} need a process group with {backend}; found {config!r}. Call "
+            f"init_process_group({backend!r}), or without a backend for both."
         )
-    return found, wanted
+    return resolved, backend

@@ -58,27 +58,27 @@ def save(group: Group, shard: Shard, path: str | PathLike[str], config: dict[str
         group.agree(name, finish)
 
 
-def load_arguments(found: JointCheckpoint) -> dict[str, Any]:
+def load_arguments(joint: JointCheckpoint) -> dict[str, Any]:
     """The constructor's arguments for this checkpoint. Raises CheckpointError if its settings are not valid."""
     try:
-        arguments = arguments_of({"mode": "local", **found.config})
+        arguments = arguments_of({"mode": "local", **joint.config})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{found.path}: its settings are not those of a buffer: {error}") from error
+        raise CheckpointError(f"{joint.path}: its settings are not those of a buffer: {error}") from error
     arguments.pop("ranks", None)
-    return {**arguments, "capacity": found.capacity, "seed": found.seed}
+    return {**arguments, "capacity": joint.capacity, "seed": joint.seed}
 
 
-def fill(group: Group, shard: Shard, found: JointCheckpoint) -> None:
+def fill(group: Group, shard: Shard, joint: JointCheckpoint) -> None:
     """Load each rank's part: its own saved state, or, on another number of ranks, rows dealt out by their keys."""
-    state, joined = shard._buffer_state(), JoinedSaved(found)
+    state, joined = shard._buffer_state(), JoinedSaved(joint)
     joined.seed = shard.seed
 
     def work() -> None:
-        if found.ranks != group.size:
+        if joint.ranks != group.size:
             return joined.fill_as(state, Share(group.size, group.rank, shard.capacity))
-        counters = found.saved[group.rank]
+        counters = joint.saved[group.rank]
         views = state.views(counters["ADDED"])
-        found.checkpoint.fill({found.tensor_name(group.rank, name): view for name, view in views.items()})
+        joint.checkpoint.fill({joint.tensor_name(group.rank, name): view for name, view in views.items()})
         with joined.refusing(joined.NO_STATE):
             state.check(counters, views)
         state.finish(counters, shard.seed)

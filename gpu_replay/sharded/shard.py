@@ -140,12 +140,12 @@ class Shard(ReplayBuffer):
 
     def stored_bytes(self, slots: Tensor) -> list[Tensor]:
         """(n, bytes) uint8 of each field at these slots, as it is stored."""
-        found = []
+        parts = []
         for name, field in self._fields.items():
             tensor = self._storage.tensors[name]
             rows = tensor[slots.to(tensor.device)].to(self._device).reshape(slots.numel(), field.elements)
-            found.append(rows.view(torch.uint8).reshape(slots.numel(), field.row_bytes))
-        return found
+            parts.append(rows.view(torch.uint8).reshape(slots.numel(), field.row_bytes))
+        return parts
 
     def from_bytes(self, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Split (n, bytes) rows of concatenated `stored_bytes` into the sampled fields and the bytes after them."""

@@ -30,18 +30,18 @@ def combined(table: Tensor) -> Stats:
     """
     numbers = table[:, : len(_NAMES) + 1].cpu().contiguous().view(torch.float64).numpy()
     columns = dict(zip([*_NAMES, "total"], numbers.T, strict=True))
-    found: dict[str, float] = {name: int(columns[name].sum()) for name in _COUNTS}
-    size = int(found["size"])
-    held = columns["size"] > 0
-    if not held.any():
+    counts: dict[str, float] = {name: int(columns[name].sum()) for name in _COUNTS}
+    size = int(counts["size"])
+    filled = columns["size"] > 0
+    if not filled.any():
         ends = dict.fromkeys(("min_priority", "mean_priority", "max_priority"), math.nan)
-        return Stats(**{**dict.fromkeys(_NAMES, 0), **found, **ends})  # type: ignore[arg-type]
-    of = {name: column[held] for name, column in columns.items()}
+        return Stats(**{**dict.fromkeys(_NAMES, 0), **counts, **ends})  # type: ignore[arg-type]
+    of = {name: column[filled] for name, column in columns.items()}
     weights = of["total"] if of["total"].sum() > 0 else of["size"]
     shares = weights / weights.sum()
     rows = of["size"] / size
     return Stats(
-        **found,  # type: ignore[arg-type]
+        **counts,  # type: ignore[arg-type]
         min_priority=float(of["min_priority"].min()),
         mean_priority=float((rows * of["mean_priority"]).sum()),
         max_priority=float(of["max_priority"].max()),
