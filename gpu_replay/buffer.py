@@ -154,18 +154,13 @@ class ReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch = validation.check_batch_size(batch_size)
-        exponent = None if beta is None else validation.check_beta(beta)
-        if self._on_host:
-            # a sample changes the state of the buffer only in its last step
-            with self._lock:
-                self._check_enough(batch)
-                return Batch(self._engine.sample(batch, exponent))
-        mark = None
+        batch, exponent, mark = validation.check_batch_size(batch_size), validation.check_beta(beta), None
         try:
             with self._lock:
                 self._check_enough(batch)
-                mark = self._draws.mark()
+                if not self._on_host:
+                    # on the host a sample changes the state of the buffer only in its last step
+                    mark = self._draws.mark()
                 return Batch(self._engine.sample(batch, exponent))
         except BaseException:
             self._take_back(mark)

@@ -381,9 +381,7 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._batch_kind, batch_size, beta)
-        batch = validation.check_batch_size(batch_size)
-        exponent = None if beta is None else validation.check_beta(beta)
-        mark = None
+        batch, exponent, mark = validation.check_batch_size(batch_size), validation.check_beta(beta), None
         try:
             with self._lock:
                 self._check_enough(batch)
@@ -434,9 +432,8 @@ class TrajectoryReplayBuffer(Buffer):
         """
         if is_dynamo_compiling():
             return self._operators.sample(self._sequence_kind, batch_size, beta, length, burn_in, strict, stride)
-        batch = validation.check_batch_size(batch_size)
+        batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
         steps = check_int("length", length, 1) + check_int("burn_in", burn_in, 0)
-        exponent = None if beta is None else validation.check_beta(beta)
         every = check_int("stride", stride, 1)
         if not isinstance(strict, (bool, np.bool_)):
             raise TypeError(f"strict must be True or False; found {strict!r}.")

@@ -433,9 +433,18 @@ def check_batch_size(value: object) -> int:
     return check_int("the batch size", value, 1, _MOST_ROWS)
 
 
-def check_beta(beta: object) -> float:
-    """An importance exponent as a float, or TypeError / ValueError."""
-    return check_float("sample beta", beta)
+def check_beta(beta: object) -> float | None:
+    """An importance exponent as a float, or None, which stands for the sampler's own; TypeError / ValueError."""
+    return None if beta is None else check_float("sample beta", beta)
+
+
+def check_key(key: object) -> int:
+    """A key as an int, or TypeError; a tensor of one integer without dimensions is one."""
+    if isinstance(key, Tensor) and key.dim() == 0 and not key.dtype.is_floating_point:
+        key = key.item()
+    if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
+        raise TypeError(f"`key in buffer` needs a key, an int as add returns it; found {key!r}.")
+    return int(key)
 
 
 def check_generators(values: Iterable[object], device: torch.device) -> tuple[torch.Generator, ...]:

@@ -31,7 +31,7 @@ from gpu_replay.engines.host_sampler import HostSampler
 from gpu_replay.engines.placement import MakeMemory, StoragePath, check_placement
 from gpu_replay.engines.sampler_plan import plan_of
 from gpu_replay.engines.saved_state import StateLayout, check_state
-from gpu_replay.engines.storage import Storage, check_device, check_room, not_readable
+from gpu_replay.engines.storage import Storage, check_device, check_live, check_room
 from gpu_replay.fields import Field
 from gpu_replay.graphs.cuda_graph import WARM_UPS
 from gpu_replay.graphs.custom_ops import BatchKind, Operators
@@ -216,13 +216,10 @@ class Buffer(ABC):
 
     def __contains__(self, key: object) -> bool:
         """Whether a key, an int, is live: `key in buffer`."""
-        if isinstance(key, Tensor) and key.dim() == 0 and not key.dtype.is_floating_point:
-            key = key.item()
-        if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
-            raise TypeError(f"`key in buffer` needs a key, an int as add returns it; found {key!r}.")
+        number = validation.check_key(key)
         with self._alone():
             first, added = self._draws.span()
-        return first <= int(key) < added
+        return first <= number < added
 
     def __iter__(self) -> Iterator[Any]:
         """Raises TypeError: `batches` walks over what is stored."""
@@ -270,10 +267,7 @@ class Buffer(ABC):
             )
         with self._alone():
             array = validation.as_keys(keys, self._device).cpu().numpy()
-            first, added = self._draws.span()
-            dead = np.flatnonzero((array < first) | (array >= added))
-            if dead.size:
-                raise not_readable(int(array[dead[0]]), first, added)
+            check_live(array, *self._draws.span())
             slots = torch.from_numpy(array % self._state.slots).to(self._device)
             masses = self._state.masses.masses[slots].cpu().numpy()
         numbers = np.where(masses > 0, self._state.rule.priorities(np.maximum(masses, 1)), 0.0)
@@ -453,7 +447,7 @@ class Buffer(ABC):
         Raises TypeError or ValueError for invalid arguments.
         """
         batch = None if batch_size is None else validation.check_batch_size(batch_size)
-        exponent = None if beta is None else validation.check_beta(beta)
+        exponent = validation.check_beta(beta)
         if not callable(learn):
             raise TypeError(f"capture needs a function that learns from a batch; found {type(learn).__name__}.")
 

@@ -145,7 +145,7 @@ class Checkpoint:
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A new tensor with the stored contents."""
-        dtype, shape = self._known(name)
+        dtype, shape = self.shape_of(name)
         out = torch.empty(shape, dtype=dtype, device=device)
         self.fill({name: out})
         return out
@@ -198,7 +198,7 @@ class Checkpoint:
 
     def require(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless a tensor is stored with this dtype and shape."""
-        stored = self._known(name)
+        stored = self.shape_of(name)
         if stored != (dtype, shape):
             raise CheckpointError(
                 f"tensor {name!r} in {self.path} is {stored[0]} of shape {stored[1]}; asked to read it into {dtype} of "
@@ -207,9 +207,6 @@ class Checkpoint:
 
     def shape_of(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a stored tensor."""
-        return self._known(name)
-
-    def _known(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         if name not in self._manifest.shapes:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {sorted(self._manifest.shapes)}.")
         return self._manifest.shapes[name]

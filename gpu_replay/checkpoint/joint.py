@@ -142,14 +142,7 @@ class JoinedSaved(Saved):
 
     def fill_as(self, buffer: BufferState, share: Share) -> None:
         """Stream what one of several buffers is dealt into it."""
-        counters = self._joint.counters(share)
-        views = buffer.views(counters["ADDED"])
-        for view in views.values():
-            view.zero_()
-        self._joint.fill(views, share)
-        with self.refusing(self.NO_STATE):
-            buffer.check(counters, views)
-        buffer.finish(counters, self.seed)
+        self.take_over(buffer, self._joint.counters(share), lambda views: self._joint.fill(views, share))
 
 
 def open_saved(path: str | PathLike[str], kind: str) -> Saved:

@@ -150,11 +150,17 @@ class Saved:
 
     def fill(self, buffer: BufferState) -> None:
         """Stream the contents into a buffer made with these settings."""
-        views = buffer.views(self.counters["ADDED"])
-        self._checkpoint.fill(views)
+        self.take_over(buffer, self.counters, self._checkpoint.fill)
+
+    def take_over(
+        self, buffer: BufferState, counters: dict[str, int], fill: Callable[[dict[str, Tensor]], None]
+    ) -> None:
+        """Let `fill` write the contents into the memory that a buffer with these counters uses, and check them."""
+        views = buffer.views(counters["ADDED"])
+        fill(views)
         with self.refusing(self.NO_STATE):
-            buffer.check(self.counters, views)
-        buffer.finish(self.counters, self.seed)
+            buffer.check(counters, views)
+        buffer.finish(counters, self.seed)
 
 
 def checked_counters(counters: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler, WeighedDraw
-from gpu_replay.engines.storage import Storage, not_readable
+from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.ops.launch import plans
 from gpu_replay.ops.priorities import plan_insert
 from gpu_replay.ops.ring import plan_gather
@@ -89,10 +89,7 @@ class DeviceEngine:
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live. Waits for the device."""
         with self.draws.ordered():
-            first, added = self.draws.span()
-            dead = ((keys < first) | (keys >= added)).nonzero()
-            if dead.numel():
-                raise not_readable(int(keys[dead[0, 0]]), first, added)
+            check_live(keys, *self.draws.span())
             return self._gathers(keys.shape[0], False, False)(keys % self._storage.capacity, None)
 
     # all that is stored can be read

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.device_sampler import DeviceSampler
-from gpu_replay.engines.storage import not_readable
+from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.fields import Field
 from gpu_replay.ops.counters import Counter
@@ -327,12 +327,8 @@ class TrajectoryDeviceEngine:
         Waits for the device.
         """
         with self.draws.ordered():
-            first, added = self.draws.span()
             slots = keys % self._shape.slots
-            readable = (keys >= first) & (keys < added) & (self.draws.state.eligible.masses[slots] > 0)
-            refused = readable.logical_not().nonzero()
-            if refused.numel():
-                raise not_readable(int(keys[refused[0, 0]]), first, added)
+            check_live(keys, *self.draws.span(), self.draws.state.eligible.masses[slots] > 0)
             return self._gathers(keys.shape[0], False, False, False)(slots, None, None)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.host_sampler import HostDraw, HostSampler
-from gpu_replay.engines.storage import Storage, not_readable
+from gpu_replay.engines.storage import Storage, check_live
 from gpu_replay.loops import ring as loops
 from gpu_replay.ops.batch_memory import BatchMemory
 from gpu_replay.ops.counters import Counter
@@ -127,11 +127,8 @@ class HostEngine:
 
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The stored transitions of these keys; KeyError naming the first that is not live."""
-        array = keys.numpy()
-        first, added = self.draws.span()
-        dead = np.flatnonzero((array < first) | (array >= added))
-        if dead.size:
-            raise not_readable(int(array[dead[0]]), first, added)
+        array, (first, added) = keys.numpy(), self.draws.span()
+        check_live(array, first, added)
         return self._rows_at(slots_of(array - first, first, self._capacity))
 
     # all that is stored can be read

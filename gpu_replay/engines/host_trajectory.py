@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpu_replay.engines.host_sampler import HostSampler
-from gpu_replay.engines.storage import not_readable
+from gpu_replay.engines.storage import check_live
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.loops.goals import choose_goals
 from gpu_replay.ops.batch_memory import BatchMemory
@@ -21,7 +21,6 @@ from gpu_replay.ops.draw import PERMUTATION_WORDS, permuted_ranks
 from gpu_replay.ops.eligibility import Flag, GivenFinals, endings, powers_of, sequence_starts
 from gpu_replay.ops.frames import FrameStore, gather_stacks, shift_pictures, shifts_from
 from gpu_replay.ops.hindsight import (
-    GoalRows,
     HostGoals,
     RelabelInput,
     RelabelSettings,
@@ -167,9 +166,7 @@ class TrajectoryHostEngine:
         """Draw `batch` starts: fields, windows, key, probability and weight."""
         drawn = self.draws.draw(batch, beta)
         shifts, blocks = self._shifts(batch, drawn.blocks)
-        return self.draws.finish(
-            self._contents(drawn.slots, self._windows.of_starts(drawn.slots), shifts), drawn, blocks
-        )
+        return self.draws.finish(self._transitions(drawn.slots, shifts), drawn, blocks)
 
     def sample_relabeled(
         self, batch: int, beta: float | None, relabel: RelabelSettings, count: int
@@ -248,14 +245,6 @@ class TrajectoryHostEngine:
         np.logical_not(np.logical_or.accumulate(ended[:, :-1], axis=1), out=mask[:, 1:])
         return out | endings(torch.from_numpy(flags)) | {"mask": torch.from_numpy(mask)}
 
-    def choose_goals(self, keys: Tensor, count: int, strategy: Strategy) -> GoalRows:
-        """Choose `count` rows of the batch with these keys, and where their new goals are; the words are counted."""
-        chosen, tensor = self._goals_of(keys.numpy() % self._capacity, count, strategy, 0), torch.from_numpy
-        self.draws.counters[Counter.RANDOM] += goal_blocks(count, strategy)
-        places = tensor(chosen.places) if self._shape.finals else None
-        rows, known, slots = (tensor(each) for each in chosen[:3])
-        return GoalRows(rows, known, slots, places, chosen.all_known)
-
     def _goals_of(self, slots: np.ndarray, count: int, strategy: Strategy, after: int) -> HostGoals:
         """Choose `count` rows of the batch in (B,) slots by the words `after` blocks on, and their goals."""
         shape, draws, drawn = self._shape, self.draws, goal_words(count, strategy)
@@ -270,11 +259,8 @@ class TrajectoryHostEngine:
     def read(self, keys: Tensor) -> dict[str, Tensor]:
         """The transitions from these keys; KeyError naming the first that is not live or not eligible."""
         array = keys.numpy()
-        first, added = self.draws.span()
         slots = array % self._capacity
-        readable = (array >= first) & (array < added) & (self.draws.state.eligible.host.flat.take(slots) > 0)
-        if not np.logical_and.reduce(readable):
-            raise not_readable(int(array[readable.argmin()]), first, added)
+        check_live(array, *self.draws.span(), self.draws.state.eligible.host.flat.take(slots) > 0)
         return self._transitions(slots, None)
 
     def stored(self, keys: Tensor) -> dict[str, Tensor]:

@@ -234,12 +234,19 @@ class Storage:
         self.times_sampled[written:].zero_()
 
 
-def not_readable(key: int, first: int, added: int) -> KeyError:
-    """The KeyError for a key that is not live, or not eligible; the keys from `first` to `added` are live."""
+def check_live(keys: Any, first: int, added: int, eligible: Any = True) -> None:
+    """Raise KeyError that names the first of these keys that is not live, or not eligible.
+
+    keys:     (B,) int64, an array or a tensor; those from `first` to `added` are live.
+    eligible: (B,) bool of the same kind.
+    """
+    refused = keys[~((keys >= first) & (keys < added) & eligible)]
+    if not len(refused):
+        return
+    key, contents = int(refused[0]), f"the keys from {first} to {added - 1}" if added > first else "nothing"
     if not first <= key < added:
-        contents = f"the keys from {first} to {added - 1}" if added > first else "nothing"
-        return KeyError(f"key {key} is not live; the buffer holds {contents}.")
-    return KeyError(
+        raise KeyError(f"key {key} is not live; the buffer holds {contents}.")
+    raise KeyError(
         f"key {key} is stored but not eligible: a part of its stack or window is missing, or its step only carries a "
         "final observation."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from gpu_replay.fields import Field, check_fields
 from gpu_replay.graphs.custom_ops import STEPS, Output
 from gpu_replay.ops._backend import Backend
 from gpu_replay.ops.eligibility import Streams, StreamShape, stream_bytes
+from gpu_replay.ops.frames import window_outputs
 from gpu_replay.ops.mass_tree import tree_bytes
 from gpu_replay.samplers import Sampler
 from gpu_replay.validation import check_choice, check_int
@@ -75,21 +76,12 @@ def stream_shape(
 
 
 def stream_layout(
-    *,
-    capacity: int,
-    num_envs: int,
-    fields: Mapping[str, Field],
-    stack: int,
-    n_step: int,
-    autoreset: Autoreset,
-    final_capacity: int,
-    sampler: Sampler,
-    relabel: object = None,
-    **_: object,
+    *, fields: Mapping[str, Field], sampler: Sampler, relabel: object = None, **settings: Any
 ) -> StateLayout:
     """The settings that determine the state of a trajectory buffer made with these arguments."""
-    checked, hindsight = check_stream_fields(fields), relabel is not None
-    shape = stream_shape(capacity, num_envs, checked, stack, n_step, autoreset, final_capacity, hindsight=hindsight)
+    names = ("capacity", "num_envs", "stack", "n_step", "autoreset", "final_capacity")
+    arguments = {name: settings[name] for name in names}
+    shape = stream_shape(fields=check_stream_fields(fields), hindsight=relabel is not None, **arguments)
     return StateLayout(shape.slots, plan_of(sampler), shape)
 
 
@@ -133,20 +125,13 @@ def stream_sizes(
     return trajectory_estimate(shape, checked, sampler, backend)
 
 
-def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> dict[str, Output]:
+def stream_outputs(fields: Mapping[str, Field], stack: int, *, sequences: bool = False) -> Mapping[str, Output]:
     """The tensors of a batch of windows, or of sequences, besides those of every draw, in order."""
-    stacked = observation_names(fields)
-    frames = (stack,) if stack > 1 else ()
-    stacks: dict[str, Output] = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in stacked}
-    singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacked}
-    number, flag = (torch.float32, ()), (torch.bool, ())
-    after = {f"next_{name}": output for name, output in stacks.items()}
-    outputs: dict[str, Output] = {**stacks, **singles, "reward": number, **after, "discount": number}
-    outputs |= {"terminated": flag, "truncated": flag}
-    if sequences:
-        outputs["mask"] = flag
-        return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
-    return outputs
+    outputs = window_outputs(fields, observation_names(fields), stack)
+    if not sequences:
+        return outputs
+    outputs["mask"] = torch.bool, ()
+    return {name: (dtype, (STEPS, *shape)) for name, (dtype, shape) in outputs.items()}
 
 
 class TrajectoryStorage(Storage):

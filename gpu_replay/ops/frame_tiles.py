@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,20 +53,14 @@ class MovedFrames(NamedTuple):
     programs: int
 
 
+@lru_cache(maxsize=256)
 def moved_frames(
-    fields: Iterable[Field], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
+    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
 ) -> MovedFrames:
     """How a launch moves a batch of fields; the first `stacked` are stacks, moved before their windows and after them.
 
     The result is computed once and kept, as in `moved_rows`.
     """
-    return _moved_frames(tuple(fields), stacked, batch, stack, shifted, interpreted)
-
-
-@lru_cache(maxsize=256)
-def _moved_frames(
-    fields: tuple[Field, ...], stacked: int, batch: int, stack: int, shifted: bool, interpreted: bool
-) -> MovedFrames:
     pictures = [field.shape[-2:] if shifted and len(field.shape) >= 2 else (0, 0) for field in fields[:stacked]]
     frames = batch * stack
     tiles = [

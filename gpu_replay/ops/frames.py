@@ -6,7 +6,7 @@ began later: then it is the episode's first frame ("reset") or zeros ("zero").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -179,24 +179,12 @@ def plan_gather_windows(
     shifted: whether pictures are moved, by B words of the random stream, whose place in it, (1,) int64, is given too.
     weighed: whether weights are asked for, all of them with a schedule or all of them without one.
     """
-    device = counters.device
-    fields, next_stacks = _forms(storage, batch)
-    launch = _plan_launch(storage, fields, batch, counters, 1, shifted=shifted, weighed=weighed)
-    given = (powers,)
+    forms = _forms(storage, batch)
+    launch = _plan_launch(storage, batch, counters, 1, shifted=shifted, weighed=weighed)
 
     def gather(slots: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
-        out = _outputs(fields, device)
-        outputs = tuple(out.values())
-        after = _outputs(next_stacks, device)
-        reward = torch.empty(batch, dtype=torch.float32, device=device)
-        discount = torch.empty(batch, dtype=torch.float32, device=device)
-        terminated = torch.empty(batch, dtype=torch.bool, device=device)
-        truncated = torch.empty(batch, dtype=torch.bool, device=device)
-        windows = _Windows(given, tuple(after.values()), (reward, discount, terminated, truncated))
-        launch(slots, outputs, words, weighing, windows)
-        out["reward"] = reward
-        out.update(after)
-        out["discount"], out["terminated"], out["truncated"] = discount, terminated, truncated
+        out = _outputs(forms, counters.device)
+        launch(slots, out, words, weighing, powers)
         return out
 
     return gather
@@ -213,8 +201,9 @@ def plan_gather_sequences(
     """
     shape, device, all_flags = storage.streams.shape, counters.device, storage.streams.flags
     envs, rows = shape.num_envs, (batch, length)
-    fields, next_stacks = _forms(storage, *rows)
-    launch = _plan_launch(storage, fields, batch * length, counters, length, shifted=shifted, weighed=weighed)
+    # how single steps ended, their flags say
+    forms = [form for form in _forms(storage, *rows) if form[0] not in ("terminated", "truncated")]
+    launch = _plan_launch(storage, batch * length, counters, length, shifted=shifted, weighed=weighed)
 
     def gather(starts: Tensor, words: Tensor | None, weighing: PendingWeights | None) -> dict[str, Tensor]:
         slots = (starts[:, None] + torch.arange(0, length * envs, envs, device=device)) % shape.slots
@@ -225,41 +214,34 @@ def plan_gather_sequences(
         # a step belongs to the first episode while none before it ended
         ends = flags & _ENDS
         mask = ends.cumsum(dim=1) == ends
-        out, after = _outputs(fields, device), _outputs(next_stacks, device)
-        reward, discount = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-        windows = _Windows((powers, left.view(-1)), tuple(after.values()), (reward, discount))
-        launch(slots.view(-1), tuple(out.values()), words, weighing, windows)
-        return {**out, "reward": reward, **after, "discount": discount, **endings(flags), "mask": mask}
+        out = _outputs(forms, device)
+        launch(slots.view(-1), out, words, weighing, powers, left.view(-1))
+        return {**out, **endings(flags), "mask": mask}
 
     return gather
 
 
-class _Windows(NamedTuple):
-    """The outputs made of windows: stacks after them, and (B,) rewards, discounts and, if asked for, how they ended.
-
-    given: powers of gamma, and the steps stored from each start on where windows may not be whole.
-    """
-
-    given: tuple[Tensor, ...]
-    after: tuple[Tensor, ...]
-    numbers: tuple[Tensor, ...]
+def window_outputs(
+    fields: Mapping[str, Field], observations: Collection[str], stack: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype, and shape without the batch dimension, of all that a batch of windows holds besides its draw, in order."""
+    frames = (stack,) if stack > 1 else ()
+    stacks = {name: (fields[name].output_dtype, (*frames, *fields[name].shape)) for name in observations}
+    singles = {name: (field.output_dtype, field.shape) for name, field in fields.items() if name not in stacks}
+    singles.pop("reward", None)
+    after = {f"next_{name}": output for name, output in stacks.items()}
+    number, flag = (torch.float32, ()), (torch.bool, ())
+    return {**stacks, **singles, "reward": number, **after, "discount": number, "terminated": flag, "truncated": flag}
 
 
 # a tensor that is made for each batch: its name, shape and dtype
 Form = tuple[str, tuple[int, ...], torch.dtype]
 
 
-def _forms(storage: StepStore, *batch: int) -> tuple[list[Form], list[Form]]:
-    """The forms of all fields but the reward, stacks of observations first, and of the stacks that follow windows."""
-    stack, stacks, singles = storage.streams.shape.stack, [], []
-    for name in storage.observations:
-        field = storage.fields[name]
-        rows = (*batch, stack) if stack > 1 else batch
-        stacks.append((name, (*rows, *field.shape), field.output_dtype))
-    for name, field in storage.fields.items():
-        if name not in storage.observations and name != "reward":
-            singles.append((name, (*batch, *field.shape), field.output_dtype))
-    return stacks + singles, [(f"next_{name}", shape, dtype) for name, shape, dtype in stacks]
+def _forms(storage: StepStore, *batch: int) -> list[Form]:
+    """The forms of all that a batch of windows holds."""
+    outputs = window_outputs(storage.fields, storage.observations, storage.streams.shape.stack)
+    return [(name, (*batch, *sides), dtype) for name, (dtype, sides) in outputs.items()]
 
 
 def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
@@ -268,16 +250,11 @@ def _outputs(forms: Iterable[Form], device: torch.device) -> dict[str, Tensor]:
 
 
 def _plan_launch(
-    storage: StepStore,
-    forms: Sequence[Form],
-    batch: int,
-    counters: Tensor,
-    span: int,
-    *,
-    shifted: bool,
-    weighed: bool,
-) -> Callable[[Tensor, tuple[Tensor, ...], Tensor | None, PendingWeights | None, _Windows], None]:
-    """A function that fills outputs of these forms, which begin with the stacks, and the results of windows.
+    storage: StepStore, batch: int, counters: Tensor, span: int, *, shifted: bool, weighed: bool
+) -> Callable[..., None]:
+    """A function that fills outputs of windows, by name. It takes the slots of their starts, the outputs, where random
+    words are, the weights that are pending, the powers of gamma and, where windows may not be whole, the steps that are
+    stored from each start on.
 
     span: items that are moved alike, and that have one weight.
     """
@@ -285,8 +262,9 @@ def _plan_launch(
 
     streams, interpreted = storage.streams, counters.device.type == "cpu"
     shape, stacked = streams.shape, len(storage.observations)
-    names = [name for name, *_ in forms]
-    fields = (storage.fields[name] for name in names)
+    apart = {*storage.observations, "reward"}
+    names = [*storage.observations, *(name for name in storage.fields if name not in apart)]
+    fields = tuple(storage.fields[name] for name in names)
     layout, together, items, programs = moved_frames(fields, stacked, batch, shape.stack, shifted, interpreted)
     weights, draws = weight_programs(batch // span if weighed else 0, interpreted)
     sources = (
@@ -295,7 +273,8 @@ def _plan_launch(
     )
     step_tensors = (streams.flags, streams.depth, streams.final)
     numbers = (batch, shape.num_envs, shape.steps, span, together)
-    rewards = storage.tensors["reward"]
+    rewards, next_names = storage.tensors["reward"], [f"next_{name}" for name in storage.observations]
+    results = "reward", "discount", "terminated", "truncated"
     launch = Launch(
         gather_windows_kernel,
         weights + programs,
@@ -315,24 +294,20 @@ def _plan_launch(
     )
 
     def fill(
-        slots: Tensor,
-        outputs: tuple[Tensor, ...],
-        words: Tensor | None,
-        weighing: PendingWeights | None,
-        windows: _Windows,
+        slots: Tensor, out: dict[str, Tensor], words: Tensor | None, weighing: PendingWeights | None, *powers: Tensor
     ) -> None:
         pointers, weights = NO_WEIGHTS if weighing is None else launch_arguments(weighing)
         launch(
             *sources,
-            outputs,
-            windows.after,
+            tuple([out[name] for name in names]),
+            tuple([out[name] for name in next_names]),
             pointers,
             slots,
             step_tensors,
-            (rewards, *windows.given),
+            (rewards, *powers),
             () if words is None else (words,),
             counters,
-            windows.numbers,
+            tuple([out[name] for name in results if name in out]),
             *numbers,
             *weights,
         )

@@ -36,14 +36,12 @@ class GoalRows(NamedTuple):
     slots:  (K,) int64 of the steps in whose observations the goals stand; any slot where there is none.
     places: (K,) int64 rows of kept final observations in which they stand instead, -1 where they do not; or None where
             none are kept.
-    all_known: whether the host has seen that all are known; on a device it does not ask.
     """
 
     rows: Tensor
     known: Tensor
     slots: Tensor
     places: Tensor | None
-    all_known: bool = False
 
 
 class RelabelInput(NamedTuple):
@@ -101,24 +99,19 @@ def put_goals(
     tensors: dict[str, Tensor], chosen: GoalRows, goals: Tensor, relabel: RelabelSettings, stack: int
 ) -> RelabelInput:
     """Write new goals, (K, *goal) as sampled, into K rows of a batch in place: into all `stack` frames of a row."""
-    rows, known = chosen.rows, None if chosen.all_known else chosen.known
+    rows, known, desired = chosen.rows, chosen.known, relabel.desired_field
     wide = goals if stack == 1 else goals.unsqueeze(1).expand(-1, stack, *goals.shape[1:])
-    desired = relabel.desired_field
     for name in (desired, f"next_{desired}"):
         masked_put(tensors[name], rows, known, wide)
-    achieved_goals = tensors[f"next_{relabel.achieved_field}"].index_select(0, rows)
     # rows that keep their goal are shown with it
-    desired_goals = goals if known is None else tensors[desired].index_select(0, rows)
-    if stack > 1:
-        achieved_goals = achieved_goals[:, -1].contiguous()
-        desired_goals = goals if known is None else desired_goals[:, -1].contiguous()
-    return RelabelInput(rows, known, achieved_goals, desired_goals)
+    stacks = (tensors[name].index_select(0, rows) for name in (f"next_{relabel.achieved_field}", desired))
+    return RelabelInput(rows, known, *(each if stack == 1 else each[:, -1].contiguous() for each in stacks))
 
 
 class HostGoals(NamedTuple):
     """Host: chosen rows of a batch and where their goals are, as `GoalRows` says.
 
-    places: empty where no final observations are kept.
+    places: empty where no final observations are kept. all_known: whether all goals are known.
     """
 
     rows: np.ndarray

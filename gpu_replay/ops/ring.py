@@ -166,18 +166,13 @@ class Layout(NamedTuple):
         return sum(-(-count // rows) * chunks for rows, chunks in tiles)
 
 
-class Moved(NamedTuple):
-    """A layout, and the programs that it takes for the rows that it was made for."""
-
-    layout: Layout
-    programs: int
-
-
 @lru_cache(maxsize=256)
-def moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, *, converted: bool = False) -> Moved:
-    """How a launch moves this number of rows of fields; made once, since making it takes longer than a launch."""
+def moved_rows(fields: tuple[Field, ...], rows: int, interpreted: bool, converted: bool = False) -> tuple[Layout, int]:
+    """The layout in which a launch moves this number of rows of fields, and its programs; made once, since making it
+    takes longer than a launch.
+    """
     layout = layout_of(fields, [tile_for(field, rows, interpreted) for field in fields], converted=converted)
-    return Moved(layout, layout.programs(rows))
+    return layout, layout.programs(rows)
 
 
 def layout_of(fields: Sequence[Field], tiles: Sequence[Tile], *, converted: bool = False) -> Layout:

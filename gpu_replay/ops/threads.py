@@ -80,7 +80,4 @@ def take_rows(rows: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
     """
     # clipping changes no slot that exists; it is the mode that writes straight into `out`
     threads = threads_for(out.nbytes)
-    if threads == 1:
-        rows.take(slots, 0, out, "clip")
-        return
     in_parts(lambda begin, end: rows.take(slots[begin:end], 0, out[begin:end], "clip"), slots.size, threads)

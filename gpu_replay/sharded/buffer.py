@@ -232,7 +232,7 @@ class ShardedReplayBuffer:
 
         def draw() -> Offer:
             nonlocal drawn
-            batch, exponent = _checked(batch_size, beta)
+            batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
             drawn = shard.draw(batch, exponent)
             return {"batch size": batch, "beta": exponent}, shard.row(drawn.level)
 
@@ -256,7 +256,7 @@ class ShardedReplayBuffer:
 
         def checked() -> Offer:
             nonlocal batch
-            batch, exponent = _checked(batch_size, beta)
+            batch, exponent = validation.check_batch_size(batch_size), validation.check_beta(beta)
             level = torch.zeros((), dtype=torch.float64, device=shard.device)
             return {"batch size": batch, "beta": exponent}, shard.row(level)
 
@@ -415,12 +415,8 @@ class ShardedReplayBuffer:
 
     def __contains__(self, key: object) -> bool:
         """Whether a key, an int, is live in this rank's shard; not collective."""
-        if isinstance(key, Tensor) and key.dim() == 0 and not key.dtype.is_floating_point:
-            key = key.item()
-        if isinstance(key, bool) or not isinstance(key, (int, np.integer)):
-            # the shard checks the type of the key
-            return key in self._shard
-        return int(key) % self.ranks == self.rank and int(key) // self.ranks in self._shard
+        number = validation.check_key(key)
+        return number % self.ranks == self.rank and number // self.ranks in self._shard
 
     def __getitem__(self, keys: Any) -> Batch:
         """The transitions of these live keys of this rank's shard, in their order; not collective.
@@ -451,10 +447,6 @@ class ShardedReplayBuffer:
             key = int(checked[elsewhere[0, 0]])
             raise KeyError(f"key {key} is held by rank {key % self.ranks}; this is rank {self.rank} of {self.ranks}.")
         return torch.div(checked, self.ranks, rounding_mode="floor")
-
-
-def _checked(batch_size: object, beta: object) -> tuple[int, float | None]:
-    return validation.check_batch_size(batch_size), None if beta is None else validation.check_beta(beta)
 
 
 def _check_plan(plan: SamplerPlan, sampler: Sampler, mode: str) -> None:

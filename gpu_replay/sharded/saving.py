@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gpu_replay.base.state import arguments_of
 from gpu_replay.checkpoint.format import SHARD_BYTES, write_shards, writing
 from gpu_replay.checkpoint.joint import JoinedSaved, JointCheckpoint, Share, name_of
@@ -76,11 +78,10 @@ def fill(group: Group, shard: Shard, joint: JointCheckpoint) -> None:
     def work() -> None:
         if joint.ranks != group.size:
             return joined.fill_as(state, Share(group.size, group.rank, shard.capacity))
-        counters = joint.saved[group.rank]
-        views = state.views(counters["ADDED"])
-        joint.checkpoint.fill({joint.tensor_name(group.rank, name): view for name, view in views.items()})
-        with joined.refusing(joined.NO_STATE):
-            state.check(counters, views)
-        state.finish(counters, shard.seed)
+
+        def fill(views: dict[str, Tensor]) -> None:
+            joint.checkpoint.fill({joint.tensor_name(group.rank, name): view for name, view in views.items()})
+
+        joined.take_over(state, joint.saved[group.rank], fill)
 
     group.together(work, "load")

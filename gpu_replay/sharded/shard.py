@@ -68,17 +68,8 @@ class Shard(ReplayBuffer):
     def row(self, level: Tensor) -> Tensor:
         """The numbers that `Column` lists, (7,) int64, as they are now."""
         counts = self._counters
-        return torch.stack(
-            [
-                counts[Counter.ADDED],
-                self.size(),
-                self.total(),
-                level.view(torch.int64),
-                counts[Counter.MAX_MASS],
-                counts[Counter.RANDOM],
-                counts[Counter.STEP],
-            ]
-        )
+        later = (counts[place] for place in (Counter.MAX_MASS, Counter.RANDOM, Counter.STEP))
+        return torch.stack([counts[Counter.ADDED], self.size(), self.total(), level.view(torch.int64), *later])
 
     def lowest(self) -> Tensor:
         """The smallest stored mass, an int64 scalar; 0 if weights are not divided by the weight of that mass."""
