@@ -86,23 +86,18 @@ def mass_distribution(masses: Tensor, rule: Rule) -> Distribution:
         if rule.alpha > 0:
             priorities += float(((m / UNIT) ** (1 / rule.alpha) - rule.eps).clamp_(min=0).sum())
     if count == 0:
-        return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
+        return uniform_distribution(0)
     ends = rule.priorities(np.array([low, high]))
     mean = priorities / count if rule.alpha > 0 else math.nan
-    return Distribution(
-        float(ends[0]),
-        mean,
-        float(ends[1]),
-        max(0.0, math.log(total) - m_log_m / total),
-        float(total) ** 2 / squares,
-    )
+    entropy = max(0.0, math.log(total) - m_log_m / total)
+    return Distribution(float(ends[0]), mean, float(ends[1]), entropy, float(total) ** 2 / squares)
 
 
 def rank_distribution(codes: Tensor, rule: Rule, alpha: float) -> Distribution:
     """The distribution of (N,) int64 order codes sampled by rank; slots of code 0 are not counted."""
     count, mean = int((codes > 0).sum()), 0.0
     if not count:
-        return Distribution(math.nan, math.nan, math.nan, 0.0, 0.0)
+        return uniform_distribution(0)
     low, high = math.inf, 0.0
     for chunk in codes.split(_CHUNK):
         priorities = rule.priorities(chunk[chunk > 0].cpu().numpy())

@@ -23,6 +23,7 @@ from gpu_replay.base.steps import StepInput
 from gpu_replay.batch import Batch
 from gpu_replay.checkpoint import state as checkpoint_state
 from gpu_replay.engines.host_sampler import HostSampler
+from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 from gpu_replay.engines.placement import StoragePath
 from gpu_replay.engines.storage import UNIFORM
 from gpu_replay.engines.trajectory_storage import (
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from gymnasium.vector import AutoresetMode, VectorEnv
 
     from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-    from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
 
 _FLAG = Field((), torch.bool)
 OwnStream = TypeVar("OwnStream", bound="TrajectoryReplayBuffer")
@@ -168,8 +168,6 @@ class TrajectoryReplayBuffer(Buffer):
 
     def _make_engine(self) -> TrajectoryHostEngine | TrajectoryDeviceEngine:
         if self._on_host:
-            from gpu_replay.engines.host_trajectory import TrajectoryHostEngine
-
             return TrajectoryHostEngine(self._streams, HostSampler(self._state, self._streams, self._seed))
         from gpu_replay.engines.device_sampler import DeviceSampler
         from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
@@ -352,8 +350,8 @@ class TrajectoryReplayBuffer(Buffer):
         if envs is None:
             chosen = torch.ones(self._num_envs, dtype=torch.bool, device=self._device)
         else:
-            step_of_flags = {"on_host": self._on_host, "steps": True}
-            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, self._device, **step_of_flags)
+            device, on_host = self._device, self._on_host
+            chosen = validation.as_field("envs", envs, _FLAG, self._num_envs, device, on_host=on_host, steps=True)
         with self._lock:
             self._engine.break_streams(chosen)
 
@@ -455,9 +453,8 @@ class TrajectoryReplayBuffer(Buffer):
                     self._check_enough(batch, (steps - 1) * self._num_envs, call)
                     return Batch(self._engine.sample_sequences(batch, steps, exponent))
                 sampler, available = self._engine.sequence_sampler(steps, bool(strict), every)
-                self._check_enough(
-                    batch, call=f"{call} with strict={bool(strict)}, stride={every}", available=available
-                )
+                call = f"{call} with strict={bool(strict)}, stride={every}"
+                self._check_enough(batch, call=call, available=available)
                 return Batch(self._engine.sample_sequences(batch, steps, exponent, sampler))  # type: ignore[arg-type]
             except BaseException:
                 self._draws.take_back(mark)

@@ -97,23 +97,21 @@ class StepInput:
             return validation.as_stored(name, value, field.dtype)
         return value if value.dtype == field.dtype else validation.cast(name, value, field.dtype)
 
-    def many_finals(self, final_obs: Any, read: np.ndarray) -> GivenFinals | None:
+    def many_finals(self, finals: Any, read: np.ndarray) -> GivenFinals | None:
         """The final observations that will be read, where `read`, (T, E) bool, says so; None where none are kept."""
         self._refuse_unread()
         observations, count = self._observations, len(read)
-        by_step = isinstance(final_obs, (list, tuple)) or (
-            isinstance(final_obs, np.ndarray) and final_obs.dtype == object
-        )
+        by_step = isinstance(finals, (list, tuple)) or (isinstance(finals, np.ndarray) and finals.dtype == object)
         if not by_step:
-            final_obs = validation.final_columns(final_obs, observations, count)
-            self._check_names(final_obs)
+            finals = validation.final_columns(finals, observations, count)
+            self._check_names(finals)
         if not self._shape.finals:
             return None
         if not by_step:
-            return self._final_columns(final_obs, read)
-        if len(final_obs) != count:
-            raise ValueError(f"'final_obs' needs {count} steps; found {len(final_obs)}.")
-        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if final_obs[step] is not None]
+            return self._final_columns(finals, read)
+        if len(finals) != count:
+            raise ValueError(f"'final_obs' needs {count} steps; found {len(finals)}.")
+        steps = [step for step in np.flatnonzero(read.any(axis=1)).tolist() if finals[step] is not None]
         rows = {}
         for name in observations:
             field = self._fields[name]
@@ -121,7 +119,7 @@ class StepInput:
         place = np.full(count, -1)
         place[steps] = np.arange(len(steps))
         for number, step in enumerate(steps):
-            columns = validation.final_columns(final_obs[step], observations, self._num_envs)
+            columns = validation.final_columns(finals[step], observations, self._num_envs)
             self._check_names(columns)
             part = slice(number * self._num_envs, (number + 1) * self._num_envs)
             for name, value in columns.items():
@@ -137,11 +135,11 @@ class StepInput:
         for name, value in columns.items():
             if isinstance(value, DICTIONARIES):
                 raise TypeError(f"'final_{name}' must be an array of {count} steps; found a dictionary.")
-            steps_given = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
+            column = value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value, dtype=object)
             shape = (count, self._num_envs, *self._fields[name].shape)
-            if tuple(steps_given.shape) != shape[: 2 if steps_given.dtype == object else None]:
-                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(steps_given.shape)}.")
-            some = steps_given[steps] if isinstance(steps_given, np.ndarray) else steps_given[torch.from_numpy(steps)]
+            if tuple(column.shape) != shape[: 2 if column.dtype == object else None]:
+                raise ValueError(f"'final_{name}' needs shape {list(shape)}; found {list(column.shape)}.")
+            some = column[steps] if isinstance(column, np.ndarray) else column[torch.from_numpy(steps)]
             flat = some.reshape(-1, *some.shape[2:])
             rows[name] = self._final_rows(name, flat, read[steps].reshape(-1))
         return GivenFinals(rows, place)

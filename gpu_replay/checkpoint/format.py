@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,15 @@ class Checkpoint:
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A new tensor with the stored contents."""
-        dtype, shape = self.shape_of(name)
-        out = torch.empty(shape, dtype=dtype, device=device)
-        self.fill({name: out})
-        return out
+        return self._new([name], device)[name]
 
     def read_all(self) -> dict[str, Tensor]:
         """New tensors with everything that is stored, by name, in host memory."""
-        shapes = self._manifest.shapes.items()
-        out = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, (dtype, shape) in shapes}
+        return self._new(self.tensor_names, "cpu")
+
+    def _new(self, names: Iterable[str], device: str | torch.device) -> dict[str, Tensor]:
+        shapes = {name: self.shape_of(name) for name in names}
+        out = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
         self.fill(out)
         return out
 

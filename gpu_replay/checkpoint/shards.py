@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
@@ -237,7 +236,8 @@ def read_shard(folder: Path, shard: Shard, targets: Mapping[str, Tensor]) -> Non
     """
     header = header_of(shard.parts)
     digest = hashlib.sha256(header)
-    with _opened(folder, shard) as file:
+    check_length(folder, shard)
+    with _explained(folder, shard), open(folder / shard.file, "rb") as file:
         stored = bytearray(len(header))
         if file.readinto(memoryview(stored)) != len(stored) or stored != header:
             raise _damaged(folder, shard, "its header is not the one that was written")
@@ -271,11 +271,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(folder: Path, shard: Shard) -> Iterator[BufferedReader]:
-    check_length(folder, shard)
+def _explained(folder: Path, shard: Shard) -> Iterator[None]:
+    """Raise errors of the file system as CheckpointError."""
     try:
-        with open(folder / shard.file, "rb") as file:
-            yield file
+        yield
     except OSError as error:
         raise _damaged(folder, shard, f"it cannot be read ({error.strerror})") from error
 

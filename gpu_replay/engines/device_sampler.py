@@ -128,10 +128,9 @@ class DeviceSampler:
             lambda rows: plan_write(storage.tensors, storage.fields, rows, state.counters, state.tree, highest=highest)
         )
         # another dtype of priorities is another launch
+        tracks = state.tracks_eligibility
         self._updates = plans(
-            lambda keys, dtype: plan_update(
-                masses, state.counters, state.slots, keys, tracks_eligibility=state.tracks_eligibility
-            )
+            lambda keys, dtype: plan_update(masses, state.counters, state.slots, keys, tracks_eligibility=tracks)
         )
 
     @property

@@ -20,7 +20,7 @@ from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.eligibility import Flag, Streams, endings
 from gpu_replay.ops.frame_tiles import moved_frames
 from gpu_replay.ops.launch import Launch
-from gpu_replay.ops.ring import as_numpy, as_sampled
+from gpu_replay.ops.ring import as_numpy, as_sampled, tensor_of
 from gpu_replay.ops.threads import LARGE as LARGE_GATHER
 from gpu_replay.ops.threads import in_parts, threads_for
 from gpu_replay.ops.weights import NO_WEIGHTS, PendingWeights, launch_arguments, weight_programs
@@ -68,7 +68,7 @@ def gather_stacks(
     if not field.converts:
         out = outputs.array(name, shape, frames.dtype)
         _gather_into(out, frames, plan, 0, batch)
-        return _as_field(out[:batch], field), _as_field(out[batch:], field)
+        return tensor_of(out[:batch], field), tensor_of(out[batch:], field)
     converted = outputs.tensor(name, shape, field.output_dtype)
     sides = converted[:batch], converted[batch:]
     # large enough that several threads gather it, and torch's own ones convert it, where there are any
@@ -79,7 +79,7 @@ def gather_stacks(
         end = min(begin + piece, batch)
         raw = memory[: 2 * (end - begin)]
         _gather_into(raw, frames, plan, begin, end)
-        for side, part in zip(sides, _as_field(raw, field).chunk(2), strict=True):
+        for side, part in zip(sides, tensor_of(raw, field).chunk(2), strict=True):
             convert_into(side[begin:end], part, field)
     return sides
 
@@ -97,11 +97,6 @@ def _gather_into(out: np.ndarray, frames: FrameStore, plan: np.ndarray, begin: i
         gather(ring, pool, plan, begin + first, begin + last, begin, words)
 
     in_parts(copy, end - begin, threads_for(out.nbytes))
-
-
-def _as_field(array: np.ndarray, field: Field) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if field.dtype == torch.bfloat16 else tensor
 
 
 def convert_into(out: Tensor, raw: Tensor, field: Field) -> None:
@@ -122,7 +117,7 @@ def rows_as_sampled(rows: np.ndarray, field: Field, memory: BatchMemory, name: s
     if not field.converts or rows.size * field.output_dtype.itemsize < LARGE:
         return as_sampled(rows, field)
     out = memory.tensor(f"{name} as sampled", rows.shape, field.output_dtype)
-    convert_into(out, _as_field(rows, field), field)
+    convert_into(out, tensor_of(rows, field), field)
     return out
 
 

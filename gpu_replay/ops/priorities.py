@@ -80,7 +80,7 @@ def plan_insert(
     fanout = fanout_for("triton")
     blocks = blocks_per_program(rows - skipped, fanout, counters.device.type == "cpu")
     segment = -(-(-(-(rows - skipped) // fanout) + 1) // blocks)
-    mass_arguments = _mass_arguments(masses)
+    tree = _mass_arguments(masses)
     launch = Launch(
         insert_kernel,
         max(2 * segment, -(-skipped // (blocks * fanout))),
@@ -96,15 +96,7 @@ def plan_insert(
 
     def insert(priorities: Tensor | None, keys: Tensor) -> None:
         own = counters if priorities is None else priorities
-        launch(
-            *mass_arguments,
-            counters,
-            times_sampled,
-            keys,
-            own,
-            *numbers,
-            aligned=priorities is None or aligned(priorities),
-        )
+        launch(*tree, counters, times_sampled, keys, own, *numbers, aligned=priorities is None or aligned(priorities))
 
     return insert
 
@@ -127,11 +119,7 @@ def plan_update(
     interpreted = counters.device.type == "cpu"
     together = keys_together(batch, interpreted) if masses is not None else 0
     draws = together or per_program(128, batch, interpreted)
-    programs, mass_arguments, numbers = (
-        -(-batch // draws),
-        _mass_arguments(masses),
-        (batch, capacity, reciprocal(capacity)),
-    )
+    programs, tree, numbers = -(-batch // draws), _mass_arguments(masses), (batch, capacity, reciprocal(capacity))
     stamps = counters if masses is None else masses.stamps
     settles = masses is not None and not together
     stamp = Launch(settle_kernel, programs, DRAWS=draws) if settles else None
@@ -150,11 +138,11 @@ def plan_update(
     def update(keys: Tensor, priorities: Tensor) -> None:
         is_aligned = aligned(keys, priorities)
         if stamp is None:
-            change(keys, priorities, *mass_arguments, stamps, counters, *numbers, aligned=is_aligned)
+            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
             return
         try:
             stamp(keys, counters, stamps, *numbers, aligned=is_aligned)
-            change(keys, priorities, *mass_arguments, stamps, counters, *numbers, aligned=is_aligned)
+            change(keys, priorities, *tree, stamps, counters, *numbers, aligned=is_aligned)
         except BaseException:
             # reset the stamps if the second launch failed, since they would win over those of later updates
             stamps.fill_(-1)

@@ -84,10 +84,15 @@ def taken(rows: np.ndarray, slots: np.ndarray, memory: BatchMemory | None = None
     return out
 
 
+def tensor_of(rows: np.ndarray, field: Field) -> Tensor:
+    """A tensor over rows of a field as NumPy sees it, `as_numpy` undone."""
+    tensor = torch.from_numpy(rows)
+    return tensor.view(torch.bfloat16) if field.dtype == torch.bfloat16 else tensor
+
+
 def as_sampled(rows: np.ndarray, field: Field) -> Tensor:
     """Host: (B, *shape) rows of a field as NumPy sees it, referenced nowhere else, as the field wants them sampled."""
-    raw = torch.from_numpy(rows)
-    return converted(raw.view(torch.bfloat16) if field.dtype == torch.bfloat16 else raw, field)
+    return converted(tensor_of(rows, field), field)
 
 
 def converted(raw: Tensor, field: Field) -> Tensor:

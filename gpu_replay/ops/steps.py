@@ -66,15 +66,9 @@ class HostSteps:
             raise RuntimeError("a trajectory buffer keeps masses, an eligible tree or both; found neither.")
         settings = np.array([shape.num_envs, shape.stack, shape.next_step, *initial], dtype=np.int64)
         windows = rewards, powers, self.sums, self.lengths, times_sampled, counters
-        known = [each.numpy().reshape(-1) for each in streams.tensors]
-        self._arguments = (
-            settings,
-            *known,
-            *windows,
-            *tree.host,
-            *((_NOTHING, _NOTHING) if ones is None else ones.host[:2]),
-        )
-        self._tree = tree
+        metadata = [each.numpy().reshape(-1) for each in streams.tensors]
+        eligible = (_NOTHING, _NOTHING) if ones is None else ones.host[:2]
+        self._arguments = settings, *metadata, *windows, *tree.host, *eligible
 
     def keep(self, terminated: np.ndarray, truncated: np.ndarray, finals: GivenFinals) -> KeptFinals:
         """Choose rows of the pool for the final observations that came with these (T, E) or (E,) flags."""
@@ -83,9 +77,8 @@ class HostSteps:
         shape, rows = self._shape, terminated.size
         places, moves = np.empty(rows, np.int32), np.empty((2, rows), np.int64)
         ring = self._owner, self._counters, shape.num_envs, shape.steps, shape.hindsight
-        count = loops.plan_finals.ready()(
-            plain(terminated), plain(truncated), plain(finals.place), *ring, places, moves
-        )
+        came = map(plain, (terminated, truncated, finals.place))
+        count = loops.plan_finals.ready()(*came, *ring, places, moves)
         # of a row of the pool that is taken more than once the last one stays
         given, pool = moves[:, max(0, count - shape.finals) : count]
         return KeptFinals(places, given, pool) if count else NONE_KEPT
