@@ -76,8 +76,8 @@ PLAIN = ("int(Counter.", "int(Flag.", "validation.")
 TO_HOST = ("'cpu'", "device='cpu'", "torch.device('cpu')")
 OUTPUT_SIZE = "output_size"
 # waits only when a replayed graph may have added what the host has not seen, or when the host does not know of enough;
-# `among` counts for sequences that are strict or have a stride
-MAY_WAIT = {"count_at_least", "span_of_steps", "among"}
+# `sequence_sampler` counts for sequences that are strict or have a stride
+MAY_WAIT = {"count_at_least", "span_of_steps", "sequence_sampler"}
 # of dictionaries; a buffer's own waits, and none of these calls it
 OF_DICTIONARIES = {"keys"}
 # of values on the CPU: a tensor elsewhere has no `numpy()`, which raises at once
