@@ -7,11 +7,9 @@ options for the programs that run afterwards (`on_gpu.py` passes them on).
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +28,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay import (
-    Batch,
     Field,
     Hindsight,
     Proportional,
@@ -40,7 +37,7 @@ from gpu_replay import (
     TrajectoryReplayBuffer,
     Uniform,
 )
-from gpu_replay.console.markdown import table
+from gpu_replay.console.versions import versions
 from gpu_replay.engines import pinned_memory
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 from gpu_replay.graphs.stream_order import StreamOrder
@@ -48,9 +45,9 @@ from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
-from .cases import Case
-from .measure import Plan, captured, cuda_clock, measure
-from .targets import targets_first
+from .measure import Plan, cuda_clock, measure
+from .operations import Case
+from .records import now
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -88,23 +85,14 @@ class Feature:
 
 def machine() -> str:
     """Launch one kernel, and say where."""
-    import triton
-
-    ours.empty(_inputs(Case("empty", 0, 0))).call()
+    ours.empty(kernels.inputs(Case("empty", 0, 0), GPU)).call()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    tools = [name for name in ("nvidia-smi", "gcc", "compute-sanitizer") if shutil.which(name)]
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["nvidia-smi"], timeout=10, check=False)
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
-    return (
-        f"{torch.cuda.get_device_name()}, {versions}, "
-        f"{free / 1e9:.0f} of {total / 1e9:.0f} GB free; {', '.join(tools) or 'no tools'}"
-    )
-
-
-def _inputs(case: Case) -> Any:
-    return kernels.inputs(case, GPU)
+    found = versions()
+    about = ", ".join(f"{name} {found.get(name)}" for name in ("torch", "triton", "python"))
+    return f"{torch.cuda.get_device_name()}, {about}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
 
 
 def _powers(keys: Tensor) -> Tensor:
@@ -208,7 +196,7 @@ def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False)
     def life(buffer: Any) -> list[Any]:
         more = _rows(buffer, 0, 64)
 
-        def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+        def learn(batch: Any) -> tuple[Tensor, Tensor]:
             if adds:
                 buffer.add(**more)
             return _powers(batch.key), batch.key
@@ -300,39 +288,18 @@ def contended() -> str:
     return f"{len(keys):,} updates"
 
 
-def network() -> str:
-    """The first convolution of Atari agents in bfloat16, channels last, forward and back, captured."""
-    images = torch.rand(SIZES["batch"] // 16, 4, 84, 84, device=GPU, dtype=torch.bfloat16)
-    images = images.to(memory_format=torch.channels_last)
-    layer: torch.nn.Module = torch.nn.Conv2d(4, 32, 8, 4, device=GPU, dtype=torch.bfloat16)
-    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def both() -> None:
-        layer(images).float().square().mean().backward()
-
-    both()
-    replay = captured(both, GPU, 1)
-    return f"{np.median(cuda_clock(replay, lambda: None, SIZES['calls'])) / 1e3:.0f} µs forward and back"
+def trained() -> str:
+    """Train on a device-resident game for some seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*PROGRAM, "train", "device-pong", "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
+        words += ["--eval-every", "1000000000", "--no-checkpoint-replay", "--overwrite", "--output", folder, *TINY]
+        subprocess.run([sys.executable, *words], check=True)
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+    return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
 
 
-def trained(env: str, *options: str) -> Callable[[], str]:
-    """Make a check that trains on a device-resident game for some seconds."""
-
-    def check() -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            words = [*PROGRAM, "train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
-            words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
-            subprocess.run([sys.executable, *words], check=True)
-            summary = json.loads((Path(folder) / "summary.json").read_text())
-        return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
-
-    return check
-
-
-# how the command is run, sizes of the cases that are timed, and further options of `train`
-PROGRAM = ["-m", "gpu_replay"]
-TIMED: dict[str, Any] = {"capacities": (10_000, 1_000_000, 10_000_000)}
-TINY: list[str] = []
+# how the command is run, and further options of `train`
+PROGRAM, TINY = ["-m", "gpu_replay"], list[str]()
 
 
 def nccl() -> str:
@@ -349,18 +316,6 @@ def nccl() -> str:
             raise Wrong("a row is not whole")
     dist.destroy_process_group()
     return "global batches are whole"
-
-
-def times() -> str:
-    """Time a captured call of each case that has a target: the result of a round that goes no further."""
-    told = []
-    for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
-        work = kernels.KERNELS[case.operation].ours(_inputs(case))
-        work.prepare()
-        timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
-        told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
-        print(told[-1], flush=True)
-    return "; ".join(told)
 
 
 _NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}
@@ -383,11 +338,8 @@ FEATURES: dict[str, Feature] = {
     "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
     "contended": Feature(contended),
-    "network": Feature(network),
-    "catch": Feature(trained("catch"), limit=40.0),
-    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0),
+    "train": Feature(trained, limit=40.0),
     "nccl": Feature(nccl),
-    "times": Feature(times),
 }
 
 
@@ -396,28 +348,23 @@ def run(output: Path | None, seconds: float = 180.0) -> int:
 
     output: a file of JSON lines, replaced.
     """
-    until, rows, status = time.monotonic() + seconds, [], 0
+    until, status = time.monotonic() + seconds, 0
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("")
     for name, feature in FEATURES.items():
         began = time.monotonic()
         verdict, message = _tried(feature, min(feature.limit, until - began))
-        took = time.monotonic() - began
-        print(f"VERDICT {name} {verdict} {took:.1f}s {message}", flush=True)
-        rows.append([name, verdict, f"{took:.1f}", message[:100]])
-        line = {"feature": name, "verdict": verdict, "seconds": round(took, 2), "message": message}
-        line["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        line: dict[str, Any] = {"feature": name, "verdict": verdict, "message": message}
+        line |= {"seconds": round(time.monotonic() - began, 2), "date": now()}
+        print(f"VERDICT {name} {verdict} {line['seconds']:.1f}s {message}", flush=True)
         if verdict != "ok":
-            status = 1
-            line["fallback"] = dict(feature.fallback)
+            line["fallback"], status = dict(feature.fallback), 1
         if output:
             with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if verdict != "ok" and name == next(iter(FEATURES)):
-            status = NO_LAUNCH
-            break
-    print(table(["feature", "verdict", "s", "message"], rows), flush=True)
+        if status and name == next(iter(FEATURES)):
+            return NO_LAUNCH
     return status
 
 

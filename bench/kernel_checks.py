@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Call
 from .kernel_inputs import N_STEP, Inputs
 from .rows import STACK
-from .subjects import ALPHA, EPS
+from .subjects import ALPHA, EPS, Call
 
 # transitions of a batch whose frames are compared
 _COMPARED = 64

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .peers_suite import Sampled, Task
+from .peers import Sampled, Task
 from .records import CannotMeasure
 from .rows import DTYPES, Rows
 from .subjects import ALPHA, BETA, EPS, Subject, tensors

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,10 +28,9 @@ import torch
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 
-from .cases import Bound, Call, Case, bind
+from .operations import Case
 from .records import CannotMeasure, DeviceLost, Environment, Record
-from .rows import make_priorities
-from .subjects import CHECKED, Subject
+from .subjects import Bound, Call, Subject, bind, check, fill
 
 Maker = Callable[[int], Subject]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
@@ -51,7 +50,7 @@ _ASSUMED_CACHE = 2**25
 class Plan:
     """How much to repeat.
 
-    warmup:  seconds of calls that are not recorded.
+    warmup:  seconds of calls that are not recorded, three at least; 0 for one call.
     seconds: seconds of recorded calls, as estimated from the warm-up.
     fewest:  minimum number of repetitions, however long they take.
     most:    maximum number of repetitions.
@@ -130,7 +129,7 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
     ready = _flushing(prepare, plan.flush, device) if plan.flush else prepare
     warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup
-    while warmup < 3 or time.perf_counter() < budget:
+    while warmup < (3 if plan.warmup else 1) or time.perf_counter() < budget:
         # the last warm-up calls decide the estimate: the first ones load caches and code
         began = time.perf_counter()
         spent = int(clock(call, ready, 1)[0])
@@ -277,13 +276,15 @@ class Run:
 
             def measured(case: Case, subjects: dict[str, Subject] = subjects) -> Iterator[Record]:
                 if not subjects:
-                    subjects.update(self._subjects(case.capacity, makers, progress))
-                bound = {name: bind(case, subject, self.device) for name, subject in subjects.items()}
+                    subjects.update(self.subjects(case.capacity, makers, progress))
+                given = (case.batch, case.added, self.device)
+                bound = {name: bind(case.kind.call, subject, *given) for name, subject in subjects.items()}
                 return self.timed(case, bound, progress)
 
             yield from self.each(group, progress, measured)
 
-    def _subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
+    def subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
+        """Full subjects whose answers are right, by name; see `records`."""
         subjects: dict[str, Subject] = {}
         for name, make in makers.items():
             progress.show(f"filling {name}, {capacity:,} rows")
@@ -301,33 +302,37 @@ class Run:
                 subjects[name] = subject
         return subjects
 
-    def timed(self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0) -> Iterator[Record]:
+    def timed(
+        self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0, calls: int = 1
+    ) -> Iterator[Record]:
         """Time each implementation's call, interleaved with the others; one record each.
 
         bound: name to the call and what prepares it. Where calls are captured, they are prepared once, before the
                capture: a graph works on tensors that stay. A call that cannot be captured is timed by events, which
                is reported.
+        calls: how often a call does what is measured; the record then tells the seconds of all together.
         """
         plan = replace(self.plan, flush=flush).split(self.rounds)
         ready: dict[str, tuple[Call, Call, int, How]] = {}
         for name, (call, prepare) in bound.items():
-            ready[name] = (call, prepare, 1, self.way)
+            ready[name] = (call, prepare, calls, self.way)
             if self.way == "graph":
                 prepare()
-                calls = 1 if flush else CALLS_PER_GRAPH
+                held = 1 if flush else CALLS_PER_GRAPH
                 try:
-                    ready[name] = (captured(call, self.device, calls), queue_ahead, calls, "graph")
+                    ready[name] = (captured(call, self.device, held), queue_ahead, held, "graph")
                 except CaptureError as reason:
                     progress.say(f"{name} is timed by events, since it cannot be captured: {reason}")
-                    ready[name] = (call, prepare, 1, "events")
+                    ready[name] = (call, prepare, calls, "events")
         parts: dict[str, list[Timing]] = {name: [] for name in ready}
         for _ in range(self.rounds):
-            for name, (call, prepare, calls, _) in ready.items():
-                parts[name].append(measure(call, prepare=prepare, plan=plan, device=self.device, calls=calls))
+            for name, (call, prepare, each, _) in ready.items():
+                parts[name].append(measure(call, prepare=prepare, plan=plan, device=self.device, calls=each))
         for name, timings in parts.items():
             found = np.concatenate([each.nanoseconds for each in timings])
             how = {"warmup": sum(each.warmup for each in timings), "flush": flush, "timing": ready[name][3]}
-            yield self.record(case, name, quantiles(found / 1000), found.size, **how)
+            seconds = {"seconds": round(float(found.sum()) * calls / 1e9, 6)} if calls > 1 else {}
+            yield self.record(case, name, quantiles(found / 1000), found.size * calls, **how, **seconds)
 
     def record(
         self, case: Case, implementation: str, quantiles: Mapping[str, float], repetitions: int, **more: Any
@@ -370,20 +375,3 @@ Part = tuple[Sequence[Case], Records]
 def compared(makers: Mapping[str, Maker]) -> Records:
     """The part of a suite that measures these implementations, as `Run.records` does."""
     return partial(Run.records, makers=makers)
-
-
-def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
-    """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
-    size = subject.add_size or min(subject.chunk, capacity)
-    for rows in islice(subject.stream(size, 16), -(-capacity // size) + 8):
-        subject.add(rows)
-    random, batch = np.random.default_rng(0), min(subject.chunk, capacity)
-    for _ in range(min(rounds, -(-2 * capacity // batch))):
-        subject.update(subject.sample(batch), make_priorities(batch, random).to(device))
-
-
-def check(subject: Subject, implementation: str) -> None:
-    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
-    wrong = subject.wrong(subject.sample(CHECKED))
-    if wrong:
-        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")

@@ -143,6 +143,11 @@ class Record:
             raise ValueError(f"not a benchmark record ({error}): {line[:80]!r}") from error
 
 
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def current_environment(device: torch.device) -> Environment:
     """This machine, this process and this checkout."""
     found = versions()
@@ -154,7 +159,7 @@ def current_environment(device: torch.device) -> Environment:
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
         versions={name: found.get(name) for name in _VERSIONS},
         commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=now(),
     )
 
 

@@ -29,7 +29,19 @@ DTYPES: Dtypes = {
     "next_obs": ((4,), np.float32),
     "terminated": ((), np.bool_),
 }
-ROW_BYTES = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in DTYPES.values())
+
+
+def dtypes_of(width: int) -> Dtypes:
+    """The fields of rows whose observations have so many numbers instead of four."""
+    return {**DTYPES, **dict.fromkeys(("obs", "next_obs"), ((width,), np.float32))}
+
+
+def row_bytes(dtypes: Dtypes = DTYPES) -> int:
+    """Bytes of all fields of one row."""
+    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in dtypes.values())
+
+
+ROW_BYTES = row_bytes()
 
 STACK = 4
 SHAPE = (84, 84)
@@ -49,25 +61,20 @@ FRAME_DTYPES: Dtypes = {**DTYPES, **dict.fromkeys(("obs", "next_obs"), ((STACK, 
 FIELDS: dict[str, list[Any]] = {"obs": ["uint8", list(SHAPE)], "action": ["int64", []]}
 
 
-def described() -> dict[str, list[Any]]:
+def described(dtypes: Dtypes = DTYPES) -> dict[str, list[Any]]:
     """The fields as a record describes them: name to [dtype, shape]."""
-    return {name: [np.dtype(dtype).name, list(shape)] for name, (shape, dtype) in DTYPES.items()}
+    return {name: [np.dtype(dtype).name, list(shape)] for name, (shape, dtype) in dtypes.items()}
 
 
-def buffer_fields() -> dict[str, Field]:
+def buffer_fields(dtypes: Dtypes = DTYPES) -> dict[str, Field]:
     """The fields as a ReplayBuffer takes them."""
-    return {name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in DTYPES.items()}
+    return {name: Field(shape, torch.from_numpy(np.empty(0, dtype)).dtype) for name, (shape, dtype) in dtypes.items()}
 
 
-def make_rows(count: int, random: np.random.Generator) -> Rows:
-    """`count` rows as NumPy arrays [count, *shape]."""
-    obs = random.standard_normal((count, 4), dtype=np.float32)
+def make_rows(count: int, random: np.random.Generator, width: int = 4) -> Rows:
+    """`count` rows as NumPy arrays [count, *shape], observations of `width` numbers."""
+    obs = random.standard_normal((count, width), dtype=np.float32)
     return {"obs": obs, **_implied(obs)}
-
-
-def as_stepped(rows: Rows) -> dict[str, Any]:
-    """One row as a loop over one environment has it: observations in float32, a float64 reward and a Python bool."""
-    return {**rows, "reward": rows["reward"].astype(np.float64), "terminated": rows["terminated"].tolist()}
 
 
 def make_priorities(batch: int, random: np.random.Generator) -> Tensor:
@@ -75,15 +82,17 @@ def make_priorities(batch: int, random: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.abs(random.standard_normal(batch, dtype=np.float32)))
 
 
-def mismatches(fields: Mapping[str, Tensor], *, has_next_obs: bool = True) -> list[str]:
-    """Names of the fields whose sampled values do not belong to the sampled observations.
+def wrong_vectors(fields: Mapping[str, Tensor], *, has_next_obs: bool = True) -> list[str]:
+    """What is wrong with a sampled batch of vectors and, where it has some, their weights, in words.
 
     has_next_obs: False for buffers that take `next_obs` from the following row instead of storing it.
     """
-    expected = _implied(fields["obs"].cpu().numpy().reshape(-1, 4))
+    expected = _implied(fields["obs"].cpu().numpy().reshape(len(fields["obs"]), -1))
     found = {name: fields[name].cpu().numpy().reshape(each.shape) for name, each in expected.items()}
     names = [name for name in expected if has_next_obs or name != "next_obs"]
-    return [name for name in names if not np.array_equal(found[name], expected[name])]
+    mixed = [name for name in names if not np.array_equal(found[name], expected[name])]
+    wrong = [f"sampled {name!r} does not belong to the sampled observation" for name in mixed]
+    return wrong + (weights_fault(fields["weight"], len(fields["obs"])) if "weight" in fields else [])
 
 
 def weights_fault(weight: Tensor, batch: int) -> list[str]:

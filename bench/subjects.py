@@ -8,8 +8,8 @@ what a learner needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import cycle, repeat
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,9 @@ from torch import Tensor
 
 from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 
-from .rows import (
-    FRAME_BYTES,
-    FRAMES,
-    SHAPE,
-    STACK,
-    Rows,
-    StackStream,
-    as_stepped,
-    buffer_fields,
-    faults,
-    make_rows,
-    mismatches,
-    weights_fault,
-)
+from . import rows as made
+from .records import CannotMeasure
+from .rows import FRAME_BYTES, FRAMES, SHAPE, STACK, Rows, StackStream, faults, make_priorities, wrong_vectors
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CPU = torch.device("cpu")
@@ -42,6 +31,9 @@ CHECKED = 256
 N_STEP = 3
 
 Stream = Callable[[int, int], Iterator[Any]]
+# a call, and what to do before each
+Call = Callable[[], object]
+Bound = tuple[Call, Call]
 
 
 @dataclass
@@ -57,6 +49,7 @@ class Subject:
     add_size: rows that every `add` must bring; None for any number.
     chunk:    rows of an add and transitions of an update while it is being filled.
     filled:   whether it was, and its answers are right.
+    nbytes:   bytes that it reports to take, if it does.
     """
 
     add: Callable[[Any], object]
@@ -67,23 +60,65 @@ class Subject:
     add_size: int | None = None
     chunk: int = 4096
     filled: bool = False
+    nbytes: int | None = None
 
 
-def pool_of(inputs: Callable[[Rows], Any]) -> Stream:
-    """A pool of vectors in the form that `inputs` makes of NumPy arrays."""
+def pool_of(inputs: Callable[[Rows], Any], width: int = 4) -> Stream:
+    """A pool of vectors of such a width, in the form that `inputs` makes of NumPy arrays."""
 
     def stream(count: int, pool: int = POOL) -> Iterator[Any]:
         random = np.random.default_rng(1)
-        return cycle([inputs(make_rows(count, random)) for _ in range(pool)])
+        return cycle([inputs(made.make_rows(count, random, width)) for _ in range(pool)])
 
     return stream
 
 
-def wrong_vectors(fields: Mapping[str, Tensor], *, has_next_obs: bool = True) -> list[str]:
-    """What is wrong with a sampled batch of vectors and their weights; has_next_obs: see `mismatches`."""
-    names = mismatches(fields, has_next_obs=has_next_obs)
-    wrong = [f"sampled {name!r} does not belong to the sampled observation" for name in names]
-    return wrong + weights_fault(fields["weight"], len(fields["obs"]))
+def bind(operation: str, subject: Subject, batch: int, added: int, device: torch.device) -> Bound:
+    """A call of a full subject to measure ("add", "sample", "update", "cycle", "read"), and what to do before each."""
+    random = np.random.default_rng(1)
+    rows = subject.stream(added, POOL) if added else repeat(None)
+    priorities = cycle([make_priorities(batch, random).to(device) for _ in range(POOL)])
+    # inputs of the next call: rows, priorities, what was sampled
+    given: list[Any] = [None, None, None]
+
+    def prepare() -> None:
+        # a copy is as fresh as the tensor that a learner has just computed
+        given[:2] = next(rows), next(priorities).clone()
+        if operation == "update":
+            given[2] = subject.sample(batch)
+
+    def whole_cycle() -> None:
+        subject.add(given[0])
+        subject.update(subject.sample(batch), given[1])
+
+    def add_and_sample() -> None:
+        subject.add(given[0])
+        subject.sample(batch)
+
+    calls: dict[str, Call] = {
+        "add": lambda: subject.add(given[0]),
+        "sample": lambda: subject.sample(batch),
+        "update": lambda: subject.update(given[2], given[1]),
+        "cycle": whole_cycle,
+        "read": add_and_sample,
+    }
+    return calls[operation], (lambda: None) if operation == "sample" else prepare
+
+
+def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
+    """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
+    size = subject.add_size or min(subject.chunk, capacity)
+    for rows in islice(subject.stream(size, 16), -(-capacity // size) + 8):
+        subject.add(rows)
+    random, batch = np.random.default_rng(0), min(subject.chunk, capacity)
+    for _ in range(min(rounds, -(-2 * capacity // batch))):
+        subject.update(subject.sample(batch), make_priorities(batch, random).to(device))
+
+
+def check(subject: Subject, implementation: str) -> None:
+    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
+    if wrong := subject.wrong(subject.sample(CHECKED)):
+        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")
 
 
 def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **more: Any) -> Subject:
@@ -94,29 +129,33 @@ def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **
         update=lambda sampled, priorities: buffer.update_priorities(sampled.key, priorities),
         stream=stream,
         wrong=wrong,
+        nbytes=buffer.nbytes,
         **more,
     )
 
 
-def replay_buffer(capacity: int, device: torch.device = CPU, sampler: Any = None) -> ReplayBuffer:
-    """An empty ReplayBuffer of vectors."""
+def replay_buffer(capacity: int, device: torch.device = CPU, sampler: Any = None, width: int = 4) -> ReplayBuffer:
+    """An empty ReplayBuffer of vectors, observations of `width` numbers."""
     sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
-    return ReplayBuffer(capacity, buffer_fields(), sampler=sampler, device=device, seed=0)
+    return ReplayBuffer(capacity, made.buffer_fields(made.dtypes_of(width)), sampler=sampler, device=device, seed=0)
 
 
-def replay(capacity: int, device: torch.device = CPU, sampler: Any = None, stepped: bool = False) -> Subject:
+def replay(
+    capacity: int, device: torch.device = CPU, sampler: Any = None, stepped: bool = False, width: int = 4
+) -> Subject:
     """This package's ReplayBuffer.
 
     Inputs are NumPy arrays for a CPU and tensors of the device for a GPU; `stepped` rows, of which a CPU gets one at a
-    time, come as a loop over one environment has them.
+    time, come as a loop over one environment has them: a float64 reward and a Python bool.
     """
 
     def inputs(rows: Rows) -> Any:
         if device.type == "cpu":
-            return as_stepped(rows) if stepped and len(rows["reward"]) == 1 else rows
+            reward, ended = rows["reward"].astype(np.float64), rows["terminated"].tolist()
+            return {**rows, "reward": reward, "terminated": ended} if stepped and len(reward) == 1 else rows
         return {name: torch.from_numpy(values).to(device) for name, values in rows.items()}
 
-    return of_buffer(replay_buffer(capacity, device, sampler), pool_of(inputs), wrong_vectors)
+    return of_buffer(replay_buffer(capacity, device, sampler, width), pool_of(inputs, width), wrong_vectors)
 
 
 def byte_buffer(capacity: int, device: torch.device, sampler: Proportional | RankBased) -> ReplayBuffer:
@@ -187,12 +226,11 @@ def on_threads(subject: Subject, threads: int) -> Subject:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return subject_sample(batch)
+            return subject.sample(batch)
         finally:
             torch.set_num_threads(before)
 
-    subject_sample, subject.sample = subject.sample, sample
-    return subject
+    return replace(subject, sample=sample)
 
 
 _GOAL = Field((3,), torch.float32)
@@ -228,7 +266,7 @@ def goals(capacity: int, relabel: Any) -> Subject:
 
 def steps(capacity: int, envs: int) -> Subject:
     """A buffer of steps that environments return as they do: a float64 reward, flags in arrays."""
-    fields = {name: each for name, each in buffer_fields().items() if name in ("obs", "action")}
+    fields = {name: each for name, each in made.buffer_fields().items() if name in ("obs", "action")}
     sampler = Proportional(alpha=ALPHA, beta=BETA)
     buffer = TrajectoryReplayBuffer(capacity, envs, fields, sampler=sampler, device=CPU, seed=0)
 
