@@ -77,7 +77,7 @@ def _sizes(records: Sequence[Record], file: Path) -> Path:
     operation, shown, held = records[0].operation, _panels(records), records[0].unit == "bytes"
     names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
     width = 6.4 if len(shown) == 1 else max(8.4, 2.2 + 2.7 * len(shown))
-    figure, ((*axes,),) = panels(1, len(shown), width, 4.6, sharey=True)
+    figure, ((*axes,),) = panels(1, len(shown), width, 4.6, sharey=True, sharex=shown[0].size is shown[-1].size)
     for axis, panel in zip(axes, shown, strict=True):
         for name in names:
             found = sorted((r for r in panel.records if r.implementation == name), key=panel.size)

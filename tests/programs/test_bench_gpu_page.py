@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_records import GPU, cells, record
 
-from gpu_replay.bench import gpu_page, main, runs, targets
+from gpu_replay.bench import gpu_page, main, report
 from gpu_replay.bench.records import write
 from gpu_replay.console.errors import UserError
 
@@ -48,11 +48,11 @@ def run(folder: Path, env: str, rows: tuple[str, ...] = ROWS, *, finished: bool 
 
 
 def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_path: Path) -> None:
-    assert runs.section(runs.run_folders(tmp_path)).startswith("Not measured yet")
+    assert report.runs_section(report.run_folders(tmp_path)).startswith("Not measured yet")
     rows = ("5000,60,nan", "700000,1200,0", "720000,1230,0.5", "800000,1300,-1", "900000,1500,15.5")
     run(tmp_path / "pong-somewhere" / "seed-7", "pong", rows)
-    assert runs.run_folders(tmp_path) == [tmp_path / "pong-somewhere" / "seed-7"]
-    text = runs.section(runs.run_folders(tmp_path))
+    assert report.run_folders(tmp_path) == [tmp_path / "pong-somewhere" / "seed-7"]
+    text = report.runs_section(report.run_folders(tmp_path))
     (line,) = [cells(line) for line in text.splitlines() if "pong-somewhere/seed-7" in line]
     # exactly 0 is not above 0
     reached = ["20.5 min, 0.72M", "25.0 min, 0.90M", "25.5 min, 0.95M, solved"]
@@ -63,7 +63,7 @@ def test_runs_are_shown_with_the_first_time_that_each_threshold_is_exceeded(tmp_
     run(interrupted, "pong", rows[:3])
     summary = json.loads((interrupted / "summary.json").read_text())
     (interrupted / "summary.json").write_text(json.dumps(summary | {"stopped_by": "max_seconds"}))
-    last = cells(runs.section([interrupted]).splitlines()[2])
+    last = cells(report.runs_section([interrupted]).splitlines()[2])
     assert last[1:4] == ["20.5 min, 0.72M", "not reached", "25.5 min, 0.95M, time was up"]
 
 
@@ -113,7 +113,7 @@ def test_parts_that_were_not_run_are_named_with_their_command(folder: Path) -> N
     assert "No tests were recorded." in text
     assert "Not measured yet: `gpu-replay bench kernels`" in text
     assert "Not measured yet: `bench/on_gpu.py pong`" in text
-    assert text.count(targets.NOT_MEASURED) == len(targets.TARGETS)
+    assert text.count(report.NOT_MEASURED) == len(report.TARGETS)
     # tables of a CPU are not missed on a page of a GPU
     assert "bench cpu" not in text
 

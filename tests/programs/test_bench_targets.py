@@ -8,11 +8,11 @@ from pathlib import Path
 from bench_records import ENVIRONMENT, GPU, cells, record
 
 from gpu_replay.bench import report
-from gpu_replay.bench.cases import stream_cases
 from gpu_replay.bench.kernels import kernel_cases
 from gpu_replay.bench.main import ATARI_BATCH, ATARI_ENVS, ATARI_STEPS
+from gpu_replay.bench.operations import stream_cases
 from gpu_replay.bench.records import Record, read, recorded_files
-from gpu_replay.bench.targets import NOT_MEASURED, TARGETS, targets_first, targets_table
+from gpu_replay.bench.report import NOT_MEASURED, TARGETS, targets_first, targets_table
 
 DOCUMENT = Path(__file__).parents[2] / "bench" / "RESULTS.md"
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, Capture, Patch, record
+from bench_records import GPU, Capture, Patch
 from fake_cuda import FakeCuda
 
 from gpu_replay.bench import measure as timing
-from gpu_replay.bench.cases import Case
 from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, flush_bytes, measure
+from gpu_replay.bench.operations import Case
 from gpu_replay.bench.records import Record
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError
@@ -107,13 +106,6 @@ def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
     found = timed({name: ((lambda name=name: log.append(name)), int) for name in ("a", "b")}, "events", rounds=3)
     assert log == ["a", "b"] * 3
     assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
-
-
-def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
-    older, events, graph = (record(environment=GPU, timing=way) for way in (None, "events", "graph"))
-    assert older.identity == events.identity != graph.identity
-    assert (older.clock, graph.clock) == ("events", "graph")
-    assert replace(older, environment=ENVIRONMENT).clock == "host"
 
 
 # on a GPU
