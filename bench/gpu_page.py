@@ -60,12 +60,14 @@ def page(folder: Path, output: Path) -> str:
         *("## Targets", report.targets_table(records)),
     ]
     for name, section in report.SECTIONS.items():
-        measured = any(section.holds(record) for record in records)
-        if measured or name in _ALWAYS:
+        if name in _ALWAYS or any(map(section.holds, records)):
             parts += [f"## {name}", report.section(name, records)]
     pictures = sorted(path for path in folder.rglob("*.png") if path.name not in _OF_RUNS)
     parts += ["## Plots", *_pictures(pictures, output)] if pictures else []
-    parts += ["## Training", *_trained_text(trained, output)]
+    finished = [each for each in trained if (each / "summary.json").is_file()]
+    text = report.runs_section(finished) if finished else "Not measured yet: `bench/on_gpu.py pong`."
+    parts += ["## Training", text, *(f"`{each.name}`: it did not finish." for each in trained if each not in finished)]
+    parts += _pictures([each / name for each in trained for name in _OF_RUNS], output)
     return "\n\n".join(parts) + "\n"
 
 
@@ -128,11 +130,3 @@ def _tests_text(folder: Path) -> str:
     if not rows:
         return "No tests were recorded."
     return "\n\n".join(filter(None, [table(["tests", "passed", "failed", "skipped"], rows), bullets(failed)]))
-
-
-def _trained_text(folders: Sequence[Path], output: Path) -> list[str]:
-    """The table of the runs that finished, the others by name, and the pictures of all."""
-    finished = [folder for folder in folders if (folder / "summary.json").is_file()]
-    text = report.runs_section(finished) if finished else "Not measured yet: `bench/on_gpu.py pong`."
-    others = [f"`{folder.name}`: it did not finish." for folder in folders if folder not in finished]
-    return [text, *others, *_pictures([folder / name for folder in folders for name in _OF_RUNS], output)]

@@ -18,6 +18,7 @@ from .kernel_inputs import Inputs
 from .measure import Run, flush_bytes
 from .operations import KERNEL_FRAMES, KERNEL_ROWS, KERNELS, OURS, Case, Maker
 from .records import CannotMeasure, Record
+from .rows import FRAME_BYTES
 from .subjects import Bound
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
@@ -42,10 +43,10 @@ def kernel_cases(
     """
     cases = []
     for name, kernel in KERNELS.items():
-        rings = capacities if kernel.memory[0] else (0,)
+        rings = capacities if kernel.slot or kernel.drawn else (0,)
         if "gather" in name:
             rings = (rows if kernel.dtype is None else frames or KERNEL_FRAMES[device_type],)
-        cases += [Case(name, ring, batch) for ring in rings for batch in (batches if kernel.memory[1] else (0,))]
+        cases += [Case(name, ring, batch) for ring in rings for batch in (batches if kernel.drawn else (0,))]
     return [case for case in cases if case.batch <= case.capacity]
 
 
@@ -72,8 +73,8 @@ def too_large(case: Case, device: torch.device) -> str | None:
     if device.type == "cuda":
         # what torch has cached is free
         torch.cuda.empty_cache()
-    slot, drawn = case.kind.memory
-    needed, free = case.capacity * slot + case.batch * drawn, free_bytes(device)
+    slot = case.kind.memory + (0 if case.kind.dtype is None else FRAME_BYTES)
+    needed, free = case.capacity * slot + case.batch * max(1500, 4 * case.kind.drawn), free_bytes(device)
     if free is None or needed <= _SHARE * free:
         return None
     return f"{case.name} is skipped: it takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."

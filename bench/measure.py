@@ -173,18 +173,10 @@ def flush_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     else:
-        cache = _last_cache_of_cpu()
+        # the largest that Linux reports
+        texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        cache = max([0, *(int(text[:-1]) * 1024 for text in texts if text.endswith("K"))])
     return 2 * (cache or _ASSUMED_CACHE)
-
-
-def _last_cache_of_cpu() -> int:
-    """Bytes of the largest cache that Linux reports, 0 where it reports none."""
-    sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) * 1024)
-    return max(sizes)
 
 
 def _flushing(prepare: Call, size: int, device: torch.device) -> Call:
@@ -338,33 +330,19 @@ class Run:
         self, case: Case, implementation: str, quantiles: Mapping[str, float], repetitions: int, **more: Any
     ) -> Record:
         """The record of one implementation of one case; `more` holds other fields of Record."""
-        version = self.versions.get(implementation)
+        version, middle = self.versions.get(implementation), quantiles["p50"]
         versions = {**self.environment.versions, **({implementation: version} if version else {})}
-        record = Record(
-            suite=self.suite,
-            case=case.name,
-            operation=case.operation,
-            implementation=implementation,
-            capacity=case.capacity,
-            batch=case.batch,
-            added=case.added,
-            fields=dict(case.kind.fields),
-            unit="us",
-            quantiles={name: round(value, 4) for name, value in quantiles.items()},
-            repetitions=repetitions,
-            warmup=0,
-            bytes=case.bytes,
-            copy_bandwidth=round(self.copy_bandwidth),
-            # a peak of memory can be 0 bytes above what was there
-            copy_share=round(case.bytes / (quantiles["p50"] / 1e6) / self.copy_bandwidth, 5)
-            if quantiles["p50"]
-            else None,
-            quick=self.quick,
-            environment=replace(self.environment, versions=versions),
-            tests=None if self.failed_tests is None else "failed" if self.failed_tests else "passed",
-            failed_tests=list(self.failed_tests or ()),
-        )
-        return replace(record, **more)
+        named = ("operation", "capacity", "batch", "added", "bytes")
+        values: dict[str, Any] = {name: getattr(case, name) for name in named}
+        values |= {"suite": self.suite, "case": case.name, "fields": dict(case.kind.fields), "quick": self.quick}
+        values |= {"implementation": implementation, "repetitions": repetitions, "warmup": 0, "unit": "us"}
+        values |= {"quantiles": {name: round(value, 4) for name, value in quantiles.items()}}
+        # a peak of memory can be 0 bytes above what was there
+        share = round(case.bytes / (middle / 1e6) / self.copy_bandwidth, 5) if middle else None
+        values |= {"copy_bandwidth": round(self.copy_bandwidth), "copy_share": share}
+        outcome = None if self.failed_tests is None else "failed" if self.failed_tests else "passed"
+        values |= {"tests": outcome, "failed_tests": list(self.failed_tests or ())}
+        return Record(**{**values, "environment": replace(self.environment, versions=versions), **more})
 
 
 # cases, and what measures them

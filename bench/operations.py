@@ -53,8 +53,7 @@ class Operation:
                         of the batch.
     fields:             of one stored row: name to [dtype, shape].
     ours, baselines:    makers of the implementations of an operation below the buffers: this package's, others by name.
-    memory:             upper bound on the bytes per slot and per sampled transition of all of them together; 0 if the
-                        operation does not depend on that size.
+    memory:             upper bound on the bytes per slot of all of them together, beside the fields.
     cold:               whether caches are flushed before each call, for memory-bound operations.
     dtype:              dtype of gathered frames, None if there are none.
     """
@@ -68,7 +67,7 @@ class Operation:
     fields: Mapping[str, list[Any]] = field(default_factory=described)
     ours: Maker | None = None
     baselines: Mapping[str, Maker] = field(default_factory=dict)
-    memory: tuple[int, int] = (0, 0)
+    memory: int = 120
     cold: bool = False
     dtype: torch.dtype | None = None
 
@@ -122,7 +121,6 @@ def _frame_gather(dtype: torch.dtype) -> Operation:
         f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}",
         ours=ours.frame_gather,
         baselines={f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
-        memory=(FRAME_BYTES + 64, 4 * moved),
         drawn=8 + moved,
         cold=True,
         dtype=dtype,
@@ -156,7 +154,6 @@ OPERATIONS: dict[str, Operation] = {
             "scatter + cumsum": baselines.scatter_cumsum,
             "scatter + cumsum, float32": partial(baselines.scatter_cumsum, dtype=torch.float32),
         },
-        memory=(120, 600),
     ),
     # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
     "step-add": Operation(RING, _STEP, "add", added=ADD),
@@ -195,7 +192,6 @@ OPERATIONS: dict[str, Operation] = {
         "inclusive prefix sums of N int64",
         ours=ours.prefix_sum,
         baselines={"cumsum": baselines.cumsum_of_integers},
-        memory=(64, 0),
         slot=16,
         cold=True,
     ),
@@ -205,7 +201,6 @@ OPERATIONS: dict[str, Operation] = {
         "the sums that draws need, from N masses",
         ours=ours.tree_build,
         baselines={"cumsum": baselines.cumsum},
-        memory=(80, 0),
         slot=8,
         cold=True,
     ),
@@ -219,7 +214,6 @@ OPERATIONS: dict[str, Operation] = {
             "cumsum + searchsorted, float32": partial(baselines.cumsum_searchsorted, dtype=torch.float32),
             "multinomial": baselines.multinomial,
         },
-        memory=(120, 200),
         drawn=DRAWN,
     ),
     "draw-update": _sums(
@@ -230,7 +224,6 @@ OPERATIONS: dict[str, Operation] = {
             "cumsum + searchsorted + scatter": baselines.draw_update,
             "cumsum + searchsorted + scatter, float32": partial(baselines.draw_update, dtype=torch.float32),
         },
-        memory=(120, 600),
         drawn=DRAWN + UPDATE,
     ),
     "rank-draw": _sums(
@@ -238,7 +231,7 @@ OPERATIONS: dict[str, Operation] = {
         "B slots by rank, stratified, after B priorities have changed",
         ours=ours.rank_draw,
         baselines={"sort + searchsorted": baselines.sort_searchsorted},
-        memory=(200, 1500),
+        memory=200,
         drawn=DRAWN,
     ),
     "row-gather": Operation(
@@ -249,7 +242,6 @@ OPERATIONS: dict[str, Operation] = {
             "index_select per field": baselines.index_select_fields,
             "index_select of packed rows alone": baselines.index_select_packed,
         },
-        memory=(5 * ROW_BYTES, 8 * ROW_BYTES),
         drawn=8 + 2 * ROW_BYTES,
         cold=True,
     ),

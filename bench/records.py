@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -178,23 +179,20 @@ def checkout() -> Path | None:
 
 
 def _commit() -> str | None:
-    if told := os.environ.get("GPU_REPLAY_COMMIT"):
-        # a copy of the checkout has no history
-        return told
-    root = checkout()
-    if root is None:
-        return None
+    # a copy of the checkout has no history
+    told, root = os.environ.get("GPU_REPLAY_COMMIT"), checkout()
+    if told or root is None:
+        return told or None
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
-    try:
-        head = git("rev-parse", "HEAD")[:12]
+    with suppress(OSError, subprocess.SubprocessError):
         # results of earlier runs do not change what is measured
-        return f"{head}+changes" if git("status", "--porcelain", "--", ".", ":!bench/results") else head
-    except (OSError, subprocess.SubprocessError):
-        return None
+        changes = git("status", "--porcelain", "--", ".", ":!bench/results")
+        return git("rev-parse", "HEAD")[:12] + ("+changes" if changes else "")
+    return None
 
 
 def recorded_folder() -> Path | None:

@@ -41,7 +41,7 @@ def small_caches(monkeypatch: Patch) -> None:
 def right_answers(operation: str, device: torch.device, slots: int, batch: int) -> None:
     kind = KERNELS[operation]
     slots = 2000 if kind.dtype is not None else slots
-    case = Case(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
+    case = Case(operation, slots if kind.slot or kind.drawn else 0, batch if kind.drawn else 0)
     given, wrong = inputs(case, device), {}
     for name, make in makers(case).items():
         work = make(given)
