@@ -253,7 +253,8 @@ class Part(NamedTuple):
                     print(shown.read().decode(errors="replace"), end="", flush=True)
                     if time.monotonic() > until:
                         # interrupted first, so that what was measured is still written
-                        os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
+                        with suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
                         told, until = OUT_OF_TIME, time.monotonic() + 10
             finally:
                 with suppress(ProcessLookupError):
