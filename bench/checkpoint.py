@@ -26,8 +26,7 @@ from .measure import Plan, Run, quantiles
 from .memory import status
 from .operations import OURS, Case
 from .records import Record
-from .rows import FRAME_BYTES
-from .subjects import Bound
+from .subjects import FRAME_BYTES, Bound
 
 BARE = "plain file"
 MOST_BYTES, QUICK_BYTES = 20 * 10**9, 5 * 10**7

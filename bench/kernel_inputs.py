@@ -16,8 +16,7 @@ from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.ranks import cumulative_masses
 
 from . import subjects
-from .rows import SHAPE, STACK, buffer_fields, make_rows
-from .subjects import ALPHA, EPS
+from .subjects import ALPHA, EPS, SHAPE, STACK, buffer_fields, make_rows
 
 # as long as a stack, so that no frame of a batch is counted twice
 N_STEP = 4

@@ -18,8 +18,7 @@ from .kernel_inputs import Inputs
 from .measure import Run, flush_bytes
 from .operations import KERNEL_FRAMES, KERNEL_ROWS, KERNELS, OURS, Case, Maker
 from .records import CannotMeasure, Record
-from .rows import FRAME_BYTES
-from .subjects import Bound
+from .subjects import FRAME_BYTES, Bound
 
 CAPACITIES = (10**4, 10**5, 10**6, 10**7, 10**8)
 BATCHES = (32, 256, 4096, 65_536)

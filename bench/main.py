@@ -32,8 +32,8 @@ from . import (
     subjects,
 )
 from .measure import How, Maker, Part, Plan, Run, compared, copy_bandwidth
-from .operations import OURS, chosen
-from .peers import PEERS, available, peer_version
+from .operations import OURS, Case, chosen
+from .peers import PEERS, available, peer_versions
 from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
 from .report import targets_first
 from .subjects import CPU
@@ -144,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cpu(options: argparse.Namespace) -> Work:
     sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ()
-    resident = memory.cases(100_000 if options.quick else 1_000_000)
-    return Work([(operations.step_cases(*sizes), compared({OURS: subjects.replay})), (resident, memory.records)])
+    resident = Case("memory", 100_000 if options.quick else 1_000_000, 0)
+    return Work([(operations.step_cases(*sizes), compared({OURS: subjects.replay})), ([resident], memory.records)])
 
 
 def _gpu(options: argparse.Namespace) -> Work:
@@ -191,11 +191,12 @@ def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
     names = available(options.peer or list(PEERS), device)
     parts = peers_suite.parts(peers_suite.QUICK if options.quick else peers_suite.Sizes(), names, device)
-    return Work(parts, device, changes={"rounds": 5})
+    return Work(parts, device, changes={"rounds": 5, "versions": peer_versions(names)})
 
 
 def _scale(options: argparse.Namespace) -> Work:
-    return Work(scale.parts(options.quick, available(list(PEERS), CPU)), changes={"rounds": 3})
+    names = available(list(PEERS), CPU)
+    return Work(scale.parts(options.quick, names), changes={"rounds": 3, "versions": peer_versions(names)})
 
 
 SUITES = {
@@ -287,13 +288,12 @@ def _measure(options: argparse.Namespace) -> None:
                 environment=records.current_environment(work.device),
                 copy_bandwidth=copy_bandwidth(work.device, **sizes),
                 quick=quick,
-                versions={name: peer_version(name) for name in PEERS},
                 failed_tests=failed,
                 errors=errors,
                 **given,
             )
             for way, (cases, measured) in ((way, part) for way in ways for part in work.parts):
-                here = [case for case in cases if case in kept and (case.name, way) not in done]
+                here = [case for case in cases if case in kept and not (done and (case.name, way) in done)]
                 for record in measured(replace(run, way=way), here, progress) if here else ():
                     found.append(record)
                     write(output, [record])

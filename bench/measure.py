@@ -16,7 +16,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -220,7 +220,7 @@ class Run:
     environment: Environment
     copy_bandwidth: float
     quick: bool
-    versions: Mapping[str, str | None]
+    versions: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int = 1
     way: How = "host"
     failed_tests: Sequence[str] | None = None

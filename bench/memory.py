@@ -19,10 +19,9 @@ from gpu_replay.console.progress import Progress
 from . import subjects
 from .measure import Run, quantiles
 from .operations import OURS, Case
-from .peers import Task, make_peer
+from .peers import make_peer
 from .records import Record
-from .rows import described, dtypes_of, row_bytes
-from .subjects import Subject
+from .subjects import Subject, Task, described, dtypes_of, row_bytes
 
 ADDED = 64
 # an empty buffer of a capacity whose observations have so many numbers; it is given to other processes
@@ -75,11 +74,6 @@ def _used(make: Maker, capacity: int, width: int) -> Subject:
         subject.update(subject.sample(256), torch.ones(256))
     gc.collect()
     return subject
-
-
-def cases(capacity: int) -> list[Case]:
-    """The one case of this package's rows."""
-    return [Case("memory", capacity, 0)]
 
 
 def records(

@@ -19,7 +19,7 @@ from gpu_replay.console.errors import UserError
 from . import baselines, ours
 from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
-from .rows import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
+from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
 
 OURS = "gpu_replay"
 CAPACITIES = (10_000, 100_000, 1_000_000)
@@ -151,8 +151,8 @@ OPERATIONS: dict[str, Operation] = {
         ours=ours.update,
         baselines={
             "scatter alone": baselines.scatter,
-            "scatter + cumsum": baselines.scatter_cumsum,
-            "scatter + cumsum, float32": partial(baselines.scatter_cumsum, dtype=torch.float32),
+            "scatter + cumsum": partial(baselines.scatter, build="update"),
+            "scatter + cumsum, float32": partial(baselines.scatter, build="update", dtype=torch.float32),
         },
     ),
     # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
@@ -210,8 +210,8 @@ OPERATIONS: dict[str, Operation] = {
         ours=ours.draw,
         baselines={
             "searchsorted alone": baselines.searchsorted,
-            "cumsum + searchsorted": baselines.cumsum_searchsorted,
-            "cumsum + searchsorted, float32": partial(baselines.cumsum_searchsorted, dtype=torch.float32),
+            "cumsum + searchsorted": partial(baselines.searchsorted, build="draw"),
+            "cumsum + searchsorted, float32": partial(baselines.searchsorted, build="draw", dtype=torch.float32),
             "multinomial": baselines.multinomial,
         },
         drawn=DRAWN,

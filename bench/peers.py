@@ -10,8 +10,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,82 +22,7 @@ from torch import Tensor
 
 from .operations import ADDED
 from .records import CannotMeasure, installed_version
-from .rows import FRAME_DTYPES, SEAM, STACK, Dtypes, Rows, StackStream, dtypes_of, faults, wrong_vectors
-from .subjects import ALPHA, BETA, CHECKED, CPU, EPS, POOL, Stream, Subject, pool_of, tensors
-
-# what `update` needs of a batch, and its fields and weights
-Sampled = tuple[Any, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a library's buffer must hold.
-
-    added:   rows of every `add`.
-    stacks:  whether rows are consecutive steps of environments with stacks of frames; else independent vectors.
-    device:  where it is stored.
-    stepped: whether rows come from a loop over one environment: a float64 reward; flags in an array, which some need.
-    width:   numbers of an observation that is a vector.
-    """
-
-    capacity: int
-    added: int
-    stacks: bool = False
-    device: torch.device = CPU
-    stepped: bool = False
-    width: int = 4
-
-    @property
-    def dtypes(self) -> Dtypes:
-        """Shape and type of each field of a row."""
-        return FRAME_DTYPES if self.stacks else dtypes_of(self.width)
-
-    def subject(
-        self,
-        add: Callable[[Any], object],
-        sample: Callable[[int], Sampled],
-        update: Callable[[Any, Any], object],
-        inputs: Callable[[Rows], Any] = lambda rows: rows,
-        *,
-        has_next_obs: bool = True,
-        consecutive: bool = False,
-        fixed_add: bool = False,
-    ) -> Subject:
-        """A library's buffer for this task.
-
-        inputs:       rows as `add` takes them, made of NumPy arrays.
-        has_next_obs: whether `next_obs` is stored as given, not taken from the following row.
-        consecutive:  it holds the steps of one environment, so rows added together are steps of that one.
-        fixed_add:    every `add` must bring as many rows as the task says.
-        """
-
-        def given(rows: Rows) -> Any:
-            return inputs({**rows, "reward": rows["reward"].astype(np.float64)} if self.stepped else rows)
-
-        def wrong(sampled: Sampled) -> list[str]:
-            found = sampled[1]
-            return faults(found, seam=SEAM) if self.stacks else wrong_vectors(found, has_next_obs=has_next_obs)
-
-        return Subject(
-            add,
-            sample,
-            lambda sampled, priorities: update(sampled[0], priorities),
-            self._steps(given, consecutive) if self.stacks else pool_of(given, self.width),
-            wrong,
-            self.added if fixed_add or self.stacks else None,
-            chunk=CHECKED if self.stacks else 4096,
-        )
-
-    def _steps(self, inputs: Callable[[Rows], Any], consecutive: bool) -> Stream:
-        """A stream of steps, which goes on where the one before it ended."""
-        steps = StackStream(1 if consecutive else self.added)
-
-        def stream(count: int, pool: int = POOL) -> Iterator[Any]:
-            while True:
-                found = [steps.step() for _ in range(count if consecutive else 1)]
-                yield inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
-
-        return stream
+from .subjects import ALPHA, BETA, EPS, STACK, Rows, Sampled, Subject, Task, tensors
 
 
 def cpprb(task: Task) -> Subject:
@@ -422,10 +346,10 @@ PEERS = {
 }
 
 
-def peer_version(name: str) -> str | None:
-    """Version of the library that a peer needs; None when it needs none or is not installed."""
-    distribution = PEERS[name].distribution
-    return installed_version(distribution) if distribution else None
+def peer_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of the libraries that these peers need; None of one that needs none or is not installed."""
+    needed = {name: PEERS[name].distribution for name in names}
+    return {name: installed_version(distribution) if distribution else None for name, distribution in needed.items()}
 
 
 def make_peer(name: str, task: Task) -> Subject:

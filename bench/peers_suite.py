@@ -20,8 +20,8 @@ from gpu_replay import Hindsight, Proportional, RankBased, Uniform
 from . import subjects
 from .measure import Maker, Part, compared
 from .operations import ADDED, FRAME_SLOTS, OURS, Case, cycle_cases
-from .peers import PEERS, Task, make_peer
-from .subjects import ALPHA, BETA, CHECKED, Subject
+from .peers import PEERS, make_peer
+from .subjects import ALPHA, BETA, CHECKED, Subject, Task
 
 STEP_BATCH = 64
 

@@ -16,7 +16,8 @@ from gpu_replay.engines.storage import free_bytes
 from . import lower_bound, memory, subjects
 from .measure import Maker, Part, compared
 from .operations import OURS, Case
-from .peers import PEERS, Task, make_peer
+from .peers import PEERS, make_peer
+from .subjects import Task
 
 SLOTS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 50_000_000, 100_000_000)
 ROWS = (1, 8, 64, 256, 1024, 4096, 16_384, 65_536)

@@ -25,8 +25,7 @@ from gpu_replay.console.progress import Progress
 from .measure import Plan, Run
 from .operations import Case, short
 from .records import Record
-from .rows import DTYPES, Rows, make_rows, wrong_vectors
-from .subjects import POOL, Subject, bind, replay_buffer, tensors
+from .subjects import DTYPES, POOL, Rows, Subject, bind, make_rows, replay_buffer, tensors, wrong_vectors
 
 BLOCK, BATCH = 64, 50
 # rows that are added, and batches that are read, between two readings of the clock

@@ -21,8 +21,7 @@ from gpu_replay.bench.main import Suite, Work
 from gpu_replay.bench.measure import Plan, Run, measure, quantiles
 from gpu_replay.bench.operations import Case, chosen, cycle_cases
 from gpu_replay.bench.records import SCHEMA, CannotMeasure, Record, read, write
-from gpu_replay.bench.rows import ROW_BYTES
-from gpu_replay.bench.subjects import check, fill, replay
+from gpu_replay.bench.subjects import ROW_BYTES, check, fill, replay
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import Progress
 

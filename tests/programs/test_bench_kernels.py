@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +120,8 @@ def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> No
         if fault == "other":
             powers[(slots[0] + 1) % 1000] += 1
 
-    wrong = kernel_checks.wrong_update(update, lambda: powers, powers.sum, given, slack=1e-9)
+    index = SimpleNamespace(update=update, weights=lambda: powers, total=powers.sum, slack=1e-9, unit=1.0)
+    wrong = kernel_checks.wrong_update(index, given)
     assert wrong == [] if message is None else message in wrong[0]
 
 

@@ -18,10 +18,9 @@ from bench_records import Capture, Patch
 from torch import Tensor
 
 from gpu_replay.bench import peers, peers_suite, report
-from gpu_replay.bench.peers import PEERS, Sampled, Task, make_peer
+from gpu_replay.bench.peers import PEERS, make_peer
 from gpu_replay.bench.records import CannotMeasure, read
-from gpu_replay.bench.rows import EPISODE, FRAMES, StackStream, faults
-from gpu_replay.bench.subjects import Subject, check, fill, frames
+from gpu_replay.bench.subjects import EPISODE, FRAMES, Sampled, StackStream, Subject, Task, check, faults, fill, frames
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all

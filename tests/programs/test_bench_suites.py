@@ -15,9 +15,8 @@ from bench_records import Capture, Patch, cells, quicker, record
 from gpu_replay.bench import checkpoint, lower_bound, memory, plots, report, scale, storage
 from gpu_replay.bench import main as commands
 from gpu_replay.bench.records import CannotMeasure, Record, read
-from gpu_replay.bench.rows import FRAME_BYTES
 from gpu_replay.bench.storage import CHUNK, LAYOUTS
-from gpu_replay.bench.subjects import check
+from gpu_replay.bench.subjects import FRAME_BYTES, check
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 

@@ -37,9 +37,9 @@ def steps_of(part: str, fallbacks: dict[str, list[str]] | None = None) -> list[S
 def run(tmp_path: Path) -> Run:
     """Runs steps that are given as texts of Python; returns how they ended."""
 
-    def run(seconds: float = 60, **steps: str | Step) -> dict[str, int]:
+    def run(seconds: float = 240, **steps: str | Step) -> dict[str, int]:
         made = [
-            each if isinstance(each, Step) else Step(name, [sys.executable, "-c", each], seconds)
+            each if isinstance(each, Step) else Step(name, [sys.executable, "-S", "-c", each], seconds)
             for name, each in steps.items()
         ]
         part = Part("part", tmp_path / "out", dict(os.environ), {"gpu": "Test"})
@@ -94,10 +94,10 @@ def test_the_programs_know_the_options_that_are_given_to_them(capsys: pytest.Cap
 def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run) -> None:
     # interrupted when its time is over, so that what was measured is still written
     slow = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('written')"
-    short = Step("slow", [sys.executable, "-c", slow], 4)
+    short = Step("slow", [sys.executable, "-S", "-c", slow], 4)
     # a suite that loses the device goes on with what is missing
     text = "import sys; raise SystemExit(0 if '--missing' in sys.argv else 3)"
-    suite = Step("suite", [sys.executable, "-c", text], 60, again=True)
+    suite = Step("suite", [sys.executable, "-S", "-c", text], 60, again=True)
     ended = run(good="print('fine')", bad="raise SystemExit(7)", slow=short, suite=suite, last="print('still here')")
     assert ended == {"good": 0, "bad": 7, "slow": on_gpu.OUT_OF_TIME, "suite": 0, "last": 0}
     found = [(line["step"], line["status"], line["gpu"]) for line in lines(tmp_path)]
@@ -106,7 +106,7 @@ def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Pat
     assert lines(tmp_path)[2]["seconds"] < 14
     logs = {name: (tmp_path / "out" / f"{name}.log").read_text() for name in ("slow", "last")}
     assert logs == {"slow": "written\n", "last": "still here\n"}
-    assert run(other=Step("other", [sys.executable, "-c", "raise SystemExit(3)"], 60, again=True)) == {"other": 3}
+    assert run(other=Step("other", [sys.executable, "-S", "-c", "raise SystemExit(3)"], 60, again=True)) == {"other": 3}
     assert len(lines(tmp_path)) == 1 + on_gpu.AGAIN
     assert run(seconds=0, late="print('late')") == {"late": on_gpu.OUT_OF_TIME}
     assert (tmp_path / "out" / "late.log").read_text() == "no time was left for it\n"
