@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,15 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import (
-    Field,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    ShardedReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.console.versions import versions
 from gpu_replay.engines import pinned_memory
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
@@ -208,7 +199,7 @@ def capture_that_fails() -> str:
 
 
 def streams() -> str:
-    """One stream samples whole rows while another adds, and one thread adds while another captures."""
+    """One stream samples whole rows while another adds."""
     buffer, side = _transitions(GPU, Uniform(replacement=True)), torch.cuda.Stream()
     for turn in range(SIZES["calls"]):
         with torch.cuda.stream(side if turn % 2 else torch.cuda.default_stream()):
@@ -216,14 +207,7 @@ def streams() -> str:
         batch = buffer.sample(SIZES["batch"])
         if not torch.equal(batch.n.float(), batch.x[:, 0]):
             raise Wrong("a row was read before it was whole")
-    adding = threading.Thread(target=lambda: [buffer.add(**_rows(buffer, n * 64, 64)) for n in range(SIZES["calls"])])
-    step = buffer.capture(64, lambda batch: (None, (batch.n.float() - batch.x[:, 0]).abs().sum()), warm_ups=1)
-    adding.start()
-    torn = sum(float(step()) for _ in range(SIZES["calls"]))
-    adding.join()
-    if torn:
-        raise Wrong("a row of another thread was torn")
-    return f"{SIZES['calls']} turns of two streams, as many replays beside a thread"
+    return f"{SIZES['calls']} turns of two streams"
 
 
 def pinned() -> str:
@@ -264,6 +248,8 @@ PROGRAM, TINY = ["-m", "gpu_replay"], list[str]()
 def nccl() -> str:
     """A group of one rank: every message of a sharded buffer, in the types that NCCL must take."""
     import torch.distributed as dist
+
+    from gpu_replay import ShardedReplayBuffer
 
     if not dist.is_nccl_available():
         return "this torch has no NCCL"

@@ -17,20 +17,8 @@ from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import (
-    checkpoint,
-    gpu_page,
-    kernels,
-    memory,
-    operations,
-    peers_suite,
-    plots,
-    records,
-    report,
-    scale,
-    storage,
-    subjects,
-)
+from . import checkpoint, kernels, memory, operations, peers_suite, plots, records, report, scale, storage, subjects
+from .gpu_page import page as page_of
 from .measure import How, Maker, Part, Plan, Run, compared, copy_bandwidth
 from .operations import OURS, Case, chosen
 from .peers import PEERS, available, peer_versions
@@ -250,7 +238,7 @@ def _page(options: argparse.Namespace) -> None:
         raise UserError(f"--results {folder} is not a folder; `bench/on_gpu.py` makes one.")
     output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(gpu_page.page(folder, output))
+    output.write_text(page_of(folder, output))
     print(f"{output} is written")
 
 

@@ -125,8 +125,15 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
     prepare: runs before each repetition, outside the measured time.
     calls:   how often `call` does what is measured: the time of a repetition is divided by it.
     """
-    clock = clock_for(device)
-    ready = _flushing(prepare, plan.flush, device) if plan.flush else prepare
+    clock, scratch = clock_for(device), None
+    if plan.flush:
+        scratch = torch.empty(plan.flush, dtype=torch.uint8, device=device)
+
+    def ready() -> None:
+        prepare()
+        if scratch is not None:
+            scratch.zero_()
+
     warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup
     while warmup < (3 if plan.warmup else 1) or time.perf_counter() < budget:
@@ -177,16 +184,6 @@ def flush_bytes(device: torch.device) -> int:
         texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
         cache = max([0, *(int(text[:-1]) * 1024 for text in texts if text.endswith("K"))])
     return 2 * (cache or _ASSUMED_CACHE)
-
-
-def _flushing(prepare: Call, size: int, device: torch.device) -> Call:
-    scratch = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def prepare_and_flush() -> None:
-        prepare()
-        scratch.zero_()
-
-    return prepare_and_flush
 
 
 def copy_bandwidth(device: torch.device, *, nbytes: int = 2**28, repetitions: int = 7) -> float:
