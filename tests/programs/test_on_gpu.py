@@ -52,33 +52,25 @@ def lines(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "out" / "part.steps.jsonl").read_text().splitlines()]
 
 
-def test_parts_fit_ten_minutes_each_and_their_steps_fit_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_fit_their_time_and_programs_know_the_options_given_to_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(on_gpu, "find_spec", lambda name: object())
     assert max(PARTS.values()) <= 590
     assert sum(PARTS.values()) <= 1_700
+    fallbacks = {"timing": ["--timing", "events"], "train": ["--no-graph"], "skip": ["rank*"], "pytest": ["--ignore=a"]}
+    seen = set()
     for part, seconds in PARTS.items():
-        steps = steps_of(part)
+        steps = steps_of(part, fallbacks)
         assert sum(step.seconds for step in steps) <= seconds * 1.001
         # the page names the steps that are missing; memcheck needs its tool, and a plot needs records
         if part not in ("memcheck", "page"):
             assert tuple(step.name for step in steps) == gpu_page.PARTS[part]
-    for step in steps_of("tests"):
-        files = [word for word in step.command if word.startswith("tests/")]
-        assert all((ROOT / file).exists() for file in files)
-    words = {word for each in FEATURES.values() for kind in each.fallback.values() for word in kind}
-    assert all((ROOT / word.partition("=")[2]).is_file() for word in words if word.startswith("--ignore"))
-    assert [step.seconds for step in steps_of("pong") if step.name == "pong"] == [330]
-
-
-def test_the_programs_know_the_options_that_are_given_to_them(capsys: pytest.CaptureFixture[str]) -> None:
-    fallbacks = {"timing": ["--timing", "events"], "train": ["--no-graph"], "skip": ["rank*"], "pytest": ["--ignore=a"]}
-    seen = set()
-    for part in PARTS:
-        for step in steps_of(part, fallbacks):
-            assert step.command[:2] == [sys.executable, "-m"]
+        for step in steps:
             module, *words = step.command[2:]
             if module == "pytest":
                 assert {"-m", "gpu", f"--outcomes=OUT/{step.name}.outcomes.jsonl", "--ignore=a"} <= set(words)
+                assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
                 continue
             with pytest.raises(SystemExit) as ended:
                 cli.main([*words, "--help"])
@@ -89,6 +81,8 @@ def test_the_programs_know_the_options_that_are_given_to_them(capsys: pytest.Cap
             assert ("--no-graph" in words) == (words[0] == "train")
             assert ("--skip" in words) == (words[1] in ("kernels", "gpu", "frames"))
     assert seen >= {"bench contact", "bench kernels", "bench gpu", "bench frames", "bench page", "train device-pong"}
+    words = {word for each in FEATURES.values() for kind in each.fallback.values() for word in kind}
+    assert all((ROOT / word.partition("=")[2]).is_file() for word in words if word.startswith("--ignore"))
 
 
 def test_a_step_that_fails_hangs_or_loses_the_device_stops_nothing(tmp_path: Path, run: Run) -> None:
