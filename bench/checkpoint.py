@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -78,11 +79,9 @@ class _Work:
 
     def bound(self) -> dict[str, dict[str, Bound]]:
         """Calls by operation and implementation, and what comes before each."""
+        clear = partial(shutil.rmtree, self._saved)
         return {
-            "checkpoint-save": {
-                BARE: (self._write, lambda: None),
-                OURS: (self._save, lambda: shutil.rmtree(self._saved)),
-            },
+            "checkpoint-save": {BARE: (self._write, lambda: None), OURS: (self._save, clear)},
             "checkpoint-load": {BARE: (self._read, self._forget), OURS: (self._load, self._forget)},
             "checkpoint-again": {OURS: (self._save, self._change)},
         }

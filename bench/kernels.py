@@ -81,13 +81,10 @@ def too_large(case: Case, device: torch.device) -> str | None:
 
 def makers(case: Case) -> dict[str, Maker]:
     """The implementations that can do the case at its size, this package first."""
-    single = case.capacity > FLOAT32_SLOTS
-    others = {
-        name: make
-        for name, make in case.kind.baselines.items()
-        if not (single and ("float32" in name or name == "multinomial"))
-    }
-    return {OURS: case.kind.ours, **others} if case.kind.ours else others
+    found = {OURS: case.kind.ours, **case.kind.baselines}
+    large = case.capacity > FLOAT32_SLOTS
+    out = [name for name in found if large and ("float32" in name or name == "multinomial")]
+    return {name: make for name, make in found.items() if make and name not in out}
 
 
 def inputs(case: Case, device: torch.device) -> Inputs:

@@ -141,11 +141,14 @@ def _gpu(options: argparse.Namespace) -> Work:
     slots = QUICK_CAPACITIES if options.quick else (*operations.CAPACITIES, 10_000_000)
     rows = QUICK_BATCHES if options.quick else (*operations.BATCHES, 65_536)
     capacity, batches = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS), (ATARI_BATCH,)
-    atari = operations.gather_cases(capacity, batches) + operations.stream_cases(capacity, batches, ATARI_ENVS)
+    gathers, streams = operations.frame_cases(capacity, batches, ATARI_ENVS)
     # filled once for both ways
     vectors = {OURS: cache(partial(subjects.replay, device=device))}
     stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
-    parts = [(targets_first(atari), compared(stacks)), (operations.step_cases(slots, rows), compared(vectors))]
+    parts = [
+        (targets_first(gathers + streams), compared(stacks)),
+        (operations.step_cases(slots, rows), compared(vectors)),
+    ]
     # all single calls before any capture, after which they would wait for the device
     return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))
 
@@ -171,7 +174,7 @@ def _frames(options: argparse.Namespace) -> Work:
     capacity, batches = QUICK_FRAMES if options.quick else (capacity, operations.FRAME_BATCHES)
     ours: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=envs))}
     both: dict[str, Maker] = {**ours, "take": partial(subjects.take, device=device)}
-    gathers, streams = operations.gather_cases(capacity, batches), operations.stream_cases(capacity, batches, envs)
+    gathers, streams = operations.frame_cases(capacity, batches, envs)
     return Work([(gathers, compared(both)), (streams, compared(ours))], device, changes={"rounds": 5})
 
 

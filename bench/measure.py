@@ -64,11 +64,6 @@ class Plan:
     most: int = 20_000
     flush: int = 0
 
-    def split(self, rounds: int) -> Plan:
-        """One of so many rounds that together do what this plan says."""
-        fewest = -(-self.fewest // rounds)
-        return replace(self, warmup=self.warmup / rounds, seconds=self.seconds / rounds, fewest=fewest)
-
 
 class Timing(NamedTuple):
     """(repetitions,) int64 nanoseconds in the order in which they ran, and the calls before the first recorded one."""
@@ -301,7 +296,9 @@ class Run:
                is reported.
         calls: how often a call does what is measured; the record then tells the seconds of all together.
         """
-        plan = replace(self.plan, flush=flush).split(self.rounds)
+        # one of so many rounds that together do what the plan says
+        parted = {name: getattr(self.plan, name) / self.rounds for name in ("warmup", "seconds")}
+        plan = replace(self.plan, flush=flush, fewest=-(-self.plan.fewest // self.rounds), **parted)
         ready: dict[str, tuple[Call, Call, int, How]] = {}
         for name, (call, prepare) in bound.items():
             ready[name] = (call, prepare, calls, self.way)

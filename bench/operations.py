@@ -269,16 +269,12 @@ def cycle_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] =
     return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
 
 
-def gather_cases(capacity: int = FRAME_SLOTS, batches: Sequence[int] = FRAME_BATCHES) -> list[Case]:
-    """Sampling frames, which a plain copy does too."""
-    return [Case("frames", capacity, batch) for batch in batches]
-
-
-def stream_cases(
+def frame_cases(
     capacity: int = FRAME_SLOTS, batches: Sequence[int] = FRAME_BATCHES, envs: int = FRAME_ENVS
-) -> list[Case]:
-    """Adding a step of frames, and whole cycles."""
-    return [Case("frame-add", capacity, envs, envs), *(Case("frame-cycle", capacity, b, envs) for b in batches)]
+) -> tuple[list[Case], list[Case]]:
+    """Sampling frames, which a plain copy does too; adding a step of frames, and whole cycles."""
+    cycles = [Case("frame-cycle", capacity, batch, envs) for batch in batches]
+    return [Case("frames", capacity, batch) for batch in batches], [Case("frame-add", capacity, envs, envs), *cycles]
 
 
 def chosen(cases: Sequence[Case], pattern: str | None, skipped: Sequence[str] = ()) -> list[Case]:

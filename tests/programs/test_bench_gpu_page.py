@@ -13,7 +13,7 @@ from bench_records import ENVIRONMENT, GPU, cells, record
 from gpu_replay.bench import gpu_page, main, report
 from gpu_replay.bench.kernels import kernel_cases
 from gpu_replay.bench.main import ATARI_BATCH, ATARI_ENVS, ATARI_STEPS
-from gpu_replay.bench.operations import stream_cases
+from gpu_replay.bench.operations import frame_cases
 from gpu_replay.bench.records import Record, read, recorded_files, write
 from gpu_replay.bench.report import NOT_MEASURED, TARGETS, targets_first, targets_table
 from gpu_replay.console.errors import UserError
@@ -160,7 +160,7 @@ def test_records_of_a_gpu_fill_the_last_column_and_others_do_not() -> None:
 
 
 def test_cases_with_a_target_come_first() -> None:
-    cases = [*kernel_cases("cuda"), *stream_cases(ATARI_ENVS * ATARI_STEPS, (ATARI_BATCH,), ATARI_ENVS)]
+    cases = [*kernel_cases("cuda"), *frame_cases(ATARI_ENVS * ATARI_STEPS, (ATARI_BATCH,), ATARI_ENVS)[1]]
     ordered = [case.name for case in targets_first(cases)]
     assert sorted(ordered) == sorted(case.name for case in cases)
     named = {name for each in TARGETS for name in (each.case, *(each.other or ())[:1])}
