@@ -7,16 +7,13 @@ options for the programs that run afterwards (`on_gpu.py` passes them on).
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,18 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import (
-    Batch,
-    Field,
-    Hindsight,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    ShardedReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
-from gpu_replay.console.markdown import table
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.console.versions import versions
 from gpu_replay.engines import pinned_memory
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 from gpu_replay.graphs.stream_order import StreamOrder
@@ -48,9 +35,9 @@ from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
-from .cases import Case
-from .measure import Plan, captured, cuda_clock, measure
-from .targets import targets_first
+from .measure import Plan, measure
+from .operations import Case
+from .records import now
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -88,23 +75,14 @@ class Feature:
 
 def machine() -> str:
     """Launch one kernel, and say where."""
-    import triton
-
-    ours.empty(_inputs(Case("empty", 0, 0))).call()
+    ours.empty(kernels.inputs(Case("empty", 0, 0), GPU)).call()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    tools = [name for name in ("nvidia-smi", "gcc", "compute-sanitizer") if shutil.which(name)]
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["nvidia-smi"], timeout=10, check=False)
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
-    return (
-        f"{torch.cuda.get_device_name()}, {versions}, "
-        f"{free / 1e9:.0f} of {total / 1e9:.0f} GB free; {', '.join(tools) or 'no tools'}"
-    )
-
-
-def _inputs(case: Case) -> Any:
-    return kernels.inputs(case, GPU)
+    found = versions()
+    about = ", ".join(f"{name} {found.get(name)}" for name in ("torch", "triton", "python"))
+    return f"{torch.cuda.get_device_name()}, {about}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
 
 
 def _powers(keys: Tensor) -> Tensor:
@@ -132,22 +110,20 @@ def _life(buffer: Any) -> list[Any]:
     return found
 
 
-def _steps(device: Any, **settings: Any) -> TrajectoryReplayBuffer:
-    more: dict[str, Any] = {"fields": STEPS, "sampler": EXACT, "stack": 4, "n_step": 3, **settings}
-    return TrajectoryReplayBuffer(SIZES["slots"], 33, device=device, seed=1, autoreset="next_step", **more)
+def _steps(device: Any) -> TrajectoryReplayBuffer:
+    more: dict[str, Any] = {"sampler": EXACT, "stack": 4, "n_step": 3, "autoreset": "next_step", "seed": 1}
+    return TrajectoryReplayBuffer(SIZES["slots"], 33, STEPS, device=device, **more)
 
 
 def _steps_of_life(buffer: TrajectoryReplayBuffer) -> list[Any]:
     envs = torch.arange(33, device=buffer.device)
-    found = []
+    shape, found = buffer.fields["obs"].shape, []
     for step in range(SIZES["calls"]):
         ended = (envs * 7 + step) % 13 == 0
-        given = {
-            name: ((step * 31 + envs) % 251).view(33, *[1] * len(each.shape)).expand(33, *each.shape).to(each.dtype)
-            for name, each in buffer.fields.items()
-            if name not in ("reward", "terminated", "truncated")
-        }
-        buffer.add(**given, reward=envs.float(), terminated=ended, truncated=torch.zeros_like(ended))
+        number = (step * 31 + envs) % 251
+        obs = number.view(33, 1, 1).expand(33, *shape).to(torch.uint8)
+        flags = {"terminated": ended, "truncated": torch.zeros_like(ended)}
+        buffer.add(obs=obs, action=number, reward=envs.float(), **flags)
         if step >= 6:
             found.append(buffer.sample(65))
             buffer.update_priorities(found[-1].key, _powers(found[-1].key))
@@ -173,17 +149,6 @@ def beside_the_host(make: Callable[[Any], Any], life: Callable[[Any], list[Any]]
     return check
 
 
-def _goals(device: Any) -> TrajectoryReplayBuffer:
-    goal = Field((3,), torch.float32)
-    fields = {"obs.observation": Field((4,), torch.float32), "obs.achieved_goal": goal, "obs.desired_goal": goal}
-    fields["action"] = Field((), torch.int64)
-    return _steps(device, fields=fields, sampler=Uniform(), stack=1, n_step=1, relabel=Hindsight(reward_fn=_reward))
-
-
-def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
-    return -(achieved != desired).any(1).float()
-
-
 def launch() -> str:
     """Launches that bypass Triton's own launcher: the same answers in less time."""
     found, microseconds = [], []
@@ -202,34 +167,22 @@ def launch() -> str:
     return text
 
 
-def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False) -> Callable[[], str]:
-    """Make a check that steps replayed from graphs give the same batches as on the host."""
+def captured_step(sampler: Any = EXACT, adds: bool = False) -> Callable[[], str]:
+    """Make a check that steps of two sizes, replayed from graphs, give the same batches as on the host."""
 
     def life(buffer: Any) -> list[Any]:
         more = _rows(buffer, 0, 64)
 
-        def learn(batch: Batch) -> tuple[Tensor, Tensor]:
+        def learn(batch: Any) -> tuple[Tensor, Tensor]:
             if adds:
                 buffer.add(**more)
             return _powers(batch.key), batch.key
 
         buffer.add(**_rows(buffer, 0, SIZES["many"]))
-        steps = [buffer.capture(size, learn, warm_ups=1) for size in (256, 64)[: 1 + twice]]
+        steps = [buffer.capture(size, learn, warm_ups=1) for size in (256, 64)]
         return [{"key": step().clone()} for _ in range(SIZES["turns"]) for step in steps]
 
     return beside_the_host(lambda device: _transitions(device, sampler), life)
-
-
-def capture_of_adds() -> str:
-    """`capture(None, ...)`, which samples nothing."""
-    buffer = _transitions(GPU)
-    rows = _rows(buffer, 0, 64)
-    step = buffer.capture(None, lambda: buffer.add(**rows), warm_ups=1)
-    for _ in range(5):
-        step()
-    if len(buffer) != 5 * 64:
-        raise Wrong(f"{len(buffer)} rows are stored, not {5 * 64}")
-    return "5 adds, 4 of them replayed"
 
 
 def capture_that_fails() -> str:
@@ -246,7 +199,7 @@ def capture_that_fails() -> str:
 
 
 def streams() -> str:
-    """One stream samples whole rows while another adds, and one thread adds while another captures."""
+    """One stream samples whole rows while another adds."""
     buffer, side = _transitions(GPU, Uniform(replacement=True)), torch.cuda.Stream()
     for turn in range(SIZES["calls"]):
         with torch.cuda.stream(side if turn % 2 else torch.cuda.default_stream()):
@@ -254,29 +207,18 @@ def streams() -> str:
         batch = buffer.sample(SIZES["batch"])
         if not torch.equal(batch.n.float(), batch.x[:, 0]):
             raise Wrong("a row was read before it was whole")
-    adding = threading.Thread(target=lambda: [buffer.add(**_rows(buffer, n * 64, 64)) for n in range(SIZES["calls"])])
-    step = buffer.capture(64, lambda batch: (None, (batch.n.float() - batch.x[:, 0]).abs().sum()), warm_ups=1)
-    adding.start()
-    torn = sum(float(step()) for _ in range(SIZES["calls"]))
-    adding.join()
-    if torn:
-        raise Wrong("a row of another thread was torn")
-    return f"{SIZES['calls']} turns of two streams, as many replays beside a thread"
+    return f"{SIZES['calls']} turns of two streams"
 
 
 def pinned() -> str:
-    """Fields in pinned memory of the host: the same answers, the speed of a gather, and a pin that fails."""
-    beside_the_host(lambda device: _transitions(device, storage_device="cpu"))()
-    ring = ReplayBuffer(SIZES["slots"], {"obs": Field((7056,), torch.uint8)}, device=GPU, storage_device="cpu")
-    ring.add(obs=torch.zeros((SIZES["slots"], 7056), dtype=torch.uint8))
-    nanoseconds = cuda_clock(lambda: ring.sample(SIZES["batch"]), lambda: None, SIZES["calls"])
+    """Fields in pinned memory of the host: the same answers, and a pin that fails harms nothing."""
+    told = beside_the_host(lambda device: _transitions(device, storage_device="cpu"))()
     block = pinned_memory.pinned_block(2**20, GPU, StreamOrder(GPU).drain)
     # pinned already
     refused = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0))
     pinned_memory._forget_error()
     torch.zeros(1, device=GPU).add_(1).item()
-    speed = SIZES["batch"] * 7056 / np.median(nanoseconds)
-    return f"{speed:.1f} GB/s of rows; to pin twice gives {refused}, and harms nothing"
+    return f"{told}; to pin twice gives {refused}, and harms nothing"
 
 
 def scan() -> str:
@@ -289,55 +231,25 @@ def scan() -> str:
     return f"{SIZES['calls']} times {len(values):,} sums"
 
 
-def contended() -> str:
-    """A million updates contend for 62 slots."""
-    buffer = ReplayBuffer(62, FIELDS, sampler=EXACT, device=GPU)
-    buffer.add(**_rows(buffer, 0, 62))
-    keys = torch.arange(SIZES["scanned"] // 10, device=GPU) % 62
-    buffer.update_priorities(keys, _powers(keys + 1))
-    if int(buffer.total_mass()) != int(buffer.masses().sum()):
-        raise Wrong("the total is not the sum of the masses")
-    return f"{len(keys):,} updates"
+def trained() -> str:
+    """Train on a device-resident game for some seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*PROGRAM, "train", "device-pong", "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
+        words += ["--eval-every", "1000000000", "--no-checkpoint-replay", "--overwrite", "--output", folder, *TINY]
+        subprocess.run([sys.executable, *words], check=True)
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+    return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
 
 
-def network() -> str:
-    """The first convolution of Atari agents in bfloat16, channels last, forward and back, captured."""
-    images = torch.rand(SIZES["batch"] // 16, 4, 84, 84, device=GPU, dtype=torch.bfloat16)
-    images = images.to(memory_format=torch.channels_last)
-    layer: torch.nn.Module = torch.nn.Conv2d(4, 32, 8, 4, device=GPU, dtype=torch.bfloat16)
-    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def both() -> None:
-        layer(images).float().square().mean().backward()
-
-    both()
-    replay = captured(both, GPU, 1)
-    return f"{np.median(cuda_clock(replay, lambda: None, SIZES['calls'])) / 1e3:.0f} µs forward and back"
-
-
-def trained(env: str, *options: str) -> Callable[[], str]:
-    """Make a check that trains on a device-resident game for some seconds."""
-
-    def check() -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            words = [*PROGRAM, "train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
-            words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
-            subprocess.run([sys.executable, *words], check=True)
-            summary = json.loads((Path(folder) / "summary.json").read_text())
-        return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
-
-    return check
-
-
-# how the command is run, sizes of the cases that are timed, and further options of `train`
-PROGRAM = ["-m", "gpu_replay"]
-TIMED: dict[str, Any] = {"capacities": (10_000, 1_000_000, 10_000_000)}
-TINY: list[str] = []
+# how the command is run, and further options of `train`
+PROGRAM, TINY = ["-m", "gpu_replay"], list[str]()
 
 
 def nccl() -> str:
     """A group of one rank: every message of a sharded buffer, in the types that NCCL must take."""
     import torch.distributed as dist
+
+    from gpu_replay import ShardedReplayBuffer
 
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
@@ -351,18 +263,6 @@ def nccl() -> str:
     return "global batches are whole"
 
 
-def times() -> str:
-    """Time a captured call of each case that has a target: the result of a round that goes no further."""
-    told = []
-    for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
-        work = kernels.KERNELS[case.operation].ours(_inputs(case))
-        work.prepare()
-        timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
-        told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
-        print(told[-1], flush=True)
-    return "; ".join(told)
-
-
 _NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}
 _RANKS = {"skip": ["rank-draw*"]}
 FEATURES: dict[str, Feature] = {
@@ -371,23 +271,16 @@ FEATURES: dict[str, Feature] = {
     "uniform": Feature(beside_the_host(lambda device: _transitions(device, Uniform()))),
     "ranks": Feature(beside_the_host(lambda device: _transitions(device, RankBased())), _RANKS),
     "steps": Feature(beside_the_host(_steps, _steps_of_life), {"skip": ["frame*"]}),
-    "goals": Feature(beside_the_host(_goals, _steps_of_life)),
     "launch": Feature(launch, {"environment": ["GPU_REPLAY_PLAIN_LAUNCH=1"]}),
     "capture": Feature(captured_step(), _NO_GRAPH),
     "capture-add": Feature(captured_step(adds=True), _NO_GRAPH),
     "capture-ranks": Feature(captured_step(RankBased()), _RANKS),
-    "capture-two": Feature(captured_step(twice=True), _NO_GRAPH),
-    "capture-none": Feature(capture_of_adds, _NO_GRAPH),
     "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
     "streams": Feature(streams),
     "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
-    "contended": Feature(contended),
-    "network": Feature(network),
-    "catch": Feature(trained("catch"), limit=40.0),
-    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0),
+    "train": Feature(trained, limit=40.0),
     "nccl": Feature(nccl),
-    "times": Feature(times),
 }
 
 
@@ -396,28 +289,23 @@ def run(output: Path | None, seconds: float = 180.0) -> int:
 
     output: a file of JSON lines, replaced.
     """
-    until, rows, status = time.monotonic() + seconds, [], 0
+    until, status = time.monotonic() + seconds, 0
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("")
     for name, feature in FEATURES.items():
         began = time.monotonic()
         verdict, message = _tried(feature, min(feature.limit, until - began))
-        took = time.monotonic() - began
-        print(f"VERDICT {name} {verdict} {took:.1f}s {message}", flush=True)
-        rows.append([name, verdict, f"{took:.1f}", message[:100]])
-        line = {"feature": name, "verdict": verdict, "seconds": round(took, 2), "message": message}
-        line["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        line: dict[str, Any] = {"feature": name, "verdict": verdict, "message": message}
+        line |= {"seconds": round(time.monotonic() - began, 2), "date": now()}
+        print(f"VERDICT {name} {verdict} {line['seconds']:.1f}s {message}", flush=True)
         if verdict != "ok":
-            status = 1
-            line["fallback"] = dict(feature.fallback)
+            line["fallback"], status = dict(feature.fallback), 1
         if output:
             with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if verdict != "ok" and name == next(iter(FEATURES)):
-            status = NO_LAUNCH
-            break
-    print(table(["feature", "verdict", "s", "message"], rows), flush=True)
+        if status and name == next(iter(FEATURES)):
+            return NO_LAUNCH
     return status
 
 
