@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay import (
+    Batch,
+    Field,
+    Hindsight,
+    Proportional,
+    RankBased,
+    ReplayBuffer,
+    ShardedReplayBuffer,
+    TrajectoryReplayBuffer,
+    Uniform,
+)
+from gpu_replay.console.markdown import table
 from gpu_replay.console.versions import versions
 from gpu_replay.engines import pinned_memory
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
@@ -35,9 +47,10 @@ from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
-from .measure import Plan, measure
-from .operations import Case
+from .measure import Plan, captured, cuda_clock, measure
+from .operations import OURS, Case
 from .records import now
+from .report import targets_first
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -110,20 +123,22 @@ def _life(buffer: Any) -> list[Any]:
     return found
 
 
-def _steps(device: Any) -> TrajectoryReplayBuffer:
-    more: dict[str, Any] = {"sampler": EXACT, "stack": 4, "n_step": 3, "autoreset": "next_step", "seed": 1}
-    return TrajectoryReplayBuffer(SIZES["slots"], 33, STEPS, device=device, **more)
+def _steps(device: Any, **settings: Any) -> TrajectoryReplayBuffer:
+    more: dict[str, Any] = {"fields": STEPS, "sampler": EXACT, "stack": 4, "n_step": 3, **settings}
+    return TrajectoryReplayBuffer(SIZES["slots"], 33, device=device, seed=1, autoreset="next_step", **more)
 
 
 def _steps_of_life(buffer: TrajectoryReplayBuffer) -> list[Any]:
     envs = torch.arange(33, device=buffer.device)
-    shape, found = buffer.fields["obs"].shape, []
+    found = []
     for step in range(SIZES["calls"]):
         ended = (envs * 7 + step) % 13 == 0
-        number = (step * 31 + envs) % 251
-        obs = number.view(33, 1, 1).expand(33, *shape).to(torch.uint8)
-        flags = {"terminated": ended, "truncated": torch.zeros_like(ended)}
-        buffer.add(obs=obs, action=number, reward=envs.float(), **flags)
+        given = {
+            name: ((step * 31 + envs) % 251).view(33, *[1] * len(each.shape)).expand(33, *each.shape).to(each.dtype)
+            for name, each in buffer.fields.items()
+            if name not in ("reward", "terminated", "truncated")
+        }
+        buffer.add(**given, reward=envs.float(), terminated=ended, truncated=torch.zeros_like(ended))
         if step >= 6:
             found.append(buffer.sample(65))
             buffer.update_priorities(found[-1].key, _powers(found[-1].key))
@@ -147,6 +162,17 @@ def beside_the_host(make: Callable[[Any], Any], life: Callable[[Any], list[Any]]
         return f"{len(found)} batches are those of the host"
 
     return check
+
+
+def _goals(device: Any) -> TrajectoryReplayBuffer:
+    goal = Field((3,), torch.float32)
+    fields = {"obs.observation": Field((4,), torch.float32), "obs.achieved_goal": goal, "obs.desired_goal": goal}
+    fields["action"] = Field((), torch.int64)
+    return _steps(device, fields=fields, sampler=Uniform(), stack=1, n_step=1, relabel=Hindsight(reward_fn=_reward))
+
+
+def _reward(achieved: Tensor, desired: Tensor) -> Tensor:
+    return -(achieved != desired).any(1).float()
 
 
 def launch() -> str:
@@ -173,7 +199,7 @@ def captured_step(sampler: Any = EXACT, adds: bool = False) -> Callable[[], str]
     def life(buffer: Any) -> list[Any]:
         more = _rows(buffer, 0, 64)
 
-        def learn(batch: Any) -> tuple[Tensor, Tensor]:
+        def learn(batch: Batch) -> tuple[Tensor, Tensor]:
             if adds:
                 buffer.add(**more)
             return _powers(batch.key), batch.key
@@ -183,6 +209,18 @@ def captured_step(sampler: Any = EXACT, adds: bool = False) -> Callable[[], str]
         return [{"key": step().clone()} for _ in range(SIZES["turns"]) for step in steps]
 
     return beside_the_host(lambda device: _transitions(device, sampler), life)
+
+
+def capture_of_adds() -> str:
+    """`capture(None, ...)`, which samples nothing."""
+    buffer = _transitions(GPU)
+    rows = _rows(buffer, 0, 64)
+    step = buffer.capture(None, lambda: buffer.add(**rows), warm_ups=1)
+    for _ in range(5):
+        step()
+    if len(buffer) != 5 * 64:
+        raise Wrong(f"{len(buffer)} rows are stored, not {5 * 64}")
+    return "5 adds, 4 of them replayed"
 
 
 def capture_that_fails() -> str:
@@ -199,7 +237,7 @@ def capture_that_fails() -> str:
 
 
 def streams() -> str:
-    """One stream samples whole rows while another adds."""
+    """One stream samples whole rows while another adds, and one thread adds while another captures."""
     buffer, side = _transitions(GPU, Uniform(replacement=True)), torch.cuda.Stream()
     for turn in range(SIZES["calls"]):
         with torch.cuda.stream(side if turn % 2 else torch.cuda.default_stream()):
@@ -207,18 +245,29 @@ def streams() -> str:
         batch = buffer.sample(SIZES["batch"])
         if not torch.equal(batch.n.float(), batch.x[:, 0]):
             raise Wrong("a row was read before it was whole")
-    return f"{SIZES['calls']} turns of two streams"
+    adding = threading.Thread(target=lambda: [buffer.add(**_rows(buffer, n * 64, 64)) for n in range(SIZES["calls"])])
+    step = buffer.capture(64, lambda batch: (None, (batch.n.float() - batch.x[:, 0]).abs().sum()), warm_ups=1)
+    adding.start()
+    torn = sum(float(step()) for _ in range(SIZES["calls"]))
+    adding.join()
+    if torn:
+        raise Wrong("a row of another thread was torn")
+    return f"{SIZES['calls']} turns of two streams, as many replays beside a thread"
 
 
 def pinned() -> str:
-    """Fields in pinned memory of the host: the same answers, and a pin that fails harms nothing."""
-    told = beside_the_host(lambda device: _transitions(device, storage_device="cpu"))()
+    """Fields in pinned memory of the host: the same answers, the speed of a gather, and a pin that fails."""
+    beside_the_host(lambda device: _transitions(device, storage_device="cpu"))()
+    ring = ReplayBuffer(SIZES["slots"], {"obs": Field((7056,), torch.uint8)}, device=GPU, storage_device="cpu")
+    ring.add(obs=torch.zeros((SIZES["slots"], 7056), dtype=torch.uint8))
+    nanoseconds = cuda_clock(lambda: ring.sample(SIZES["batch"]), lambda: None, SIZES["calls"])
     block = pinned_memory.pinned_block(2**20, GPU, StreamOrder(GPU).drain)
     # pinned already
     refused = int(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0))
     pinned_memory._forget_error()
     torch.zeros(1, device=GPU).add_(1).item()
-    return f"{told}; to pin twice gives {refused}, and harms nothing"
+    speed = SIZES["batch"] * 7056 / np.median(nanoseconds)
+    return f"{speed:.1f} GB/s of rows; to pin twice gives {refused}, and harms nothing"
 
 
 def scan() -> str:
@@ -231,25 +280,55 @@ def scan() -> str:
     return f"{SIZES['calls']} times {len(values):,} sums"
 
 
-def trained() -> str:
-    """Train on a device-resident game for some seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*PROGRAM, "train", "device-pong", "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
-        words += ["--eval-every", "1000000000", "--no-checkpoint-replay", "--overwrite", "--output", folder, *TINY]
-        subprocess.run([sys.executable, *words], check=True)
-        summary = json.loads((Path(folder) / "summary.json").read_text())
-    return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
+def contended() -> str:
+    """A million updates contend for 62 slots."""
+    buffer = ReplayBuffer(62, FIELDS, sampler=EXACT, device=GPU)
+    buffer.add(**_rows(buffer, 0, 62))
+    keys = torch.arange(SIZES["scanned"] // 10, device=GPU) % 62
+    buffer.update_priorities(keys, _powers(keys + 1))
+    if int(buffer.total_mass()) != int(buffer.masses().sum()):
+        raise Wrong("the total is not the sum of the masses")
+    return f"{len(keys):,} updates"
 
 
-# how the command is run, and further options of `train`
-PROGRAM, TINY = ["-m", "gpu_replay"], list[str]()
+def network() -> str:
+    """The first convolution of Atari agents in bfloat16, channels last, forward and back, captured."""
+    images = torch.rand(SIZES["batch"] // 16, 4, 84, 84, device=GPU, dtype=torch.bfloat16)
+    images = images.to(memory_format=torch.channels_last)
+    layer: torch.nn.Module = torch.nn.Conv2d(4, 32, 8, 4, device=GPU, dtype=torch.bfloat16)
+    layer = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def both() -> None:
+        layer(images).float().square().mean().backward()
+
+    both()
+    replay = captured(both, GPU, 1)
+    return f"{np.median(cuda_clock(replay, lambda: None, SIZES['calls'])) / 1e3:.0f} µs forward and back"
+
+
+def trained(env: str, *options: str) -> Callable[[], str]:
+    """Make a check that trains on a device-resident game for some seconds."""
+
+    def check() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            words = [*PROGRAM, "train", env, "--device", "cuda", "--seed", "0", "--max-seconds", "10"]
+            words += ["--no-checkpoint-replay", "--overwrite", "--output", folder, *options, *TINY]
+            subprocess.run([sys.executable, *words], check=True)
+            summary = json.loads((Path(folder) / "summary.json").read_text())
+        return f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s"
+
+    return check
+
+
+# how the command is run, sizes of the cases that are timed, and further options of `train`
+PROGRAM = ["-m", "gpu_replay"]
+TIMED: dict[str, Any] = {"capacities": (10_000, 1_000_000, 10_000_000)}
+TINY: list[str] = []
 
 
 def nccl() -> str:
     """A group of one rank: every message of a sharded buffer, in the types that NCCL must take."""
     import torch.distributed as dist
-
-    from gpu_replay import ShardedReplayBuffer
 
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
@@ -263,6 +342,18 @@ def nccl() -> str:
     return "global batches are whole"
 
 
+def times() -> str:
+    """Time a captured call of each case that has a target: the result of a round that goes no further."""
+    told = []
+    for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
+        work = kernels.makers(case)[OURS](kernels.inputs(case, GPU))
+        work.prepare()
+        timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
+        told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
+        print(told[-1], flush=True)
+    return "; ".join(told)
+
+
 _NO_GRAPH = {"timing": ["--timing", "events"], "train": ["--no-graph"]}
 _RANKS = {"skip": ["rank-draw*"]}
 FEATURES: dict[str, Feature] = {
@@ -271,16 +362,22 @@ FEATURES: dict[str, Feature] = {
     "uniform": Feature(beside_the_host(lambda device: _transitions(device, Uniform()))),
     "ranks": Feature(beside_the_host(lambda device: _transitions(device, RankBased())), _RANKS),
     "steps": Feature(beside_the_host(_steps, _steps_of_life), {"skip": ["frame*"]}),
+    "goals": Feature(beside_the_host(_goals, _steps_of_life)),
     "launch": Feature(launch, {"environment": ["GPU_REPLAY_PLAIN_LAUNCH=1"]}),
     "capture": Feature(captured_step(), _NO_GRAPH),
     "capture-add": Feature(captured_step(adds=True), _NO_GRAPH),
     "capture-ranks": Feature(captured_step(RankBased()), _RANKS),
+    "capture-none": Feature(capture_of_adds, _NO_GRAPH),
     "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
     "streams": Feature(streams),
     "pinned": Feature(pinned, {"pytest": ["--ignore=tests/durability/test_places.py"]}),
     "scan": Feature(scan, {"skip": ["prefix-sum*"]}),
-    "train": Feature(trained, limit=40.0),
+    "contended": Feature(contended),
+    "network": Feature(network),
+    "catch": Feature(trained("catch"), limit=40.0),
+    "device-pong": Feature(trained("device-pong", "--eval-every", "1000000000"), limit=40.0),
     "nccl": Feature(nccl),
+    "times": Feature(times),
 }
 
 
@@ -289,7 +386,7 @@ def run(output: Path | None, seconds: float = 180.0) -> int:
 
     output: a file of JSON lines, replaced.
     """
-    until, status = time.monotonic() + seconds, 0
+    until, status, rows = time.monotonic() + seconds, 0, []
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("")
@@ -299,13 +396,16 @@ def run(output: Path | None, seconds: float = 180.0) -> int:
         line: dict[str, Any] = {"feature": name, "verdict": verdict, "message": message}
         line |= {"seconds": round(time.monotonic() - began, 2), "date": now()}
         print(f"VERDICT {name} {verdict} {line['seconds']:.1f}s {message}", flush=True)
+        rows.append([name, verdict, f"{line['seconds']:.1f}", message[:100]])
         if verdict != "ok":
             line["fallback"], status = dict(feature.fallback), 1
         if output:
             with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if status and name == next(iter(FEATURES)):
-            return NO_LAUNCH
+            status = NO_LAUNCH
+            break
+    print(table(["feature", "verdict", "s", "message"], rows), flush=True)
     return status
 
 

@@ -134,7 +134,9 @@ def main(argv: Sequence[str]) -> int:
     options = _options(argv)
     helpers = [f"{ROOT}/tests/helpers", f"{ROOT}/tests/contract"] if options.rehearsal else []
     variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *helpers])
+    # packages that the machine lacks may be in a folder of the caller's
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *helpers, *filter(None, given)])
     # it goes to all records, where git is not there too
     variables |= {"GPU_REPLAY_COMMIT": options.about["commit"]} if options.commit else {}
     status = 0

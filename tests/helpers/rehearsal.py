@@ -396,6 +396,7 @@ def pretend() -> None:
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
     first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
+    first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
     for name, feature in first_contact.FEATURES.items():
         first_contact.FEATURES[name] = replace(feature, limit=240.0)
     first_contact.PROGRAM[1:1] = ["rehearsal"]
