@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED
 from tolerances import close
 from torch import Tensor
 from trees import check_sums
@@ -71,14 +72,15 @@ def check_batches(found: Batch, expected: Batch, loose: tuple[str, ...] = LOOSE)
     for name, value in expected.items():
         mine = found[name].cpu()
         assert mine.dtype == value.dtype, name
-        if not name.startswith(loose):
-            assert torch.equal(mine, value), name
-        elif not name.startswith("next_"):
-            assert close(mine, value, name), name
-        else:
+        if name.startswith("next_") and "next_" in loose:
             # without meaning where the discount is 0
-            counts = expected.discount > 0
-            assert torch.equal(mine[counts], value[counts]), name
+            mine, value = mine[expected.discount > 0], value[expected.discount > 0]
+        elif name.startswith(loose):
+            assert close(mine, value, name), name
+            continue
+        # the interpreter cuts what a GPU rounds
+        cut = INTERPRETED and value.dtype == torch.bfloat16
+        assert torch.equal(mine, value) or (cut and close(mine, value, "cut")), name
 
 
 def check_same(tested: Any, host: Any) -> None:
