@@ -21,13 +21,12 @@ import pytest
 import torch
 from interpreted import INTERPRETED
 from programs import SAMPLERS
+from shifted_buffers import ACTION, GOALS, RELABEL, SMALL_STEPS, Shifted, play_rows, play_steps
 from sparse_memory import SparseMemory, sparse
-from tolerances import close
 from torch import Tensor
 from triton.runtime.errors import InterpreterError
-from twins import Twins
 
-from gpu_replay import Field, Hindsight, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Field
 from gpu_replay.ops import priorities, rank_draw
 from gpu_replay.ops.counters import Counter, HostWords, new_counters
 from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, permuted_ranks, plan_draw, stratified_targets
@@ -44,167 +43,6 @@ FAR = 2**32
 FRAME = {"x": Field((84, 84), torch.uint8)}
 FRAMES = 1_300_000
 NUMBERS = {"x": Field((3,), torch.uint8), "n": Field((), torch.int64)}
-ACTION = {"action": Field((), torch.int64)}
-GOALS = {f"obs.{name}": Field((4,), torch.int16) for name in ("achieved_goal", "desired_goal")}
-# steps of the small ring, which lies in the same way to the lines of pending masses
-SMALL_STEPS = 255
-FINALS, SMALL_FINALS = 2**30 + 2**29, 32
-
-
-class Buffers(NamedTuple):
-    """A small buffer of the host and a large one of the kernels, which make the same calls.
-
-    head: slots from the end of the ring to the first one that is written.
-    """
-
-    fields: dict[str, Field]
-    sampler: str
-    large: int
-    head: int
-    small: int = SMALL_STEPS
-    envs: int = 0
-    settings: dict[str, Any] = {}  # noqa: RUF012
-
-    def made(self, memory: SparseMemory) -> tuple[Twins, tuple[int, int]]:
-        """Both, each before the first step of an episode, and their next keys."""
-        sizes, finals = [self.small, self.large], [SMALL_FINALS, FINALS]
-        memory.places = (0, 1 - self.head / self.large, 1)
-
-        def make(place: str) -> Any:
-            known = {"sampler": SAMPLERS[self.sampler], "device": place, "seed": 5}
-            if not self.envs:
-                return ReplayBuffer(sizes.pop(0), self.fields, **known)
-            more = {"autoreset": "same_step", "final_capacity": finals.pop(0), **self.settings}
-            return TrajectoryReplayBuffer(sizes.pop(0), self.envs, self.fields, **known, **more)
-
-        twins = Twins(make, "cpu")
-        firsts = []
-        for buffer in twins.both:
-            # in the middle of a large ring neither of them comes to its end
-            head = self.head if self.head < 100 or buffer is twins.tested else 256 + self.head % 16
-            first = 8 * buffer.capacity - head
-            firsts.append(first)
-            buffer._counters[Counter.ADDED] = buffer._counters[Counter.FIRST] = first
-            if self.envs:
-                # the next final observation goes to the last row
-                buffer._counters[Counter.FINALS] = 5 * buffer._shape.finals - 1
-        twins.host._rebuild(5)
-        twins.tested._engine.draws.look()
-        twins.tested._engine._count_newest = lambda added, slots: 0
-        if self.envs:
-            twins.call("begin_episodes")
-        return twins, (firsts[0], firsts[1])
-
-
-def check_alike(twins: Twins, firsts: tuple[int, int], call: str, *given: Any) -> list[Tensor]:
-    """Fail unless both find the same, in places relative to that of the first key; returns the keys of both."""
-    small, large = (getattr(buffer, call)(*given) for buffer in twins.both)
-    places = [
-        ((batch.key - first) % buffer.capacity).tolist()
-        for batch, first, buffer in zip((small, large), firsts, twins.both, strict=True)
-    ]
-    assert places[0] == places[1]
-    # steps after an episode are not always there
-    counts = small.mask if "mask" in small else slice(None)
-    for name, value in small.items():
-        if name in ("probability", "weight"):
-            assert close(large[name], value, name)
-        elif name.startswith("next_"):
-            bootstraps = (small.discount > 0)[counts]
-            assert torch.equal(large[name][counts][bootstraps], value[counts][bootstraps]), name
-        elif name != "key":
-            assert torch.equal(large[name][counts], value[counts]), name
-    return [small.key, large.key]
-
-
-def check_masses(twins: Twins, firsts: tuple[int, int], count: int) -> None:
-    """Fail unless the slots of these keys hold the same, and every node above them the sum of those below it."""
-    for trees in zip(*(buffer._state.trees for buffer in twins.both), strict=True):
-        found = []
-        for tree, first in zip(trees, firsts, strict=True):
-            slots = (torch.arange(-count, count) + first) % tree.slots
-            found.append(tree.masses[slots].tolist())
-            expected = dict(zip(slots.tolist(), found[-1], strict=True))
-            for level in tree.levels:
-                assert {node: int(level[node]) for node in expected} == expected
-                above: dict[int, int] = {}
-                for node, mass in expected.items():
-                    above[node // tree.fanout] = above.get(node // tree.fanout, 0) + mass
-                expected = above
-        assert found[0] == found[1]
-        assert trees[0].total() == trees[1].total() == sum(found[0])
-
-
-def check_stored(twins: Twins, firsts: tuple[int, int], count: int) -> None:
-    """Fail unless so many rows from the first key on are the same, read past the kernels."""
-    found = []
-    for buffer, first in zip(twins.both, firsts, strict=True):
-        streams = getattr(buffer, "_streams", None)
-        slots = (torch.arange(count) + first) % buffer.capacity
-        tensors = [*buffer._storage.tensors.values(), buffer._storage.times_sampled]
-        tensors += [] if streams is None else [streams.streams.flags, streams.streams.depth]
-        found.append([tensor[slots].tolist() for tensor in tensors])
-    assert found[0] == found[1]
-
-
-def rows(buffers: Buffers, memory: SparseMemory) -> None:
-    twins, firsts = buffers.made(memory)
-    random = np.random.default_rng(1)
-    for turn, count in enumerate((3, 4, 1)):
-        given = {
-            name: torch.from_numpy(random.integers(1, 100, (count, *field.shape))).to(field.dtype)
-            for name, field in buffers.fields.items()
-        }
-        keys = twins.call("add", **given, priority=torch.arange(1.0, count + 1) if turn else None)
-        assert (keys[0] - firsts[0]).tolist() == (keys[1] - firsts[1]).tolist()
-        drawn = check_alike(twins, firsts, "sample", min(4, 3 + turn))
-        # the last of a repeated key wins; of keys that were overwritten, or are yet to come, nothing is kept
-        for buffer, keys, first in zip(twins.both, drawn, firsts, strict=True):
-            chosen = torch.cat((keys, keys[:1], torch.tensor([first - 1, buffer.added])))
-            buffer.update_priorities(chosen, torch.arange(1.0, len(chosen) + 1) / 2**10)
-    check_stored(twins, firsts, 8)
-    check_masses(twins, firsts, 24)
-
-
-def steps(buffers: Buffers, memory: SparseMemory) -> None:
-    twins, firsts = buffers.made(memory)
-    envs, random = buffers.envs, np.random.default_rng(2)
-
-    def add(times: int) -> None:
-        for _ in range(times):
-            step: dict[str, Any] = {
-                name: torch.from_numpy(random.integers(1, 100, (envs, *field.shape))).to(field.dtype)
-                for name, field in buffers.fields.items()
-            }
-            step |= {f"final_{name}": value + 100 for name, value in step.items() if name.startswith("obs")}
-            step |= {"reward": random.random(envs).astype(np.float32), "priority": torch.arange(1.0, envs + 1)}
-            step |= {name: random.random(envs) < 0.15 for name in ("terminated", "truncated")}
-            twins.call("add", **step)
-
-    def look() -> None:
-        drawn = check_alike(twins, firsts, "sample", 6 if envs > 1 else 60)
-        if not buffers.settings.get("relabel"):
-            check_alike(twins, firsts, "sample_sequences", 6, 3)
-        for buffer, keys in zip(twins.both, drawn, strict=True):
-            buffer.update_priorities(keys, torch.arange(1.0, len(keys) + 1) / 4)
-
-    add(12)
-    look()
-    if not buffers.settings.get("relabel"):
-        # the ring has gone round but for the last six steps, so that the next ones push others out
-        for buffer, first in zip(twins.both, firsts, strict=True):
-            buffer._counters[Counter.ADDED] += buffer.capacity - 6 * envs
-            owner, places = buffer._streams.streams.owner, torch.arange(-1, 30)
-            held = owner[places]
-            owner[places] = torch.where((held >= first) & (held < first + 6 * envs), held + buffer.capacity, held)
-        twins.host._rebuild(5)
-        twins.tested._engine.draws.look()
-    add(3)
-    look()
-    add(9)
-    look()
-    check_stored(twins, firsts, 12 * envs)
-    check_masses(twins, firsts, 48)
 
 
 # a batch, a table of ranks and sums as long
@@ -325,29 +163,33 @@ class Case(NamedTuple):
 
     play: Callable[..., None]
     reached: dict[str, int]
-    buffers: Buffers | None = None
+    buffers: Shifted | None = None
     least: int = SLOTS - 1
 
 
 def of_rows(sampler: str, **more: int) -> Case:
     """Of two fields, or of leaves and counts of samples or stamps, each kernel reaches the ends."""
     kernels = dict.fromkeys(("write_kernel", "insert_kernel", "draw_kernel", "gather_kernel", "update_kernel"), 2)
-    return Case(rows, kernels | more, Buffers(NUMBERS, sampler, SLOTS, 5))
+    return Case(play_rows, kernels | more, Shifted(NUMBERS, SAMPLERS[sampler], SLOTS, 5))
 
 
 def of_frames(head: int) -> Case:
-    return Case(rows, {"write_kernel": 1, "gather_kernel": 1}, Buffers(FRAME, "latest", FRAMES, head))
+    return Case(play_rows, {"write_kernel": 1, "gather_kernel": 1}, Shifted(FRAME, SAMPLERS["latest"], FRAMES, head))
 
 
 def of_steps(sampler: str, fields: Any, reached: Any, envs: int = 2, head: int = 10, settings: Any = None) -> Case:
     known = {"stack": 4, "n_step": 3} if settings is None else settings
     # as many steps as fit, of which there are three more than a multiple of four, as in the small ring
     slots = ((SLOTS // envs + 1) // 4 * 4 - 1) * envs
-    return Case(steps, reached, Buffers(fields, sampler, slots, head * envs, SMALL_STEPS * envs, envs, known), slots)
+    return Case(
+        play_steps,
+        reached,
+        Shifted(fields, SAMPLERS[sampler], slots, head * envs, SMALL_STEPS * envs, envs, known),
+        slots,
+    )
 
 
 OBS = {"obs": Field((8,), torch.uint8), **ACTION}
-RELABEL = {"relabel": Hindsight(reward_fn=lambda achieved, desired: (achieved - desired).sum(-1).float())}
 # fields and rewards, metadata, final observations, and trees
 STARTS = {"write_kernel": 3, "add_step_kernel": 6, "keep_finals_kernel": 3, "gather_windows_kernel": 7}
 WITH_GOALS = {"write_kernel": 4, "add_step_kernel": 7, "keep_finals_kernel": 4, "gather_windows_kernel": 9}
@@ -382,7 +224,9 @@ def play(name: str, memory: SparseMemory) -> None:
         if name == "many keys at once":
             # as for more keys than one program takes
             patch.setattr(priorities, "keys_together", lambda batch, interpreted: 0)
-        case.play(*((case.buffers,) if case.buffers else ()), memory)
+        if case.buffers:
+            memory.places = (0, 1 - case.buffers.head / case.buffers.large, 1)
+        case.play(case.buffers or memory)
 
 
 def resident_bytes() -> int:

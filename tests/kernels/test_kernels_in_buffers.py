@@ -19,10 +19,9 @@ from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, rew
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from programs import SAMPLERS, Player, Program, any_program
-from torch import Tensor
 from trajectory_pair import taken_by
 from trees import check_sums
-from twins import Twins, check_same
+from twins import FIELDS, Twins, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.ops.counters import NO_MASS, Counter
@@ -148,51 +147,31 @@ def test_final_observations_beyond_the_room_for_them(
 
 # rows
 
-ROWS = {
-    "float32 vectors": Field((4,), torch.float32),
-    "odd float32": Field((7,), torch.float32, torch.float16),
-    "scalars": Field((), torch.int64),
-    "flags": Field((3,), torch.bool, torch.float32),
-    "frames": Field((84, 84), torch.uint8),
-    "scaled frames": Field((84, 84), torch.uint8, torch.float16, 1 / 255),
+MORE_FIELDS = {
     "stacks": Field((2, 84, 50), torch.uint8, torch.float32, 1 / 255),
-    "bytes": Field((16,), torch.int8),
-    "brain": Field((5,), torch.bfloat16),
-    "brain to float": Field((5,), torch.bfloat16, torch.float32, 3.0),
-    "doubles": Field((2, 3), torch.float64, torch.float32, 0.1),
-    "long to double": Field((3,), torch.int64, None, 0.1),
+    "words": Field((16,), torch.int8),
+    "long scaled": Field((3,), torch.int64, None, 0.1),
 }
+ROWS = {**FIELDS, **MORE_FIELDS}
 
 
-def rows_of(field: Field, count: int, seed: int) -> Tensor:
-    """Rows of a dtype's own random values."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, *field.shape)
-    if field.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(field.dtype)
-    low, high = {torch.bool: (0, 2), torch.uint8: (0, 256)}.get(field.dtype, (-128, 128))
-    return torch.randint(low, high, shape, generator=generator).to(field.dtype)
-
-
-@pytest.mark.parametrize("capacity", [1, 37, 129])
-@pytest.mark.parametrize("name", ROWS)
+@thinned("name, capacity", ROWS, [1, 37, 129])
 def test_written_rows(name: str, capacity: int, device: str, guards: Guards) -> None:
-    field = ROWS[name]
-    both = twins(device, capacity, {"x": field, "n": ROWS["scalars"]})
+    generator = np.random.default_rng(capacity)
+    both = twins(device, capacity, {"x": ROWS[name], **NUMBER})
     for rows in (2, 36, 2 * capacity + 3, 1):
-        both.insert(x=rows_of(field, rows, rows), n=torch.arange(rows))
+        both.insert(x=values_of(ROWS[name], rows, generator), n=torch.arange(rows))
         both.check()
         both.draw(min(rows, capacity))
-    guards.check()
 
 
-@pytest.mark.parametrize("field", [ROWS["frames"], ROWS["scaled frames"], ROWS["stacks"], Field((3001,), torch.int8)])
+@pytest.mark.parametrize("field", [ROWS["84 x 84"], ROWS["to half"], ROWS["stacks"], Field((3001,), torch.int8)])
 def test_rows_longer_than_a_program_of_a_gpu_moves(field: Field, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_sizes_of_a_gpu(monkeypatch)
     with guarded():
         both = twins(device, 5, {"x": field})
         for rows in (3, 4, 7):
-            both.insert(x=rows_of(field, rows, rows))
+            both.insert(x=values_of(field, rows, np.random.default_rng(rows)))
             both.draw(3)
         both.check()
 
@@ -349,10 +328,10 @@ def test_a_replayed_draw_of_what_is_gone_stays_inside(device: str) -> None:
         twins = with_goals(device, 3, 6, relabel=hindsight(), autoreset=mode)
         buffer = twins.tested
         streams, slots = buffer._streams.streams, buffer.capacity
-        for added in (0, 18, 33):
+        for added, strategies in ((0, ("future",)), (18, ("final", "episode")), (33, ("future", "final", "episode"))):
             buffer._counters[Counter.ADDED] = added
             buffer._counters[Counter.FIRST] = added
-            for strategy in ("future", "final", "episode"):
+            for strategy in strategies:
                 for tensor, low, high in (
                     (streams.depth, 0, 2**31 - 1),
                     (streams.spans, -1, 2**31 - 1),

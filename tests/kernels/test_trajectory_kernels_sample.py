@@ -16,8 +16,7 @@ from devices import thinned
 from guards import SENTINEL, Guards, guarded
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
-from torch import Tensor
-from twins import Twins, check_batches
+from twins import FIELDS, Twins, check_batches, values_of
 
 from gpu_replay import Batch, Field, Latest, Proportional, TrajectoryReplayBuffer
 from gpu_replay.ops import frame_tiles
@@ -28,15 +27,6 @@ ACTION = {"action": Field((), torch.int64)}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
 # environments, steps of each in the ring, and steps that are added
 Sizes = tuple[int, int, int]
-
-
-def values_of(field: Field, rows: int, generator: np.random.Generator) -> Tensor:
-    """Rows of a dtype's own random values, none of them a sentinel."""
-    shape = (rows, *field.shape)
-    if field.dtype.is_floating_point:
-        return torch.from_numpy(generator.standard_normal(shape)).to(field.dtype)
-    low, high = {torch.bool: (0, 2), torch.uint8: (1, SENTINEL)}.get(field.dtype, (-100, 100))
-    return torch.from_numpy(generator.integers(low, high, shape)).to(field.dtype)
 
 
 class Streams(Twins):
@@ -113,24 +103,8 @@ def test_small_rings(mode: str, sizes: Sizes, device: str, guards: Guards) -> No
             streams.compare()
 
 
-OBSERVATIONS = {
-    **{f"bytes {width}": Field((width,), torch.uint8) for width in (1, 2, 127, 128, 129)},
-    "42 x 42": Field((42, 42), torch.uint8),
-    "84 x 84": Field((84, 84), torch.uint8),
-    "to half": Field((84, 84), torch.uint8, torch.float16, 1 / 255),
-    "to bfloat16": Field((42, 42), torch.uint8, torch.bfloat16, 1 / 255),
-    "to float": Field((3, 7, 5), torch.uint8, torch.float32, 1 / 255),
-    "scalars": Field((), torch.float32),
-    "vectors": Field((4,), torch.float32),
-    "odd to half": Field((17,), torch.float32, torch.float16),
-    "brain": Field((9,), torch.bfloat16, torch.float32),
-    "brain scaled": Field((9,), torch.bfloat16, None, 3.0),
-    "doubles": Field((3,), torch.float64, torch.float32, -0.1),
-    "long": Field((2,), torch.int64, torch.float64, 0.5),
-    "flags": Field((6,), torch.bool, torch.float32),
-}
 # large frames, and many programs of few bytes, take the interpreter seconds
-SLOW = [(name, True) for name in OBSERVATIONS if name != "to float"]
+SLOW = [(name, True) for name in FIELDS if name != "to float"]
 SLOW += [(name, False) for name in ("84 x 84", "42 x 42", "to half", "to bfloat16")]
 
 
@@ -140,7 +114,7 @@ SLOW += [(name, False) for name in ("84 x 84", "42 x 42", "to half", "to bfloat1
         pytest.param(
             *each, id=f"{each[0]}{', sizes of a gpu' * each[1]}", marks=pytest.mark.slow if each in SLOW else ()
         )
-        for each in ((name, on_gpu) for name in OBSERVATIONS for on_gpu in (False, True))
+        for each in ((name, on_gpu) for name in FIELDS for on_gpu in (False, True))
     ],
 )
 def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +122,7 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
         use_sizes_of_a_gpu(monkeypatch)
     with guarded():
         for mode in ("next_step", "same_step, zeros"):
-            fields = {"obs": OBSERVATIONS[name], **ACTION}
+            fields = {"obs": FIELDS[name], **ACTION}
             streams = Streams(device, fields, (2, 6, 14), 0.5, stack=3, n_step=2, **MODES[mode])
             streams.compare()
             streams.compare(3)
