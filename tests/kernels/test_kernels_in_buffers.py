@@ -90,7 +90,8 @@ def test_programs_in_buffers_of_several_blocks(name: str, capacity: int, device:
 
 
 @pytest.mark.parametrize(
-    "stack, n_step, envs", [(1, 40, 2), pytest.param(40, 1, 2, marks=pytest.mark.slow), (2, 2, 70)], ids=str
+    "stack, n_step, envs",
+    [(1, 40, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((40, 1, 2), (2, 2, 70)))],
 )
 @pytest.mark.parametrize("autoreset", ["next_step", pytest.param("same_step", marks=pytest.mark.slow)])
 def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
