@@ -9,10 +9,7 @@ means anything.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import os
-import pkgutil
 import runpy
 import signal
 import sys
@@ -25,12 +22,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from launches import Launch, choose_sizes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from gpu_replay import Field, ops
+from gpu_replay import Field
 from gpu_replay.bench import first_contact, kernel_inputs, main, measure, subjects
 
 GPU = torch.device("cuda", 0)
@@ -299,20 +297,6 @@ def _graph(
 _loaded: set[str] = set()
 
 
-def _variant(kernel: Any, given: Any, named: dict[str, Any]) -> str:
-    """A kernel, its constants, and of what kinds its arguments are: what Triton compiles and the driver loads."""
-    constants = {name: value for name, value in named.items() if name not in ("grid", "warmup")}
-    return f"{kernel.__name__}({', '.join(map(_kind, given))}; {constants})"
-
-
-def _kind(argument: Any) -> str:
-    if isinstance(argument, tuple):
-        return f"({', '.join(map(_kind, argument))})"
-    if isinstance(argument, int):
-        return "i32" if abs(argument) < 2**31 else "i64"
-    return str(getattr(argument, "dtype", type(argument).__name__))
-
-
 STANDS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -366,7 +350,8 @@ def pretend() -> None:
     interpret, run = InterpretedFunction.run, threading.Thread.run
 
     def launch(kernel: Any, *given: Any, **named: Any) -> None:
-        variant = _variant(kernel, given, named)
+        constants = {name: value for name, value in named.items() if name not in ("grid", "warmup")}
+        variant = Launch(kernel, (), given, constants).variant
         if _here.graph is not None and variant not in _loaded:
             # the driver loads no code then; that of a kernel is loaded when it is first launched
             raise RuntimeError(f"{REFUSED}: {variant} was never launched before")
@@ -387,7 +372,8 @@ def pretend() -> None:
 
     InterpretedFunction.run = launch
     setattr(threading.Thread, "run", run_with_a_gpu)  # noqa: B010
-    _use_sizes_of_the_interpreter()
+    # in the interpreter a program takes a millisecond
+    choose_sizes(setattr, interpreted=True)
     # what is tried at all is tried once
     main.QUICK, measure.WARM_UPS, kernel_inputs.STEPS = measure.Plan(0, 0, 1, 1), 1, 10
     main.QUICK_CAPACITIES, main.QUICK_FRAMES = (1_000,), (480, (8,))
@@ -420,29 +406,6 @@ def _plant_failures() -> None:
     for feature, how in (word.split("=") for word in os.environ.get("REHEARSED_FAILURES", "").split()):
         kept = first_contact.FEATURES[feature]
         first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how], limit=5.0)  # type: ignore[arg-type]
-
-
-def _use_sizes_of_the_interpreter() -> None:
-    """Let each program do as much as it can: in the interpreter one takes a millisecond."""
-    for found in pkgutil.iter_modules(ops.__path__):
-        if found.name.startswith("numba_"):
-            continue
-        module = importlib.import_module(f"{ops.__name__}.{found.name}")
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            if "interpreted" in inspect.signature(function).parameters:
-                setattr(module, name, _interpreted(function))
-
-
-def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def chosen(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
-        bound.arguments["interpreted"] = True
-        return function(*bound.args, **bound.kwargs)
-
-    return chosen
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from gpu_replay import Batch
 def main() -> None:
     """Capture, replay, and compare what was drawn with the host."""
     some = ("uniform", "everything", "combined-rank")
-    of_steps = ("latest", "combined-everything", "combined-rank")
+    of_steps = ("latest", "combined-proportional", "combined-rank")
     cases = (("transitions", SAMPLERS), ("same_step", of_steps))
     for kind, names in cases if "--full" in sys.argv else (("transitions", some), ("same_step", of_steps[1:2])):
         for name in names:
