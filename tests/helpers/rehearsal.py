@@ -36,8 +36,11 @@ NAME = "No GPU, a rehearsal"
 MEMORY = 2**34
 REFUSED = "operation not permitted when stream is capturing"
 UNREGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+WAITS = "called a synchronizing CUDA operation"
 # waits for the device, which no graph can
 _WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+# so do these, which torch tells where it is asked to
+_WAITING_TOO = {"equal", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"}
 _GETTERS: dict[Any, Callable[[bool], Any]] = {
     Tensor.device.__get__: lambda on_gpu: GPU if on_gpu else torch.device("cpu"),
     vars(torch._C.TensorBase)["is_cuda"].__get__: lambda on_gpu: on_gpu,
@@ -80,6 +83,8 @@ class Rehearsal(TorchFunctionMode):
             given, structure = tree_flatten((args, kwargs))
         here = places[0] == "cuda" if places else any(map(_on_gpu, given))
         args, kwargs = structure.unflatten(["cpu" if _named(value) else value for value in given])
+        if _Strict.mode is not None and (func is Tensor.tolist or places == ["cpu"]) and any(map(_on_gpu, given)):
+            raise RuntimeError(WAITS)
         pinned = kwargs.pop("pin_memory", False) or func is Tensor.pin_memory
         found = args[0].clone() if func is Tensor.pin_memory else func(*args, **kwargs)
         if func is Tensor.to and found is args[0] and here != _on_gpu(found):
@@ -111,6 +116,35 @@ class _Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         self._graph.calls.append(functools.partial(_again, func, args, kwargs, found))
         return found
+
+
+class _Strict(TorchDispatchMode):
+    """Refuses what waits for the device, while torch is asked to."""
+
+    mode: ClassVar[_Strict | None] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, leaves = func.overloadpacket.__name__, tree_leaves(args)
+        masked = name.startswith("index") and any(
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:])
+        )
+        waits = func in _WAITING or name in _WAITING_TOO or (masked and name in ("index", "index_put_"))
+        if waits and any(map(_on_gpu, leaves)):
+            raise RuntimeError(WAITS)
+        return func(*args, **(kwargs or {}))
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    if _Strict.mode is not None:
+        _Strict.mode.__exit__(None, None, None)
+        _Strict.mode = None
+    if mode == "error":
+        _Strict.mode = _Strict().__enter__()
+
+
+def _synchronize(*_: object) -> None:
+    if _Strict.mode is not None:
+        raise RuntimeError(WAITS)
 
 
 def _again(func: Any, args: Any, kwargs: Any, found: Any) -> None:
@@ -313,8 +347,10 @@ STANDS: dict[str, Any] = {
     **{
         # each a function of its own, as torch's compiler wants them
         name: lambda *_, **__: None
-        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats", "set_sync_debug_mode", "set_device")
+        for name in ("empty_cache", "reset_peak_memory_stats", "set_device")
     },
+    "synchronize": _synchronize,
+    "set_sync_debug_mode": _set_sync_debug_mode,
     "_sleep": lambda cycles: None,
     "cudart": lambda: Driver,
     "check_error": lambda answer: None,

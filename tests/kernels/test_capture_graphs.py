@@ -347,13 +347,13 @@ def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) ->
     assert len(cuda.streams) == 2 * 2
 
 
-def test_no_kernel_is_first_launched_while_a_graph_is_captured(full: bool) -> None:
+def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured(full: bool) -> None:
     """The driver loads no code then. Some samplers or all, steps with and without a draw, graphs made by hand; one
-    warm-up."""
+    warm-up. What would wait for the device is refused outside of graphs too."""
     tests = Path(__file__).parents[1]
     places = [*map(str, (tests.parent, tests / "helpers", tests / "contract")), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "rehearsal", "rehearsed_captures", *["--full"] * full]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == (len(SAMPLERS) + 3 if full else 4)
+    assert len(done.stdout.splitlines()) == (len(SAMPLERS) + 6 if full else 5)

@@ -24,9 +24,8 @@ from trees import check_sums
 from twins import FIELDS, Twins, check_same, values_of
 
 from gpu_replay import Field, Latest, LinearSchedule, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer
-from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.hindsight import plan_choose_goals
-from gpu_replay.ops.mass_tree import DIRTY
 
 SIZES = (1, 2, 127, 128, 129, 4095)
 NUMBER = {"n": Field((), torch.int64)}
@@ -200,28 +199,6 @@ def test_updates_of_awkward_sizes_with_many_repeated_keys(batch: int, device: st
         assert both.host.stats().stale_updates > 0 or batch < 3
 
 
-def test_the_largest_stored_priority_is_found_in_a_block_that_did_not_change(device: str) -> None:
-    priorities = torch.full((1000,), 2.0, dtype=torch.float64)
-    priorities[700] = 64.0
-    with guarded():
-        both = twins(device, 1000, NUMBER, EVERYTHING)
-        tested = both.tested
-        both.insert(n=torch.arange(1000), priority=priorities)
-        # the first looks at all blocks, the second only at the one that has changed since
-        for number in (1000, 1001):
-            key = both.insert(n=torch.tensor([number]))
-            assert tested.masses()[number - 1000].item() == tested._state.rule.mass(64.0)
-            both.update(key, torch.ones(1))
-        both.check()
-        # and it goes with its transition
-        both.insert(n=torch.arange(1002, 1702))
-        both.update(torch.arange(1000, 1702), torch.full((702,), 4.0))
-        both.insert(n=torch.tensor([1702]))
-        both.check()
-        assert tested.masses()[702].item() == tested._state.rule.mass(4.0)
-        assert tested._state.tree.high.tolist().count(DIRTY) == 1
-
-
 @pytest.mark.parametrize("sampler", [EVERYTHING, RankBased()], ids=["mass", "rank"])
 def test_a_priority_that_is_not_finite_changes_nothing_and_is_counted(sampler: Any, device: str) -> None:
     """Kernels cannot raise: such an entry keeps its mass or its rank, also if an earlier one of its key was finite."""
@@ -255,16 +232,6 @@ def test_a_priority_of_too_much_mass_is_cut_and_counted_by_itself(device: str) -
         stats = tested.stats()
         assert (stats.saturated_priorities, stats.rejected_priorities, stats.stale_updates) == (2, 1, 0)
         assert tested._state.tree.masses[:4:2].tolist() == [tested._state.rule.limit] * 2
-
-
-def test_launches_leave_no_trace_in_the_counters_they_share(device: str) -> None:
-    with guarded():
-        tested = twins(device, 129, NUMBER, EVERYTHING).tested
-        tested.add(n=torch.arange(300, device=device), priority=torch.ones(300, device=device))
-        tested.sample(20)
-        counters = tested._counters.tolist()
-    shared = (Counter.TICKET, Counter.PENDING_MAX_MASS, Counter.HIGHEST, Counter.LOWEST)
-    assert [counters[place] for place in shared] == [0, 0, 0, NO_MASS]
 
 
 def test_a_priority_that_is_not_finite_counts_as_none(device: str) -> None:
@@ -305,7 +272,8 @@ def with_goals(device: str, num_envs: int, steps: int, fields: Any = GOALS, **se
     for number in range(steps + 2):
         ends = ["" if (number + env) % 4 else "TU"[env % 2] for env in range(num_envs)]
         made = [goal_step(number, env, end=end, final=True, fields=fields) for env, end in enumerate(ends)]
-        both.insert(**{name: torch.from_numpy(value) for name, value in taken_by(both.host, made, fields).items()})
+        both.host.add(**taken_by(both.host, made, fields))
+    both.tested.load_state_dict(both.host.state_dict())
     return both
 
 

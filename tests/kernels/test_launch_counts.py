@@ -1,6 +1,6 @@
 """A call makes few launches, whatever the fields, windows, sampler and size of the tree: counted in one table.
 
-That no call waits is what `test_no_stalls.py` and, on a GPU, `test_gpu.py` hold.
+That no call waits is what `test_capture_graphs.py` and, on a GPU, `test_gpu.py` hold.
 """
 
 from __future__ import annotations
