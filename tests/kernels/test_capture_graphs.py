@@ -133,24 +133,18 @@ def test_a_replay_has_its_turn_among_the_calls_of_other_streams(cuda: FakeCuda) 
         assert f"acting {turn}" not in came_after
 
 
-def test_the_host_counts_what_replays_add(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_host_counts_what_replays_add(batch_size: int | None, cuda: FakeCuda) -> None:
+    """A step that draws nothing asks for no rows."""
     buffer = Pretended(cuda)
-    step = buffer.capture(4, lambda batch: buffer.add(), warm_ups=1)
+    buffer.empty = batch_size is None
+    step = buffer.capture(batch_size, lambda *batch: buffer.add(), warm_ups=1)
     step()
     assert buffer._engine.rows == 0
     for _ in range(3):
         step()
-    assert buffer._engine.rows == 15
-    assert buffer._stream_order.recorded is None
-
-
-def test_a_step_that_draws_nothing_asks_for_no_rows(cuda: FakeCuda) -> None:
-    buffer = Pretended(cuda)
-    buffer.empty = True
-    step = buffer.capture(None, buffer.add, warm_ups=1)
-    for _ in range(4):
-        step()
-    assert [name for name, _ in cuda.done] == ["add", *["add replayed"] * 3]
+    parts = ["add"] if batch_size is None else ["sample", "add"]
+    assert [name for name, _ in cuda.done] == [*parts, *(f"{part} replayed" for part in parts * 3)]
     assert (buffer._engine.rows, buffer._stream_order.recorded) == (15, None)
 
 

@@ -18,7 +18,7 @@ from guards import Guards, guarded
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
-from programs import SAMPLERS, Player, Program, any_program
+from programs import SAMPLERS, Player, Program, any_program, letters
 from trajectory_pair import taken_by
 from trees import check_sums
 from twins import FIELDS, Twins, check_same, values_of
@@ -101,8 +101,8 @@ def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
     calls: list[Any] = [("extend", ["." * envs] * turn, True, None)]
     draw = random.Random(f"{stack} {n_step}")
     for time in range(14):
-        ends = "".join(draw.choice("TUB") if draw.random() < (0.02, 0.1)[envs > 2] else "." for _ in range(envs))
-        calls.append(("steps", [ends], time % 5 > 0, [[draw.choice((0.5, 2.0)) for _ in range(envs)]]))
+        ends = [letters(draw, envs, (0.02, 0.1)[envs > 2])]
+        calls.append(("steps", ends, time % 5 > 0, [[draw.choice((0.5, 2.0)) for _ in range(envs)]]))
         calls += [("sample", 9, None), ("begin", [draw.random() < 0.1 for _ in range(envs)])][: time % 3]
     settings = {"capacity": turn * envs, "num_envs": envs, "stack": stack, "n_step": n_step, "autoreset": autoreset}
     settings |= {"sampler": "combined-proportional", "fields": 0, "seed": 7}
@@ -133,12 +133,8 @@ def test_final_observations_beyond_the_room_for_them(
     """Rows go by the order of the environments, however many programs there are."""
     use_sizes_of_a_gpu(monkeypatch)
     draw = random.Random(finals)
-    calls: list[Any] = []
-    for time in range(14):
-        ends = "".join(
-            draw.choice("TUB") if draw.random() < (0.0, 0.3, 1.0)[time % 3] else "." for _ in range(num_envs)
-        )
-        calls.append(("steps", [ends], time % 5 != 3, None))
+    steps = [[letters(draw, num_envs, (0.0, 0.3, 1.0)[time % 3])] for time in range(14)]
+    calls: list[Any] = [("steps", ends, time % 5 != 3, None) for time, ends in enumerate(steps)]
     settings = {"capacity": 3 * num_envs, "num_envs": num_envs, "autoreset": "same_step", "final_capacity": finals}
     with guarded():
         _, tested = play(Program("steps", settings | {"sampler": "latest", "fields": 0}, calls), device, tmp_path)
