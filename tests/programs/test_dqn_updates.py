@@ -45,19 +45,21 @@ class Plain:
         self._adam = torch.optim.Adam(self.online.parameters(), **adam)
 
     def update(self, batch: Columns) -> Columns:
-        """Magnitudes of the TD errors and best values before the update."""
+        """Magnitudes of the TD errors and best values before the update; means of loss, errors and chosen values."""
         rows, values = torch.arange(len(batch["action"])), self._values(self.online, batch["obs"])
         with torch.no_grad():
             following = self._values(self.target, batch["next_obs"])
             chooser = self._values(self.online, batch["next_obs"]) if self._double else following
             target = batch["reward"] + batch["discount"] * following[rows, chooser.argmax(1)]
-        size = (target - values[rows, batch["action"]]).abs()
+        chosen = values[rows, batch["action"]]
+        size = (target - chosen).abs()
         loss = (batch["weight"] * torch.where(size < 1, size.square() / 2, size - 0.5)).mean()
         self._adam.zero_grad()
         loss.backward()
         clip_grad_norm_(self.online.parameters(), self._clip)
         self._adam.step()
-        return {"size": size.detach(), "best": values.detach().amax(1)}
+        means = torch.stack([loss, size.mean(), chosen.mean()])
+        return {"size": size.detach(), "best": values.detach().amax(1), "means": means.detach()}
 
 
 # the plain one, then after each update its batch and what was found, and the network in the end
@@ -88,8 +90,14 @@ def of_training(field: Field, **changes: Any) -> Subject:
         return out[:, :1] + out[:, 1:] - out[:, 1:].mean(1, keepdim=True)
 
     plain = Plain(agent.online, values, double=True, clip=10.0, lr=1e-3, eps=1e-5)
-    updates = ((batch.to_dict(), {"size": agent.update(batch)}) for batch in batches)
-    return plain, updates, lambda: agent.online
+
+    def updates() -> Iterator[tuple[Columns, Columns]]:
+        for batch in batches:
+            size = agent.update(batch)
+            agent.after_updates(1)
+            yield batch.to_dict(), {"size": size, "means": torch.tensor(agent.means())}
+
+    return plain, updates(), lambda: agent.online
 
 
 def of_the_study(hidden: tuple[int, ...], double: bool) -> Subject:
