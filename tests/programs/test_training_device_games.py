@@ -160,6 +160,19 @@ def test_serves_are_a_function_of_the_seed_and_fall_on_the_middle_of_the_court()
         assert abs(float(torch.corrcoef(torch.stack(pair))[0, 1])) < 0.1
 
 
+def test_a_restored_game_goes_on_as_it_would_have() -> None:
+    games = [DevicePong(6, CPU, 42) for _ in range(2)]
+    for seed, game in enumerate(games):
+        game.reset(seed)
+    for t in range(60):
+        if t == 30:
+            games[1].load_state_dict(games[0].state_dict())
+        for game in games:
+            game.send((torch.arange(6) + t) % 3)
+        one, other = (game.recv() for game in games)
+        assert t < 30 or (torch.equal(one.frame, other.frame) and torch.equal(one.reward, other.reward))
+
+
 @pytest.mark.gpu
 def test_a_gpu_plays_the_same_games() -> None:
     host, device = DevicePong(64, CPU, 42), DevicePong(64, torch.device("cuda"), 42)
