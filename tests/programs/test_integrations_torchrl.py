@@ -187,15 +187,9 @@ def test_its_collector_and_its_dqn_learn_from_it() -> None:
     greedy = EGreedyModule(spec=env.action_spec, annealing_num_steps=1500, eps_end=0.05)
     buffer = TensorDictReplayBuffer(5000, sampler=Proportional(0.6, beta=0.4), batch_size=64, device="cpu")
     loss = DQNLoss(actor, action_space=env.action_spec, delay_value=True)
-    target = SoftUpdate(loss, eps=0.99)
-    optimizer = torch.optim.Adam(loss.parameters(), 1e-3)
-    collector = Collector(
-        env,
-        TensorDictSequential(actor, greedy),
-        frames_per_batch=50,
-        total_frames=3000,
-        auto_register_policy_transforms=True,
-    )
+    target, optimizer = SoftUpdate(loss, eps=0.99), torch.optim.Adam(loss.parameters(), 1e-3)
+    policy, frames = TensorDictSequential(actor, greedy), {"frames_per_batch": 50, "total_frames": 3000}
+    collector = Collector(env, policy, **frames, auto_register_policy_transforms=True)
     for data in collector:
         greedy.step(50)
         buffer.extend(data)
@@ -207,8 +201,7 @@ def test_its_collector_and_its_dqn_learn_from_it() -> None:
             target.step()
             buffer.update_tensordict_priority(batch)
     collector.shutdown()
-    played = env.rollout(500, actor)
     assert buffer.buffer is not None
     assert buffer.buffer.stats().max_priority != 1.0
     # random actions last 22 steps on average
-    assert played.shape[0] > 60
+    assert env.rollout(500, actor).shape[0] > 60

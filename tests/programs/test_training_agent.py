@@ -110,21 +110,17 @@ def test_weights_are_averaged_exponentially_and_that_is_judged() -> None:
 
 
 def test_bfloat16_is_for_convolutions_and_hidden_layers_alone() -> None:
-    drawn, gradients = batch_of(pictures(8), pictures(8, seed=1)), []
-    for half in (False, True):
-        agent = make_agent(PIXELS, bfloat16=half, network="fine", hidden=(32,), layer_norm=True, whiten=True)
-        agent.whiten(drawn.obs)
-        agent.update(drawn)
-        assert all(weight.dtype == torch.float32 for weight in agent.online.parameters())
-        gradients.append([weight.grad for weight in agent.online.parameters()])
-    for full, half_ in zip(*gradients, strict=True):
-        difference = torch.linalg.vector_norm(half_ - full) / torch.linalg.vector_norm(full)
-        # rounding turns ReLUs, and the gradients of random pixels nearly cancel: 0.23 at the most was seen
-        assert float(difference) < 0.35
-    network, seen = make_network(bfloat16=True, **NATURE), {}
-    for name, layer in network.named_modules():
+    agent, plain = make_agent(PIXELS, bfloat16=True, **NATURE), make_network(**NATURE)
+    for seed in range(2):
+        agent.update(batch_of(pictures(8, seed=seed), pictures(8, seed=seed)))
+    # weights stay exact, and values are those of the newest
+    assert all(weight.dtype == torch.float32 for weight in agent.online.parameters())
+    plain.load_state_dict(agent.online.state_dict())
+    torch.testing.assert_close(agent.online(pictures(3)), plain(pictures(3)), rtol=0.02, atol=0.02)
+    seen = {}
+    for name, layer in agent.online.named_modules():
         layer.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
-    network(pictures(3))
+    agent.online(pictures(3))
     assert seen["convolutions.0"] == seen["convolutions.2"] == seen["hidden.0"] == (torch.bfloat16, torch.bfloat16)
     assert (seen["hidden.1"][1], seen["last"]) == (torch.float32, (torch.float32, torch.float32))
 
@@ -185,14 +181,6 @@ def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
     network = QNetwork(Field((2,), torch.float32), 2, Settings(), bounds)
     seen = network.prepare(torch.tensor([[4.0, 7.0], [-2.0, -7.0], [1.0, 0.0]]))
     assert seen.tolist() == [[1.0, 7.0], [-1.0, -7.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    "name, shape", [("nature", (84, 84)), ("nature", (3, 16, 16)), ("fine", (2,)), ("cosine", (2,))]
-)
-def test_a_network_that_does_not_suit_the_observation_is_refused(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=f"--network {name}"):
-        make_network(Field(shape, torch.float32), network=name)
 
 
 @pytest.mark.gpu
@@ -285,14 +273,11 @@ def test_settings_survive_a_trip_through_json(family: str) -> None:
 # of other types, and without sense: what settings.json says, and a pattern of the error
 REFUSED = """
 "steps": null => --steps must
-"steps": "abc" => --steps must
 "steps": true => --steps must
 "steps": [3] => --steps must
-"steps": 0 => --steps .*at least 1.* 0
 "sampler": "bogus" => --sampler must
 "network": true => --network must
 "whiten": "no" => --whiten must
-"whiten": 1 => --whiten must
 "bfloat16": "auto" => --bfloat16 must
 "num_envs": 2.5 => --num-envs must
 "gamma": "0.9" => --gamma must
@@ -304,7 +289,6 @@ REFUSED = """
 "lr": 1, "gama": 2 => gama, lr
 "persistence": 1.0 => --persistence .*less than 1
 "learning_rate": NaN => --learning-rate .*nan
-"stop_at": NaN => --stop-at .*finite.*nan
 "eval_from": Infinity => --eval-from .*finite.*inf
 "threads": 100000 => --threads .*1 to 1,024.*100000
 "warmup": 100, "capacity": 99 => --warmup 100 .*--capacity 99
@@ -350,23 +334,23 @@ def test_streams_of_seeds_differ_and_repeat() -> None:
 
 
 def test_stopwatch_charges_each_part_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
+    now, parts = [10.0], {"act": 1.0, "replay": 2.0, "learn": 4.0}
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
     on_cpu, on_gpu, looked = Stopwatch(CPU), Stopwatch(torch.device("cuda")), []
     for _ in range(3 * SAMPLED):
-        for watch in (on_cpu, on_gpu):
-            watch.begin()
+        on_cpu.begin()
+        on_gpu.begin()
         looked.append(on_gpu.looks_inside)
-        for part, seconds in (("act", 1), ("replay", 2), ("learn", 4)):
+        for part, seconds in parts.items():
             now[0] += seconds
             on_cpu.lap(part)
             on_gpu.lap(part)
-    assert on_cpu.seconds == {"env": 0.0, "act": 3.0 * SAMPLED, "replay": 6.0 * SAMPLED, "learn": 12.0 * SAMPLED}
     # on a GPU one step in so many is timed, and that one is not made of graphs
-    assert on_gpu.seconds == {"env": 0.0, "act": 3.0, "replay": 6.0, "learn": 12.0}
-    assert on_cpu.shares()["replay"] == on_gpu.shares()["replay"] == pytest.approx(2 / 7)
-    assert [step for step, each in enumerate(looked) if each] == [SAMPLED - 1, 2 * SAMPLED - 1, 3 * SAMPLED - 1]
+    for watch, steps in ((on_cpu, 3 * SAMPLED), (on_gpu, 3)):
+        assert watch.seconds == {"env": 0.0, **{part: steps * seconds for part, seconds in parts.items()}}
+        assert watch.shares()["replay"] == pytest.approx(2 / 7)
+    assert looked == 3 * [*[False] * (SAMPLED - 1), True]
 
 
 def plan_of(*flags: str) -> run.Plan:

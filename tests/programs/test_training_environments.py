@@ -1,13 +1,14 @@
-"""Environments behind one interface: endings, truncations, real Atari frames, and names that are recognised or not."""
+"""Environments behind one interface: endings, truncations, stacks of frames, and the names by which they are known."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.console.errors import UserError
+from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, Step
 from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
 from gpu_replay.training.settings import PRESETS, Settings
@@ -158,20 +159,62 @@ def test_names_are_recognised(name: str) -> None:
     assert tuple(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True)) == FAMILIES[found.kind]
 
 
-@pytest.mark.parametrize(
-    "name, hint", [("CartPol-v1", "CartPole-v1"), ("pongg", "pong"), ("xyzzy-v3", "Try pong"), ("ALE/Pnog-v5", "Pong")]
-)
-def test_an_unknown_name_is_answered_with_near_ones(name: str, hint: str) -> None:
-    pytest.importorskip("ale_py")
-    with pytest.raises(UserError, match=f"unknown environment '{name}'.*{hint}"):
-        identify(name)
+# frames
+
+IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
 
 
-@pytest.mark.parametrize("name, message", [("Pendulum-v1", "actions Box"), ("Taxi-v4", "observations Discrete")])
-def test_spaces_that_the_agent_cannot_use_are_refused(name: str, message: str) -> None:
-    import gymnasium
+def numbered(t: int) -> Tensor:
+    """Frames of three environments, whose every pixel says at which step it was seen and where."""
+    return (torch.arange(3, dtype=torch.uint8) + 10 * t)[:, None, None].expand(3, 3, 2).contiguous()
 
-    if name not in gymnasium.registry:
-        name = "Taxi-v3"
-    with pytest.raises(UserError, match=message):
-        make_gymnasium(name, 2)
+
+class Scripted(Environment):
+    """Three environments in host memory whose frames say when they were; two end at each fifth and third step."""
+
+    num_envs = 3
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=depth)
+
+    def reset(self, seed: int) -> Tensor:
+        self.t = 0
+        return numbered(0)
+
+    def send(self, actions: Tensor) -> None:
+        self.t += 1
+
+    def recv(self) -> Step:
+        over, cut = torch.tensor([self.t % 5 == 0, False, False]), torch.tensor([False, self.t % 3 == 0, False])
+        final = numbered(self.t + 100) if bool((over | cut).any()) else None
+        return Step(numbered(self.t), torch.full((3,), float(self.t)), over, cut, final)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
+    actors = Actors(Scripted(depth), torch.device(device))
+    actors.reset(0)
+    histories = [[each] for each in numbered(0)]
+    for t in range(1, 20):
+        obs = actors.stack.obs
+        assert obs.device.type == device
+        for env, history in enumerate(histories):
+            # zeros before the first frame of an episode; a single frame has no stack axis
+            newest = [*[torch.zeros(3, 2, dtype=torch.uint8)] * depth, *history][-depth:]
+            assert torch.equal(obs[env].cpu(), torch.stack(newest) if depth > 1 else newest[0])
+        if t == 11:
+            # others continue from the state of these
+            saved = actors.state_dict()
+            actors = Actors(actors.environment, torch.device(device))
+            actors.load_state_dict(saved)
+        actors.environment.send(torch.zeros(3, dtype=torch.int64))
+        step, frame = actors.recv(), numbered(t)
+        flags = [step.terminated.tolist(), step.truncated.tolist()]
+        assert (step.reward.tolist(), flags) == ([t] * 3, [[t % 5 == 0, False, False], [False, t % 3 == 0, False]])
+        ended = step.ended.tolist()
+        assert not any(ended) or torch.equal(step.final_frame.cpu(), numbered(t + 100))
+        actors.push(step)
+        assert torch.equal(actors.stack.frame.cpu(), frame)
+        histories = [[frame[env]] if ended[env] else [*histories[env], frame[env]] for env in range(3)]
