@@ -1,9 +1,7 @@
-"""Runs of the study: its measures and goals by hand, what its memories give back, and the lines of its table."""
+"""Runs of the study: recorded episodes come again, and measures and goals by hand."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,26 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_replay.study import agent as study_agent
-from gpu_replay.study.agent import Agent
-from gpu_replay.study.methods import TASKS, Floats, Memory, Minibatch
-from gpu_replay.study.network import Parameters
-from gpu_replay.study.run import MEASURED, RunId, make_run
+from gpu_replay.study.methods import TASKS, Memory
+from gpu_replay.study.results import read_study
+from gpu_replay.study.run import COLUMNS, KEYS, RunId, make_run
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, AgentSettings, agents, described
 from gpu_replay.study.statistics import correlated_pairs, td_statistics
 
 gymnasium = pytest.importorskip("gymnasium")
+pd = pytest.importorskip("pandas")
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT = AgentSettings(episodes=6, hidden=(16,), batch_size=16, first_update=16, memory=60)
-
-
-def test_initial_values_are_spread_as_those_of_torch() -> None:
-    parameters = Parameters((4, 500, 2))
-    parameters.draw(np.random.default_rng(3))
-    for weight, bias, bound in zip(parameters.weights, parameters.biases, (4**-0.5, 500**-0.5), strict=True):
-        assert max(np.abs(weight.numpy()).max(), np.abs(bias).max()) <= bound
-        assert weight.numpy().std() == pytest.approx(bound / 3**0.5, rel=0.05)
+RECORDED = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
 # what is measured
@@ -112,130 +100,46 @@ def test_with_the_true_goal_it_is_the_environment(name: str) -> None:
         assert task.terminated_fn(achieved, desired).tolist() == ends
 
 
-OTHER_GOALS: list[tuple[str, tuple[float, ...], tuple[float, ...], float, bool | None]] = [
-    # a metre from the goal is near; three are not
-    ("CartPole-v1", (1.0, 0.1), (2.0, 0.1), 1, None),
-    ("CartPole-v1", (-1.0, 0.1), (2.0, 0.1), 0, None),
-    # the step with which the pole falls is paid by the environment, whatever the goal
-    ("CartPole-v1", (0.0, -0.25), (0.0, 0.15), 1, None),
-    ("MountainCar-v0", (-0.3,), (-0.3,), -1, True),
-    ("Acrobot-v1", (0.5,), (0.25,), 0, True),
-    ("Acrobot-v1", (0.25,), (0.25,), -1, False),
-]
-
-
-def test_other_goals_by_hand() -> None:
-    for name, achieved, desired, reward, ends in OTHER_GOALS:
-        task, pair = TASKS[name], (torch.tensor([achieved]), torch.tensor([desired]))
-        found = None if task.terminated_fn is None else task.terminated_fn(*pair).item()
-        assert (task.reward_fn(*pair).tolist(), found) == ([reward], ends), (name, achieved)
-
-
 # runs
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_run_again_is_the_same(method: str) -> None:
-    run = RunId("CartPole-v1", method, 3)
-    first, again, other = (make_run(each, SHORT) for each in (run, run, run._replace(seed=4)))
-    assert [{**each, "seconds": 0} for each in again] == [{**each, "seconds": 0} for each in first]
-    assert [each["duration"] for each in other] != [each["duration"] for each in first]
+@pytest.fixture(scope="module")
+def recorded() -> Any:
+    return read_study(RECORDED / "study")[1]
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_a_line_says_what_happened(name: str) -> None:
-    settings = dataclasses.replace(SHORT, episodes=1 if name == "Acrobot-v1" else 3, train_every=5, updates=2)
-    run, steps, seconds = RunId(name, "uniform", 0), 0, 0.0
-    for number, episode in enumerate(make_run(run, settings), 1):
-        before, steps = steps, steps + episode["duration"]
-        assert (*(episode[key] for key in ("environment", "method", "seed")), episode["episode"]) == (*run, number)
-        assert (episode["steps"], episode["epsilon"]) == (steps, settings.epsilon(steps))
-        assert episode["return"] == (1 if name == "CartPole-v1" else -1) * episode["duration"]
-        # two updates at each fifth step from the one with which 16 are stored
-        assert episode["updates"] == 2 * sum(step % 5 == 0 and step >= 16 for step in range(before + 1, steps + 1))
-        assert episode["seconds"] > seconds
-        seconds = episode["seconds"]
-    # an episode without updates has nothing to say of them
-    (episode,) = make_run(run, dataclasses.replace(settings, episodes=1, first_update=999))
-    assert (episode["updates"], [episode[key] for key in MEASURED]) == (0, [None] * 8)
+RUNS = [("CartPole-v1", "none", 0), ("CartPole-v1", "uniform", 1), ("CartPole-v1", "rank", 2)]
+RUNS += [("CartPole-v1", "combined", 3), ("CartPole-v1", "hindsight", 4), ("Acrobot-v1", "hindsight", 0)]
+RUNS += [("MountainCar-v0", "hindsight", 0)]
 
 
-def test_measurements_are_means_over_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Minibatch, Floats, Floats]] = []
-    update = study_agent.Agent.update
-
-    def spied(self: Agent, drawn: Minibatch) -> tuple[Floats, Floats]:
-        errors, values = update(self, drawn)
-        copies = dataclasses.replace(drawn, states=drawn.states.copy(), weight=drawn.weight.copy())
-        seen.append((copies, np.abs(errors).astype(np.float64), values.copy()))
-        return errors, values
-
-    monkeypatch.setattr(study_agent.Agent, "update", spied)
-    settings = dataclasses.replace(SHORT, episodes=1)
-    (episode,) = make_run(RunId("MountainCar-v0", "proportional", 0), settings)
-    assert episode["updates"] == len(seen) == 200 - 15
-
-    # every pair of MountainCar's states that are not flat
-    pairs = [itertools.combinations(batch.states, 2) for batch, _, _ in seen]
-    losses = [batch.weight * np.where(errors < 1, errors * errors / 2, errors - 0.5) for batch, errors, _ in seen]
-    expected = {
-        "td_mean": [errors.mean() for _, errors, _ in seen],
-        "td_median": [np.median(errors) for _, errors, _ in seen],
-        "td_max": [errors.max() for _, errors, _ in seen],
-        "td_std": [errors.std() for _, errors, _ in seen],
-        "correlated_pairs": [sum(len(set(a)) > 1 < len(set(b)) for a, b in each) for each in pairs],
-        "q_mean": [values.mean() for _, _, values in seen],
-        "q_max": [values.max() for _, _, values in seen],
-        "loss": [each.mean() for each in losses],
-    }
-    means = {name: float(np.mean(each)) for name, each in expected.items()}
-    assert {name: episode[name] for name in means} == pytest.approx(means, rel=1e-5)
+@pytest.mark.parametrize("run", RUNS)
+def test_recorded_episodes_come_again(run: tuple[str, str, int], recorded: Any) -> None:
+    """The first ones of each method but proportional replay, whose beta follows from the number of episodes."""
+    count = 8 if run[0] == "CartPole-v1" else 1
+    settings = agents([run[0]], tuned=False, episodes=count)[run[0]]
+    found = pd.DataFrame(make_run(RunId(*run), settings))
+    which = np.all([recorded[name] == each for name, each in zip(KEYS, run, strict=True)], axis=0)
+    # steps, durations and returns; epsilon; means over the updates, of which the first episodes have none
+    for name in (name for name in COLUMNS if name not in (*KEYS, "seconds")):
+        wanted = recorded[which][name].head(count)
+        np.testing.assert_allclose(found[name].astype(float), wanted, rtol=1e-4, err_msg=name)
+    assert list(found[list(KEYS)].drop_duplicates().itertuples(index=False, name=None)) == [run]
+    assert found["seconds"].is_monotonic_increasing
 
 
-def filled(method: str, settings: AgentSettings, steps: int) -> Any:
-    """A memory after some steps of CartPole, numbered in the first component, of which each tenth ends an episode."""
-    memory = Memory(method, settings, "CartPole-v1", 4, 0)
-    for step in range(steps):
-        obs, after = (np.array([at, 0, 0.01 * at, 0], dtype=np.float32) for at in (step, step + 0.5))
-        ends = step % 10 == 9
-        memory.add(obs, step % 2, 1.0, after, terminated=ends and step % 20 == 9, truncated=ends and step % 20 == 19)
-    return memory
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_memory_gives_back_what_happened(method: str) -> None:
-    settings = dataclasses.replace(SHORT, memory=100, gamma=0.5)
-    memory = filled(method, settings, 60)
-    drawn = memory.sample(32, 0.5)
-    at = drawn.states[:, 0].astype(int)
-    assert drawn.inputs.shape == drawn.next_inputs.shape == (32, memory.width)
-    assert (drawn.inputs[:, :4].tolist(), drawn.action.tolist()) == (drawn.states.tolist(), (at % 2).tolist())
-    assert drawn.discount.tolist() == np.where(at % 20 == 9, 0, 0.5).tolist()
-    ended = at % 10 == 9
-    # what follows within an episode is the next observation; at its end it is the final one, also of a truncated one
-    following = at + np.where(ended | (method != "hindsight"), 0.5, 1)
-    assert drawn.next_inputs[:, 0].tolist() == following.tolist()
-    if method == "none":
-        assert sorted(at.tolist()) == list(range(28, 60))
-    if method == "combined":
-        assert 59 in at
-    if method != "hindsight":
-        assert drawn.reward.tolist() == [1.0] * 32
-        return
-    assert memory.network_input(drawn.states[0]).tolist() == [*drawn.states[0], 0, 0]
-    # beside the observation stands a goal: the true one, or one that was achieved later in the same episode
-    goals = drawn.inputs[:, 4:]
-    assert drawn.next_inputs[:, 4:].tolist() == goals.tolist()
-    true = (goals == 0).all(axis=1)
-    assert np.count_nonzero(~true) == round(0.8 * 32)
-    later = goals[~true, 0] - at[~true]
-    assert (later > 0).all()
-    assert (goals[~true, 0] < at[~true] - at[~true] % 10 + 10).all()
+def test_updates_are_made_at_each_so_many_steps() -> None:
+    settings = AgentSettings(episodes=3, hidden=(16,), batch_size=16, first_update=16, train_every=5, updates=2)
+    for episode in make_run(RunId("CartPole-v1", "proportional", 0), settings):
+        steps = range(episode["steps"] - episode["duration"] + 1, episode["steps"] + 1)
+        assert episode["updates"] == 2 * sum(step % 5 == 0 and step >= 16 for step in steps)
 
 
 def test_importance_weights_grow_stronger_over_the_run() -> None:
     def weights(method: str, progress: float) -> np.ndarray:
-        memory = filled(method, SHORT, 60)
+        memory, obs = Memory(method, AgentSettings(memory=60), "CartPole-v1", 4, 0), np.zeros(4, dtype=np.float32)
+        for _ in range(60):
+            memory.add(obs, 0, 1.0, obs, terminated=False, truncated=False)
         memory.update_priorities(torch.arange(60), np.linspace(0.01, 3, 60, dtype=np.float32))
         return memory.sample(32, progress).weight
 
@@ -251,7 +155,7 @@ def test_importance_weights_grow_stronger_over_the_run() -> None:
 
 @pytest.mark.parametrize("name, tuned", [("study", False), ("study-tuned", True)])
 def test_settings_are_those_of_the_recorded_studies_and_may_be_shortened(name: str, tuned: bool) -> None:
-    recorded = json.loads((ROOT / "bench" / "results" / name / "settings.json").read_text())
+    recorded = json.loads((RECORDED / name / "settings.json").read_text())
     found = described(agents(ENVIRONMENTS, tuned=tuned), list(METHODS), 5, tuned=tuned, quick=False)
     for each in ("environments", "seeds", "tuned", "quick"):
         assert json.loads(json.dumps(found[each])) == recorded[each]
