@@ -33,7 +33,7 @@ from gpu_replay.study.analysis import (
 from gpu_replay.study.plots import mean_and_error
 from gpu_replay.study.report import verdict, write_report
 from gpu_replay.study.results import StudyFolder, read_study
-from gpu_replay.study.run import COLUMNS, RunId
+from gpu_replay.study.run import COLUMNS, RunId, make_run
 from gpu_replay.study.settings import ENVIRONMENTS, METHODS, agents, described
 from gpu_replay.study.workers import run_all
 
@@ -235,32 +235,6 @@ def settings_with(**changes: Any) -> dict[str, Any]:
     return {**settings, "versions": VERSIONS, "cpu": "one", "jobs": 2, **changes}
 
 
-def test_runs_are_kept_one_by_one_and_joined_in_order(tmp_path: Path) -> None:
-    folder = StudyFolder(tmp_path / "new" / "study")
-    folder.claim(settings_with())
-    one, two = (RunId("CartPole-v1", "uniform", seed) for seed in range(2))
-
-    def episode(run: RunId, **changes: Any) -> dict[str, Any]:
-        return {**dict.fromkeys(COLUMNS, 0.1), **run._asdict(), "episode": 1, "steps": 7, **changes}
-
-    folder.keep(two, [episode(two, **{"return": 0.123456789012345}, loss=None)])
-    assert (folder.finished([one, two]), folder.complete) == ({two}, False)
-    folder.keep(one, [episode(one, td_max=1e-12), episode(one, episode=2, steps=14)])
-    path = folder.join([one, two])
-    assert (path, folder.complete) == (tmp_path / "new" / "study" / "episodes.csv", True)
-    assert path.read_text().splitlines() == [
-        "environment,method,seed,episode,steps,duration,return,td_mean,td_median,td_max,td_std,correlated_pairs,"
-        "q_mean,q_max,loss,epsilon,updates,seconds",
-        "CartPole-v1,uniform,0,1,7,0.1,0.1,0.1,0.1,1e-12,0.1,0.1,0.1,0.1,0.1,0.1,0.1,0.1",
-        "CartPole-v1,uniform,0,2,14" + 13 * ",0.1",
-        "CartPole-v1,uniform,1,1,7,0.1,0.123456789,0.1,0.1,0.1,0.1,0.1,0.1,0.1,,0.1,0.1,0.1",
-    ]
-    assert not [each for each in path.parent.rglob("*") if "partial" in each.name]
-    (path.parent / "runs" / f"{one}.csv").write_text("td_men\n")
-    with pytest.raises(UserError, match="not the file of a run. Remove it"):
-        folder.join([one])
-
-
 def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path: Path) -> None:
     def claim(**changes: Any) -> float:
         return StudyFolder(tmp_path).claim(settings_with(**changes))
@@ -333,8 +307,14 @@ def test_a_study_leaves_its_table_settings_and_report_and_goes_on_where_it_stopp
     rows = figures(tmp_path)
     keys = [tuple(row[name] for name in ("environment", "method", "seed", "episode")) for row in rows]
     assert keys == [("CartPole-v1", name, seed, at) for name in ("none", "uniform") for seed in "01" for at in "1234"]
-    # learning began in each run
+    assert tuple(rows[0]) == COLUMNS[:-1]
+    # learning began in each run; ten digits are kept, and nothing of what was not measured
+    last = make_run(
+        RunId("CartPole-v1", "uniform", 1), agents(["CartPole-v1"], tuned=False, episodes=4)["CartPole-v1"]
+    )[-1]
+    assert (rows[-1]["loss"], float(rows[-1]["return"])) == (f"{last['loss']:.10g}", last["return"])
     assert all(row["td_mean"] for row in rows if row["episode"] == "4")
+    assert rows[0]["td_mean"] == ""
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert (settings["tuned"], settings["quick"], settings["episodes"], settings["seeds"]) == (False, False, 4, [0, 1])
     assert (list(settings["environments"]), list(settings["methods"])) == (["CartPole-v1"], ["none", "uniform"])
@@ -357,6 +337,12 @@ def test_a_study_leaves_its_table_settings_and_report_and_goes_on_where_it_stopp
     assert main(arguments) == 0
     assert "2 of 4 runs are there already" in capsys.readouterr().out
     assert (kept.stat().st_mtime_ns, figures(tmp_path)) == (written, rows)
+    assert not list(tmp_path.rglob("*partial*"))
+    # what is no run is not joined with others
+    (tmp_path / "episodes.csv").unlink()
+    kept.write_text("td_men\n")
+    assert main(arguments) == 2
+    assert "not the file of a run. Remove it" in capsys.readouterr().err
 
 
 @pytest.mark.slow
