@@ -309,9 +309,8 @@ def test_a_study_leaves_its_table_settings_and_report_and_goes_on_where_it_stopp
     assert keys == [("CartPole-v1", name, seed, at) for name in ("none", "uniform") for seed in "01" for at in "1234"]
     assert tuple(rows[0]) == COLUMNS[:-1]
     # learning began in each run; ten digits are kept, and nothing of what was not measured
-    last = make_run(
-        RunId("CartPole-v1", "uniform", 1), agents(["CartPole-v1"], tuned=False, episodes=4)["CartPole-v1"]
-    )[-1]
+    (agent,) = agents(["CartPole-v1"], tuned=False, episodes=4).values()
+    last = make_run(RunId("CartPole-v1", "uniform", 1), agent)[-1]
     assert (rows[-1]["loss"], float(rows[-1]["return"])) == (f"{last['loss']:.10g}", last["return"])
     assert all(row["td_mean"] for row in rows if row["episode"] == "4")
     assert rows[0]["td_mean"] == ""
