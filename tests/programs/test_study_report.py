@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -393,7 +394,18 @@ def test_a_run_that_fails_is_named_and_those_before_it_are_kept(threads: None) -
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_process_that_dies_is_noticed() -> None:
+def broken() -> None:
+    """What a pool says of each run when one of its processes was killed."""
+    raise BrokenProcessPool
+
+
+def test_a_pool_that_broke_is_an_error(threads: None) -> None:
     # which the command line prints in one line
+    with pytest.raises(OSError, match="worker process was killed.*memory"):
+        list(run_all(broken, {"a run": ()}, 1))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_breaks_the_pool() -> None:
     with pytest.raises(OSError, match="worker process was killed.*memory"):
         list(run_all(os.abort, {"a run": ()}, 1))
