@@ -78,18 +78,17 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path) -> None:
     file = tmp_path / "c" / "manifest.json"
     whole = file.read_bytes()
     for offset in range(len(whole)):
-        for bit in (1, 1 << offset % 8):
-            changed = bytearray(whole)
-            changed[offset] ^= bit
-            file.write_bytes(changed)
-            try:
-                checkpoint = read_checkpoint(tmp_path / "c")
-                unchanged = (checkpoint.manifest, checkpoint.read("t").tolist())
-            except CheckpointError:
-                continue
-            # blanks between the values may change: they say nothing
-            assert unchanged == ({"added": 12345, "alpha": 0.6, "name": "obs"}, [0, 1, 2, 3])
-            assert json.loads(bytes(changed)) == json.loads(whole)
+        changed = bytearray(whole)
+        changed[offset] ^= 1 << offset % 8
+        file.write_bytes(changed)
+        try:
+            checkpoint = read_checkpoint(tmp_path / "c")
+            unchanged = (checkpoint.manifest, checkpoint.read("t").tolist())
+        except CheckpointError:
+            continue
+        # blanks between the values may change: they say nothing
+        assert unchanged == ({"added": 12345, "alpha": 0.6, "name": "obs"}, [0, 1, 2, 3])
+        assert json.loads(bytes(changed)) == json.loads(whole)
 
 
 MANIFESTS = {
