@@ -46,6 +46,8 @@ FIELDS = {
     "flag": Field((), torch.bool),
 }
 BATCH = 3
+# what each rank does in each round
+Rounds = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def made(group: Any, **settings: Any) -> ShardedReplayBuffer:
 def add_rows(buffer: ShardedReplayBuffer, rows: int, first: int = 0, priority: Any = None) -> None:
     """Add rows of this rank, which has added so many before."""
     keys = torch.arange(first, first + rows) * buffer.ranks + buffer.rank
-    assert torch.equal(buffer.add(**rows_of(keys), priority=priority), keys)
+    assert torch.equal(buffer.add(**rows_of(keys), priority=priority).cpu(), keys)
 
 
 def batch_of(batch: Any) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
-def life(group: Any, case: str, capacity: int, rounds: list[list[dict[str, Any]]], path: str) -> list[dict[str, Any]]:
+def life(group: Any, case: str, capacity: int, rounds: Rounds, path: str) -> list[dict[str, Any]]:
     """A buffer that adds, samples and updates, also rows of other ranks, is cleared, saved and loaded; what it says of
     itself after each round.
 
@@ -120,7 +122,7 @@ def life(group: Any, case: str, capacity: int, rounds: list[list[dict[str, Any]]
             buffer = ShardedReplayBuffer.load(path, group=group, timeout=20)
             assert (buffer.mode, buffer.sampler, buffer.capacity % buffer.ranks) == (mode, SAMPLERS[name], 0)
         keys = buffer.keys().tolist()
-        assert torch.equal(buffer[keys].number, rows_of(torch.tensor(keys))["number"])
+        assert torch.equal(buffer[keys].number.cpu(), rows_of(torch.tensor(keys))["number"])
         assert [key in buffer for key in (-1, keys[-1], keys[-1] + buffer.ranks)] == [False, True, False]
         found.append({"drawn": drawn, "keys": keys, "stats": vars(buffer.stats()), "len": len(buffer)})
         if isinstance(getattr(buffer.sampler, "base", buffer.sampler), Proportional | RankBased):
@@ -249,7 +251,14 @@ def check_round(whole: Whole, plays: list[dict[str, Any]], found: list[dict[str,
             assert close(each["priorities"], seen, "priority")
 
 
-def any_rounds(size: int, count: int, seed: int) -> list[list[dict[str, Any]]]:
+def check_lives(ranks: Ranks, case: str, size: int, capacity: int, rounds: Rounds, path: Path) -> None:
+    """Compare what the ranks say in all rounds with what the models say."""
+    found, whole = ranks.run(size, life, case, capacity, rounds, str(path)), Whole(case, capacity // size, size)
+    for plays, one_round in zip(rounds, zip(*found, strict=True), strict=True):
+        check_round(whole, plays, list(one_round))
+
+
+def any_rounds(size: int, count: int, seed: int) -> Rounds:
     """What each rank does: it adds enough for every batch at first, then also nothing, or a whole lap."""
     draw = random.Random(seed)
     found = []
@@ -277,37 +286,14 @@ def test_ranks_together_are_what_one_buffer_is(ranks: Ranks, tmp_path: Path, cas
         # shards of 300 slots have several levels above the masses; 3 slots more than the ranks share
         slots = 300 if seed % 2 else 8
         rounds = any_rounds(size, 12 if full else 5, seed + size)
-        found = ranks.run(size, life, case, slots * size + size - 1, rounds, str(tmp_path / str(seed)))
-        whole = Whole(case, slots, size)
-        for plays, one_round in zip(rounds, zip(*found, strict=True), strict=True):
-            check_round(whole, plays, list(one_round))
+        check_lives(ranks, case, size, slots * size + size - 1, rounds, tmp_path / str(seed))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_one_rank_on_a_gpu_adds_samples_updates_and_saves(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("case", ["local proportional", "global combined-proportional"])
+def test_a_rank_on_a_gpu_is_what_one_buffer_is(tmp_path: Path, case: str) -> None:
     with ranks_of(1, "nccl") as found:
-        found.run(1, alone_on_a_gpu, str(tmp_path / "c"), mode)
-
-
-def alone_on_a_gpu(group: Any, path: str, mode: str) -> None:
-    buffer = made(group, capacity=20, mode=mode)
-    assert buffer.device.type == "cuda"
-    buffer.add(**rows_of(torch.arange(8)))
-    for _ in range(3):
-        batch = buffer.sample(4)
-        assert torch.equal(batch.number, batch.key * 7 + 1)
-        buffer.update_priorities(batch.key, batch.weight)
-    with pytest.raises(ValueError, match="batch size"):
-        buffer.sample(0)
-    buffer.save(path)
-    loaded = ShardedReplayBuffer.load(path, group=group, timeout=20)
-    assert loaded.stats() == buffer.stats()
-    assert len(loaded) == 8
-    drawn = buffer.sample(4), loaded.sample(4)
-    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
-    buffer.clear()
-    assert len(buffer) == 0
+        check_lives(found, case, 1, 20, any_rounds(1, 6, 1), tmp_path / "c")
 
 
 # calls and arguments that one rank gets wrong

@@ -18,16 +18,15 @@ import pytest
 from test_architecture import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", ".ci", ".gitignore", "pyproject.toml", "constraints.txt"}
+TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", "docs", ".ci", ".github", ".gitignore", "pyproject.toml"}
 TOP_LEVEL |= {
+    "LICENSE",
+    "constraints.txt",
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "CITATION.cff",
-    "LICENSE",
     "mkdocs.yml",
-    "docs",
-    ".github",
 }
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
@@ -141,8 +140,8 @@ def check_types_are_visible(environment: Environment, checkout: Path) -> None:
     """mypy and pyright read the folders that .pth files name, and run no import hooks."""
     lines = [line for file in environment.site.glob("*gpu_replay*.pth") for line in file.read_text().splitlines()]
     (found,) = [folder for folder in (environment.site, *map(Path, lines)) if (folder / "gpu_replay").is_dir()]
-    assert (found / "gpu_replay" / "py.typed").is_file()
-    assert (found / "gpu_replay" / "buffer.py").read_text() == (checkout / "gpu_replay" / "buffer.py").read_text()
+    for name in ("py.typed", "buffer.py"):
+        assert (found / "gpu_replay" / name).read_text() == (checkout / "gpu_replay" / name).read_text()
     # only the package, and the well-known distribution
     assert not (found / "bench").exists()
     assert not (found / "kernels").exists() or found == environment.site
