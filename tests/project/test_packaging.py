@@ -18,16 +18,9 @@ import pytest
 from test_architecture import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", "docs", ".ci", ".github", ".gitignore", "pyproject.toml"}
-TOP_LEVEL |= {
-    "LICENSE",
-    "constraints.txt",
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "CITATION.cff",
-    "mkdocs.yml",
-}
+TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", "docs", ".ci", ".github", ".gitignore", "LICENSE"}
+TOP_LEVEL |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "constraints.txt"}
+TOP_LEVEL |= {"pyproject.toml", "mkdocs.yml"}
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
