@@ -116,14 +116,22 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, content: bytes, 
         read_checkpoint(tmp_path / "c")
 
 
-def test_rows_in_two_pieces_are_refused(tmp_path: Path) -> None:
-    def overlap(body: dict[str, Any]) -> None:
-        for piece in body["pieces"]:
-            if piece["holds"].get("obs", [0])[0]:
-                piece["holds"]["obs"] = [each - 1 for each in piece["holds"]["obs"]]
+def overlap(body: dict[str, Any]) -> None:
+    """A row in two pieces, in a body whose pieces keep their lengths."""
+    for piece in body["pieces"]:
+        if piece["holds"].get("obs", [0])[0]:
+            piece["holds"]["obs"] = [each - 1 for each in piece["holds"]["obs"]]
 
+
+# every other entry of a manifest is edited in `test_state.py`
+@pytest.mark.parametrize(
+    "change",
+    [overlap, lambda body: body["pieces"].pop(), lambda body: body["tensors"]["obs"].update(shape=[101, 7, 9])],
+    ids=["rows in two pieces", "a piece less", "more rows than pieces hold"],
+)
+def test_pieces_that_do_not_hold_every_row_once_are_refused(tmp_path: Path, change: Any) -> None:
     saved(tmp_path / "c")
-    edit(tmp_path / "c", overlap)
+    edit(tmp_path / "c", change)
     with pytest.raises(CheckpointError):
         read_everything(tmp_path / "c")
 

@@ -21,7 +21,7 @@ pytestmark = needs_fork
 
 def check_saved_over(path: Path, seed: int) -> None:
     """Save once more, and fail if anything stands in or beside the checkpoint that is no part of it."""
-    assert {*saved(path, seed).files, "manifest.json"} == set(os.listdir(path))
+    assert {*saved(path, seed, 12_000).files, "manifest.json"} == set(os.listdir(path))
     assert read_seed(path, seed) == seed
     assert os.listdir(path.parent) == [path.name]
 
@@ -79,7 +79,7 @@ def save_and_die(path: Path, generation: int, step: int) -> None:
                     os._exit(9)
 
     sys.addaudithook(count)
-    saved(path, generation)
+    saved(path, generation, 12_000)
 
 
 @pytest.mark.parametrize("existing", ["a checkpoint", "nothing", "an empty folder"])
@@ -88,7 +88,7 @@ def test_death_at_every_file_operation_leaves_the_old_or_the_new_one(tmp_path: P
     for step in range(1000):
         path.parent.mkdir()
         if existing == "a checkpoint":
-            saved(path, 1)
+            saved(path, 1, 12_000)
         elif existing == "an empty folder":
             path.mkdir()
         finished = ended(forked(lambda step=step: save_and_die(path, 2, step))) == 0

@@ -309,7 +309,7 @@ def test_an_edited_manifest_is_refused_or_that_of_a_buffer(kind: str, tmp_path: 
         if not isinstance(changed, dict) or "relabel" in way:
             continue
         (path / "manifest.json").write_bytes(whole)
-        edit(path, lambda body, changed=changed: changed)
+        edit(path, lambda body, changed=changed: (body.clear(), body.update(changed)))
         try:
             type(made(kind)).load(path, device="cpu").sample(1)
         except (CheckpointError, MemoryError):

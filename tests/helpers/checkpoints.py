@@ -48,16 +48,15 @@ def example(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def saved(path: Path, seed: int = 0) -> Checkpoint:
-    write_checkpoint(path, MANIFEST, example(seed), shard_bytes=5000)
+def saved(path: Path, seed: int = 0, shard_bytes: int = 5000) -> Checkpoint:
+    write_checkpoint(path, MANIFEST, example(seed), shard_bytes=shard_bytes)
     return read_checkpoint(path)
 
 
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change what the manifest of a checkpoint says, in place or for what is returned, and make its checksum right."""
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what the manifest of a checkpoint says, and make its checksum right again."""
     outer = json.loads((path / "manifest.json").read_bytes())
-    given = change(outer["body"])
-    outer["body"] = outer["body"] if given is None else given
+    change(outer["body"])
     text = json.dumps(outer["body"], sort_keys=True, separators=(",", ":"))
     outer["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(outer))
