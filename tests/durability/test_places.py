@@ -414,7 +414,7 @@ def test_what_a_killed_process_left_is_replaced_and_no_link_is_followed(tmp_path
         held = MappedFile(folder, 5000)
         held.block[:] = 1
         os.write(writing, b"x")
-        time.sleep(600)
+        time.sleep(60)
 
     child = forked(hold)
     os.read(reading, 1)
