@@ -1,4 +1,4 @@
-"""Nested dictionaries go in where they come out, under any name; so do the observations of Gymnasium."""
+"""Nested dictionaries go in where they come out, under any name; so do observations of Gymnasium, and many steps."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ def test_dictionaries_with_other_names_are_refused_and_store_nothing(device: str
         plain.add(note={"x": one, "y": one})
 
 
-def streams(device: str, **settings: Any) -> TrajectoryReplayBuffer:
-    fields = {"obs": OBSERVATION, "action": NUMBER}
-    known: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": device}
-    return TrajectoryReplayBuffer(20, 2, fields, **(known | settings))
+STREAM = {"obs": OBSERVATION, "action": NUMBER}
+
+
+def streams(device: str, fields: Any = STREAM, **settings: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(20, 2, fields, autoreset="same_step", sampler=Latest(), device=device, **settings)
 
 
 def rows_of(obs: dict[str, Any], ended: list[bool]) -> list[dict[str, Any] | None]:
@@ -100,17 +101,27 @@ def objects(rows: list[Any]) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list"])
-def test_final_observations_come_in_every_form(form: str, device: str) -> None:
-    buffer, twin = streams(device), streams(device)
+def stacked(values: list[Any]) -> Any:
+    """Dictionaries of arrays as one of longer arrays."""
+    if isinstance(values[0], dict):
+        return {name: stacked([value[name] for value in values]) for name in values[0]}
+    return np.stack(values)
+
+
+@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list", "dotted"])
+def test_final_observations_come_in_every_form(form: str, device: str, tmp_path: Any) -> None:
+    buffer, twin, extended = streams(device), streams(device), streams(device)
+    played, given, table = [], [], np.full((6, 2), None, dtype=object)
     for number in range(6):
         ended = [number == 2, number in (2, 4)]
         final = observed(50 + number)
         step = {"action": [0, 0], "reward": [0.0, 0.0], "terminated": [False, False], "truncated": ended}
         columns = dict(zip(FLAT, (final["image"], final["robot"]["arm"], final["robot"]["a-b/0"]), strict=True))
-        twin.add(obs=observed(number), **step, **{f"final_{name}": value for name, value in columns.items()})
+        dotted = {f"final_{name}": value for name, value in columns.items()}
+        twin.add(obs=observed(number), **step, **dotted)
         rows = rows_of(final, ended)
-        given: dict[str, Any] = {
+        table[number] = rows
+        forms: dict[str, Any] = {
             "dict": final,
             "masked": final | {"_image": np.array(ended), "_robot": np.array(ended)},
             "objects": objects(rows) if any(ended) else None,
@@ -120,10 +131,19 @@ def test_final_observations_come_in_every_form(form: str, device: str) -> None:
             },
             "list": rows,
         }
-        buffer.add(obs=observed(number), **step, final_obs=given[form])
+        played.append({"obs": observed(number), **step})
+        given.append(dotted if form == "dotted" else {"final_obs": forms[form]})
+        buffer.add(**played[-1], **given[-1])
+    many = stacked(played)
+    # arrays may lie on disk
+    np.save(tmp_path / "action.npy", many["action"])
+    many["action"] = np.load(tmp_path / "action.npy", mmap_mode="r")
+    of_steps = {"final_obs": table if form == "objects" else [each.get("final_obs") for each in given]}
+    extended.extend(**many, **(stacked(given) if form in ("dict", "dotted", "masked") else of_steps))
     assert buffer.stats().eligible == 10
     batch = buffer.sample(10)
-    same(batch, twin.sample(10))
+    for other in (twin, extended):
+        same(batch, other.sample(10))
     cut = batch["key"].tolist().index(4)
     assert batch.next_obs.robot.arm[cut].item() == 520
 
@@ -135,6 +155,7 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
     missing = {"image": final["image"]}
     for error, message, given in (
         (KeyError, "final_obs.robot.arm", missing),
+        (KeyError, "final_obs.sound", final | {"sound": np.zeros(2)}),
         (KeyError, "environment 1 must hold", [rows_of(final, [True] * 2)[0], missing]),
         (ValueError, "2 rows", [None]),
         (ValueError, "None for environment 0", objects([None, rows_of(final, [True] * 2)[1]])),
