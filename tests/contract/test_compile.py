@@ -11,7 +11,7 @@ import gc
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,16 @@ def check_left(buffer: Replay, eager: Replay) -> None:
         assert torch.equal(found["tensors"][name], tensor), name
 
 
+def check_alike(
+    make: Callable[[], Any], step: Callable[..., Any], calls: Iterable[tuple[Any, ...]], backend: Any = "aot_eager"
+) -> None:
+    """Fail unless compiled calls give what eager ones do, and leave the same behind."""
+    buffer, eager, quick = make(), make(), compiled(step, backend)
+    for arguments in calls:
+        assert same(quick(buffer, *arguments), step(eager, *arguments))
+    check_left(buffer, eager)
+
+
 def learner(buffer: ReplayBuffer) -> tuple[Callable[[int], tuple[Tensor, Batch]], nn.Module]:
     """A step of Q-learning, whose network starts with the same weights each time."""
     network = nn.Linear(3, 2)
@@ -174,44 +184,47 @@ def test_learning_steps_leave_behind_what_eager_ones_do(name: str) -> None:
 
 
 def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
-    buffer, eager = streamed(), streamed()
-
     def learn(replay: TrajectoryReplayBuffer, step: dict[str, Tensor]) -> tuple[Tensor, Batch, Batch]:
         keys, batch = replay.add(**step, priority=step["reward"].abs()), replay.sample(6)
         replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
         return keys, batch, replay.sample(4)
 
-    quick = compiled(learn)
-    for number in range(TURNED, TURNED + 4):
-        assert same(quick(buffer, steps(number)), learn(eager, steps(number)))
-    check_left(buffer, eager)
+    check_alike(streamed, learn, [(steps(number),) for number in range(TURNED, TURNED + 4)])
 
 
 def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
-    buffer, eager = streamed(stack=1, n_step=1), streamed(stack=1, n_step=1)
-
-    def draw(replay: TrajectoryReplayBuffer) -> Batch:
-        return replay.sample_sequences(4, 3, burn_in=2, stride=2)
-
-    quick = compiled(draw)
-    for _ in range(2):
-        assert same(quick(buffer), draw(eager))
-    check_left(buffer, eager)
+    make = partial(streamed, stack=1, n_step=1)
+    check_alike(make, lambda replay: replay.sample_sequences(4, 3, burn_in=2, stride=2), [()] * 2)
 
 
 def test_arrays_are_added_with_priorities_and_a_missing_field_is_named() -> None:
-    buffer, eager = filled(), filled()
     more = {name: value.numpy() for name, value in transitions(4, 100).items()}
 
     def add(replay: ReplayBuffer, given: dict[str, np.ndarray]) -> Tensor:
         return replay.add(**given, priority=np.arange(4.0))
 
-    assert same(compiled(add)(buffer, more), add(eager, more))
-    check_left(buffer, eager)
+    check_alike(filled, add, [(more,)])
+    buffer = filled()
     # older releases of torch make other errors of a KeyError
     with pytest.raises((KeyError, RuntimeError), match="add is missing .*action"):
         compiled(add)(buffer, {name: value for name, value in more.items() if name != "action"})
-    check_left(buffer, eager)
+    check_left(buffer, filled())
+
+
+def test_dictionaries_and_any_name_are_taken() -> None:
+    number = Field((), torch.int64)
+    fields = {"obs": {"a,b%;": number, "c": number}, "action": number}
+
+    def step(replay: TrajectoryReplayBuffer, number: Tensor) -> Batch:
+        obs, final, reward = {"a,b%;": number, "c": -number}, {"a,b%;": number + 90, "c": number}, number.float()
+        terminated, truncated = torch.tensor([False]), torch.tensor([True])
+        replay.add(obs=obs, action=number, reward=reward, terminated=terminated, truncated=truncated, final_obs=final)
+        return replay.sample(1)
+
+    settings: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": "cpu"}
+    check_alike(
+        lambda: TrajectoryReplayBuffer(8, 1, fields, **settings), step, [(torch.tensor([each]),) for each in range(2)]
+    )
 
 
 def test_two_buffers_in_one_step_keep_their_own_order() -> None:
@@ -235,20 +248,15 @@ def test_two_buffers_in_one_step_keep_their_own_order() -> None:
 
 
 def test_a_call_whose_result_is_not_used_is_made_once() -> None:
-    buffer, eager = filled(), filled()
-
     def waste(replay: ReplayBuffer) -> None:
         replay.sample(4)
         replay.sample(4)
 
-    compiled(waste)(buffer)
-    waste(eager)
-    check_left(buffer, eager)
+    check_alike(filled, waste, [()])
 
 
 @pytest.mark.parametrize("way", ["function", "backward"])
 def test_gradients_inside_a_step_do_not_draw_again(way: str) -> None:
-    buffer, eager = filled(), filled()
     # the one way needs this, and releases that lack it refuse it in any code
     allowed: dict[str, Any] = {"trace_autograd_ops": True} if way == "backward" else {}
     if not all(hasattr(torch._dynamo.config, name) for name in allowed):
@@ -271,22 +279,14 @@ def test_gradients_inside_a_step_do_not_draw_again(way: str) -> None:
         return gradient
 
     with torch._dynamo.config.patch(**allowed):
-        quick, weight = compiled(step), torch.ones(3, requires_grad=way == "backward")
-        for _ in range(3):
-            assert close(quick(buffer, weight), step(eager, weight), "generated")
-    check_left(buffer, eager)
+        weight = torch.ones(3, requires_grad=way == "backward")
+        check_alike(filled, step, [(weight,)] * 3)
 
 
 def test_batch_sizes_and_exponents_that_change_are_not_compiled_each_time() -> None:
-    buffer, eager = filled(), filled()
     counter = CompileCounterWithBackend("aot_eager")
-
-    def draw(replay: ReplayBuffer, batch_size: int, beta: float) -> Batch:
-        return replay.sample(batch_size, beta=beta)
-
-    quick = compiled(draw, counter)
-    for number in range(10):
-        assert same(quick(buffer, 5 + number, 0.1 * number), draw(eager, 5 + number, 0.1 * number))
+    calls = [(5 + number, 0.1 * number) for number in range(10)]
+    check_alike(filled, lambda replay, rows, beta: replay.sample(rows, beta=beta), calls, counter)
     assert counter.frame_count <= 3
 
 
@@ -339,16 +339,6 @@ class Rewound:
         return getattr(self.buffer, name)
 
 
-def checked(operators: Operators, operator: Any, *arguments: Any) -> None:
-    """Fail unless the operator is sound as `torch.library.opcheck` sees it.
-
-    It looks at what is declared: the schema, what is written or shares memory, fake results, and the same values when
-    traced with sizes that vary. What a call does to the buffer it cannot see; the tests above hold that against eager
-    calls.
-    """
-    torch.library.opcheck(operator, (operators.token, operators.name, *arguments))
-
-
 def with_goals() -> TrajectoryReplayBuffer:
     """Streams of steps whose goals are rewritten in hindsight."""
     relabel = Hindsight("now", "goal", reward_fn=lambda now, goal: -(now - goal).abs().sum(1))
@@ -361,39 +351,34 @@ def with_goals() -> TrajectoryReplayBuffer:
     return buffer
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(pytest.param(partial(filled, sampler), id=f"transitions-{name}") for name, sampler in SAMPLERS.items()),
-        *(
-            pytest.param(partial(streamed, SAMPLERS[name]), id=f"streams-{name}")
-            for name in ("proportional", "combined")
-        ),
-        with_goals,
-    ],
-)
-def test_draws_are_operators_that_are_what_they_say(make: Callable[[], Replay]) -> None:
+MADE: dict[str, Callable[[], Replay]] = {
+    **{f"transitions-{name}": partial(filled, sampler) for name, sampler in SAMPLERS.items()},
+    **{f"streams-{name}": partial(streamed, SAMPLERS[name], n_step=1) for name in ("proportional", "combined")},
+    "goals": with_goals,
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_calls_are_operators_that_are_what_they_say(make: Callable[[], Replay]) -> None:
+    """As `torch.library.opcheck` sees it: the schema, what is written or shares memory, fake results, varying sizes.
+
+    What a call does to the buffer it cannot see; the tests above hold that against eager calls.
+    """
     rewound = Rewound(make())
-    draw = rewound.buffer._batch_kind
+    operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._batch_kind
     assert list(rewound.buffer.sample(6)) == list(draw.names)
-    checked(Operators(rewound, rewound.buffer.device), draw.draw, draw.layout, 6, None, 0, False, 1, None)
-
-
-def test_draws_of_sequences_and_with_an_exponent_are_what_they_say() -> None:
-    rewound = Rewound(streamed(n_step=1))
-    operators, draw = Operators(rewound, rewound.buffer.device), rewound.buffer._sequence_kind
-    checked(operators, draw.draw, draw.layout, 5, 4, 2, True, 2, torch.tensor(0.3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("priorities", [None, torch.arange(3.0)], ids=["without", "with"])
-def test_adds_and_updates_are_operators_that_are_what_they_say(priorities: Tensor | None) -> None:
-    for make, given in ((filled, transitions(ENVS)), (streamed, steps(3))):
-        rewound = Rewound(make())
-        operators = Operators(rewound, rewound.buffer.device)
-        checked(operators, torch.ops.gpu_replay.add.default, ",".join(given), list(given.values()), priorities)
-    if priorities is not None:
-        keys = rewound.buffer.sample(3).key
-        checked(operators, torch.ops.gpu_replay.update_priorities.default, keys, priorities)
+    calls = [(draw.draw, draw.layout, 6, None, 0, False, 1, None)]
+    if isinstance(rewound.buffer, TrajectoryReplayBuffer) and rewound.buffer.relabel is None:
+        windows = rewound.buffer._sequence_kind
+        calls.append((windows.draw, windows.layout, 5, 4, 2, True, 2, torch.tensor(0.3, dtype=torch.float64)))
+    if make in (MADE["transitions-proportional"], MADE["streams-proportional"]):
+        given = transitions(ENVS) if isinstance(rewound.buffer, ReplayBuffer) else steps(3)
+        priorities, keys = torch.arange(float(ENVS)), rewound.buffer.sample(ENVS).key
+        for own in (None, priorities):
+            calls.append((torch.ops.gpu_replay.add.default, ",".join(given), list(given.values()), own))
+        calls.append((torch.ops.gpu_replay.update_priorities.default, keys, priorities))
+    for operator, *arguments in calls:
+        torch.library.opcheck(operator, (operators.token, operators.name, *arguments))
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -406,7 +391,6 @@ inductor_warns = pytest.mark.filterwarnings("ignore")
 @inductor_warns
 def test_generated_code_keeps_every_call_in_its_place() -> None:
     """Inductor writes to the token itself instead of to copies: what keeps calls in order is another thing there."""
-    buffer, eager = filled(), filled()
 
     def step(replay: ReplayBuffer) -> tuple[Batch, Batch]:
         replay.sample(3)
@@ -414,10 +398,7 @@ def test_generated_code_keeps_every_call_in_its_place() -> None:
         replay.update_priorities(before.key, torch.full((4,), 1e6))
         return before, replay.sample(4)
 
-    quick = compiled(step, "inductor")
-    for _ in range(2):
-        assert same(quick(buffer), step(eager))
-    check_left(buffer, eager)
+    check_alike(filled, step, [()] * 2, "inductor")
 
 
 @pytest.mark.slow

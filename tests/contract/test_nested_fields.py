@@ -179,20 +179,3 @@ def test_hindsight_takes_dictionaries(device: str) -> None:
     batch = buffer.sample(4)
     assert batch.reward.sum() >= 1
     assert batch.next_obs.achieved_goal[batch.key == 3].item() == 9
-
-
-def test_compiled_code_takes_dictionaries_and_any_name(device: str) -> None:
-    fields = {"obs": {"a,b%;": NUMBER, "c": NUMBER}, "action": NUMBER}
-    buffer = TrajectoryReplayBuffer(8, 1, fields, autoreset="same_step", sampler=Latest(), device=device)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def step(number: torch.Tensor, truncated: torch.Tensor) -> Any:
-        obs, final = {"a,b%;": number, "c": -number}, {"a,b%;": number + 90, "c": number}
-        reward, terminated = number.float(), torch.zeros_like(truncated)
-        buffer.add(obs=obs, action=number, reward=reward, terminated=terminated, truncated=truncated, final_obs=final)
-        return buffer.sample(1)
-
-    for number in range(2):
-        batch = step(torch.tensor([number], device=device), torch.tensor([True], device=device))
-    assert batch["obs"]["a,b%;"].tolist() == [1]
-    assert batch["next_obs"]["a,b%;"].tolist() == [91]

@@ -215,7 +215,7 @@ BUILT: list[tuple[Callable[[], Any], Any, str]] = [
     (lambda: LinearSchedule(0.4, INF, 10), ValueError, "end"),
     (lambda: LinearSchedule("0.4", 1.0, 10), TypeError, "start"),
     *((lambda start=start: LinearSchedule(start, 1.0, 5), ValueError, "must be finite") for start in (HUGE, -HUGE)),
-    (lambda: steps(num_envs=1).extend(**dict.fromkeys(RESULTS, np.ones(9))), ValueError, r"value\[:, None\]"),
+    (lambda: steps(num_envs=1).extend(**dict.fromkeys(RESULTS, np.ones((9, 2)))), ValueError, r"value\[:, None\]"),
     (lambda: Hindsight(), TypeError, "reward_fn"),
     *((lambda n=n: hindsight(desired=n), ValueError, "two fields") for n in ("achieved_goal", "obs.achieved_goal")),
     (lambda: goals(relabel=hindsight(achieved="reached")), ValueError, "relabel needs the field 'obs.reached'"),
