@@ -137,7 +137,7 @@ def any_program(
     envs, end = 1, draw.choice((0.02, 0.1, 0.3, 0.6, 1.0))
     style = "equal" if "rank" in sampler else draw.choice(("tiny", "wide", "wide"))
     size = capacity or draw.choice((1, 2, 3, 5, 7, 8, 13, 21, 40))
-    settings: dict[str, Any] = {"sampler": sampler, "seed": draw.getrandbits(16)}
+    settings: dict[str, Any] = {"sampler": sampler, "seed": draw.choice((draw.getrandbits(16), 0, -7, 2**64 - 1))}
     if kind == "steps":
         envs = draw.randint(1, 4)
         settings |= {
