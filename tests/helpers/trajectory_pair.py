@@ -6,9 +6,8 @@ the wrong environment or the wrong episode shows itself.
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from model import Step, StepModel, View, is_observation
 from pairs import Pair as Both
 from transitions import EXACT
 
-from gpu_replay import Batch, Combined, Field, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, TrajectoryReplayBuffer
 
 FIELDS = {"obs": Field((2,), torch.int16), "action": Field((), torch.int64), "note": Field((2,), torch.float32)}
 RESULTS = {"reward", "discount", "terminated", "truncated", "key"}
@@ -271,20 +270,13 @@ class Script:
     """A fixed sequence of calls, so that several buffers can be played the same from any call on."""
 
     def __init__(self, seed: int, calls: int, num_envs: int, end: float = 0.2) -> None:
-        draw, numbers = random.Random(seed), itertools.count()
-        # below which number a call is drawn, and its argument
-        kinds: dict[str, tuple[float, Callable[[], Any]]] = {
-            "clear": (0.04, lambda: None),
-            "begin_episodes": (0.08, lambda: draw.choice((None, [draw.random() < 0.5 for _ in range(num_envs)]))),
-            "update": (0.25, draw.random),
-            "sample": (0.35, lambda: draw.randint(1, 6)),
-            "add": (1.0, lambda: random_steps(draw, (next(numbers), num_envs), (0.7, 0.6, end), priority=0.5)),
-        }
+        draw = random.Random(seed)
         self.calls: list[tuple[str, Any]] = []
-        for _ in range(calls):
-            chance = draw.random()
-            call, make = next((name, make) for name, (below, make) in kinds.items() if chance < below)
-            self.calls.append((call, make()))
+        for number in range(calls):
+            steps = random_steps(draw, (number, num_envs), (0.7, 0.6, end), priority=0.5)
+            mask = [draw.random() < 0.5 for _ in range(num_envs)]
+            call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
+            self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
 
     def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> list[Any]:
         """Make these calls; returns all that came back from samples."""
@@ -293,13 +285,11 @@ class Script:
             if call == "add":
                 buffer.add(**taken_by(buffer, argument, FIELDS))
             elif call == "update":
-                keys = torch.arange(max(0, buffer.added - 25), buffer.added, 2)
-                buffer.update_priorities(keys, torch.linspace(0.1, 4 + argument, len(keys)))
+                keys = list(range(max(0, buffer.added - 25), buffer.added, 2))
+                buffer.update_priorities(keys, [argument + key % 7 / 2 for key in keys])
             elif call == "sample":
                 count = min(argument, buffer.stats().eligible)
-                newest = buffer.sampler.newest if isinstance(buffer.sampler, Combined) else 1
-                if count >= newest:
-                    found.append(buffer.sample(count))
+                found += [buffer.sample(count)] if count >= getattr(buffer.sampler, "newest", 1) else []
             else:
-                getattr(buffer, call)(*([] if argument is None else [torch.tensor(argument)]))
+                getattr(buffer, call)(*([np.array(argument)] if call == "begin_episodes" else []))
         return found
