@@ -64,6 +64,12 @@ def test_spaces_without_a_fixed_shape_are_refused(space: object) -> None:
             ReplayBuffer.from_spaces(3, *given, device="cpu")
 
 
+def test_spaces_in_place_of_fields_are_sent_here() -> None:
+    for kind, sizes in ((ReplayBuffer, (8,)), (TrajectoryReplayBuffer, (8, 2))):
+        with pytest.raises(TypeError, match=rf"{kind.__name__}\.from_spaces"):
+            kind(*sizes, WIDE, spaces.Discrete(3))
+
+
 @pytest.mark.parametrize(
     "dtypes, expected",
     [
