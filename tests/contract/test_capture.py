@@ -13,6 +13,7 @@ import pytest
 import torch
 from devices import device_fixture as device_fixture
 from devices import scale
+from refusals import whole_state
 from torch import Tensor
 
 from gpu_replay import (
@@ -73,14 +74,6 @@ def powers(batch: Batch) -> Tensor:
     return torch.bitwise_left_shift(torch.ones_like(batch.key), batch.key % 7).double()
 
 
-def check_alike(mine: Any, other: Any) -> None:
-    """Fail unless both buffers hold the same."""
-    found, expected = mine.state_dict(), other.state_dict()
-    assert found["counters"] == expected["counters"]
-    for name, tensor in found["tensors"].items():
-        assert torch.equal(tensor, expected["tensors"][name]), name
-
-
 def steps_of(buffer: Any) -> int:
     """How many samples the schedule has seen."""
     return buffer.state_dict()["counters"]["STEP"]
@@ -101,7 +94,7 @@ def test_a_step_is_a_sample_what_learns_from_it_and_an_update(name: str, kind: s
                 add(each, TURNS + turn)
         if turn == CALLS // 2:
             buffer.load_state_dict(twin.state_dict())
-    check_alike(buffer, twin)
+    assert whole_state(buffer) == whole_state(twin)
     assert (steps_of(buffer), step.captured) == (CALLS, device == "cuda")
     assert step.replays == (CALLS - 3 if device == "cuda" else 0)
 
@@ -146,7 +139,7 @@ def test_a_step_that_draws_nothing_adds(kind: str, device: str) -> None:
         more, less = step()
         add(twin, turn)
         assert (more.tolist(), less.tolist()) == ([turn + 2] * 3, [turn] * 3)
-    check_alike(buffer, twin)
+    assert whole_state(buffer) == whole_state(twin)
     assert (buffer.added, step.captured) == (75, device == "cuda")
     # the host knows of what was added, and nothing was drawn
     assert torch.equal(buffer.sample(ROWS).key, twin.sample(ROWS).key)
