@@ -77,23 +77,31 @@ def taken_by(buffer: Any, steps: Sequence[Step], fields: Mapping[str, Field]) ->
     return given
 
 
-def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
-    """Add numbered steps to a `StepModel` or a `Pair`, one text for each environment; the reward of step t is 2^t.
+def lettered(
+    number: int, letters: Sequence[str], fields: Mapping[str, Field] = FIELDS, *, final: bool = False, **more: Any
+) -> list[Step]:
+    """Step `number` of all environments: T terminated, U truncated, B both, a full stop none of them.
 
-    T terminated, U truncated, B both, a full stop none of them; "c" is a `clear` and "|" a `begin_episodes` of
-    everything, in all texts at once. `final` gives final observations with every step.
+    final: whether final observations are given. more: values of all of them; the reward is 2^number.
+    """
+    steps = []
+    for env, letter in enumerate(letters):
+        flags = {"terminated": letter in "TB", "truncated": letter in "UB"}
+        step = numbered(number, env, fields, **{"reward": 2.0**number, **more}, **flags)
+        steps.append(step | ({"final": final_of(step, letter in "UB")} if final else {}))
+    return steps
+
+
+def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
+    """Add steps to a `Pair`, one text for each environment.
+
+    In all texts at once "c" is a `clear` and "|" a `begin_episodes` of everything.
     """
     for letters in zip(*streams, strict=True):
         if letters[0] in "c|":
             (target.clear if letters[0] == "c" else target.begin_episodes)()
-            continue
-        number = (target.model if isinstance(target, Pair) else target).count
-        steps = []
-        for env, letter in enumerate(letters):
-            step = numbered(number, env, fields, reward=2.0**number)
-            step |= {"terminated": letter in "TB", "truncated": letter in "UB"}
-            steps.append(step | ({"final": final_of(step, letter in "UB")} if final else {}))
-        target.add(steps)
+        else:
+            target.add(lettered(target.model.count, letters, fields, final=final))
 
 
 class Pair(Both):
@@ -234,35 +242,17 @@ class Pair(Both):
                         assert value == expected, f"field {name} of key {key}"
 
 
-def random_steps(
-    draw: random.Random,
-    place: tuple[int, int],
-    chances: tuple[float, float, float],
-    fields: Mapping[str, Field] = FIELDS,
-    priority: float = 0.0,
-) -> list[Step]:
-    """Step `place[0]` of `place[1]` environments.
-
-    chances: that final observations are given with the step, that an ending is a truncation, and that a step ends.
-    priority: the chance that priorities are given.
-    """
-    final, truncation, end = chances
-    with_final, with_priority = draw.random() < final, priority > 0 and draw.random() < priority
-    steps = []
-    for env in range(place[1]):
-        truncated, ended = draw.random() < truncation, draw.random() < end
-        step = numbered(place[0], env, fields, reward=draw.gauss(0, 1))
-        step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
-        step |= {"final": final_of(step, step["truncated"])} if with_final else {}
-        steps.append(step | ({"priority": draw.uniform(0.1, 9)} if with_priority else {}))
-    return steps
+def any_letters(draw: random.Random, envs: int, end: float) -> list[str]:
+    """Letters of one step, of which a share `end` ends an episode."""
+    return [draw.choice("TU") if draw.random() < end else "." for _ in range(envs)]
 
 
 def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
-    draw, model = random.Random(seed), pair.model
+    draw = random.Random(seed)
     for _ in range(steps):
-        pair.add(random_steps(draw, (model.count, model.num_envs), (final, 0.5, end), pair.fields))
+        letters = any_letters(draw, pair.model.num_envs, end)
+        play(pair, *letters, fields=pair.fields, final=draw.random() < final)
     return pair
 
 
@@ -273,7 +263,8 @@ class Script:
         draw = random.Random(seed)
         self.calls: list[tuple[str, Any]] = []
         for number in range(calls):
-            steps = random_steps(draw, (number, num_envs), (0.7, 0.6, end), priority=0.5)
+            own = {"priority": draw.uniform(0.1, 9)} if draw.random() < 0.5 else {}
+            steps = lettered(number, any_letters(draw, num_envs, end), final=draw.random() < 0.7, **own)
             mask = [draw.random() < 0.5 for _ in range(num_envs)]
             call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
             self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
