@@ -215,15 +215,3 @@ def test_what_learn_must_not_return(returned: Any, error: type[Exception], messa
 def test_arguments_that_make_no_sense(rows: Any, learn: Any, named: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         BUFFERS["transitions"](Uniform(), "cpu").capture(rows, learn, **named)
-
-
-def test_a_step_may_be_made_before_there_is_anything_to_draw() -> None:
-    buffer = BUFFERS["transitions"](Uniform(), "cpu")
-    step = buffer.capture(4, lambda batch: (None, batch.key))
-    with pytest.raises(RuntimeError, match="the buffer holds no transitions"):
-        step()
-    add(buffer, 0)
-    with pytest.raises(ValueError, match="needs 4 transitions; the buffer holds 3"):
-        step()
-    add(buffer, 1)
-    assert step().shape == (4,)

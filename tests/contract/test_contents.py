@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
+from pairs import RENEWED
 from tolerances import close
 from trajectory_pair import FIELDS, Pair, live_through
 from transitions import EXACT, STORED, check_rows, fill, make, same
@@ -29,8 +29,6 @@ from gpu_replay import (
 )
 
 pytestmark = pytest.mark.contract
-# whoever copies a buffer to another process does it so
-pickle = importlib.import_module("pickle")
 
 
 def wrapped(device: str, sampler: Any = None) -> ReplayBuffer:
@@ -91,7 +89,7 @@ def test_what_is_added_or_overwritten_while_walking_is_left_out(device: str) -> 
     assert list(walk) == []
 
 
-COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer))}
+COPIES = RENEWED | {"copy.copy": copy.copy}
 
 
 @pytest.mark.parametrize("way", COPIES)
