@@ -19,14 +19,18 @@ import numpy as np
 import pytest
 import torch
 from devices import scale
+from hindsight_oracle import GOALS, goal_step, hindsight
+from refusals import whole_state
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from trajectory_pair import Pair, columns, lettered
+from transitions import FIELDS as NUMBERED
+from transitions import fill, transitions
 
 from gpu_replay import (
     Batch,
     Combined,
     Field,
-    Hindsight,
     Latest,
     LinearSchedule,
     Proportional,
@@ -46,12 +50,10 @@ SAMPLERS = {
     "combined": Combined(Proportional(stratified=False), newest=2),
     "latest": Latest(),
 }
-FIELDS = {
-    "obs.place": Field((3,), torch.float32),
-    "obs.picture": Field((2, 2), torch.uint8, torch.bfloat16, 1 / 255),
-    "action": Field((), torch.int64),
-    "reward": Field((), torch.float64, torch.float32),
-    "terminated": Field((), torch.bool),
+# what leaves is of other types than what is stored
+FIELDS = NUMBERED | {
+    "obs": Field((2, 3), torch.float32, torch.float16, 1 / 64),
+    "reward": Field((), torch.float64, torch.float32, 1 / 64),
 }
 STEP_FIELDS = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
 ENVS = 3
@@ -67,44 +69,26 @@ def forgotten() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def transitions(rows: int, first: int = 0) -> dict[str, Tensor]:
-    """So many transitions, a function of their numbers."""
-    number = torch.arange(first, first + rows)
-    return {
-        "obs.place": torch.sin(number[:, None] + torch.arange(3.0)),
-        "obs.picture": (number[:, None, None] % 64 + torch.arange(4).reshape(2, 2)).to(torch.uint8),
-        "action": number % 2,
-        "reward": torch.cos(number.double()),
-        "terminated": number % 5 == 0,
-    }
-
-
-def steps(number: int) -> dict[str, Tensor]:
+def step_of(number: int) -> dict[str, Tensor]:
     """Step `number` of all environments; each episode has seven steps."""
-    env = torch.arange(ENVS)
-    return {
-        "obs": torch.sin(torch.stack((number + env, number * env), dim=1).float()),
-        "action": (number + env) % 2,
-        "reward": torch.cos((number + env).float()),
-        "terminated": (number + 2 * env) % 7 == 6,
-        "truncated": torch.zeros(ENVS, dtype=torch.bool),
-    }
+    letters = ["T" if (number + 2 * env) % 7 == 6 else "." for env in range(ENVS)]
+    given = columns(lettered(number, letters, STEP_FIELDS), STEP_FIELDS)
+    return {name: torch.from_numpy(value) for name, value in given.items()}
 
 
 def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23)) -> ReplayBuffer:
     """Transitions in a ring that has turned."""
     buffer = ReplayBuffer(capacity, FIELDS, sampler=sampler, seed=seed)
-    buffer.add(**transitions(capacity + 9))
+    fill(buffer, capacity + 9)
     return buffer
 
 
-def streamed(sampler: Any = SCHEDULED, *, stack: int = 2, n_step: int = 3, **settings: Any) -> TrajectoryReplayBuffer:
+def streamed(sampler: Any = SCHEDULED, *, stack: int = 2, n_step: int = 3) -> TrajectoryReplayBuffer:
     """Streams of steps in a ring that has turned."""
-    buffer = TrajectoryReplayBuffer(
-        STEPS * ENVS, ENVS, STEP_FIELDS, stack=stack, n_step=n_step, sampler=sampler, seed=5, **settings
-    )
+    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": sampler, "seed": 5}
+    buffer = TrajectoryReplayBuffer(STEPS * ENVS, ENVS, STEP_FIELDS, **settings)
     for number in range(TURNED):
-        buffer.add(**steps(number))
+        buffer.add(**step_of(number))
     return buffer
 
 
@@ -126,10 +110,7 @@ def same(found: Any, expected: Any, name: str = "") -> bool:
 def check_left(buffer: Replay, eager: Replay) -> None:
     """Fail unless both hold the same transitions, priorities, counts and random state."""
     assert buffer.stats() == eager.stats()
-    found, expected = buffer.state_dict(), eager.state_dict()
-    assert (found["counters"], found["tensors"].keys()) == (expected["counters"], expected["tensors"].keys())
-    for name, tensor in expected["tensors"].items():
-        assert torch.equal(found["tensors"][name], tensor), name
+    assert whole_state(buffer) == whole_state(eager)
 
 
 def check_alike(
@@ -144,14 +125,14 @@ def check_alike(
 
 def learner(buffer: ReplayBuffer) -> tuple[Callable[[int], tuple[Tensor, Batch]], nn.Module]:
     """A step of Q-learning, whose network starts with the same weights each time."""
-    network = nn.Linear(3, 2)
+    network = nn.Linear(6, 2)
     nn.init.constant_(network.weight, 0.25)
     nn.init.zeros_(network.bias)
 
     def learn(batch_size: int) -> tuple[Tensor, Batch]:
         batch = buffer.sample(batch_size)
-        value = network(batch.obs.place).gather(1, batch.action[:, None]).squeeze(1)
-        error = batch.reward + batch["obs.picture"].float().mean((1, 2)) - value
+        value = network(batch.obs.float().flatten(1)).gather(1, batch.action[:, None] % 2).squeeze(1)
+        error = batch.reward - value
         buffer.update_priorities(batch.key, error.abs())
         return (batch.weight * error.square()).mean(), batch
 
@@ -188,7 +169,7 @@ def test_steps_of_streams_are_added_sampled_and_updated_in_one_graph() -> None:
         replay.update_priorities(batch.key, batch.next_obs[:, -1].sum(1).abs())
         return keys, batch, replay.sample(4)
 
-    check_alike(streamed, learn, [(steps(number),) for number in range(TURNED, TURNED + 4)])
+    check_alike(streamed, learn, [(step_of(number),) for number in range(TURNED, TURNED + 4)])
 
 
 def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
@@ -197,7 +178,7 @@ def test_sequences_are_drawn_with_their_length_and_burn_in() -> None:
 
 
 def test_arrays_are_added_with_priorities_and_a_missing_field_is_named() -> None:
-    more = {name: value.numpy() for name, value in transitions(4, 100).items()}
+    more = {name: value.numpy() for name, value in transitions(range(100, 104), FIELDS).items()}
 
     def add(replay: ReplayBuffer, given: dict[str, np.ndarray]) -> Tensor:
         return replay.add(**given, priority=np.arange(4.0))
@@ -265,7 +246,7 @@ def test_gradients_inside_a_step_do_not_draw_again(way: str) -> None:
         batch = replay.sample(8)
 
         def loss(weight: Tensor) -> tuple[Tensor, Tensor]:
-            error = (batch.obs.place * weight).sum(1).tanh() - batch.reward
+            error = (batch.obs[:, 0].float() * weight).sum(1).tanh() - batch.reward
             return error.square().mean(), error
 
         if way == "function":
@@ -293,7 +274,7 @@ def test_a_call_that_eager_code_refuses_raises_the_same() -> None:
     buffer, draw = ReplayBuffer(10, FIELDS), compiled(lambda replay: replay.sample(4))
     with pytest.raises(RuntimeError, match=r"sample\(4\): the buffer holds no transitions"):
         draw(buffer)
-    buffer.add(**transitions(8))
+    fill(buffer, 8)
     assert len(draw(buffer)) == 4
     with pytest.raises(ValueError, match="finite and at least 0; found -1.0"):
         compiled(lambda replay: replay.sample(4, beta=-1.0))(buffer)
@@ -318,7 +299,7 @@ def test_what_another_thread_adds_meanwhile_is_kept() -> None:
     start = buffer.added
     step = compiled(lambda: buffer.update_priorities(buffer.sample(8).key, torch.ones(8)))
     step()
-    adding = threading.Thread(target=lambda: [buffer.add(**transitions(1)) for _ in range(count)])
+    adding = threading.Thread(target=lambda: [fill(buffer, 1) for _ in range(count)])
     adding.start()
     while adding.is_alive():
         step()
@@ -328,14 +309,10 @@ def test_what_another_thread_adds_meanwhile_is_kept() -> None:
 
 def with_goals() -> TrajectoryReplayBuffer:
     """Streams of steps whose goals are rewritten in hindsight."""
-    relabel = Hindsight("now", "goal", reward_fn=lambda now, goal: -(now - goal).abs().sum(1))
-    fields = {"obs.now": STEP_FIELDS["obs"], "obs.goal": STEP_FIELDS["obs"], "action": STEP_FIELDS["action"]}
-    buffer = TrajectoryReplayBuffer(20 * ENVS, ENVS, fields, relabel=relabel, stack=2)
+    pair = Pair(20 * ENVS, ENVS, fields=GOALS, sampler=SCHEDULED, relabel=hindsight(), stack=2)
     for number in range(20):
-        step = steps(number)
-        now = step.pop("obs")
-        buffer.add(**step, **{"obs.now": now, "obs.goal": now + 1})
-    return buffer
+        pair.add([goal_step(number, env) for env in range(ENVS)])
+    return pair.buffer
 
 
 MADE: dict[str, Callable[[], Replay]] = {
