@@ -111,6 +111,7 @@ def test_without_a_device_the_buffer_is_on_the_gpu_where_there_is_one() -> None:
 
 
 FORMS = {"numpy int64": np.array, "numpy int32": lambda keys: np.array(keys, np.int32), "list": list, "int": min}
+FORMS["unsigned"] = lambda keys: torch.tensor(keys).to(torch.uint16)
 
 
 @pytest.mark.parametrize("form", [*FORMS, "tensor", "device tensor"])

@@ -17,9 +17,6 @@ spaces = gymnasium.spaces
 
 pytestmark = pytest.mark.contract
 
-ENDS = {"reward": Field((), torch.float32), "terminated": Field((), torch.bool)}
-
-
 WIDE = spaces.Box(-1, 1, (2,), np.float64)
 PIXELS = spaces.Box(0, 255, (2,), np.uint8)
 NESTED = spaces.Dict({"arm": spaces.Dict({"angle": WIDE, "speed": WIDE}), "camera": PIXELS})
@@ -48,6 +45,8 @@ def test_every_array_space_keeps_its_shape_and_dtype(space: object, field: Field
 def test_samples_of_the_spaces_can_be_stored(device: str) -> None:
     space = spaces.Dict({"camera": spaces.Box(0, 255, (4, 4), np.uint8), "mode": spaces.Discrete(4, start=-2)})
     action_space = spaces.Discrete(6)
+    space.seed(1)
+    action_space.seed(1)
     buffer = ReplayBuffer.from_spaces(5, space, action_space, device=device)
     obs, action, after = space.sample(), action_space.sample(), space.sample()
     rows = {f"{lead}.{name}": part[name][None] for lead, part in (("obs", obs), ("next_obs", after)) for name in space}

@@ -16,7 +16,7 @@ from devices import device_fixture as device_fixture
 from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
-from trajectory_pair import FIELDS, Pair, columns, final_of, numbered
+from trajectory_pair import FIELDS, Pair, columns, final_of, numbered, play
 from transitions import EXACT, check_rows, fill, make, same, same_draws, transitions
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
@@ -143,6 +143,11 @@ def test_arrays_of_any_type_are_stored_by_value_or_refused(
             continue
         put(buffer, values)
         assert buffer[[0, 1, 2]].obs.double().tolist() == numbers.astype(np.float64).tolist()
+        if (shape, stored) == ((), torch.float32) and given is not np.bool_:
+            keys = put(buffer, np.zeros(3), priority=values)
+            assert buffer.priorities(keys).tolist() == numbers.tolist()
+            buffer.update_priorities(keys.flip(0), values)
+            assert buffer.priorities(keys.flip(0)).tolist() == numbers.tolist()
         if (kind, shape, stored) == ("steps", (), torch.float32):
             # ALE gives rewards of int32, Gymnasium of float64
             found = buffer[put(buffer, np.zeros(3), reward=values)].reward
@@ -294,6 +299,26 @@ def test_sum_of_rewards_is_rounded_once(gamma: float, rewards: list[float], devi
     exact = sum(gamma**power * float(np.float32(reward)) for power, reward in enumerate(rewards))
     assert pair.buffer[0].reward.item() == np.float32(exact)
     assert pair.buffer[0].discount.item() == np.float32(gamma**4)
+
+
+def test_final_observations_are_cast_as_observations_are(device: str) -> None:
+    fields = {"obs": Field((), torch.float32), **ACTION}
+    for final in (np.array([2.5]), np.array([2], dtype=np.int32), torch.tensor([2.5], dtype=torch.float64)):
+        buffer = TrajectoryReplayBuffer(10, 1, fields, autoreset="same_step", device=device)
+        buffer.add(obs=[1.0], action=[0], reward=[0], terminated=[False], truncated=[True], final_obs=final)
+        assert buffer[0].next_obs.tolist() == [float(final[0])]
+
+
+@pytest.mark.parametrize("form", [np.array, torch.tensor, list, None], ids=["numpy", "torch", "list", "device"])
+def test_begin_episodes_takes_a_mask_in_every_form(form: Any, device: str) -> None:
+    pair = Pair(30, 3, device=device)
+    play(pair, *["..."] * 3)
+    few = [True, False, True]
+    pair.buffer.begin_episodes(torch.tensor(few, device=device) if form is None else form(few))
+    pair.model.begin_episodes(few)
+    play(pair, *["..."] * 3)
+    # the step before the break waits for ever in the first and the last environment
+    assert {6, 7, 8} & set(pair.check().eligible()) == {7}
 
 
 # whose memory it is

@@ -86,6 +86,7 @@ OUT_OF_RANGE = [
     (torch.int32, torch.tensor([-(2**31) - 1, 0])),
     (torch.uint8, torch.tensor([0, 256])),
     (torch.uint8, torch.tensor([-1, 0])),
+    (torch.uint8, torch.tensor([0, 256]).to(torch.uint16)),
     (torch.uint8, torch.tensor([0, -1], dtype=torch.int8)),
     (torch.int8, torch.tensor([128, 0])),
     (torch.int8, torch.tensor([0, 200], dtype=torch.uint8)),

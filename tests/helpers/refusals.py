@@ -179,7 +179,7 @@ KEYS: list[tuple[Any, Any, str]] = [
 ]
 PRIORITIES: list[tuple[Any, Any]] = [
     *((wrong, ValueError) for wrong in (ONES[:1], torch.ones(3), ONES[:, None], torch.tensor(1.0))),
-    *((wrong, LOSSY) for wrong in (ONES.cfloat(), "ab")),
+    *((wrong, LOSSY) for wrong in (ONES.cfloat(), "ab", [np.ma.masked, 1.0])),
 ]
 # arguments of `sample_sequences`
 WINDOWS: dict[str, list[tuple[Any, Any]]] = {
