@@ -326,10 +326,13 @@ def test_draws_of_every_sampler_are_those_of_eager_calls(make: Callable[[], Repl
     check_alike(make, lambda replay: replay.sample(6), [()] * 2)
 
 
+# inductor imports setuptools, which looks for distutils and takes another one where a warning is an error
+inductor_warns = pytest.mark.filterwarnings("ignore")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-# it imports setuptools, which looks for distutils and takes another one where a warning is an error
-@pytest.mark.filterwarnings("ignore")
+@inductor_warns
 def test_generated_code_keeps_every_call_in_its_place() -> None:
     """Inductor writes to the token itself instead of to copies: what keeps calls in order is another thing there."""
 
