@@ -9,7 +9,7 @@ the best baseline.
 
 from __future__ import annotations
 
-from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,32 +27,49 @@ SLACK = {torch.float32: 2.0**-18, torch.float64: 2.0**-40}
 
 
 class CumulativeSums:
-    """Powers of priorities and their running sums: `searchsorted` samples from them, `index_copy_` updates them."""
+    """Powers of priorities and their running sums: `searchsorted` samples from them, `index_copy_` updates them.
 
-    def __init__(self, inputs: Inputs, dtype: torch.dtype) -> None:
+    build: when all powers are summed up anew: in each "draw", each "update", or never.
+    """
+
+    unit = 1.0
+
+    def __init__(self, inputs: Inputs, dtype: torch.dtype = torch.float64, build: str = "") -> None:
         batch, device = inputs.batch, inputs.device
-        self.powers = inputs.priorities.to(dtype, copy=True).add_(EPS).pow_(ALPHA)
-        self.sums = torch.empty_like(self.powers)
-        self.last = inputs.capacity - 1
+        self.slack, self._build = SLACK[dtype], build
+        self._powers = inputs.priorities.to(dtype, copy=True).add_(EPS).pow_(ALPHA)
+        self._sums = torch.empty_like(self._powers)
         self._stratum = torch.arange(batch, dtype=dtype, device=device)
         self._targets = torch.empty(batch, dtype=dtype, device=device)
-        self.slots = torch.empty(batch, dtype=torch.int64, device=device)
+        self._slots = torch.empty(batch, dtype=torch.int64, device=device)
         self.build()
 
     def build(self) -> None:
         """Sum up all powers."""
-        torch.cumsum(self.powers, 0, out=self.sums)
+        torch.cumsum(self._powers, 0, out=self._sums)
 
     def draw(self) -> Tensor:
         """(B,) int64 slots, one for each stratum of the total."""
+        if self._build == "draw":
+            self.build()
         targets = self._targets.uniform_()
-        targets.add_(self._stratum).mul_(self.sums[-1:]).div_(targets.numel())
-        torch.searchsorted(self.sums, targets, right=True, out=self.slots)
-        return self.slots.clamp_(max=self.last)
+        targets.add_(self._stratum).mul_(self._sums[-1:]).div_(targets.numel())
+        torch.searchsorted(self._sums, targets, right=True, out=self._slots)
+        return self._slots.clamp_(max=len(self._sums) - 1)
 
     def update(self, slots: Tensor, errors: Tensor) -> None:
-        """Give the slots new powers; the sums are left stale."""
-        self.powers.index_copy_(0, slots, errors.add(EPS).pow_(ALPHA).to(self.powers.dtype))
+        """Give the slots new powers."""
+        self._powers.index_copy_(0, slots, errors.add(EPS).pow_(ALPHA).to(self._powers.dtype))
+        if self._build == "update":
+            self.build()
+
+    def weights(self) -> Tensor:
+        """(N,) powers."""
+        return self._powers
+
+    def total(self) -> Tensor:
+        """The sum of all, as the last running sum says where those are current."""
+        return self._sums[-1] if self._build == "update" else self._powers.sum()
 
 
 def cumsum_of_integers(inputs: Inputs) -> Implementation:
@@ -66,25 +83,23 @@ def cumsum_of_integers(inputs: Inputs) -> Implementation:
 
 def cumsum(inputs: Inputs) -> Implementation:
     """Compute from the powers the running sums that `searchsorted` needs."""
-    sums = CumulativeSums(inputs, torch.float64)
-    return Implementation(sums.build, lambda: checks.wrong_totals(sums.powers, sums.sums[-1], SLACK[torch.float64]))
+    sums = CumulativeSums(inputs)
+    return Implementation(sums.build, lambda: checks.wrong_totals(sums.weights(), sums.total(), sums.slack))
 
 
-def cumsum_searchsorted(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
-    """A draw after a change of any power."""
-    sums = CumulativeSums(inputs, dtype)
-
-    def draw() -> Tensor:
-        sums.build()
-        return sums.draw()
-
-    return checks.draws(draw, lambda: sums.powers, SLACK[dtype])
+def searchsorted(inputs: Inputs, **how: Any) -> Implementation:
+    """Draws; `how` as of `CumulativeSums`: without `build`, from sums that are current."""
+    return checks.draws(CumulativeSums(inputs, **how))
 
 
-def searchsorted(inputs: Inputs) -> Implementation:
-    """A draw from sums that are current."""
-    sums = CumulativeSums(inputs, torch.float64)
-    return checks.draws(sums.draw, lambda: sums.powers, SLACK[torch.float64])
+def scatter(inputs: Inputs, **how: Any) -> Implementation:
+    """New powers; without `build` in an update not their sums, so nothing can be sampled yet."""
+    return checks.updates(CumulativeSums(inputs, **how), inputs)
+
+
+def draw_update(inputs: Inputs, **how: Any) -> Implementation:
+    """Sample, and give the sampled slots new powers: `cumsum`, `searchsorted`, `index_copy_`."""
+    return checks.draw_updates(CumulativeSums(inputs, build="draw", **how), inputs)
 
 
 def multinomial(inputs: Inputs) -> Implementation:
@@ -95,41 +110,6 @@ def multinomial(inputs: Inputs) -> Implementation:
         return torch.multinomial(powers, inputs.batch, replacement=True)
 
     return Implementation(draw, lambda: checks.wrong_shares(powers, draw()))
-
-
-def scatter(inputs: Inputs) -> Implementation:
-    """New powers without their sums, so nothing can be sampled yet."""
-    sums = CumulativeSums(inputs, torch.float64)
-    return checks.updates(sums.update, lambda: sums.powers, sums.powers.sum, inputs)
-
-
-def scatter_cumsum(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
-    """New powers and the sums of them."""
-    sums = CumulativeSums(inputs, dtype)
-
-    def update(slots: Tensor, errors: Tensor) -> None:
-        sums.update(slots, errors)
-        sums.build()
-
-    return checks.updates(update, lambda: sums.powers, lambda: sums.sums[-1], inputs, SLACK[dtype])
-
-
-def draw_update(inputs: Inputs, dtype: torch.dtype = torch.float64) -> Implementation:
-    """Sample, and give the sampled slots new powers: `cumsum`, `searchsorted`, `index_copy_`."""
-    sums = CumulativeSums(inputs, dtype)
-    pool = cycle(inputs.errors)
-
-    def step() -> Tensor:
-        sums.build()
-        slots = sums.draw()
-        sums.update(slots, next(pool))
-        return slots
-
-    def wrong() -> list[str]:
-        before = sums.powers.clone()
-        return checks.wrong_draws(before, step(), SLACK[dtype])
-
-    return Implementation(step, wrong)
 
 
 def sort_searchsorted(inputs: Inputs) -> Implementation:

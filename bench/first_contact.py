@@ -7,11 +7,9 @@ options for the programs that run afterwards (`on_gpu.py` passes them on).
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +39,7 @@ from gpu_replay import (
     Uniform,
 )
 from gpu_replay.console.markdown import table
+from gpu_replay.console.versions import versions
 from gpu_replay.engines import pinned_memory
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 from gpu_replay.graphs.stream_order import StreamOrder
@@ -48,9 +47,10 @@ from gpu_replay.ops import launch as launches
 from gpu_replay.ops.prefix_sum import inclusive_prefix_sum
 
 from . import kernels, ours
-from .cases import Case
 from .measure import Plan, captured, cuda_clock, measure
-from .targets import targets_first
+from .operations import OURS, Case
+from .records import now
+from .report import targets_first
 
 GPU = torch.device("cuda")
 # the exit status if not even one kernel can be launched, so that nothing else is worth trying
@@ -88,23 +88,14 @@ class Feature:
 
 def machine() -> str:
     """Launch one kernel, and say where."""
-    import triton
-
-    ours.empty(_inputs(Case("empty", 0, 0))).call()
+    ours.empty(kernels.inputs(Case("empty", 0, 0), GPU)).call()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    tools = [name for name in ("nvidia-smi", "gcc", "compute-sanitizer") if shutil.which(name)]
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(["nvidia-smi"], timeout=10, check=False)
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}"
-    return (
-        f"{torch.cuda.get_device_name()}, {versions}, "
-        f"{free / 1e9:.0f} of {total / 1e9:.0f} GB free; {', '.join(tools) or 'no tools'}"
-    )
-
-
-def _inputs(case: Case) -> Any:
-    return kernels.inputs(case, GPU)
+    found = versions()
+    about = ", ".join(f"{name} {found.get(name)}" for name in ("torch", "triton", "python"))
+    return f"{torch.cuda.get_device_name()}, {about}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
 
 
 def _powers(keys: Tensor) -> Tensor:
@@ -202,8 +193,8 @@ def launch() -> str:
     return text
 
 
-def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False) -> Callable[[], str]:
-    """Make a check that steps replayed from graphs give the same batches as on the host."""
+def captured_step(sampler: Any = EXACT, adds: bool = False) -> Callable[[], str]:
+    """Make a check that steps of two sizes, replayed from graphs, give the same batches as on the host."""
 
     def life(buffer: Any) -> list[Any]:
         more = _rows(buffer, 0, 64)
@@ -214,7 +205,7 @@ def captured_step(sampler: Any = EXACT, adds: bool = False, twice: bool = False)
             return _powers(batch.key), batch.key
 
         buffer.add(**_rows(buffer, 0, SIZES["many"]))
-        steps = [buffer.capture(size, learn, warm_ups=1) for size in (256, 64)[: 1 + twice]]
+        steps = [buffer.capture(size, learn, warm_ups=1) for size in (256, 64)]
         return [{"key": step().clone()} for _ in range(SIZES["turns"]) for step in steps]
 
     return beside_the_host(lambda device: _transitions(device, sampler), life)
@@ -355,7 +346,7 @@ def times() -> str:
     """Time a captured call of each case that has a target: the result of a round that goes no further."""
     told = []
     for case in targets_first(kernels.kernel_cases("cuda", **TIMED))[:15]:
-        work = kernels.KERNELS[case.operation].ours(_inputs(case))
+        work = kernels.makers(case)[OURS](kernels.inputs(case, GPU))
         work.prepare()
         timing = measure(captured(work.call, GPU, 1), prepare=lambda: None, plan=Plan(0.0, 0.05, 5, 500), device=GPU)
         told.append(f"{case.name} {np.median(timing.nanoseconds) / 1e3:.1f} µs")
@@ -376,7 +367,6 @@ FEATURES: dict[str, Feature] = {
     "capture": Feature(captured_step(), _NO_GRAPH),
     "capture-add": Feature(captured_step(adds=True), _NO_GRAPH),
     "capture-ranks": Feature(captured_step(RankBased()), _RANKS),
-    "capture-two": Feature(captured_step(twice=True), _NO_GRAPH),
     "capture-none": Feature(capture_of_adds, _NO_GRAPH),
     "capture-fails": Feature(capture_that_fails, _NO_GRAPH),
     "streams": Feature(streams),
@@ -396,25 +386,23 @@ def run(output: Path | None, seconds: float = 180.0) -> int:
 
     output: a file of JSON lines, replaced.
     """
-    until, rows, status = time.monotonic() + seconds, [], 0
+    until, status, rows = time.monotonic() + seconds, 0, []
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text("")
     for name, feature in FEATURES.items():
         began = time.monotonic()
         verdict, message = _tried(feature, min(feature.limit, until - began))
-        took = time.monotonic() - began
-        print(f"VERDICT {name} {verdict} {took:.1f}s {message}", flush=True)
-        rows.append([name, verdict, f"{took:.1f}", message[:100]])
-        line = {"feature": name, "verdict": verdict, "seconds": round(took, 2), "message": message}
-        line["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        line: dict[str, Any] = {"feature": name, "verdict": verdict, "message": message}
+        line |= {"seconds": round(time.monotonic() - began, 2), "date": now()}
+        print(f"VERDICT {name} {verdict} {line['seconds']:.1f}s {message}", flush=True)
+        rows.append([name, verdict, f"{line['seconds']:.1f}", message[:100]])
         if verdict != "ok":
-            status = 1
-            line["fallback"] = dict(feature.fallback)
+            line["fallback"], status = dict(feature.fallback), 1
         if output:
             with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if verdict != "ok" and name == next(iter(FEATURES)):
+        if status and name == next(iter(FEATURES)):
             status = NO_LAUNCH
             break
     print(table(["feature", "verdict", "s", "message"], rows), flush=True)

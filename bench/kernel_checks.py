@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Call
 from .kernel_inputs import N_STEP, Inputs
-from .rows import STACK
-from .subjects import ALPHA, EPS
+from .subjects import ALPHA, EPS, STACK, Call
 
 # transitions of a batch whose frames are compared
 _COMPARED = 64
@@ -37,24 +35,35 @@ class Implementation:
     prepare: Call = lambda: None
 
 
-def draws(draw: Callable[[], Tensor], weights: Callable[[], Tensor], slack: float = 0.0) -> Implementation:
-    """A stratified draw by (N,) weights."""
-    return Implementation(draw, lambda: wrong_draws(weights(), draw(), slack))
+def draws(index: Any) -> Implementation:
+    """Stratified draws from an index.
+
+    index: priorities of N slots, with the methods `draw`, `update(slots, errors)`, `weights` (N,) in units of
+           1 / `unit`, and `total`; sums may be off by a share `slack`.
+    """
+    return Implementation(index.draw, lambda: wrong_draws(index.weights(), index.draw(), index.slack))
 
 
-def updates(
-    update: Callable[[Tensor, Tensor], object],
-    weights: Callable[[], Tensor],
-    total: Callable[[], Tensor | int],
-    inputs: Inputs,
-    slack: float = 0.0,
-    unit: float = 1.0,
-) -> Implementation:
-    """New weights at given slots; see `wrong_update`."""
+def updates(index: Any, inputs: Inputs) -> Implementation:
+    """New weights of an index at given slots."""
     pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    return Implementation(
-        lambda: update(*next(pool)), lambda: wrong_update(update, weights, total, inputs, slack, unit)
-    )
+    return Implementation(lambda: index.update(*next(pool)), lambda: wrong_update(index, inputs))
+
+
+def draw_updates(index: Any, inputs: Inputs) -> Implementation:
+    """Draws from an index, and new weights for what was drawn."""
+    pool = cycle(inputs.errors)
+
+    def step() -> Tensor:
+        slots: Tensor = index.draw()
+        index.update(slots, next(pool))
+        return slots
+
+    def wrong() -> list[str]:
+        before = index.weights().clone()
+        return wrong_draws(before, step(), index.slack) + wrong_totals(index.weights(), index.total(), index.slack)
+
+    return Implementation(step, wrong)
 
 
 def gathers(
@@ -137,30 +146,20 @@ def wrong_ranks(priorities: Tensor, masses: Tensor, slots: Tensor, slack: float 
     return [f"{count} of {batch} draws are not of a rank in their part of the total"] if count else []
 
 
-def wrong_update(
-    update: Callable[[Tensor, Tensor], object],
-    weights: Callable[[], Tensor],
-    total: Callable[[], Tensor | int],
-    inputs: Inputs,
-    slack: float = 0.0,
-    unit: float = 1.0,
-) -> list[str]:
-    """Whether `update` gives distinct slots the powers of their errors, leaves the others, and keeps the total exact.
-
-    weights: the (N,) powers in units of 1 / `unit`.
-    """
+def wrong_update(index: Any, inputs: Inputs) -> list[str]:
+    """Whether an index gives distinct slots the powers of their errors, leaves others, and keeps the total exact."""
     slots, errors = inputs.keys[0], inputs.errors[0]
-    before = weights().clone()
-    update(slots, errors)
-    after = weights()
+    before = index.weights().clone()
+    index.update(slots, errors)
+    after = index.weights()
     expected = errors.double().add(EPS).pow(ALPHA)
     # masses are whole numbers
-    near = torch.allclose(after[slots].double() / unit, expected, rtol=1e-4, atol=2.0**-20)
+    near = torch.allclose(after[slots].double() / index.unit, expected, rtol=1e-4, atol=2.0**-20)
     wrong = [] if near else ["new weights are not as given"]
     before[slots] = after[slots]
     if not torch.equal(before, after):
         wrong.append("slots that were not updated have changed")
-    return wrong + wrong_totals(after, total(), slack)
+    return wrong + wrong_totals(after, index.total(), index.slack)
 
 
 def wrong_rows(found: Mapping[str, Tensor], inputs: Inputs) -> list[str]:

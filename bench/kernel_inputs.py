@@ -16,8 +16,7 @@ from gpu_replay.ops.mass import UNIT
 from gpu_replay.ops.ranks import cumulative_masses
 
 from . import subjects
-from .rows import SHAPE, STACK, buffer_fields, make_rows
-from .subjects import ALPHA, EPS
+from .subjects import ALPHA, EPS, SHAPE, STACK, buffer_fields, make_rows
 
 # as long as a stack, so that no frame of a batch is counted twice
 N_STEP = 4
@@ -137,13 +136,9 @@ def _frame_buffer(capacity: int, envs: int, device: torch.device, dtype: torch.d
     """Make a full buffer of frames. The last one is cached: gigabytes take longer to fill than to measure."""
     sampled = None if dtype == torch.uint8 else dtype
     buffer = subjects.frame_buffer(capacity, envs, device, N_STEP, sampler=Uniform(), dtype=sampled)
-    step = {
-        "obs": torch.zeros((envs, *SHAPE), dtype=torch.uint8, device=device),
-        "action": torch.zeros(envs, dtype=torch.int64, device=device),
-        "reward": torch.ones(envs, device=device),
-        "terminated": torch.zeros(envs, dtype=torch.bool, device=device),
-        "truncated": torch.zeros(envs, dtype=torch.bool, device=device),
-    }
+    action = torch.zeros(envs, dtype=torch.int64, device=device)
+    step = {"action": action, "reward": action.float(), "terminated": action.bool(), "truncated": action.bool()}
+    step["obs"] = action.to(torch.uint8).view(-1, 1, 1).expand(-1, *SHAPE)
     for _ in range(capacity // envs):
         buffer.add(**step)
     # no number of steps or environments divides the pattern's length, so neighbours differ in both directions

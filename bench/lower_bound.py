@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .peers_suite import Sampled, Task
 from .records import CannotMeasure
-from .rows import DTYPES, Rows
-from .subjects import ALPHA, BETA, EPS, Subject, tensors
+from .subjects import ALPHA, BETA, DTYPES, EPS, Rows, Sampled, Subject, Task, tensors
 
 NAME = "C on one core"
 _SOURCE = Path(__file__).resolve().with_name("lower_bound.c")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,36 +17,14 @@ from gpu_replay.console.arguments import Parser, positive
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.progress import Progress
 
-from . import checkpoint, gpu_page, kernels, memory, peers_suite, plots, report, scale, storage, subjects
-from .cases import (
-    BATCHES,
-    CAPACITIES,
-    FRAME_BATCHES,
-    FRAME_ENVS,
-    FRAME_SLOTS,
-    OURS,
-    chosen,
-    gather_cases,
-    step_cases,
-    stream_cases,
-)
+from . import checkpoint, kernels, memory, operations, peers_suite, plots, records, report, scale, storage, subjects
+from .gpu_page import page as page_of
 from .measure import How, Maker, Part, Plan, Run, compared, copy_bandwidth
-from .peers_suite import PEERS, peer_version
-from .records import (
-    ERRORS,
-    CannotMeasure,
-    DeviceLost,
-    Record,
-    current_environment,
-    default_file,
-    device_slug,
-    read,
-    recorded_files,
-    write,
-)
-from .records import QUICK as TRIAL
+from .operations import OURS, Case, chosen
+from .peers import PEERS, available, peer_versions
+from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
+from .report import targets_first
 from .subjects import CPU
-from .targets import targets_first
 from .test_gate import failed_tests
 
 QUICK = Plan(warmup=0.01, seconds=0.02, fewest=20, most=200)
@@ -58,6 +35,28 @@ QUICK_FRAMES, QUICK_STEPS = (2_000, (32,)), 100
 KERNELS = Plan(warmup=0.03, seconds=0.2, fewest=6, most=5000)
 # a step of Atari agents: environments, steps of each in the ring, transitions learned from
 ATARI_ENVS, ATARI_STEPS, ATARI_BATCH = 128, 8_000, 512
+# the exit code for a device that is lost
+LOST = 3
+
+
+class Work(NamedTuple):
+    """What a suite measures: on which device, in which ways (by default one that the device has), with changes of Run.
+
+    name: of its records' file, if that is not the suite's.
+    """
+
+    parts: Sequence[Part]
+    device: torch.device = CPU
+    ways: tuple[How, ...] = ()
+    changes: Mapping[str, Any] = {}
+    name: str | None = None
+
+
+class Suite(NamedTuple):
+    """A command that measures."""
+
+    work: Callable[[argparse.Namespace], Work]
+    about: str
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,10 +83,6 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(threads)
 
 
-# the exit code for a device that is lost
-LOST = 3
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="gpu-replay bench", description="Measures buffers and records the result.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -95,128 +90,121 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, about: str, run: Callable[[argparse.Namespace], int | None]) -> Any:
         added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         added.set_defaults(run=run, suite=name)
-        return added
+        return added.add_argument
 
-    for name, (run, about) in SUITES.items():
-        suite = command(name, f"measure {about}", run)
+    for name, each in SUITES.items():
+        add = command(name, f"measure {each.about}", _measure)
         file = default_file("kernels-DEVICE" if name == "kernels" else name)
-        suite.add_argument("--output", type=Path, metavar="FILE", help=f"JSON lines to merge into (default: {file})")
-        suite.add_argument("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
+        add("--output", type=Path, metavar="FILE", help=f"JSON lines to merge into (default: {file})")
+        add("--quick", action="store_true", help="few sizes and repetitions: a trial, no measurement")
         only = 'cases to run: a part of the name or a glob, "N=1M", "cycle/*"'
-        suite.add_argument("--only", metavar="PATTERN", help=only)
-        skip = "cases to leave out; repeatable"
-        suite.add_argument("--skip", action="append", default=[], metavar="PATTERN", help=skip)
-        suite.add_argument("--missing", action="store_true", help="only cases that --output does not hold yet")
+        add("--only", metavar="PATTERN", help=only)
+        add("--skip", action="append", default=[], metavar="PATTERN", help="cases to leave out; repeatable")
+        add("--missing", action="store_true", help="only cases that --output does not hold yet")
         if name == "peers":
-            suite.add_argument("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
-            suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
+            add("--peer", action="append", choices=sorted(PEERS), help="only this one; repeatable")
+            add("--device", choices=("cpu", "cuda"), default="cpu", help="where rows are stored")
         if name == "kernels":
-            suite.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-            suite.add_argument("--n-max", type=positive, metavar="N", help="no cases with more slots: 1000000, 1e7")
+            add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
         if name in ("gpu", "kernels"):
             default = "both" if name == "gpu" else "graph"
             timing = f"on a GPU, events around each call or around a replayed graph of calls (default: {default})"
-            suite.add_argument("--timing", choices=("events", "graph"), help=timing)
-    contact = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
-    contact.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, replaced")
-    contact.add_argument("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
-    tables = command("report", "Markdown tables made from records", _report)
+            add("--timing", choices=("events", "graph"), help=timing)
+    add = command("contact", "try each feature that a GPU may break, in a process of its own", _contact)
+    add("--output", type=Path, metavar="FILE", help="JSON lines, replaced")
+    add("--seconds", type=positive, default=180, metavar="N", help="for all of them (default: 180)")
+    files: dict[str, Any] = {
+        "nargs": "*",
+        "type": Path,
+        "metavar": "FILE",
+        "help": "JSON lines (default: all recorded)",
+    }
+    add = command("report", "Markdown tables made from records", _report)
+    add("files", **files)
     renew = "renew the text between its <!-- bench:NAME --> and <!-- /bench:NAME --> instead of printing; repeatable"
-    tables.add_argument("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
-    images = command("plot", "PNGs of kernels and of cycles made from records, one folder for each file", _plot)
-    for each in (tables, images):
-        each.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON lines (default: all recorded)")
-    page = command("page", "write the page of one GPU from all that bench/on_gpu.py left in a folder", _page)
-    page.add_argument("--results", type=Path, required=True, metavar="DIR", help="the folder of the records")
-    page.add_argument("--output", type=Path, metavar="FILE", help="Markdown (default: DIR.md, beside the folder)")
+    add("--update", action="append", type=Path, metavar="DOCUMENT", help=renew)
+    command("plot", "PNGs made from records, one folder for each file", _plot)("files", **files)
+    add = command("page", "write the page of one GPU from all that bench/on_gpu.py left in a folder", _page)
+    add("--results", type=Path, required=True, metavar="DIR", help="the folder of the records")
+    add("--output", type=Path, metavar="FILE", help="Markdown (default: DIR.md, beside the folder)")
     return parser
 
 
-def _cpu(options: argparse.Namespace) -> None:
-    sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else (CAPACITIES, BATCHES)
-    vectors: dict[str, Maker] = {OURS: subjects.replay}
-    resident = memory.cases(100_000 if options.quick else 1_000_000)
-    _measure(
-        options,
-        CPU,
-        [(step_cases(*sizes), compared(vectors)), (resident, memory.records)],
-    )
+def _cpu(options: argparse.Namespace) -> Work:
+    sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ()
+    resident = Case("memory", 100_000 if options.quick else 1_000_000, 0)
+    return Work([(operations.step_cases(*sizes), compared({OURS: subjects.replay})), ([resident], memory.records)])
 
 
-def _gpu(options: argparse.Namespace) -> None:
+def _gpu(options: argparse.Namespace) -> Work:
     device = _device("gpu", "cuda")
-    sizes = (QUICK_CAPACITIES, QUICK_BATCHES) if options.quick else ((*CAPACITIES, 10_000_000), (*BATCHES, 65_536))
-    capacity = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS)
-    atari = gather_cases(capacity, (ATARI_BATCH,)) + stream_cases(capacity, (ATARI_BATCH,), ATARI_ENVS)
+    slots = QUICK_CAPACITIES if options.quick else (*operations.CAPACITIES, 10_000_000)
+    rows = QUICK_BATCHES if options.quick else (*operations.BATCHES, 65_536)
+    capacity, batches = ATARI_ENVS * (QUICK_STEPS if options.quick else ATARI_STEPS), (ATARI_BATCH,)
+    gathers, streams = operations.frame_cases(capacity, batches, ATARI_ENVS)
     # filled once for both ways
-    vectors: dict[str, Maker] = {OURS: cache(partial(subjects.replay, device=device))}
-    stacks: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
+    vectors = {OURS: cache(partial(subjects.replay, device=device))}
+    stacks = {OURS: cache(partial(subjects.frames, device=device, envs=ATARI_ENVS))}
+    parts = [
+        (targets_first(gathers + streams), compared(stacks)),
+        (operations.step_cases(slots, rows), compared(vectors)),
+    ]
     # all single calls before any capture, after which they would wait for the device
-    ways: tuple[How, ...] = (options.timing,) if options.timing else ("events", "graph")
-    parts = [(targets_first(atari), compared(stacks)), (step_cases(*sizes), compared(vectors))]
-    _measure(options, device, parts, ways)
+    return Work(parts, device, (options.timing,) if options.timing else ("events", "graph"))
 
 
-def _kernels(options: argparse.Namespace) -> None:
+def _kernels(options: argparse.Namespace) -> Work:
     device = _device("kernels --device cuda", options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and options.timing:
         raise UserError(f"--timing {options.timing} needs a GPU; on a CPU only the host's clock is available.")
     sizes: dict[str, Any] = {"capacities": QUICK_CAPACITIES, "batches": QUICK_BATCHES, "rows": 10_000, "frames": 2_000}
-    cases = kernels.kernel_cases(device.type, most=options.n_max, **(sizes if options.quick else {}))
-    name = f"kernels-{device_slug(device)}"
-    options.output = options.output or default_file(name + TRIAL if options.quick else name)
+    cases = kernels.kernel_cases(device.type, **(sizes if options.quick else {}))
     way: How = "host" if device.type == "cpu" else (options.timing or "graph")
     # other work may share a CPU, while a GPU is the benchmark's own
-    rounds = 1 if options.quick or device.type == "cuda" else 3
-    plan = QUICK if options.quick else KERNELS
-    _measure(options, device, [(targets_first(cases), kernels.records)], (way,), plan=plan, rounds=rounds)
+    changes = {"plan": QUICK if options.quick else KERNELS, "rounds": 3 if device.type == "cpu" else 1}
+    return Work(
+        [(targets_first(cases), kernels.records)], device, (way,), changes, f"kernels-{records.device_slug(device)}"
+    )
 
 
-def _frames(options: argparse.Namespace) -> None:
+def _frames(options: argparse.Namespace) -> Work:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # a step of more environments fills a million slots in fewer calls
-    capacity, envs = (1_000_000, ATARI_ENVS) if device.type == "cuda" else (FRAME_SLOTS, FRAME_ENVS)
-    capacity, batches = QUICK_FRAMES if options.quick else (capacity, FRAME_BATCHES)
+    capacity, envs = (operations.FRAME_SLOTS, operations.FRAME_ENVS) if device == CPU else (1_000_000, ATARI_ENVS)
+    capacity, batches = QUICK_FRAMES if options.quick else (capacity, operations.FRAME_BATCHES)
     ours: dict[str, Maker] = {OURS: cache(partial(subjects.frames, device=device, envs=envs))}
     both: dict[str, Maker] = {**ours, "take": partial(subjects.take, device=device)}
-    gathers, streams = gather_cases(capacity, batches), stream_cases(capacity, batches, envs)
-    parts = [(gathers, compared(both)), (streams, compared(ours))]
-    _measure(options, device, parts, rounds=1 if options.quick else 5)
+    gathers, streams = operations.frame_cases(capacity, batches, envs)
+    return Work([(gathers, compared(both)), (streams, compared(ours))], device, changes={"rounds": 5})
 
 
-def _peers(options: argparse.Namespace) -> None:
+def _peers(options: argparse.Namespace) -> Work:
     device = _device("peers --device cuda", options.device)
-    names = peers_suite.available(options.peer or list(PEERS), device)
+    names = available(options.peer or list(PEERS), device)
     parts = peers_suite.parts(peers_suite.QUICK if options.quick else peers_suite.Sizes(), names, device)
-    versions = {name: peer_version(name) for name in names}
-    _measure(options, device, parts, versions=versions, rounds=1 if options.quick else 5)
+    return Work(parts, device, changes={"rounds": 5, "versions": peer_versions(names)})
 
 
-def _storage(options: argparse.Namespace) -> None:
-    sizes = storage.QUICK if options.quick else storage.Sizes()
-    _measure(options, CPU, [(storage.cases(sizes), partial(storage.records, sizes))])
-
-
-def _checkpoint(options: argparse.Namespace) -> None:
-    _measure(options, CPU, [(checkpoint.cases(options.quick), checkpoint.records)])
-
-
-def _scale(options: argparse.Namespace) -> None:
-    cases = scale.cases((10_000,), (32, 256), 10_000) if options.quick else scale.cases()
-    versions = {scale.PEER: peer_version(scale.PEER)}
-    parts = [(cases, compared(scale.makers()))]
-    _measure(options, CPU, parts, versions=versions, rounds=1 if options.quick else 3)
+def _scale(options: argparse.Namespace) -> Work:
+    names = available(list(PEERS), CPU)
+    return Work(scale.parts(options.quick, names), changes={"rounds": 3, "versions": peer_versions(names)})
 
 
 SUITES = {
-    "cpu": (_cpu, "add, sample, update, full cycles and memory, on the CPU with one thread"),
-    "gpu": (_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
-    "kernels": (_kernels, "single operations of this package beside the torch operations that do the same"),
-    "frames": (_frames, "stacks of Atari frames stored once, beside a plain copy of the same bytes"),
-    "peers": (_peers, "full cycles and adds, interleaved with other libraries"),
-    "checkpoint": (_checkpoint, "saving and loading a buffer as large as fits, beside a plain write and read"),
-    "scale": (_scale, "each call over slots and over batches, beside cpprb and a plain C program"),
-    "storage": (_storage, "storing transitions and reading batches, for deque, list, NumPy rings and this buffer"),
+    "cpu": Suite(_cpu, "add, sample, update, full cycles and memory, on the CPU with one thread"),
+    "gpu": Suite(_gpu, "add, sample, update and full cycles on the GPU, vectors and Atari frames, called and replayed"),
+    "kernels": Suite(_kernels, "single operations of this package beside the torch operations that do the same"),
+    "frames": Suite(_frames, "stacks of Atari frames stored once, beside a plain copy of the same bytes"),
+    "peers": Suite(_peers, "full cycles and adds, interleaved with other libraries"),
+    "checkpoint": Suite(
+        lambda options: Work([(checkpoint.cases(options.quick), checkpoint.records)]),
+        "saving and loading a buffer as large as fits, beside a plain write and read",
+    ),
+    "scale": Suite(_scale, "each call over slots and over batches, and bytes over fields, beside peers and plain C"),
+    "storage": Suite(
+        lambda options: Work([(storage.cases(options.quick), storage.records)]),
+        "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",
+    ),
 }
 
 
@@ -228,28 +216,23 @@ def _contact(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    records = [record for file in options.files or recorded_files() for record in read(file)]
+    found = [record for file in options.files or recorded_files() for record in read(file)]
     for document in options.update or []:
         text = document.read_text()
-        renewed = report.updated(text, records)
+        renewed = report.updated(text, found)
         if renewed != text:
             document.write_text(renewed)
         print(f"{document}: {'renewed' if renewed != text else 'already as recorded'}")
     if not options.update:
         for name in report.SECTIONS:
-            print(f"## {name}\n\n{report.section(name, records)}\n")
+            print(f"## {name}\n\n{report.section(name, found)}\n")
 
 
 def _plot(options: argparse.Namespace) -> None:
     require("matplotlib", purpose="gpu-replay bench plot")
     for file in options.files or recorded_files():
-        kept = [
-            each
-            for each in read(file)
-            if each.suite in ("kernels", "scale") or each.operation in ("cycle", "frame-cycle")
-        ]
-        for image in plots.draw(kept, file.with_suffix("")):
-            print(f"{image}: drawn from {file}", file=sys.stderr)
+        for image in plots.draw(read(file), file.with_suffix("")):
+            print(f"{image}: plotted from {file}", file=sys.stderr)
 
 
 def _page(options: argparse.Namespace) -> None:
@@ -258,7 +241,7 @@ def _page(options: argparse.Namespace) -> None:
         raise UserError(f"--results {folder} is not a folder; `bench/on_gpu.py` makes one.")
     output: Path = options.output or folder.resolve().with_name(f"{folder.resolve().name}.md")
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(gpu_page.page(folder, output))
+    output.write_text(page_of(folder, output))
     print(f"{output} is written")
 
 
@@ -268,39 +251,41 @@ def _device(command: str, kind: str) -> torch.device:
     return torch.device(kind)
 
 
-def _measure(
-    options: argparse.Namespace, device: torch.device, parts: Sequence[Part], ways: Sequence[How] = (), **changes: Any
-) -> None:
+def _measure(options: argparse.Namespace) -> None:
     """Run the tests, measure the chosen cases with a progress bar, and print tables; each record is written at once.
-
-    ways:    how each part is timed; by default the host's clock, or events on a GPU.
-    changes: changed fields of `Run`.
 
     Failing tests are named in the records; a trial runs no tests. A case that fails leaves a line in a separate file,
     and the others are measured; CannotMeasure reports it at the end.
     """
-    kept = chosen([case for cases, _ in parts for case in cases], options.only)
-    kept = [case for case in kept if not any(fnmatch(case.name, pattern) for pattern in options.skip)]
-    output = options.output or default_file(options.suite + TRIAL if options.quick else options.suite)
-    errors = output.with_suffix(ERRORS)
+    work, quick = SUITES[options.suite].work(options), options.quick
+    kept = chosen([case for cases, _ in work.parts for case in cases], options.only, options.skip)
+    output = options.output or default_file((work.name or options.suite) + records.QUICK * quick)
+    errors = output.with_suffix(records.ERRORS)
     done = _done(output, errors) if options.missing else set()
     if not options.missing:
         errors.unlink(missing_ok=True)
-    failed = None if options.quick else failed_tests(dict.fromkeys(case.operation for case in kept), device)
+    failed = None if quick else failed_tests(dict.fromkeys(case.operation for case in kept), work.device)
     if failed:
         print(f"tests fail, which the records will say: {', '.join(failed)}", file=sys.stderr)
-    bandwidth = copy_bandwidth(device, nbytes=2**25, repetitions=3) if options.quick else copy_bandwidth(device)
-    plan, environment = QUICK if options.quick else Plan(), current_environment(device)
-    run = Run(
-        options.suite, device, plan, environment, bandwidth, options.quick, {}, failed_tests=failed, errors=errors
-    )
-    ways = ways or ("host" if device.type == "cpu" else "events",)
+    sizes = {"nbytes": 2**25, "repetitions": 3} if quick else {}
+    ways = work.ways or ("host" if work.device.type == "cpu" else "events",)
+    given: dict[str, Any] = {"plan": QUICK if quick else Plan(), **work.changes, **({"rounds": 1} if quick else {})}
     found: list[Record] = []
     try:
         with Progress(len(ways) * len(kept), f"bench {options.suite}") as progress:
-            for way, (cases, records) in ((way, part) for way in ways for part in parts):
-                here = [case for case in cases if case in kept and (case.name, way) not in done]
-                for record in records(replace(run, way=way, **changes), here, progress) if here else ():
+            run = Run(
+                suite=options.suite,
+                device=work.device,
+                environment=records.current_environment(work.device),
+                copy_bandwidth=copy_bandwidth(work.device, **sizes),
+                quick=quick,
+                failed_tests=failed,
+                errors=errors,
+                **given,
+            )
+            for way, (cases, measured) in ((way, part) for way in ways for part in work.parts):
+                here = [case for case in cases if case in kept and not (done and (case.name, way) in done)]
+                for record in measured(replace(run, way=way), here, progress) if here else ():
                     found.append(record)
                     write(output, [record])
     finally:

@@ -16,9 +16,9 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,10 +28,9 @@ import torch
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 
-from .cases import Bound, Call, Case, bind
+from .operations import Case
 from .records import CannotMeasure, DeviceLost, Environment, Record
-from .rows import make_priorities
-from .subjects import CHECKED, Subject
+from .subjects import Bound, Call, Subject, bind, check, fill
 
 Maker = Callable[[int], Subject]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
@@ -51,7 +50,7 @@ _ASSUMED_CACHE = 2**25
 class Plan:
     """How much to repeat.
 
-    warmup:  seconds of calls that are not recorded.
+    warmup:  seconds of calls that are not recorded, three at least; 0 for one call.
     seconds: seconds of recorded calls, as estimated from the warm-up.
     fewest:  minimum number of repetitions, however long they take.
     most:    maximum number of repetitions.
@@ -64,11 +63,6 @@ class Plan:
     fewest: int = 100
     most: int = 20_000
     flush: int = 0
-
-    def split(self, rounds: int) -> Plan:
-        """One of so many rounds that together do what this plan says."""
-        fewest = -(-self.fewest // rounds)
-        return replace(self, warmup=self.warmup / rounds, seconds=self.seconds / rounds, fewest=fewest)
 
 
 class Timing(NamedTuple):
@@ -126,11 +120,18 @@ def measure(call: Call, *, prepare: Call, plan: Plan, device: torch.device, call
     prepare: runs before each repetition, outside the measured time.
     calls:   how often `call` does what is measured: the time of a repetition is divided by it.
     """
-    clock = clock_for(device)
-    ready = _flushing(prepare, plan.flush, device) if plan.flush else prepare
+    clock, scratch = clock_for(device), None
+    if plan.flush:
+        scratch = torch.empty(plan.flush, dtype=torch.uint8, device=device)
+
+    def ready() -> None:
+        prepare()
+        if scratch is not None:
+            scratch.zero_()
+
     warmup, spent, whole = 0, 0, 0.0
     budget = time.perf_counter() + plan.warmup
-    while warmup < 3 or time.perf_counter() < budget:
+    while warmup < (3 if plan.warmup else 1) or time.perf_counter() < budget:
         # the last warm-up calls decide the estimate: the first ones load caches and code
         began = time.perf_counter()
         spent = int(clock(call, ready, 1)[0])
@@ -174,28 +175,10 @@ def flush_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     else:
-        cache = _last_cache_of_cpu()
+        # the largest that Linux reports
+        texts = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        cache = max([0, *(int(text[:-1]) * 1024 for text in texts if text.endswith("K"))])
     return 2 * (cache or _ASSUMED_CACHE)
-
-
-def _last_cache_of_cpu() -> int:
-    """Bytes of the largest cache that Linux reports, 0 where it reports none."""
-    sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = file.read_text().strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) * 1024)
-    return max(sizes)
-
-
-def _flushing(prepare: Call, size: int, device: torch.device) -> Call:
-    scratch = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def prepare_and_flush() -> None:
-        prepare()
-        scratch.zero_()
-
-    return prepare_and_flush
 
 
 def copy_bandwidth(device: torch.device, *, nbytes: int = 2**28, repetitions: int = 7) -> float:
@@ -229,7 +212,7 @@ class Run:
     environment: Environment
     copy_bandwidth: float
     quick: bool
-    versions: Mapping[str, str | None]
+    versions: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int = 1
     way: How = "host"
     failed_tests: Sequence[str] | None = None
@@ -277,13 +260,15 @@ class Run:
 
             def measured(case: Case, subjects: dict[str, Subject] = subjects) -> Iterator[Record]:
                 if not subjects:
-                    subjects.update(self._subjects(case.capacity, makers, progress))
-                bound = {name: bind(case, subject, self.device) for name, subject in subjects.items()}
+                    subjects.update(self.subjects(case.capacity, makers, progress))
+                given = (case.batch, case.added, self.device)
+                bound = {name: bind(case.kind.call, subject, *given) for name, subject in subjects.items()}
                 return self.timed(case, bound, progress)
 
             yield from self.each(group, progress, measured)
 
-    def _subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
+    def subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
+        """Full subjects whose answers are right, by name; see `records`."""
         subjects: dict[str, Subject] = {}
         for name, make in makers.items():
             progress.show(f"filling {name}, {capacity:,} rows")
@@ -301,65 +286,57 @@ class Run:
                 subjects[name] = subject
         return subjects
 
-    def timed(self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0) -> Iterator[Record]:
+    def timed(
+        self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0, calls: int = 1
+    ) -> Iterator[Record]:
         """Time each implementation's call, interleaved with the others; one record each.
 
         bound: name to the call and what prepares it. Where calls are captured, they are prepared once, before the
                capture: a graph works on tensors that stay. A call that cannot be captured is timed by events, which
                is reported.
+        calls: how often a call does what is measured; the record then tells the seconds of all together.
         """
-        plan = replace(self.plan, flush=flush).split(self.rounds)
+        # one of so many rounds that together do what the plan says
+        parted = {name: getattr(self.plan, name) / self.rounds for name in ("warmup", "seconds")}
+        plan = replace(self.plan, flush=flush, fewest=-(-self.plan.fewest // self.rounds), **parted)
         ready: dict[str, tuple[Call, Call, int, How]] = {}
         for name, (call, prepare) in bound.items():
-            ready[name] = (call, prepare, 1, self.way)
+            ready[name] = (call, prepare, calls, self.way)
             if self.way == "graph":
                 prepare()
-                calls = 1 if flush else CALLS_PER_GRAPH
+                held = 1 if flush else CALLS_PER_GRAPH
                 try:
-                    ready[name] = (captured(call, self.device, calls), queue_ahead, calls, "graph")
+                    ready[name] = (captured(call, self.device, held), queue_ahead, held, "graph")
                 except CaptureError as reason:
                     progress.say(f"{name} is timed by events, since it cannot be captured: {reason}")
-                    ready[name] = (call, prepare, 1, "events")
+                    ready[name] = (call, prepare, calls, "events")
         parts: dict[str, list[Timing]] = {name: [] for name in ready}
         for _ in range(self.rounds):
-            for name, (call, prepare, calls, _) in ready.items():
-                parts[name].append(measure(call, prepare=prepare, plan=plan, device=self.device, calls=calls))
+            for name, (call, prepare, each, _) in ready.items():
+                parts[name].append(measure(call, prepare=prepare, plan=plan, device=self.device, calls=each))
         for name, timings in parts.items():
             found = np.concatenate([each.nanoseconds for each in timings])
             how = {"warmup": sum(each.warmup for each in timings), "flush": flush, "timing": ready[name][3]}
-            yield self.record(case, name, quantiles(found / 1000), found.size, **how)
+            seconds = {"seconds": round(float(found.sum()) * calls / 1e9, 6)} if calls > 1 else {}
+            yield self.record(case, name, quantiles(found / 1000), found.size * calls, **how, **seconds)
 
     def record(
         self, case: Case, implementation: str, quantiles: Mapping[str, float], repetitions: int, **more: Any
     ) -> Record:
         """The record of one implementation of one case; `more` holds other fields of Record."""
-        version = self.versions.get(implementation)
+        version, middle = self.versions.get(implementation), quantiles["p50"]
         versions = {**self.environment.versions, **({implementation: version} if version else {})}
-        record = Record(
-            suite=self.suite,
-            case=case.name,
-            operation=case.operation,
-            implementation=implementation,
-            capacity=case.capacity,
-            batch=case.batch,
-            added=case.added,
-            fields=dict(case.kind.fields),
-            unit="us",
-            quantiles={name: round(value, 4) for name, value in quantiles.items()},
-            repetitions=repetitions,
-            warmup=0,
-            bytes=case.bytes,
-            copy_bandwidth=round(self.copy_bandwidth),
-            # a peak of memory can be 0 bytes above what was there
-            copy_share=round(case.bytes / (quantiles["p50"] / 1e6) / self.copy_bandwidth, 5)
-            if quantiles["p50"]
-            else None,
-            quick=self.quick,
-            environment=replace(self.environment, versions=versions),
-            tests=None if self.failed_tests is None else "failed" if self.failed_tests else "passed",
-            failed_tests=list(self.failed_tests or ()),
-        )
-        return replace(record, **more)
+        named = ("operation", "capacity", "batch", "added", "bytes")
+        values: dict[str, Any] = {name: getattr(case, name) for name in named}
+        values |= {"suite": self.suite, "case": case.name, "fields": dict(case.kind.fields), "quick": self.quick}
+        values |= {"implementation": implementation, "repetitions": repetitions, "warmup": 0, "unit": "us"}
+        values |= {"quantiles": {name: round(value, 4) for name, value in quantiles.items()}}
+        # a peak of memory can be 0 bytes above what was there
+        share = round(case.bytes / (middle / 1e6) / self.copy_bandwidth, 5) if middle else None
+        values |= {"copy_bandwidth": round(self.copy_bandwidth), "copy_share": share}
+        outcome = None if self.failed_tests is None else "failed" if self.failed_tests else "passed"
+        values |= {"tests": outcome, "failed_tests": list(self.failed_tests or ())}
+        return Record(**{**values, "environment": replace(self.environment, versions=versions), **more})
 
 
 # cases, and what measures them
@@ -370,20 +347,3 @@ Part = tuple[Sequence[Case], Records]
 def compared(makers: Mapping[str, Maker]) -> Records:
     """The part of a suite that measures these implementations, as `Run.records` does."""
     return partial(Run.records, makers=makers)
-
-
-def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
-    """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
-    size = subject.add_size or min(subject.chunk, capacity)
-    for rows in islice(subject.stream(size, 16), -(-capacity // size) + 8):
-        subject.add(rows)
-    random, batch = np.random.default_rng(0), min(subject.chunk, capacity)
-    for _ in range(min(rounds, -(-2 * capacity // batch))):
-        subject.update(subject.sample(batch), make_priorities(batch, random).to(device))
-
-
-def check(subject: Subject, implementation: str) -> None:
-    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
-    wrong = subject.wrong(subject.sample(CHECKED))
-    if wrong:
-        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")

@@ -7,75 +7,87 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from gpu_replay import ReplayBuffer
 from gpu_replay.console.progress import Progress
 
-from .cases import OURS, Case
+from . import subjects
 from .measure import Run, quantiles
+from .operations import OURS, Case
+from .peers import make_peer
 from .records import Record
-from .rows import ROW_BYTES, make_rows
-from .subjects import replay_buffer
+from .subjects import Subject, Task, described, dtypes_of, row_bytes
 
-_STATM = Path("/proc/self/statm")
+ADDED = 64
+# an empty buffer of a capacity whose observations have so many numbers; it is given to other processes
+Maker = Callable[[int, int], Subject]
 
 
-def measured(capacity: int) -> tuple[float, float]:
-    """Resident bytes per stored transition in a new process, and the bytes that the buffer itself reports.
+def ours(capacity: int, width: int) -> Subject:
+    """This package's buffer."""
+    return subjects.replay(capacity, width=width)
 
-    Raises OSError if the system does not report resident memory.
+
+def of_peer(name: str, capacity: int, width: int) -> Subject:
+    """Another library's buffer."""
+    return make_peer(name, Task(capacity, ADDED, width=width))
+
+
+def status(name: str) -> int:
+    """Bytes that the system tells of this process: "VmRSS" is resident, "VmHWM" its peak since it was reset.
+
+    Raises OSError if the system does not report them.
     """
-    if not _STATM.is_file():
-        raise OSError("resident memory is read from /proc, which this system does not have.")
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status does not tell {name}.")
+
+
+def measured(make: Maker, capacity: int, width: int) -> tuple[int, int | None]:
+    """Bytes that a new process takes more for a full buffer, and those that the buffer itself reports."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        resident, counted = pool.submit(_filled, capacity).result()
-    return resident / capacity, counted / capacity
+        return pool.submit(_filled, make, capacity, width).result()
 
 
-def _filled(capacity: int) -> tuple[int, int]:
-    """Fill a buffer: bytes that the process takes more, and bytes that the buffer reports."""
+def _filled(make: Maker, capacity: int, width: int) -> tuple[int, int | None]:
     torch.set_num_threads(1)
     # a small buffer first, kept, so that code and scratch memory of all calls are there before the reading
-    kept = [_used(8192)]
-    before = _resident()
-    kept.append(_used(capacity))
-    return _resident() - before, kept[1].nbytes
+    kept = [_used(make, 8192, width)]
+    before = status("VmRSS")
+    kept.append(_used(make, capacity, width))
+    return status("VmRSS") - before, kept[1].nbytes
 
 
-def _resident() -> int:
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _used(capacity: int) -> ReplayBuffer:
+def _used(make: Maker, capacity: int, width: int) -> Subject:
     """A buffer with every slot written, sampled and updated for a while."""
-    buffer, rows = replay_buffer(capacity), make_rows(4096, np.random.default_rng(1))
-    for _ in range(-(-capacity // 4096)):
-        buffer.add(**rows)
+    subject = make(capacity, width)
+    rows = next(subject.stream(ADDED, 1))
+    for _ in range(-(-capacity // ADDED)):
+        subject.add(rows)
     for _ in range(64):
-        buffer.update_priorities(buffer.sample(256).key, torch.ones(256))
+        subject.update(subject.sample(256), torch.ones(256))
     gc.collect()
-    return buffer
+    return subject
 
 
-def cases(capacity: int) -> list[Case]:
-    """The one case."""
-    return [Case("memory", capacity, 0)]
-
-
-def records(run: Run, cases: Sequence[Case], progress: Progress) -> Iterator[Record]:
-    """Resident bytes a transition of a full buffer, beside the bytes of its fields; errors as of `measured`."""
+def records(
+    run: Run, cases: Sequence[Case], progress: Progress, makers: Mapping[str, Maker] | None = None
+) -> Iterator[Record]:
+    """Resident bytes a transition of full buffers, beside the bytes of its fields; errors as of `status`."""
 
     def filled(case: Case) -> Iterator[Record]:
-        found = np.array([measured(case.capacity) for _ in range(1 if run.quick else 3)])
-        spread, counted = quantiles(found[:, 0]), round(float(found[0, 1]), 2)
-        more = {"unit": "bytes", "bytes": ROW_BYTES, "counted": counted, "copy_share": None}
-        yield run.record(case, OURS, spread, len(found), **more)
+        dtypes = dtypes_of(case.width or 4)
+        for name, make in (makers or {OURS: ours}).items():
+            found = [measured(make, case.capacity, case.width or 4) for _ in range(1 if run.quick or makers else 3)]
+            spread = quantiles(np.array([resident for resident, _ in found]) / case.capacity)
+            counted = None if found[0][1] is None else round(found[0][1] / case.capacity, 2)
+            more = {"unit": "bytes", "bytes": row_bytes(dtypes), "counted": counted, "copy_share": None}
+            yield run.record(case, name, spread, len(found), fields=described(dtypes), **more)
 
     return run.each(cases, progress, filled)

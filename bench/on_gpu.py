@@ -4,9 +4,8 @@
 
 It needs this checkout and a Python with PyTorch, Triton, NumPy and pytest, but no installation and no network. Each
 step of a part is a process with its own time limit: it is interrupted at the limit and killed ten seconds later, and
-the next step starts. A step leaves NAME.log and one line in PART.steps.jsonl. Results are written at once, and the
-part's archive is renewed every 30 seconds, so a part may be killed at any moment. The exit status is 0 only if every
-step succeeded.
+the next step starts. A step leaves NAME.log and one line in PART.steps.jsonl. Results are written at once, so a part
+may be killed at any moment. The exit status is 0 only if every step succeeded.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +34,6 @@ PARTS = {"contact": 200, "records": 500, "pong": 400, "tests": 420, "memcheck": 
 LOST, AGAIN = 3, 3
 NO_LAUNCH = 3
 OUT_OF_TIME = 124
-PACK_EVERY = 30.0
 # tests that say nothing without a GPU, before those that say the same of the interpreter
 GPU_ONLY = "test_gpu"
 TINY = "--steps 120 --num-envs 8 --capacity 400 --warmup 80 --batch-size 8 --updates 1 --eval-episodes 2"
@@ -136,40 +132,36 @@ class Round:
 def main(argv: Sequence[str]) -> int:
     """Run the parts; returns the exit status."""
     options = _options(argv)
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     helpers = [f"{ROOT}/tests/helpers", f"{ROOT}/tests/contract"] if options.rehearsal else []
-    with tempfile.TemporaryDirectory() as site:
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), site, *helpers])
-        if options.wheels:
-            wheels = [str(path) for path in sorted(options.wheels.glob("*.whl"))]
-            pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, *wheels]
-            subprocess.run([sys.executable, *pip], check=True)
-            sys.path.append(site)
-        status, about = 0, _about(options, variables)
-        for part in options.parts:
-            fallbacks = found_fallbacks(options.output / "contact.jsonl")
-            variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
-            seconds = options.seconds or PARTS[part] * (10 if options.rehearsal else 1)
-            steps = getattr(Round(options, fallbacks), part)(seconds)
-            if options.dry_run:
-                for step in steps:
-                    print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
-                continue
-            ended = Part(part, options.output, options.archives, variables, about).run(steps, seconds)
-            status |= any(ended.values())
-            if ended.get("contact") == NO_LAUNCH:
-                print("== no kernel can be launched, so nothing else is tried")
-                break
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # packages that the machine lacks may be in a folder of the caller's
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *helpers, *filter(None, given)])
+    # it goes to all records, where git is not there too
+    variables |= {"GPU_REPLAY_COMMIT": options.about["commit"]} if options.commit else {}
+    status = 0
+    for part in options.parts:
+        fallbacks = found_fallbacks(options.output / "contact.jsonl")
+        variables |= dict(word.split("=", 1) for word in fallbacks.get("environment", []))
+        seconds = options.seconds or PARTS[part] * (10 if options.rehearsal else 1)
+        steps = getattr(Round(options, fallbacks), part)(seconds)
+        if options.dry_run:
+            for step in steps:
+                print(f"{step.seconds:.0f} s: {shlex.join(step.command)}")
+            continue
+        ended = Part(part, options.output, variables, options.about).run(steps, seconds)
+        status |= any(ended.values())
+        if ended.get("contact") == NO_LAUNCH:
+            print("== no kernel can be launched, so nothing else is tried")
+            break
     return int(status)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=about)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("on_gpu.py", description=__doc__, formatter_class=plain)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--output", type=Path, help="where records go (default: bench/results/NAME-OF-THE-GPU)")
-    parser.add_argument("--archives", type=Path, help="where each part leaves PART.tar.gz (default: OUTPUT-archives)")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels of packages that the machine lacks")
     parser.add_argument("--commit", help="of the checkout, for the records (default: as git says)")
     workers = max(1, (os.cpu_count() or 1) - 2) if find_spec("xdist") else 1
     parser.add_argument("--workers", type=_positive, default=workers, help="test processes on the one GPU")
@@ -180,21 +172,20 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     options.parts = options.parts or list(PARTS)
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if options.wheels and not options.wheels.is_dir():
-        parser.error(f"--wheels {options.wheels} is not a folder")
-    options.gpu, options.versions = "no GPU", {}
-    if options.rehearsal:
-        options.gpu = "a rehearsal"
-    elif not options.dry_run:
+    about = {"gpu": "a rehearsal" if options.rehearsal else "no GPU"}
+    if not (options.rehearsal or options.dry_run):
         try:
             done = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True, check=True)
         except subprocess.CalledProcessError as error:
             parser.error(f"this needs a GPU, or --dry-run: {error.stderr.strip().splitlines()[-1]}")
-        options.gpu, torch, triton = done.stdout.strip().split("\t")
-        options.versions = {"torch": torch, "triton": triton}
-    slug = re.sub(r"[^a-z0-9]+", "-", options.gpu.lower()).strip("-")
+        about = dict(zip(("gpu", "torch", "triton"), done.stdout.strip().split("\t"), strict=True))
+    slug = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
     options.output = (options.output or ROOT / "bench" / "results" / slug).absolute()
-    options.archives = (options.archives or Path(f"{options.output}-archives")).absolute()
+    options.commit = options.commit or os.environ.get("GPU_REPLAY_COMMIT")
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    found = "" if options.commit else subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    # what every line of a step holds
+    options.about = {**about, "commit": options.commit or found.strip() or "unknown"}
     return options
 
 
@@ -202,18 +193,6 @@ def _positive(text: str) -> int:
     if not (text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"must be a whole number; found {text!r}")
     return int(text)
-
-
-def _about(options: argparse.Namespace, variables: dict[str, str]) -> dict[str, str]:
-    """What every line of a step holds; the commit goes to all records, where git is not there too."""
-    commit = options.commit or variables.get("GPU_REPLAY_COMMIT")
-    if commit is None:
-        with suppress(OSError, subprocess.CalledProcessError):
-            git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    else:
-        variables["GPU_REPLAY_COMMIT"] = commit
-    return {"gpu": options.gpu, **options.versions, "commit": commit or "unknown"}
 
 
 def found_fallbacks(file: Path) -> dict[str, list[str]]:
@@ -231,14 +210,12 @@ class Part(NamedTuple):
 
     name: str
     output: Path
-    archives: Path
     variables: dict[str, str]
     about: dict[str, str]
 
     def run(self, steps: Iterator[Step], seconds: float) -> dict[str, int]:
         """Run the steps within the part's time, each within its own; returns how they ended."""
-        for folder in (self.output, self.archives):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.output.mkdir(parents=True, exist_ok=True)
         lines = self.output / f"{self.name}.steps.jsonl"
         lines.unlink(missing_ok=True)
         until, saved, ended = time.monotonic() + seconds, 0.0, {}
@@ -259,7 +236,6 @@ class Part(NamedTuple):
                     print(f"== {self.name}: {step.name} ended with status {status}", flush=True)
                 if status != LOST:
                     break
-        self._pack()
         return ended
 
     def _ended(self, log: Path, command: list[str], limit: float) -> int:
@@ -267,7 +243,7 @@ class Part(NamedTuple):
         if limit <= 0:
             log.write_text("no time was left for it\n")
             return OUT_OF_TIME
-        until, packed, told = time.monotonic() + limit, time.monotonic(), None
+        until, told = time.monotonic() + limit, None
         with log.open("wb") as written, log.open("rb") as shown:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=self.variables, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
@@ -276,35 +252,17 @@ class Part(NamedTuple):
                 while process.poll() is None:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(0.2)
-                    sys.stdout.write(shown.read().decode(errors="replace"))
-                    sys.stdout.flush()
-                    now = time.monotonic()
-                    if now - packed > PACK_EVERY:
-                        packed = now
-                        self._pack()
-                    if now > until:
+                    print(shown.read().decode(errors="replace"), end="", flush=True)
+                    if time.monotonic() > until:
                         # interrupted first, so that what was measured is still written
-                        os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
-                        told, until = OUT_OF_TIME, now + 10
-            except BaseException:
-                self._pack()
-                raise
+                        with suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL if told else signal.SIGINT)
+                        told, until = OUT_OF_TIME, time.monotonic() + 10
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            sys.stdout.write(shown.read().decode(errors="replace"))
+            print(shown.read().decode(errors="replace"), end="", flush=True)
         return told or process.returncode
-
-    def _pack(self) -> None:
-        """The output as it is now but for checkpoints, in one file that is never half written."""
-        partial = self.archives / f".{self.name}.{os.getpid()}.partial"
-        with tarfile.open(partial, "w:gz") as archive:
-            for path in sorted(self.output.rglob("*")):
-                # files may grow or go meanwhile
-                if path.is_file() and "checkpoint" not in path.relative_to(self.output).parts:
-                    with suppress(OSError):
-                        archive.add(path, f"./{path.relative_to(self.output)}")
-        partial.replace(self.archives / f"{self.name}.tar.gz")
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_replay import Proportional, RankBased
+from gpu_replay import Field, Proportional, RankBased, ReplayBuffer
 from gpu_replay.engines.trajectory_storage import TrajectoryStorage
 from gpu_replay.ops._backend import choose
 from gpu_replay.ops.eligibility import powers_of
@@ -27,7 +27,7 @@ from gpu_replay.ops.ring import plan_gather
 from . import kernel_checks as checks
 from .kernel_checks import Implementation
 from .kernel_inputs import N_STEP, Inputs
-from .subjects import ALPHA, BETA, byte_buffer
+from .subjects import ALPHA, BETA
 
 GAMMA = 0.99
 
@@ -35,23 +35,17 @@ GAMMA = 0.99
 class Index:
     """A full buffer whose rows are one byte: `sample` and `update_priorities` with hardly any fields."""
 
-    def __init__(self, inputs: Inputs, sampler: Proportional | RankBased) -> None:
-        self.buffer = byte_buffer(inputs.capacity, inputs.device, sampler)
+    slack, unit = 0.0, UNIT
+
+    def __init__(self, inputs: Inputs, sampler: Proportional | RankBased | None = None) -> None:
+        sampler = sampler or Proportional(alpha=ALPHA, beta=BETA)
+        buffer = ReplayBuffer(inputs.capacity, {"row": Field((), torch.uint8)}, sampler=sampler, device=inputs.device)
         for priorities in inputs.priorities.split(2**16):
-            keys = self.buffer.add(row=torch.zeros(len(priorities), dtype=torch.uint8, device=inputs.device))
-            self.buffer.update_priorities(keys, priorities)
-
-    def draw(self, batch: int) -> Tensor:
-        """(batch,) int64 keys, which are slots in a ring in its first lap, one for each stratum of the total."""
-        return self.buffer.sample(batch).key
-
-    def update(self, slots: Tensor, errors: Tensor) -> None:
-        """Give (B,) slots the priorities of (B,) errors."""
-        self.buffer.update_priorities(slots, errors)
-
-
-def _by_mass(inputs: Inputs) -> Index:
-    return Index(inputs, Proportional(alpha=ALPHA, beta=BETA))
+            keys = buffer.add(row=torch.zeros(len(priorities), dtype=torch.uint8, device=inputs.device))
+            buffer.update_priorities(keys, priorities)
+        # keys are slots in a ring in its first lap
+        self.draw = lambda: buffer.sample(inputs.batch).key
+        self.update, self.weights, self.total = buffer.update_priorities, buffer.masses, buffer.total_mass
 
 
 def prefix_sum(inputs: Inputs) -> Implementation:
@@ -76,33 +70,17 @@ def tree_build(inputs: Inputs) -> Implementation:
 
 def draw(inputs: Inputs) -> Implementation:
     """Slots by mass, one for each stratum."""
-    index = _by_mass(inputs)
-    return checks.draws(lambda: index.draw(inputs.batch), index.buffer.masses)
+    return checks.draws(Index(inputs))
 
 
 def update(inputs: Inputs) -> Implementation:
     """New masses for given slots, and the sums above them."""
-    index = _by_mass(inputs)
-    return checks.updates(index.update, index.buffer.masses, index.buffer.total_mass, inputs, unit=UNIT)
+    return checks.updates(Index(inputs), inputs)
 
 
 def draw_update(inputs: Inputs) -> Implementation:
     """Sample slots, and give them new masses."""
-    index = _by_mass(inputs)
-    pool = cycle(inputs.errors)
-
-    def step() -> Tensor:
-        slots = index.draw(inputs.batch)
-        index.update(slots, next(pool))
-        return slots
-
-    def wrong() -> list[str]:
-        before = index.buffer.masses()
-        return checks.wrong_draws(before, step()) + checks.wrong_totals(
-            index.buffer.masses(), index.buffer.total_mass()
-        )
-
-    return Implementation(step, wrong)
+    return checks.draw_updates(Index(inputs), inputs)
 
 
 def rank_draw(inputs: Inputs) -> Implementation:
@@ -110,7 +88,7 @@ def rank_draw(inputs: Inputs) -> Implementation:
 
     On a GPU the time includes the change, because a replayed graph has no preparation.
     """
-    index, batch = Index(inputs, RankBased(alpha=ALPHA, beta=BETA)), inputs.batch
+    index = Index(inputs, RankBased(alpha=ALPHA, beta=BETA))
     pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
     current = inputs.priorities.clone()
 
@@ -121,14 +99,14 @@ def rank_draw(inputs: Inputs) -> Implementation:
 
     def changed() -> Tensor:
         change()
-        return index.draw(batch)
+        return index.draw()
 
     def wrong() -> list[str]:
         return checks.wrong_ranks(current, inputs.rank_masses, changed())
 
     if inputs.device.type == "cuda":
         return Implementation(changed, wrong)
-    return Implementation(lambda: index.draw(batch), wrong, prepare=change)
+    return Implementation(index.draw, wrong, prepare=change)
 
 
 def row_gather(inputs: Inputs) -> Implementation:

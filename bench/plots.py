@@ -7,15 +7,14 @@ is flat and the second rises with the bytes. Both come from the same run as the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_replay.console.figures import GREY, PALETTE, panels, save
 
-from .cases import OURS, short
-from .kernels import KERNELS
-from .peers_suite import PEERS
+from .operations import KERNELS, OURS, short
+from .peers import PEERS
 from .records import Record
 
 _INK, _FAINT = "0.15", "0.85"
@@ -25,76 +24,84 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h")
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Plot each operation that was measured at several sizes as one PNG, and the roofline; returns the files.
+    """Plot kernels, cycles and calls that were measured at several sizes, a PNG each, and the roofline; the files.
 
     Those of several devices or ways of timing go into folders of their own below `folder`.
     """
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record.environment.device, record.clock), []).append(record)
+        if record.suite in ("kernels", "scale") or record.operation in ("cycle", "frame-cycle"):
+            groups.setdefault((record.environment.device, record.clock), []).append(record)
     files = []
     for (device, clock), group in groups.items():
         place = folder if len(groups) == 1 else folder / f"{device}-{clock}".lower().replace(" ", "-")
         place.mkdir(parents=True, exist_ok=True)
         for operation in dict.fromkeys(record.operation for record in group):
             chosen = [record for record in group if record.operation == operation]
-            if chosen[0].suite == "scale":
-                files.append(_scaling(chosen, place / f"{operation}.png"))
-            elif len({(record.capacity, record.batch) for record in chosen}) > 1:
-                files.append(_times(chosen, place / f"{operation}.png"))
+            if len({(record.capacity, record.batch) for record in chosen}) > 1:
+                files.append(_sizes(chosen, place / f"{operation}.png"))
         if any(record.suite == "kernels" and record.implementation == OURS and record.bytes for record in group):
             files.append(_roofline(group, place / "roofline.png"))
     return files
 
 
-def _times(records: Sequence[Record], file: Path) -> Path:
-    """Time over N, one panel for each B; over B where N never changes."""
-    operation = records[0].operation
-    over_slots = len({record.capacity for record in records}) > 1
-    batches = sorted({record.batch for record in records}) if over_slots else [0]
+class _Panel(NamedTuple):
+    """Records over one of their sizes."""
+
+    records: list[Record]
+    size: Callable[[Record], int]
+    label: str
+    title: str = ""
+
+
+_SLOTS, _BATCH = (lambda record: record.capacity), (lambda record: record.batch)
+
+
+def _panels(records: Sequence[Record]) -> list[_Panel]:
+    """Over N, one panel for each B, or over B where N never changes; calls that grow both ways: one of each."""
+    if records[0].unit == "bytes":
+        return [_Panel(list(records), lambda record: record.bytes, "bytes of fields")]
+    slots, batches = (Counter(size(record) for record in records) for size in (_SLOTS, _BATCH))
+    if records[0].suite == "scale":
+        slot, batch = slots.most_common(1)[0][0], batches.most_common(1)[0][0]
+        over = _Panel([r for r in records if r.batch == batch], _SLOTS, f"slots, N; B = {batch:,}")
+        return [over, _Panel([r for r in records if r.capacity == slot], _BATCH, f"batch, B; N = {short(slot)}")]
+    if len(slots) == 1:
+        return [_Panel(list(records), _BATCH, "batch, B")]
+    each = [(batch, [r for r in records if r.batch == batch]) for batch in sorted(batches)]
+    return [_Panel(some, _SLOTS, "slots, N", f"B = {batch:,}" if len(each) > 1 else "") for batch, some in each]
+
+
+def _sizes(records: Sequence[Record], file: Path) -> Path:
+    """Time over sizes, or resident bytes over those of the fields."""
+    operation, shown, held = records[0].operation, _panels(records), records[0].unit == "bytes"
     names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
-    width = 2.2 + 2.7 * len(batches) if len(batches) > 1 else 6.4
-    figure, ((*axes,),) = panels(1, len(batches), width, 4.6, sharex=True, sharey=True)
-    for axis, batch in zip(axes, batches, strict=True):
-        for place, name in enumerate(names):
-            shown = [r for r in records if r.implementation == name and (not over_slots or r.batch == batch)]
-            shown.sort(key=lambda r: (r.capacity, r.batch))
-            if shown:
-                _curve(axis, shown, over_slots, place)
-        axis.set_xlabel("slots, N" if over_slots else "batch, B")
-        if len(batches) > 1:
-            axis.set_title(f"B = {batch:,}", fontsize=9, color=_INK)
-        _log_axes(axis, (r.capacity if over_slots else r.batch for r in records))
-    axes[0].set_ylabel("time of a call, µs")
+    width = 6.4 if len(shown) == 1 else max(8.4, 2.2 + 2.7 * len(shown))
+    figure, ((*axes,),) = panels(1, len(shown), width, 4.6, sharey=True, sharex=shown[0].size is shown[-1].size)
+    for axis, panel in zip(axes, shown, strict=True):
+        for name in names:
+            found = sorted((r for r in panel.records if r.implementation == name), key=panel.size)
+            # the place decides the colour, also where some have no records
+            _curve(axis, found, panel.size, names.index(name), held)
+        axis.set_xlabel(panel.label)
+        axis.set_title(panel.title, fontsize=9, color=_INK)
+        _axes(axis, map(panel.size, panel.records), linear=held)
+    axes[0].set_ylabel("resident bytes over those of the fields" if held else "time of a call, µs")
     about = KERNELS[operation].about if operation in KERNELS else f"add {records[0].added}, sample B, update B"
+    about = "a full buffer of transitions" if held else "B rows" if records[0].suite == "scale" else about
     return _finish(figure, f"{operation}: {about}", records, file)
 
 
-def _scaling(records: Sequence[Record], file: Path) -> Path:
-    """Time over N at the batch with most sizes of N, and over B at the N with most batches."""
-    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
-    sizes = {(record.capacity, record.batch) for record in records}
-    (slots, _), (batch, _) = (Counter(values).most_common(1)[0] for values in zip(*sizes, strict=True))
-    figure, (axes,) = panels(1, 2, 8.4, 4.6, sharey=True)
-    for axis, over_slots in zip(axes, (True, False), strict=True):
-        shown = [r for r in records if (r.batch == batch if over_slots else r.capacity == slots)]
-        shown.sort(key=lambda r: (r.capacity, r.batch))
-        for place, name in enumerate(names):
-            _curve(axis, [r for r in shown if r.implementation == name], over_slots, place)
-        axis.set_xlabel(f"slots, N; B = {batch:,}" if over_slots else f"batch, B; N = {short(slots)}")
-        _log_axes(axis, (r.capacity if over_slots else r.batch for r in shown))
-    axes[0].set_ylabel("time of a call, µs")
-    return _finish(figure, f"{records[0].operation}: B rows, one thread", records, file)
-
-
-def _curve(axis: Any, records: Sequence[Record], over_slots: bool, place: int) -> None:
-    """Medians, and a band from p10 to p90."""
+def _curve(axis: Any, records: Sequence[Record], size: Callable[[Record], int], place: int, held: bool) -> None:
+    """Medians, and a band from p10 to p90; of bytes over those of the fields."""
+    if not records:
+        return
     name, color, marker = records[0].implementation, _COLORS[place % len(_COLORS)], _MARKERS[place % len(_MARKERS)]
-    x = [record.capacity if over_slots else record.batch for record in records]
     look = {"marker": marker, "markersize": 4, "linewidth": 1.4, "color": color}
     look["label"] = f"{name} (uniform)" if name in PEERS and PEERS[name].uniform else name
-    axis.plot(x, [r.median for r in records], "-" if name == OURS else "--", **look)
-    low, high = ([record.quantiles[each] for record in records] for each in ("p10", "p90"))
+    x = [size(record) for record in records]
+    low, middle, high = ([r.quantiles[q] / (r.bytes if held else 1) for r in records] for q in ("p10", "p50", "p90"))
+    axis.plot(x, middle, "-" if name == OURS else "--", **look)
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
@@ -117,22 +124,27 @@ def _roofline(records: Sequence[Record], file: Path) -> Path:
     bound = [min(copy, edge / launch) if launch else copy for edge in edges]
     axis.plot(edges, bound, "-", color=_INK, linewidth=1.2, label=roof)
     axis.set(xlabel="bytes that must move", ylabel="GB/s")
-    _log_axes(axis)
+    _axes(axis)
     return _finish(figure, "bandwidth of each operation, all sizes", records, file)
 
 
-def _log_axes(axis: Any, sizes: Iterable[int] = ()) -> None:
-    """Make axes logarithmic, with ticks at these sizes if given, and enough vertical ones to read a value."""
+def _axes(axis: Any, sizes: Iterable[int] = (), *, linear: bool = False) -> None:
+    """Make axes logarithmic, with ticks at these sizes if given, and enough vertical ones to read a value.
+
+    linear: whether the vertical one is not.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_xscale("log")
-    axis.set_yscale("log")
     axis.minorticks_off()
     ticks = sorted(set(sizes))
     if ticks:
         axis.set_xticks(ticks, [short(size) for size in ticks])
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    if not linear:
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        low, high = axis.get_ylim()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
     axis.grid(visible=True, which="major", color=_FAINT, linewidth=0.6)
     axis.tick_params(labelsize=8, colors=_INK)

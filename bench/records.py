@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -143,6 +144,11 @@ class Record:
             raise ValueError(f"not a benchmark record ({error}): {line[:80]!r}") from error
 
 
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def current_environment(device: torch.device) -> Environment:
     """This machine, this process and this checkout."""
     found = versions()
@@ -154,7 +160,7 @@ def current_environment(device: torch.device) -> Environment:
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
         versions={name: found.get(name) for name in _VERSIONS},
         commit=_commit(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=now(),
     )
 
 
@@ -173,23 +179,20 @@ def checkout() -> Path | None:
 
 
 def _commit() -> str | None:
-    if told := os.environ.get("GPU_REPLAY_COMMIT"):
-        # a copy of the checkout has no history
-        return told
-    root = checkout()
-    if root is None:
-        return None
+    # a copy of the checkout has no history
+    told, root = os.environ.get("GPU_REPLAY_COMMIT"), checkout()
+    if told or root is None:
+        return told or None
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
-    try:
-        head = git("rev-parse", "HEAD")[:12]
+    with suppress(OSError, subprocess.SubprocessError):
         # results of earlier runs do not change what is measured
-        return f"{head}+changes" if git("status", "--porcelain", "--", ".", ":!bench/results") else head
-    except (OSError, subprocess.SubprocessError):
-        return None
+        changes = git("status", "--porcelain", "--", ".", ":!bench/results")
+        return git("rev-parse", "HEAD")[:12] + ("+changes" if changes else "")
+    return None
 
 
 def recorded_folder() -> Path | None:

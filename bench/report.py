@@ -6,49 +6,52 @@ text between the markers, so a table cannot differ from what was measured.
 
 from __future__ import annotations
 
+import csv
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.markdown import number, table
 
-from . import runs
 from .baselines import ALONE
-from .cases import OPERATIONS, OURS, short
 from .checkpoint import checkpoint_table
-from .kernels import KERNELS
 from .lower_bound import NAME as LOWER_BOUND
-from .peers_suite import PEERS
-from .records import Record
+from .operations import KERNELS, OPERATIONS, OURS, Case, short
+from .peers import PEERS
+from .records import Record, recorded_folder
 from .storage import storage_table
-from .targets import targets_table
 
 Records = Sequence[Record]
 
 # without priorities they do less work: shown beside the others, never a baseline
 UNIFORM = frozenset(name for name, peer in PEERS.items() if peer.uniform)
-# what is measured against libraries without priorities
-_WITHOUT_PRIORITIES = frozenset({"step-uniform"})
+NOT_MEASURED = "not measured yet"
 
 
 def best_baseline(record: Record, others: Iterable[Record]) -> Record | None:
-    """The fastest other implementation that did all of the record's case on the same machine, timed in the same way."""
+    """The fastest other implementation that did all of the record's case on the same machine, timed in the same way.
+
+    Those without priorities count where nothing with priorities is asked for.
+    """
     found = [
         other
         for other in others
         if (other.case, *other.identity[3:]) == (record.case, *record.identity[3:])
         and other.implementation != OURS
-        and (other.implementation not in UNIFORM or other.operation in _WITHOUT_PRIORITIES)
+        and (other.implementation not in UNIFORM or other.operation == "step-uniform")
         and not other.implementation.endswith(ALONE)
         and other.quick <= record.quick
     ]
     return min(found, key=lambda other: other.median, default=None)
 
 
-def _beside(record: Record, best: Record | None) -> list[str]:
+def _beside(record: Record | None, others: Iterable[Record]) -> list[str]:
     """The best baseline and the speedup over it; empty cells without one."""
-    if best is None:
+    best = best_baseline(record, others) if record else None
+    if record is None or best is None:
         return ["", ""]
     return [f"{number(best.median)} ({best.implementation})", f"{best.median / record.median:.2f}x"]
 
@@ -63,7 +66,7 @@ def cells_table(records: Records, peers: Records = ()) -> str:
     for record in records:
         case = record.case + (", replayed" if record.clock == "graph" else "")
         spread = [number(record.quantiles[name]) for name in ("p10", "p50", "p90")]
-        rows.append([case, *spread, _share(record), *_beside(record, best_baseline(record, peers))])
+        rows.append([case, *spread, _share(record), *_beside(record, peers)])
     return table(["case", "p10 µs", "p50 µs", "p90 µs", "% of copy bandwidth", "best baseline, µs", "speedup"], rows)
 
 
@@ -98,31 +101,68 @@ def kernels_table(records: Records, peers: Records = ()) -> str:
     for record in ours:
         name = record.operation + (", events" if record.clock == "events" else "")
         sizes = [short(record.capacity) if record.capacity else "", f"{record.batch:,}" if record.batch else ""]
-        beside = _beside(record, best_baseline(record, records))
-        rows.append([name, *sizes, number(record.median), *beside, _share(record)])
+        rows.append([name, *sizes, number(record.median), *_beside(record, records), _share(record)])
     return table(["operation", "N", "B", "µs", "best baseline, µs", "speedup", "% of copy bandwidth"], rows)
+
+
+def _compared(
+    records: Records,
+    heads: Sequence[str],
+    first: Callable[[Record], list[str]],
+    last: Callable[[Mapping[str, Record]], str],
+) -> str:
+    """Cases down, implementations across, this package first: medians.
+
+    heads: of the `first` cells, of an implementation's column ("{}" is its name), and of the `last` one.
+    """
+    # a renewed case stands last in its file
+    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
+    order = {operation: place for place, operation in enumerate(OPERATIONS)}
+    cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        size = (record.bytes if record.unit == "bytes" else 0, record.capacity, record.batch)
+        key = (order[record.operation], *size, record.case)
+        cases.setdefault(key, {})[record.implementation] = record
+    rows = []
+    for _, here in sorted(cases.items()):
+        cells = [number(here[name].median) if name in here else "" for name in names]
+        rows.append([*first(next(iter(here.values()))), *cells, last(here)])
+    *begin, of_names, end = heads
+    shown = [of_names.format(f"{name} (uniform)" if name in UNIFORM else name) for name in names]
+    return table([*begin, *shown, end], rows)
 
 
 def peers_table(records: Records, peers: Records = ()) -> str:
     """Microseconds of all libraries; the last column is the best prioritized one's time over this package's."""
-    # a renewed case stands last in its file
-    names = sorted(dict.fromkeys(record.implementation for record in records), key=lambda name: name != OURS)
-    found = {(record.case, record.implementation): record for record in records}
-    order = {operation: place for place, operation in enumerate(OPERATIONS)}
-    cases = sorted(
-        {record.case: record for record in records}.values(),
-        key=lambda r: (order[r.operation], r.capacity, r.batch),
-    )
-    rows = []
-    for each in cases:
+
+    def label(each: Record) -> list[str]:
         size = f"{'' if 'add' in each.operation else 'B = '}{each.batch:,}"
-        label = f"{OPERATIONS[each.operation].label}, N = {short(each.capacity)}, {size}"
-        here = [found.get((each.case, name)) for name in names]
-        ours = found.get((each.case, OURS))
-        speedup = _beside(ours, best_baseline(ours, records))[1] if ours else ""
-        rows.append([label, *[number(record.median) if record else "" for record in here], speedup])
-    heads = [f"{name} (uniform)" if name in UNIFORM else name for name in names]
-    return table(["µs", *heads, "speedup"], rows)
+        return [f"{OPERATIONS[each.operation].about}, N = {short(each.capacity)}, {size}"]
+
+    return _compared(records, ["µs", "{}", "speedup"], label, lambda here: _beside(here.get(OURS), here.values())[1])
+
+
+def scale_table(records: Records, peers: Records = ()) -> str:
+    """Microseconds of every implementation, and the time of this package over that of the C program."""
+
+    def sizes(each: Record) -> list[str]:
+        return [each.operation, short(each.capacity), f"{each.batch:,}"]
+
+    def ratio(here: Mapping[str, Record]) -> str:
+        both = OURS in here and LOWER_BOUND in here
+        return f"{here[OURS].median / here[LOWER_BOUND].median:.1f}x" if both else ""
+
+    return _compared(records, ["call", "N", "B", "{}, µs", f"{OURS} / C"], sizes, ratio)
+
+
+def bytes_table(records: Records, peers: Records = ()) -> str:
+    """Resident bytes a transition of every implementation over the bytes of its fields."""
+
+    def above(here: Mapping[str, Record]) -> str:
+        return f"{here[OURS].median / here[OURS].bytes - 1:+.1%}" if OURS in here else ""
+
+    heads = ["bytes of fields", "N", "{}", f"{OURS} above fields"]
+    return _compared(records, heads, lambda each: [f"{each.bytes:,}", short(each.capacity)], above)
 
 
 def ratios_table(records: Records, peers: Records = ()) -> str:
@@ -138,20 +178,118 @@ def ratios_table(records: Records, peers: Records = ()) -> str:
     return table(["case", "setting", "µs", "compared with it", "µs", "ratio"], rows)
 
 
-def scale_table(records: Records, peers: Records = ()) -> str:
-    """Microseconds of every implementation, and the time of this package over that of the C program."""
-    names = list(dict.fromkeys(record.implementation for record in records))
-    found = {(record.case, record.implementation): record for record in records}
-    order = sorted({r.case: (r.operation, r.capacity, r.batch) for r in records}.items(), key=lambda item: item[1])
-    rows = []
-    for case, (operation, capacity, batch) in order:
-        here = [found.get((case, name)) for name in names]
-        ours, bound = found.get((case, OURS)), found.get((case, LOWER_BOUND))
-        ratio = f"{ours.median / bound.median:.1f}x" if ours and bound else ""
-        times = [number(record.median) if record else "" for record in here]
-        rows.append([operation, short(capacity), f"{batch:,}", *times, ratio])
-    heads = [f"{name}, µs" for name in names]
-    return table(["call", "N", "B", *heads, f"{OURS} / C"], rows)
+class Target(NamedTuple):
+    """What a GPU should reach.
+
+    case:  of this package.
+    asked: of its time, of its share of the copy bandwidth ("%"), or of a ratio of times ("x").
+    other: case and implementation of the time that the ratio compares with.
+    over:  whether the ratio is the other time over this package's; else it is the other way round.
+    """
+
+    case: str
+    asked: str
+    other: tuple[str, str] | None = None
+    over: bool = False
+
+
+_INDEX = {slots: f"draw-update/N={slots}/B=256" for slots in ("10k", "1M", "10M", "100M")}
+_LEAST = {"1M": 3, "10M": 10, "100M": 50}
+_GATHERS = [f"row-gather/N=1M/B={batch}" for batch in (4096, 65_536)]
+TARGETS = (
+    *[
+        Target(_INDEX[n], f"≥ {x}x torch", (_INDEX[n], "cumsum + searchsorted + scatter"), True)
+        for n, x in _LEAST.items()
+    ],
+    Target("frame-gather-bf16/N=1M/B=4096", "≥ 85% of copy bandwidth"),
+    Target("prefix-sum/N=10M", "≥ 85% of copy bandwidth"),
+    Target("prefix-sum/N=100M", "≥ 85% of copy bandwidth"),
+    Target("tree-build/N=100M", "≥ 70% of copy bandwidth"),
+    *[Target(case, "≤ 1.3x index_select", (case, "index_select of packed rows alone")) for case in _GATHERS],
+    Target(_INDEX["1M"], "≤ 4x empty kernel", ("empty", OURS)),
+    Target(_INDEX["100M"], "< 3x that of N = 10k", (_INDEX["10k"], OURS)),
+    Target("update/N=1M/B=4096", "≥ 10x TorchRL", ("update/N=1M/B=4096", "torchrl"), True),
+    # one step of 128 environments of Atari
+    Target("frame-cycle/N=1024k/B=512", "< 100 µs"),
+)
+
+
+def targets_first(cases: Sequence[Case]) -> list[Case]:
+    """The cases that targets are about, then the others, both in their order."""
+    named = {name for each in TARGETS for name in (each.case, *(each.other or ())[:1])}
+    return sorted(cases, key=lambda case: case.name not in named and case.operation != "frame-cycle")
+
+
+def targets_table(records: Records) -> str:
+    """Targets down; what records of a GPU say."""
+    # the newest one, and replayed graphs rather than single launches
+    ordered = sorted(records, key=lambda record: (record.clock == "graph", record.environment.date))
+    found = {(each.case, each.implementation): each for each in ordered if each.environment.device != "cpu"}
+    rows = [[each.case, each.asked, _reached(each, found) or NOT_MEASURED] for each in TARGETS]
+    return table(["case", "target", "measured"], rows)
+
+
+def _reached(each: Target, found: Mapping[tuple[str, str], Record]) -> str | None:
+    mine = found.get((each.case, OURS))
+    other = found.get(each.other) if each.other else mine
+    if mine is None or other is None:
+        return None
+    time = f"{mine.median:.1f} µs"
+    if each.other is None:
+        return time if mine.copy_share is None or "%" not in each.asked else f"{mine.copy_share:.1%} ({time})"
+    ratio = other.median / mine.median if each.over else mine.median / other.median
+    return f"{ratio:.2f}x ({time})"
+
+
+# mean returns of Pong whose first time is shown
+THRESHOLDS = (0.0, 15.0)
+_ENDINGS = {"max_seconds": "time was up", "steps": "all steps done"}
+
+
+def run_folders(root: Path | None = None) -> list[Path]:
+    """The recorded runs of Pong, below `*pong-*` of the results; none outside of a checkout."""
+    folder = recorded_folder() if root is None else root
+    return [] if folder is None else sorted(path.parent for path in folder.glob("*pong-*/*/summary.json"))
+
+
+def runs_section(folders: Sequence[Path]) -> str:
+    """One line a training run: minutes and steps to each threshold and to its end, last evaluation, speed."""
+    if not folders:
+        return "Not measured yet: `gpu-replay train pong`."
+    rows, devices, commands = [], {}, {}
+    for folder in folders:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        env, ending = str(summary["env"]), str(summary["stopped_by"])
+        devices[str(summary["device_name"])] = commands[f"`gpu-replay train {env} --seed N`"] = True
+        with (folder / "progress.csv").open(newline="") as file:
+            progress = list(csv.DictReader(file))
+        missed = "ended before" if ending == "solved" else "not reached"
+        # NaN before the first episode ends, which exceeds nothing; the thresholds are those of Pong
+        above = [[row for row in progress if float(row["return_mean"]) > each] for each in THRESHOLDS]
+        reached = [_minutes(each[0]["seconds"], each[0]["step"]) if each else missed for each in above]
+        rows.append(
+            [
+                f"{folder.parent.name}/{folder.name}",
+                *(reached if "pong" in env else [""] * len(THRESHOLDS)),
+                f"{_minutes(summary['wall_seconds'], summary['steps'])}, {_ENDINGS.get(ending, ending)}",
+                f"{summary['eval_return_mean']:.1f} ± {summary['eval_return_std']:.1f}",
+                *(f"{summary[name]:,.0f}" for name in ("steps_per_second", "updates_per_second")),
+                f"{summary['replay_share']:.1%}",
+            ]
+        )
+    window = json.loads((folders[0] / "settings.json").read_text())["return_window"]
+    note = (
+        f"Mean over the last {window} finished training episodes, exploration included; minutes of wall clock from the "
+        "start of the run, evaluations included, and environment steps; the evaluation is that of the best network on "
+        "fresh games, by which a run also ends (solved)."
+    )
+    columns = [f"mean return > {threshold:.0f}" for threshold in THRESHOLDS]
+    header = ["run", *columns, "ended", "evaluation", "steps/s", "updates/s", "replay"]
+    return f"{table(header, rows)}\n\n{note} {', '.join(devices)}. Reproduce: {', '.join(commands)}."
+
+
+def _minutes(seconds: float | str, steps: float | str) -> str:
+    return f"{float(seconds) / 60:.1f} min, {float(steps) / 1e6:.2f}M"
 
 
 def conditions(records: Records) -> str:
@@ -200,7 +338,6 @@ class Section(NamedTuple):
         return record.suite == self.command.split()[0] and self.needs(record)
 
 
-_ON_CPU = "kernels --device cpu"
 # the rows of the table in README.md
 _IN_SHORT = ("cycle/N=100k/B=256", *(f"cycle/N=1M/B={batch}" for batch in (32, 256, 4096)))
 _IN_SHORT += (*(f"frame-cycle/N=20k/B={batch}" for batch in (32, 256, 4096)), "step-add/N=100k/B=1")
@@ -209,14 +346,21 @@ SECTIONS: dict[str, Section] = {
     "cpu": Section("cpu", cells_table, lambda record: record.unit == "us"),
     "gpu": Section("gpu", cells_table),
     "kernels": Section("kernels", kernels_table, lambda r: r.environment.device != "cpu"),
-    "kernels-cpu": Section(_ON_CPU, kernels_table, lambda r: r.environment.device == "cpu"),
+    "kernels-cpu": Section("kernels --device cpu", kernels_table, lambda r: r.environment.device == "cpu"),
     "peers": Section("peers", peers_table, lambda r: not r.operation.startswith("ratio-")),
     "ratios": Section("peers", ratios_table, lambda r: r.operation.startswith("ratio-")),
     "frames": Section("frames", frames_table),
     "checkpoint": Section("checkpoint", checkpoint_table),
-    "scale": Section("scale", scale_table),
+    "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
+    "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
     "storage": Section("storage", storage_table),
     "memory": Section("cpu", memory_table, lambda record: record.operation == "memory"),
+}
+# texts that are not of one suite, made of all records
+_OTHERS: dict[str, Callable[[Records], str]] = {
+    "targets": lambda records: f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.py records`.",
+    "peers-in-short": lambda records: section("peers", [each for each in records if each.case in _IN_SHORT]),
+    "pong": lambda records: runs_section(run_folders()),
 }
 
 
@@ -225,33 +369,24 @@ def section(name: str, records: Records) -> str:
 
     Raises UserError for a name that no table has.
     """
-    if name == "targets":
-        return f"{targets_table(records)}\n\nReproduce: `bench/on_gpu.py records`."
-    if name == "peers-in-short":
-        return section("peers", [record for record in records if record.case in _IN_SHORT])
-    if name == "pong":
-        return runs.section(runs.run_folders())
+    if name in _OTHERS:
+        return _OTHERS[name](records)
     if name not in SECTIONS:
-        raise UserError(
-            f"no table is called {name!r}; there are {', '.join([*SECTIONS, 'targets', 'peers-in-short', 'pong'])}."
-        )
+        raise UserError(f"no table is called {name!r}; there are {', '.join([*SECTIONS, *_OTHERS])}.")
     each = SECTIONS[name]
     machines: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if each.holds(record):
-            machines.setdefault((record.environment.device, record.environment.cpu), []).append(record)
+    for record in filter(each.holds, records):
+        machines.setdefault((record.environment.device, record.environment.cpu), []).append(record)
     if not machines:
         return f"Not measured yet: `gpu-replay bench {each.command}`."
     peers = [record for record in records if record.suite == "peers"]
-    texts = []
-    for mine in machines.values():
-        texts.append(f"{each.table(mine, peers)}\n\n{conditions(mine)}")
+    texts = [f"{each.table(mine, peers)}\n\n{conditions(mine)}" for mine in machines.values()]
     return "\n\n".join(texts) + f" Reproduce: `gpu-replay bench {each.command}`."
 
 
 def measured(records: Records, peers: Records) -> list[str]:
     """The texts of all tables that these records fill, compared with earlier records of peers."""
-    names = [name for name, each in SECTIONS.items() if any(each.holds(record) for record in records)]
+    names = [name for name, each in SECTIONS.items() if any(map(each.holds, records))]
     return [section(name, [*records, *peers]) for name in names]
 
 

@@ -19,8 +19,7 @@ import torch
 
 from gpu_replay.console.atomic_files import write_text
 
-from .cases import OPERATIONS
-from .kernels import ANSWERS
+from .operations import ANSWERS, OPERATIONS
 from .records import CannotMeasure, checkout, device_slug
 
 # on a GPU: every operation in small beside the host code; the others take minutes there, and come after the records
@@ -53,12 +52,12 @@ def failed_tests(operations: Iterable[str], device: torch.device) -> list[str] |
     root = checkout()
     if root is None or not (root / "tests").is_dir():
         return None
-    tests, state, file = selection(root, operations, device), _state(root, device), _cache()
-    try:
-        # outcomes of the last state: tests to the names of those that failed
+    tests, state = selection(root, operations, device), _state(root, device)
+    file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpu-replay" / "test-outcomes.json"
+    # outcomes of the last state: tests to the names of those that failed
+    known: dict[str, list[str]] = {}
+    with suppress(OSError, ValueError):
         known = json.loads(file.read_text()).get(state, {})
-    except (OSError, ValueError):
-        known = {}
     if new := [test for test in tests if test not in known]:
         print(f"running the tests in {', '.join(new)} before measuring", file=sys.stderr, flush=True)
         try:
@@ -96,12 +95,6 @@ def run(root: Path, tests: Sequence[str], marks: str, seconds: float | None = No
 
 def _state(root: Path, device: torch.device) -> str:
     """A hash of all sources, the version of torch and the device."""
-    found = hashlib.sha256(f"{torch.__version__} {device_slug(device)}".encode())
-    for folder in ("gpu_replay", "kernels", "bench", "tests"):
-        for file in sorted((root / folder).rglob("*.py")):
-            found.update(f"\0{file}\0".encode() + file.read_bytes())
-    return found.hexdigest()
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpu-replay" / "test-outcomes.json"
+    files = (file for folder in ("gpu_replay", "kernels", "bench", "tests") for file in (root / folder).rglob("*.py"))
+    sources = b"".join(f"\0{file}\0".encode() + file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(f"{torch.__version__} {device_slug(device)}".encode() + sources).hexdigest()

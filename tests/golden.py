@@ -58,7 +58,7 @@ def steps(sampler: Any, **settings: Any) -> TrajectoryReplayBuffer:
         both = torch.tensor([number, number + 100])
         given: dict[str, Any] = {"obs": both[:, None] + torch.arange(3), "action": both, "reward": both.float()}
         ends = {"terminated": both % 7 == 3, "truncated": both % 5 == 4}
-        final = {} if buffer._autoreset == "next_step" else {"final_obs": -given["obs"]}
+        final = {} if buffer.autoreset == "next_step" else {"final_obs": -given["obs"]}
         buffer.add(**given, **ends, **final, priority=both % 3 + 0.5)
     return buffer
 

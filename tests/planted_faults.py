@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,8 +44,7 @@ TIMEOUT, CRASH = "a timeout", "a crash"
 NOTHING = "**nothing**"
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """`old`, which stands once in `file`, becomes `new`; `tests` are tried first."""
 
     name: str
@@ -57,8 +56,7 @@ class Fault:
     tests: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The test that caught a fault, or None, and the seconds that it took."""
 
     fault: Fault
@@ -150,25 +148,15 @@ def check_without_faults(outcomes: Sequence[Outcome]) -> None:
             raise RuntimeError(f"{failed} fails without a fault as well.")
 
 
-def row(outcome: Outcome, commit: str) -> str:
-    """The line of the table for one fault."""
-    test = f"`{outcome.caught_by.removeprefix('tests/')}`" if outcome.caught_by else NOTHING
-    fault = outcome.fault
-    return f"{_begin(fault)} {test} | {outcome.seconds:.0f} | {commit} |"
-
-
-def _begin(fault: Fault) -> str:
-    return f"| {fault.area} | {fault.what} | `{fault.file}` |"
-
-
 def page(outcomes: Sequence[Outcome], commit: str, before: str) -> str:
     """The table as Markdown: what was tried now, and of the page `before` the lines of all other faults."""
-    now = {each.fault.name: row(each, commit) for each in outcomes}
-    lines = []
-    for fault in faults():
-        # a fault is known by what it does, wherever that stands by now
-        old = [line for line in before.splitlines() if line.startswith(f"| {fault.area} | {fault.what} |")]
-        lines += [now[fault.name]] if fault.name in now else old[:1]
+    # a fault is known by what it does, wherever that stands by now
+    rows = {" | ".join(line.split(" | ")[:2]): line for line in before.splitlines() if line.startswith("| ")}
+    for fault, caught_by, seconds in outcomes:
+        test = f"`{caught_by.removeprefix('tests/')}`" if caught_by else NOTHING
+        known = f"| {fault.area} | {fault.what}"
+        rows[known] = f"{known} | `{fault.file}` | {test} | {seconds:.0f} | {commit} |"
+    lines = [rows[known] for fault in faults() if (known := f"| {fault.area} | {fault.what}") in rows]
     caught = sum(NOTHING not in line for line in lines)
     head = [
         "# Planted faults",
@@ -180,8 +168,7 @@ def page(outcomes: Sequence[Outcome], commit: str, before: str) -> str:
         "| area | fault | in | caught by | s | commit |",
         "|---|---|---|---|---:|---|",
     ]
-    # lines of the older page have no commit
-    return "\n".join([*head, *(line if line.count(" |") > 5 else f"{line} |" for line in lines), ""])
+    return "\n".join([*head, *lines, ""])
 
 
 def main() -> int:

@@ -43,7 +43,9 @@ def run_all(
     try:
         with progress_bar(len(tasks), unit="run") as bar:
             while waiting and not stop():
-                for future in wait(waiting, 0.5, FIRST_COMPLETED).done:
+                # what has finished is kept before what failed raises
+                done = wait(waiting, 0.5, FIRST_COMPLETED).done
+                for future in sorted(done, key=lambda each: each.exception() is not None):
                     name, error = waiting.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):
                         # a signal to all processes ends the workers first

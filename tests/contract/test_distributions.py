@@ -142,27 +142,6 @@ def test_every_choice_without_replacement_is_equally_likely(size: int, count: in
 
 
 @statistical
-@pytest.mark.parametrize("size", [11, 97])
-def test_distance_of_two_rows_without_replacement_is_uniform(size: int, device: str) -> None:
-    buffer = make(size, device=device, seed=3)
-    fill(buffer, size)
-    rows = torch.stack([buffer.sample(4).key for _ in range(3000)])
-    for one, other in ((0, 1), (0, 3), (2, 3)):
-        distances = Counter(((rows[:, other] - rows[:, one]) % size).tolist())
-        check_counts(distances, dict.fromkeys(range(1, size), 1.0))
-
-
-@statistical
-@pytest.mark.parametrize("name", ["uniform", "replacement"])
-def test_both_ends_of_a_large_buffer_are_reached(name: str, device: str) -> None:
-    buffer = make(100_003, SAMPLERS[name], device=device, seed=7, **NUMBER)
-    buffer.add(number=torch.arange(100_003, device=device))
-    keys = torch.cat([buffer.sample(1024).key for _ in range(40)])
-    # the 97 parts differ by at most one transition of 1,031
-    check_counts(Counter((keys * 97 // 100_003).tolist()), dict.fromkeys(range(97), 1.0))
-
-
-@statistical
 @pytest.mark.parametrize("name", ["uniform", "replacement"])
 @pytest.mark.parametrize("share", [0.02, 0.98])
 def test_uniform_over_a_large_ring_where_few_or_most_can_be_drawn(name: str, share: float, device: str) -> None:

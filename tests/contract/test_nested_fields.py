@@ -1,4 +1,4 @@
-"""Nested dictionaries go in where they come out, under any name; so do the observations of Gymnasium."""
+"""Nested dictionaries go in where they come out, under any name; so do observations of Gymnasium, and many steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from devices import device_fixture as device_fixture
 from transitions import same
 
-from gpu_replay import Field, Hindsight, Latest, ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import Field, Latest, ReplayBuffer, TrajectoryReplayBuffer
 
 pytestmark = pytest.mark.contract
 
@@ -26,19 +26,14 @@ def observed(number: int, rows: int = 2) -> dict[str, Any]:
 
 def test_dictionaries_are_the_dotted_names_of_a_transition(device: str) -> None:
     fields = {"obs": OBSERVATION, "action": {"x": NUMBER}, "next_obs": OBSERVATION}
-    nested, flat = (ReplayBuffer(6, fields, device=device, sampler=Latest()) for _ in range(2))
+    nested = ReplayBuffer(6, fields, device=device, sampler=Latest())
     assert list(nested.fields) == [*FLAT, "action.x", *(f"next_{name}" for name in FLAT)]
     for number in range(3):
         obs, after, action = observed(number), observed(number + 1), np.array([number, -number])
         nested.add(obs=obs, action={"x": torch.from_numpy(action)}, next_obs=after)
-        columns = {
-            f"{lead}.{name}": value
-            for lead, part in (("obs", obs), ("next_obs", after))
-            for name, value in (("image", part["image"]), *((f"robot.{k}", v) for k, v in part["robot"].items()))
-        }
-        flat.add(**columns, **{"action.x": action})
     batch = nested.sample(6)
-    same(batch, flat.sample(6))
+    assert batch["obs.image"].tolist() == [[each, each] for each in (0, 1, 10, 11, 20, 21)]
+    assert batch["action.x"].tolist() == [0, 0, 1, -1, 2, -2]
     assert batch["obs"]["robot"]["a-b/0"].tolist() == [0, -1, -10, -11, -20, -21]
     assert batch.next_obs.robot.arm.tolist() == [10, 11, 20, 21, 30, 31]
     # what came out goes in again, as a batch too
@@ -77,10 +72,11 @@ def test_dictionaries_with_other_names_are_refused_and_store_nothing(device: str
         plain.add(note={"x": one, "y": one})
 
 
-def streams(device: str, **settings: Any) -> TrajectoryReplayBuffer:
-    fields = {"obs": OBSERVATION, "action": NUMBER}
-    known: dict[str, Any] = {"autoreset": "same_step", "sampler": Latest(), "device": device}
-    return TrajectoryReplayBuffer(20, 2, fields, **(known | settings))
+STREAM = {"obs": OBSERVATION, "action": NUMBER}
+
+
+def streams(device: str, fields: Any = STREAM, **settings: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(20, 2, fields, autoreset="same_step", sampler=Latest(), device=device, **settings)
 
 
 def rows_of(obs: dict[str, Any], ended: list[bool]) -> list[dict[str, Any] | None]:
@@ -100,17 +96,27 @@ def objects(rows: list[Any]) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list"])
-def test_final_observations_come_in_every_form(form: str, device: str) -> None:
-    buffer, twin = streams(device), streams(device)
+def stacked(values: list[Any]) -> Any:
+    """Dictionaries of arrays as one of longer arrays."""
+    if isinstance(values[0], dict):
+        return {name: stacked([value[name] for value in values]) for name in values[0]}
+    return np.stack(values)
+
+
+@pytest.mark.parametrize("form", ["dict", "masked", "objects", "dict of objects", "list", "dotted"])
+def test_final_observations_come_in_every_form(form: str, device: str, tmp_path: Any) -> None:
+    buffer, twin, extended = streams(device), streams(device), streams(device)
+    played, given, table = [], [], np.full((6, 2), None, dtype=object)
     for number in range(6):
         ended = [number == 2, number in (2, 4)]
         final = observed(50 + number)
         step = {"action": [0, 0], "reward": [0.0, 0.0], "terminated": [False, False], "truncated": ended}
         columns = dict(zip(FLAT, (final["image"], final["robot"]["arm"], final["robot"]["a-b/0"]), strict=True))
-        twin.add(obs=observed(number), **step, **{f"final_{name}": value for name, value in columns.items()})
+        dotted = {f"final_{name}": value for name, value in columns.items()}
+        twin.add(obs=observed(number), **step, **dotted)
         rows = rows_of(final, ended)
-        given: dict[str, Any] = {
+        table[number] = rows
+        forms: dict[str, Any] = {
             "dict": final,
             "masked": final | {"_image": np.array(ended), "_robot": np.array(ended)},
             "objects": objects(rows) if any(ended) else None,
@@ -120,10 +126,19 @@ def test_final_observations_come_in_every_form(form: str, device: str) -> None:
             },
             "list": rows,
         }
-        buffer.add(obs=observed(number), **step, final_obs=given[form])
+        played.append({"obs": observed(number), **step})
+        given.append(dotted if form == "dotted" else {"final_obs": forms[form]})
+        buffer.add(**played[-1], **given[-1])
+    many = stacked(played)
+    # arrays may lie on disk
+    np.save(tmp_path / "action.npy", many["action"])
+    many["action"] = np.load(tmp_path / "action.npy", mmap_mode="r")
+    of_steps = {"final_obs": table if form == "objects" else [each.get("final_obs") for each in given]}
+    extended.extend(**many, **(stacked(given) if form in ("dict", "dotted", "masked") else of_steps))
     assert buffer.stats().eligible == 10
     batch = buffer.sample(10)
-    same(batch, twin.sample(10))
+    for other in (twin, extended):
+        same(batch, other.sample(10))
     cut = batch["key"].tolist().index(4)
     assert batch.next_obs.robot.arm[cut].item() == 520
 
@@ -135,6 +150,7 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
     missing = {"image": final["image"]}
     for error, message, given in (
         (KeyError, "final_obs.robot.arm", missing),
+        (KeyError, "final_obs.sound", final | {"sound": np.zeros(2)}),
         (KeyError, "environment 1 must hold", [rows_of(final, [True] * 2)[0], missing]),
         (ValueError, "2 rows", [None]),
         (ValueError, "None for environment 0", objects([None, rows_of(final, [True] * 2)[1]])),
@@ -143,35 +159,3 @@ def test_final_observations_that_do_not_fit_are_refused(device: str) -> None:
         with pytest.raises(error, match=message):
             buffer.add(obs=observed(0), **step, final_obs=given)
     assert buffer.added == 0
-
-
-def test_hindsight_takes_dictionaries(device: str) -> None:
-    goal = Field((1,), torch.float32)
-    fields = {"obs": {"observation": goal, "achieved_goal": goal, "desired_goal": goal}, "action": NUMBER}
-    relabel = Hindsight(reward_fn=lambda achieved, desired: (achieved == desired).all(1).float(), ratio=1.0)
-    buffer = TrajectoryReplayBuffer(20, 1, fields, relabel=relabel, autoreset="same_step", device=device)
-    for number in range(4):
-        obs = {name: np.full((1, 1), number, np.float32) for name in fields["obs"]}  # type: ignore[attr-defined]
-        final = objects([{name: np.full(1, 9, np.float32) for name in obs}]) if number == 3 else None
-        ended = {"terminated": [number == 3], "truncated": [False]}
-        buffer.add(obs=obs, action=[0], reward=[0.0], **ended, final_obs=final)
-    batch = buffer.sample(4)
-    assert batch.reward.sum() >= 1
-    assert batch.next_obs.achieved_goal[batch.key == 3].item() == 9
-
-
-def test_compiled_code_takes_dictionaries_and_any_name(device: str) -> None:
-    fields = {"obs": {"a,b%;": NUMBER, "c": NUMBER}, "action": NUMBER}
-    buffer = TrajectoryReplayBuffer(8, 1, fields, autoreset="same_step", sampler=Latest(), device=device)
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def step(number: torch.Tensor, truncated: torch.Tensor) -> Any:
-        obs, final = {"a,b%;": number, "c": -number}, {"a,b%;": number + 90, "c": number}
-        reward, terminated = number.float(), torch.zeros_like(truncated)
-        buffer.add(obs=obs, action=number, reward=reward, terminated=terminated, truncated=truncated, final_obs=final)
-        return buffer.sample(1)
-
-    for number in range(2):
-        batch = step(torch.tensor([number], device=device), torch.tensor([True], device=device))
-    assert batch["obs"]["a,b%;"].tolist() == [1]
-    assert batch["next_obs"]["a,b%;"].tolist() == [91]

@@ -6,15 +6,16 @@ lists, so all of them draw the same keys, bit for bit. What a program is, and ho
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
-from devices import scale
 from model import UNIT, place, stratum
-from programs import KINDS, SAMPLERS, Call, Program, any_program, run
+from programs import KINDS, SAMPLERS, Program, any_program, run
 from transitions import EXACT, NUMBER
 
 from gpu_replay import ReplayBuffer
@@ -77,9 +78,10 @@ def test_any_program(kind: str, name: str, calls: int, draw: random.Random, devi
     run(any_program(draw, kind, name, calls=calls), device)
 
 
-def test_capacity_of_3_000_001(device: str) -> None:
-    capacity, sampler = 3_000_001, EXACT
-    buffer = ReplayBuffer(capacity, NUMBER, sampler=sampler, device=device, seed=3)
+def test_a_capacity_of_millions(device: str) -> None:
+    # loops as Python take their time
+    capacity = 40_009 if INTERPRETED or os.environ.get("NUMBA_DISABLE_JIT") == "1" else 3_000_001
+    buffer = ReplayBuffer(capacity, NUMBER, sampler=EXACT, device=device, seed=3)
     generator = np.random.default_rng(3)
     given_masses = (10 ** generator.uniform(-5, 5, capacity) * UNIT).round().clip(1)
     buffer.add(number=torch.arange(capacity, device=device), priority=torch.from_numpy(given_masses / UNIT).to(device))
@@ -110,19 +112,3 @@ def test_capacity_of_3_000_001(device: str) -> None:
     masses[0] = UNIT // 2
     check(5)
     assert buffer.stats().stale_updates == 2
-
-
-@pytest.mark.parametrize("name", scale(list(SAMPLERS), ["uniform", "proportional"]))
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_seeds_draw_other_keys(kind: str, name: str, device: str) -> None:
-    drawn = []
-    for seed in (0, 0, 1, -7, 2**64 - 1):
-        settings = {"sampler": name, "capacity": 64, "seed": seed, "place": "memory"}
-        fill: list[Call] = [("add", 64, None)]
-        if kind == "steps":
-            settings |= {"num_envs": 4, "fields": 0}
-            fill = [("steps", ["...."], False, None)] * 16
-        pair = run(Program(kind, settings, [*fill, ("sample", 7, None)]), device, often=99)
-        drawn.append([pair.sample(7) for _ in range(2)])
-    assert drawn[0] == drawn[1]
-    assert len({str(each) for each in drawn}) == (1 if name == "latest" else 4)

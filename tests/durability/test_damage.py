@@ -78,18 +78,17 @@ def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path) -> None:
     file = tmp_path / "c" / "manifest.json"
     whole = file.read_bytes()
     for offset in range(len(whole)):
-        for bit in (1, 1 << offset % 8):
-            changed = bytearray(whole)
-            changed[offset] ^= bit
-            file.write_bytes(changed)
-            try:
-                checkpoint = read_checkpoint(tmp_path / "c")
-                unchanged = (checkpoint.manifest, checkpoint.read("t").tolist())
-            except CheckpointError:
-                continue
-            # blanks between the values may change: they say nothing
-            assert unchanged == ({"added": 12345, "alpha": 0.6, "name": "obs"}, [0, 1, 2, 3])
-            assert json.loads(bytes(changed)) == json.loads(whole)
+        changed = bytearray(whole)
+        changed[offset] ^= 1 << offset % 8
+        file.write_bytes(changed)
+        try:
+            checkpoint = read_checkpoint(tmp_path / "c")
+            unchanged = (checkpoint.manifest, checkpoint.read("t").tolist())
+        except CheckpointError:
+            continue
+        # blanks between the values may change: they say nothing
+        assert unchanged == ({"added": 12345, "alpha": 0.6, "name": "obs"}, [0, 1, 2, 3])
+        assert json.loads(bytes(changed)) == json.loads(whole)
 
 
 MANIFESTS = {
@@ -124,41 +123,15 @@ def overlap(body: dict[str, Any]) -> None:
             piece["holds"]["obs"] = [each - 1 for each in piece["holds"]["obs"]]
 
 
-# what is done to the body of a manifest, whose checksum is then made right
-EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no pieces": lambda body: body.update(pieces=[]),
-    "a piece less": lambda body: body["pieces"].pop(),
-    "a piece twice": lambda body: body["pieces"].append(body["pieces"][0]),
-    "a file outside": lambda body: body["pieces"][0].update(file="../outside.safetensors"),
-    "a file by its whole path": lambda body: body["pieces"][0].update(file="/etc/passwd"),
-    "a file of another kind": lambda body: body["pieces"][0].update(file="manifest.json"),
-    "a file that is no name": lambda body: body["pieces"][0].update(file=7),
-    "no checksum": lambda body: body["pieces"][0].update(sha256=None),
-    "rows in two pieces": overlap,
-    "rows that are negative": lambda body: body["pieces"][0]["holds"].update(obs=[-1, 3]),
-    "rows that are no numbers": lambda body: body["pieces"][0]["holds"].update(obs=[0, "x"]),
-    "rows of a tensor that is not there": lambda body: body["pieces"][0]["holds"].update(more=[0, 1]),
-    "a tensor without pieces": lambda body: body["tensors"].update(more={"dtype": "U8", "shape": [0]}),
-    "a tensor less": lambda body: body["tensors"].pop("step"),
-    "more rows": lambda body: body["tensors"]["obs"].update(shape=[101, 7, 9]),
-    "longer rows": lambda body: body["tensors"]["obs"].update(shape=[100, 7, 2**62]),
-    "negative rows": lambda body: body["tensors"]["obs"].update(shape=[-100, 7, 9]),
-    "sides that are no numbers": lambda body: body["tensors"]["obs"].update(shape=[True, 7.0, None]),
-    "an unknown dtype": lambda body: body["tensors"]["obs"].update(dtype="U7"),
-    "another dtype": lambda body: body["tensors"]["mass"].update(dtype="F32"),
-    "no tensors": lambda body: body.pop("tensors"),
-    "tensors in a list": lambda body: body.update(tensors=[1]),
-    "nothing saved with them": lambda body: body.update(manifest=None),
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_manifest_is_not_trusted(tmp_path: Path, name: str) -> None:
+# every other entry of a manifest is edited in `test_state.py`
+@pytest.mark.parametrize(
+    "change",
+    [overlap, lambda body: body["pieces"].pop(), lambda body: body["tensors"]["obs"].update(shape=[101, 7, 9])],
+    ids=["rows in two pieces", "a piece less", "more rows than pieces hold"],
+)
+def test_pieces_that_do_not_hold_every_row_once_are_refused(tmp_path: Path, change: Any) -> None:
     saved(tmp_path / "c")
-    shutil.copy(pieces_of(tmp_path / "c")[0], tmp_path / "outside.safetensors")
-    edit(tmp_path / "c", lambda body: None)
-    read_everything(tmp_path / "c")
-    edit(tmp_path / "c", EDITS[name])
+    edit(tmp_path / "c", change)
     with pytest.raises(CheckpointError):
         read_everything(tmp_path / "c")
 

@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from children import in_a_child, needs_fork
 from devices import host_only
+from places import FIELDS, check_equal, live, make
 
-from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.ops import ring, threads
 
 pytestmark = host_only
-FIELDS = {"obs": Field((9, 7), torch.uint8), "half": Field((3,), torch.float16, torch.float32, 0.5)}
-FIELDS["action"] = Field((), torch.int64)
 
 
 @pytest.fixture(name="on_threads", autouse=True)
@@ -33,59 +30,32 @@ def on_threads_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[in
     torch.set_num_threads(before)
 
 
-def rows() -> ReplayBuffer:
-    buffer = ReplayBuffer(300, FIELDS, sampler=Proportional(), device="cpu", seed=1)
-    buffer.add(**values(300))
-    return buffer
-
-
-def uniform() -> ReplayBuffer:
-    buffer = ReplayBuffer(300, FIELDS, sampler=Uniform(replacement=True), device="cpu", seed=1)
-    buffer.add(**values(300))
-    return buffer
-
-
-def stacks(stack: int = 3) -> TrajectoryReplayBuffer:
-    obs = Field((9, 7), torch.uint8, torch.float32, 1 / 255) if stack == 2 else FIELDS["obs"]
-    fields = {"obs": obs, "action": FIELDS["action"]}
-    buffer = TrajectoryReplayBuffer(600, 2, fields, stack=stack, sampler=Proportional(), device="cpu", seed=1)
-    for step in range(150):
-        one = {name: value for name, value in values(2, step).items() if name != "half"}
-        flags = np.array([step % 20 == 19, step % 31 == 30])
-        buffer.add(**one, reward=np.ones(2, np.float32), terminated=flags, truncated=np.zeros(2, bool))
-    return buffer
-
-
-MAKERS: dict[str, Callable[[], Any]] = {
-    "rows": rows,
-    "uniform": uniform,
-    "stacks": stacks,
-    "floats": lambda: stacks(2),
-    "frames": lambda: stacks(1),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows": ("exact", {}),
+    "uniform": ("combined", {}),
+    "stacks": ("same_step", {"random_shift": 0}),
+    "frames": ("same_step", {"random_shift": 0, "stack": 1}),
+    "floats": (
+        "same_step",
+        {"random_shift": 0, "stack": 2, "fields": {name: FIELDS[name] for name in ("obs", "action")}},
+    ),
 }
 
 
-def values(count: int, seed: int = 0) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return {
-        "obs": random.integers(0, 256, (count, 9, 7), dtype=np.uint8),
-        "half": random.standard_normal((count, 3)).astype(np.float16),
-        "action": np.arange(count),
-    }
+def used(case: str) -> list[Any]:
+    """All that comes back from a buffer."""
+    kind, settings = CASES[case]
+    return list(live(make(kind, **settings), 2))
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_bytes_are_those_of_one_thread(make: Callable[[], Any], on_threads: Callable[[int], None]) -> None:
-    found = []
-    for count in (1, 2, 5):
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_of_one_thread(case: str, on_threads: Callable[[int], None]) -> None:
+    expected = used(case)
+    for count in (2, 5):
         on_threads(count)
-        buffer = make()
-        found.append([buffer.sample(67), buffer.sample(3), buffer[buffer.sample(40).key]])
+        for one, other in zip(used(case), expected, strict=True):
+            check_equal(one, other)
         assert torch.get_num_threads() == count
-    for others in found[1:]:
-        for one, two in zip(found[0], others, strict=True):
-            assert list(one) == list(two)
-            assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_what_one_thread_raises_is_raised_when_all_are_done() -> None:
@@ -147,14 +117,11 @@ def test_pieces_are_all_rows_once(count: int, wanted: int) -> None:
 
 def test_buffers_of_several_threads_share_them(on_threads: Callable[[int], None]) -> None:
     on_threads(2)
-    wanted = stacks().sample(64)
-
-    def draw(_: int) -> bool:
-        found = stacks().sample(64)
-        return all(torch.equal(found[name], wanted[name]) for name in wanted)
-
+    expected = used("stacks")
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(draw, range(6)))
+        for found in pool.map(used, ["stacks"] * 6):
+            for one, other in zip(found, expected, strict=True):
+                check_equal(one, other)
     names = [thread.name.startswith("gpu_replay gather") for thread in threading.enumerate()]
     assert 0 < sum(names) <= (os.cpu_count() or 1)
 

@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import pickle  # noqa: TID251 - what users pickle
 import resource
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +47,50 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name.split("-")[-1]: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-# that calls give the same as in memory, random programs hold
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda().install(monkeypatch)
+
+
 @pytest.mark.contract
 @pytest.mark.skipif(INTERPRETED, reason="only buffers on the CPU have files, and kernels never work on those")
 @pytest.mark.parametrize("kind", ["exact", "same_step", "goals"])
-def test_a_buffer_in_a_file_is_one_in_memory(kind: str, tmp_path: Path) -> None:
-    memory, mapped = make(kind), make(kind, storage_path=tmp_path / "ring")
-    same_life(mapped, memory, 2)
-    assert (mapped.storage_path, memory.storage_path) == (tmp_path / "ring", None)
-    assert mapped.device == mapped.storage_device == CPU
-    assert mapped.nbytes == memory.nbytes
-    for buffer, name in ((memory, "memory"), (mapped, "mapped")):
-        buffer.save(tmp_path / name)
-    assert files_of(tmp_path / "mapped") == files_of(tmp_path / "memory")
-    # from one to the other
+@pytest.mark.parametrize("place", ["a file", "pinned memory"])
+def test_a_buffer_elsewhere_is_one_in_memory(
+    kind: str, place: str, cuda: FakeCuda, tmp_path: Path, monkeypatch: Any
+) -> None:
+    memory = make(kind)
     relabel = {"relabel": memory.relabel} if kind == "goals" else {}
-    back = type(memory).load(tmp_path / "mapped", "cpu", **relabel)
-    there = type(memory).load(tmp_path / "memory", "cpu", storage_path=tmp_path / "second", **relabel)
-    assert (back.storage_path, there.storage_path) == (None, tmp_path / "second")
-    same_life(there, back, 1)
-    mapped.load_state_dict(memory.state_dict())
-    check_equal(mapped.sample(9), memory.sample(9))
+    if place == "a file":
+        other = make(kind, storage_path=tmp_path / "ring")
+        assert (other.storage_path, memory.storage_path) == (tmp_path / "ring", None)
+        assert other.nbytes == memory.nbytes
+    else:
+        monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+        with pinned_on_the_cpu():
+            other = make(kind)
+        assert "in pinned host memory" in repr(other)
+    assert other.device == other.storage_device == CPU
+    same_life(other, memory, 1)
+    for buffer, name in ((memory, "memory"), (other, "other")):
+        buffer.save(tmp_path / name)
+    assert files_of(tmp_path / "other") == files_of(tmp_path / "memory")
+    if place == "a file":
+        # from one to the other
+        back = type(memory).load(tmp_path / "other", "cpu", **relabel)
+        there = type(memory).load(tmp_path / "memory", "cpu", storage_path=tmp_path / "second", **relabel)
+        assert (back.storage_path, there.storage_path) == (None, tmp_path / "second")
+        same_life(there, back, 1)
+        other.load_state_dict(memory.state_dict())
+        check_equal(other.sample(9), memory.sample(9))
+        return
+    # all fields lie in the one block, each on pages of its own, and nothing else does
+    (nbytes,) = cuda.pinned.values()
+    payload = sum(field.row_bytes for field in memory.fields.values()) * memory.capacity
+    assert payload <= nbytes <= payload + 4096 * len(memory.fields)
+    del other, buffer
+    gc.collect()
+    assert cuda.pinned == {}
 
 
 @pytest.mark.contract
@@ -102,19 +127,19 @@ def test_a_checkpoint_is_not_written_where_the_fields_are(tmp_path: Path) -> Non
 
 @pytest.mark.contract
 def test_every_way_of_making_a_buffer_takes_the_path(tmp_path: Path) -> None:
-    spaces = pytest.importorskip("gymnasium").spaces
-    box, actions = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
-    path = str(tmp_path / "ring")
-    assert ReplayBuffer.from_spaces(9, box, actions, device="cpu", storage_path=path).storage_path == Path(path)
-    vector = pytest.importorskip("gymnasium").make_vec("CartPole-v1", num_envs=2)
+    gymnasium = pytest.importorskip("gymnasium")
+    box, path = gymnasium.spaces.Box(-1, 1, (3,)), str(tmp_path / "ring")
+    one = ReplayBuffer.from_spaces(9, box, gymnasium.spaces.Discrete(2), device="cpu", storage_path=path)
+    assert one.storage_path == Path(path)
+    del one
+    vector = gymnasium.make_vec("CartPole-v1", num_envs=2)
     steps = TrajectoryReplayBuffer.from_env(vector, 8, device="cpu", storage_path=path)
     assert f"fields on the disk at {path}" in repr(steps)
     vector.close()
     del steps
     captured = make("exact", storage_path=path)
     captured.add(**given(captured))
-    step = captured.capture(4, lambda batch: batch.weight + 1)
-    step()
+    captured.capture(4, lambda batch: batch.weight + 1)()
     assert captured.stats().max_times_sampled > 0
 
 
@@ -124,34 +149,34 @@ def test_the_defaults_are_the_device_itself(device: str) -> None:
     for named in ({}, {"storage_device": device}, {"storage_device": None, "storage_path": None}):
         buffer = make("exact", device=device, **named)
         assert buffer.storage_device == buffer.device
-        assert not buffer._placement.apart
 
 
-REFUSED: dict[str, tuple[torch.device, Any, Any, type[Exception], str]] = {
-    "another GPU": (CUDA, "cuda:1", None, ValueError, r'host memory with storage_device="cpu"'),
-    "a GPU beside the CPU": (CPU, "cuda", None, ValueError, "give device='cuda'"),
-    "a file beside a GPU": (CUDA, None, "ring", ValueError, r'Give device="cpu".*pinned host memory'),
-    "a file and a GPU": (CPU, "cuda", "ring", ValueError, "found storage_device 'cuda'"),
-    "a file, pinned": (CUDA, "cpu", "ring", ValueError, 'storage_device="cpu" and without storage_path'),
-    "no device": (CPU, "gpu", None, ValueError, "not one that torch knows"),
-    "a number": (CPU, 0, None, TypeError, "storage_device must be a device"),
-    "no path": (CPU, None, "", ValueError, "empty"),
-    "bytes": (CPU, None, b"ring", TypeError, "path of a folder"),
-    "a path of another type": (CPU, None, 3, TypeError, "path of a folder"),
+PLACES: dict[str, tuple[torch.device, Any, Any, Any]] = {
+    "another GPU": (CUDA, "cuda:1", None, (ValueError, r'host memory with storage_device="cpu"')),
+    "a GPU beside the CPU": (CPU, "cuda", None, (ValueError, "give device='cuda'")),
+    "a file beside a GPU": (CUDA, None, "ring", (ValueError, r'(?s)Give device="cpu".*pinned host memory')),
+    "a file and a GPU": (CPU, "cuda", "ring", (ValueError, "found storage_device 'cuda'")),
+    "a file, pinned": (CUDA, "cpu", "ring", (ValueError, 'storage_device="cpu" and without storage_path')),
+    "no device": (CPU, "gpu", None, (ValueError, "not one that torch knows")),
+    "a number": (CPU, 0, None, (TypeError, "storage_device must be a device")),
+    "no path": (CPU, None, "", (ValueError, "empty")),
+    "bytes": (CPU, None, b"ring", (TypeError, "path of a folder")),
+    "a path of another type": (CPU, None, 3, (TypeError, "path of a folder")),
+    "pinned": (CUDA, "cpu", None, Placement(CUDA, pinned=True)),
+    "the GPU by name": (CUDA, "cuda", None, Placement(CUDA)),
+    "the GPU": (CUDA, CUDA, None, Placement(CUDA)),
+    "a file": (CPU, "cpu", "ring", Placement(CPU, path=Path.cwd() / "ring")),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_places_that_cannot_be_are_refused(case: str) -> None:
-    device, storage_device, path, error, message = REFUSED[case]
-    with pytest.raises(error, match=f"(?s){message}"):
-        check_placement(device, storage_device, path)
-
-
-def test_places_that_can_be() -> None:
-    assert check_placement(CUDA, "cpu", None) == Placement(CUDA, pinned=True)
-    assert check_placement(CUDA, "cuda", None) == check_placement(CUDA, CUDA, None) == Placement(CUDA)
-    assert check_placement(CPU, "cpu", "ring").path == Path.cwd() / "ring"
+@pytest.mark.parametrize("case", PLACES)
+def test_places_that_can_be_and_those_that_cannot(case: str) -> None:
+    *asked, expected = PLACES[case]
+    if isinstance(expected, Placement):
+        assert check_placement(*asked) == expected
+        return
+    with pytest.raises(expected[0], match=expected[1]):
+        check_placement(*asked)
 
 
 # bytes of each place
@@ -198,38 +223,6 @@ def test_a_state_larger_than_memory_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 # pinned memory, without a GPU
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    return FakeCuda().install(monkeypatch)
-
-
-@pytest.mark.parametrize("kind", ["exact", "same_step", "goals"])
-def test_kernels_work_on_pinned_fields(kind: str, cuda: FakeCuda, tmp_path: Path, monkeypatch: Any) -> None:
-    memory = make(kind)
-    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
-    with pinned_on_the_cpu():
-        pinned = make(kind)
-    same_life(pinned, memory, 1)
-    pinned.save(tmp_path / "pinned")
-    memory.save(tmp_path / "memory")
-    assert files_of(tmp_path / "pinned") == files_of(tmp_path / "memory")
-    # all fields lie in the one block, and nothing else does
-    ((address, nbytes),) = cuda.pinned.items()
-    inside = {name: tensor.data_ptr() for name, tensor in pinned._storage.tensors.items() if name != "reward"}
-    ends = [inside[name] + pinned._storage.tensors[name].nbytes for name in inside]
-    assert address == min(inside.values())
-    assert 0 <= address + nbytes - max(ends) < 4096
-    assert not any(place % 4096 for place in inside.values())
-    others = [pinned._counters, pinned._storage.times_sampled]
-    others += [pinned._storage.tensors["reward"]] if kind != "exact" else []
-    assert not any(address <= tensor.data_ptr() < address + nbytes for tensor in others)
-    assert pinned.storage_device == CPU
-    assert "in pinned host memory" in repr(pinned)
-    del pinned, others
-    gc.collect()
-    assert cuda.pinned == {}
 
 
 def test_pinned_memory_is_released_after_the_last_call_that_uses_it(cuda: FakeCuda) -> None:
@@ -291,14 +284,12 @@ def test_the_host_waits_for_all_calls_before_it_touches_pinned_fields(cuda: Fake
 
 
 def test_estimate_counts_each_place_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = "--field obs=4x3:uint8 --field action=int64"
-    arguments = f"estimate --device cpu --capacity 1000 {fields}".split()
+    arguments = shlex.split("estimate --device cpu --capacity 1000 --field obs=4x3:uint8 --field action=int64")
     assert main([*arguments, "--storage-path", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     here, there = out.split(f"on the disk at {tmp_path}:", 1)
-    assert "priorities" in here
+    assert ["priorities" in part for part in (here, there)] == [True, False]
     assert "obs" not in here.split("on cpu:")[1]
-    assert "priorities" not in there
     # a record of twelve bytes beside eight, padded to a multiple of eight
     totals = [int(part.split("total")[1].split()[0].replace(",", "")) for part in (here, there)]
     assert totals[1] == 24_000
@@ -415,21 +406,34 @@ def test_two_buffers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 @of_a_file
-def test_what_a_dead_process_left_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:
-    left, target = tmp_path / FILE_NAME, tmp_path / "target"
-    left.write_bytes(b"left" * 10**5)
+def test_what_a_killed_process_left_is_replaced_and_no_link_is_followed(tmp_path: Path) -> None:
+    folder, target = tmp_path / "ring", tmp_path / "target"
+    reading, writing = os.pipe()
+
+    def hold() -> None:
+        held = MappedFile(folder, 5000)
+        held.block[:] = 1
+        os.write(writing, b"x")
+        time.sleep(60)
+
+    child = forked(hold)
+    os.read(reading, 1)
+    with pytest.raises(RuntimeError, match="in use"):
+        MappedFile(folder, 5000)
+    os.kill(child, signal.SIGKILL)
+    assert ended(child) == -signal.SIGKILL
     # its blocks count as free: they will be
-    assert (free_on_disk(tmp_path) or 0) > 0
-    first = MappedFile(tmp_path, 5000)
+    assert (folder / FILE_NAME).exists()
+    assert (free_on_disk(folder) or 0) > 0
+    first = MappedFile(folder, 5000)
     assert not first.block.any()
     del first
+    assert list(folder.iterdir()) == []
     target.write_text("another's")
-    left.symlink_to(target)
-    second = MappedFile(tmp_path, 5000)
+    (folder / FILE_NAME).symlink_to(target)
+    second = MappedFile(folder, 5000)
     second.block[:] = 1
     assert target.read_text() == "another's"
-    del second
-    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @of_a_file
@@ -445,44 +449,35 @@ def test_a_file_that_was_moved_away_or_replaced_is_left_alone(tmp_path: Path) ->
 
 
 @of_a_file
-@pytest.mark.parametrize("name", ["file", "file/below", "locked/below"])
+@pytest.mark.parametrize("name", ["file", "file/below", "locked/below", "taken"])
 def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "locked").mkdir(mode=0o500)
+    (tmp_path / "taken" / FILE_NAME).mkdir(parents=True)
     if name.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
         pytest.skip("this user may write everywhere")
-    with pytest.raises(OSError, match="Name a folder that can be written to"):
+    advice = f"a folder named {FILE_NAME}.*rename that" if name == "taken" else "Name a folder that can be written to"
+    with pytest.raises(OSError, match=advice):
         make("exact", storage_path=tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "locked"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "locked", "taken"}
+    assert (tmp_path / "taken" / FILE_NAME).is_dir()
 
 
-def _race(folder: Path, rounds: int, ready: Any, failed: Any) -> None:
-    for number in range(rounds):
-        ready.wait(30)
-        try:
+def race(folder: Path, rounds: int) -> list[int]:
+    """Four processes make files below one folder that does not exist yet, so many times; returns how those ended that
+    failed.
+    """
+    ready = multiprocessing.get_context("fork").Barrier(4)
+
+    def work() -> None:
+        for number in range(rounds):
+            ready.wait(30)
             MappedFile(folder / str(number) / "ring" / f"rank{os.getpid()}", 5000)
-        except BaseException as error:
-            failed.put(repr(error))
 
-
-def race(folder: Path, rounds: int) -> list[str]:
-    """Four processes make files below one folder that does not exist yet, so many times; returns the errors."""
-    context = multiprocessing.get_context("fork")
-    ready, failed = context.Barrier(4), context.SimpleQueue()
-    racing = [context.Process(target=_race, args=(folder, rounds, ready, failed)) for _ in range(4)]
-    for each in racing:
-        each.start()
-    for each in racing:
-        each.join(60)
-    assert [each.exitcode for each in racing] == [0] * 4
-    errors = []
-    while not failed.empty():
-        errors.append(failed.get())
-    return errors
+    return [code for child in [forked(work) for _ in range(4)] if (code := ended(child))]
 
 
 @of_a_file
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_processes_that_make_the_folders_above_theirs_at_the_same_time(tmp_path: Path) -> None:
     assert race(tmp_path, 100) == []
 
@@ -504,14 +499,6 @@ def test_an_interrupt_while_folders_are_made_is_not_hidden(tmp_path: Path, monke
     monkeypatch.undo()
     remove(tmp_path / "a" / "other")
     MappedFile(tmp_path / "a" / "rank", 5000)
-
-
-@of_a_file
-def test_a_folder_named_as_the_file_is_named_in_the_error(tmp_path: Path) -> None:
-    (tmp_path / "ring" / FILE_NAME).mkdir(parents=True)
-    with pytest.raises(OSError, match=f"a folder named {FILE_NAME}.*rename that"):
-        make("exact", storage_path=tmp_path / "ring")
-    assert (tmp_path / "ring" / FILE_NAME).is_dir()
 
 
 @of_a_file
@@ -546,36 +533,17 @@ def test_a_child_that_was_forked_removes_nothing_and_holds_no_lock(tmp_path: Pat
 
 
 PROGRAM = """
-import sys, time, torch
+import sys, torch
 from gpu_replay import Field, ReplayBuffer
 buffer = ReplayBuffer(100, {"x": Field((100,), torch.float32)}, device="cpu", storage_path=sys.argv[1])
-buffer.add(x=torch.ones(10, 100))
-print("ready", flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(600)
 """
 
 
 @of_a_file
 @pytest.mark.slow
 @host_only
-def test_a_process_that_ends_removes_the_file_and_one_that_is_killed_frees_the_folder(tmp_path: Path) -> None:
-    def start(what: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), what]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    with start("end") as ended:
-        assert ended.wait(60) == 0
-    assert list(tmp_path.iterdir()) == []
-    with start("wait") as killed:
-        assert killed.stdout is not None
-        assert killed.stdout.readline() == "ready\n"
-        with pytest.raises(RuntimeError, match="in use"):
-            make("exact", storage_path=tmp_path)
-        killed.send_signal(signal.SIGKILL)
-        killed.wait(60)
-    assert (tmp_path / FILE_NAME).exists()
-    make("exact", storage_path=tmp_path)
+def test_a_process_that_ends_removes_the_file(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -597,37 +565,28 @@ def test_a_limit_of_the_system_is_an_error_when_the_buffer_is_made(tmp_path: Pat
 @host_only
 @pytest.mark.parametrize("kind", ["exact", "same_step"])
 def test_pages_of_drawn_rows_are_asked_for_while_gathers_are_slow(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
-    asked: list[tuple[int, int]] = []
     buffer, memory = make(kind, storage_path=tmp_path), make(kind)
-    for each in (buffer, memory):
-        list(live(each, 1))
-    ahead, clock = buffer._engine._ahead, [0.0, 0.0]
+    same_life(buffer, memory, 1)
+    ahead, clock, asked = buffer._engine._ahead, [0.0, 0.0], []
+    mapping = ahead._mapping
 
     class Mapping:
         def madvise(self, option: int, begin: int, length: int) -> None:
             # as a mapping checks it
-            ahead_of.madvise(option, begin, length)
+            mapping.madvise(option, begin, length)
             asked.append((begin, begin + length))
 
-    ahead_of, ahead._mapping = ahead._mapping, Mapping()
-    ahead.slow = False
+    ahead._mapping, ahead.slow = Mapping(), False
     monkeypatch.setattr("time.perf_counter", lambda: clock.append(clock[-1] + clock[0]) or clock[-1])
-    check_equal(buffer.sample(16), memory.sample(16))
-    assert (asked, ahead.slow) == ([], False)
-    # a second a gather: the next one asks
-    clock[0] = 1.0
-    check_equal(buffer.sample(16), memory.sample(16))
-    assert (asked, ahead.slow) == ([], True)
-    clock[0] = 0.0
-    batch = buffer.sample(16)
-    check_equal(batch, memory.sample(16))
-    assert not ahead.slow
-    base = buffer._storage._memory._block.ctypes.data
-    for name, tensor in buffer._storage.tensors.items():
-        row = tensor[0].nbytes
-        for slot in (batch.key % buffer.capacity).tolist() if name != "reward" else ():
-            begin = tensor.data_ptr() - base + slot * tensor.stride(0) * tensor.element_size()
-            assert any(low <= begin and begin + row <= high for low, high in asked), name
-    asked.clear()
-    check_equal(buffer.sample(16), memory.sample(16))
-    assert asked == []
+    # after one that takes a second the next one asks, and after that no more
+    for seconds, asks in ((0.0, False), (1.0, False), (0.0, True), (0.0, False)):
+        clock[0] = seconds
+        asked.clear()
+        batch = buffer.sample(16)
+        check_equal(batch, memory.sample(16))
+        assert (bool(asked), ahead.slow) == (asks, seconds > 0)
+        base = buffer._storage._memory._block.ctypes.data
+        for name, tensor in buffer._storage.tensors.items():
+            for slot in (batch.key % buffer.capacity).tolist() if asks and name != "reward" else ():
+                begin = tensor[slot].data_ptr() - base
+                assert any(low <= begin and begin + tensor[slot].nbytes <= high for low, high in asked), name

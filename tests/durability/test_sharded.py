@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from devices import thinned
+from model import UNIT, Drawn, Model, RowModel
+from programs import SAMPLERS, numbers
+from ranks import Gone, Raised, Ranks, ranks_of
+from tolerances import close
 
-torch = pytest.importorskip("torch")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
-
-import torch.distributed as dist  # noqa: E402
-from model import Drawn, Model  # noqa: E402
-from ranks import Gone, Raised, Ranks, ranks_of  # noqa: E402
-from tolerances import close  # noqa: E402
-
-from gpu_replay import (  # noqa: E402
+from gpu_replay import (
     CheckpointError,
-    Combined,
     Field,
     Latest,
     LinearSchedule,
@@ -34,10 +32,11 @@ from gpu_replay import (  # noqa: E402
     ReplayBuffer,
     ShardedReplayBuffer,
     TrajectoryReplayBuffer,
-    Uniform,
 )
-from gpu_replay.sharded.global_draw import HEADER, TAIL  # noqa: E402
-from gpu_replay.sharded.group import Group, row_length  # noqa: E402
+from gpu_replay.sharded.buffer import seed_of
+from gpu_replay.sharded.group import Group
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 # what a row holds follows from its global key, so that rows can be told from each other wherever they are
 FIELDS = {
@@ -46,17 +45,9 @@ FIELDS = {
     "half": Field((3,), torch.bfloat16),
     "flag": Field((), torch.bool),
 }
-SAMPLERS = {
-    "proportional": Proportional(alpha=0.7, beta=LinearSchedule(0.3, 1.0, 4)),
-    "independent": Proportional(stratified=False),
-    "of-the-buffer": Proportional(normalize="buffer", initial=0.5),
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "combined": Combined(Proportional(), newest=3),
-    "combined-uniform": Combined(Uniform(), newest=2),
-    "latest": Latest(),
-}
 BATCH = 3
+# what each rank does in each round
+Rounds = list[list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -78,61 +69,24 @@ def rows_of(keys: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def sampled_rows_of(keys: torch.Tensor) -> dict[str, np.ndarray]:
-    """The same, as they are sampled."""
-    stored = rows_of(keys)
-    stored["image"] = stored["image"].float().mul_(1 / 255)
-    stored["half"] = stored["half"].float()
-    return {name: tensor.numpy() for name, tensor in stored.items()}
+def made(group: Any, **settings: Any) -> ShardedReplayBuffer:
+    given = {"capacity": 24, "fields": FIELDS, "timeout": 20, "sampler": Proportional()} | settings
+    return ShardedReplayBuffer(**given, group=group)
 
 
-def made(group: Any, capacity: int = 24, **settings: Any) -> ShardedReplayBuffer:
-    return ShardedReplayBuffer(capacity, FIELDS, group=group, **{"timeout": 20, "sampler": Proportional()} | settings)
-
-
-def add_rows(buffer: ShardedReplayBuffer, rows: int, priority: Any = None) -> np.ndarray:
-    """Add the next rows of this rank; returns their keys."""
-    first = buffer._shard.added
+def add_rows(buffer: ShardedReplayBuffer, rows: int, first: int = 0, priority: Any = None) -> None:
+    """Add rows of this rank, which has added so many before."""
     keys = torch.arange(first, first + rows) * buffer.ranks + buffer.rank
-    found = buffer.add(**rows_of(keys), priority=priority)
-    assert torch.equal(found, keys)
-    return found.numpy()
+    assert torch.equal(buffer.add(**rows_of(keys), priority=priority).cpu(), keys)
 
 
-def batch_of(batch: Any) -> dict[str, np.ndarray]:
-    return {name: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for name, each in batch.items()}
-
-
-def shard_of(buffer: ShardedReplayBuffer) -> dict[str, np.ndarray]:
-    """The keys of this rank, and its masses in the order of slots, or ones for what is stored."""
-    slots, keys = buffer.capacity // buffer.ranks, buffer.keys().numpy()
-    masses = np.zeros(slots, dtype=np.int64)
-    masses[keys // buffer.ranks % slots] = 1
-    with suppress(RuntimeError):
-        masses = buffer._shard.masses().numpy().copy()
-    return {"masses": masses, "keys": keys}
-
-
-def life(group: Any, sampler: Any, mode: str, capacity: int, batch: int, adds: list[list[int]]) -> list[dict[str, Any]]:
-    """A buffer that adds, samples and updates, also rows of other ranks: what was there before each draw, and the draw.
-
-    adds: rows of each rank, for each round.
-    """
-    rank = dist.get_rank(group)
-    noise = np.random.default_rng(rank)
-    buffer = made(group, capacity, sampler=sampler, mode=mode, seed=11)
-    found = []
-    for rows in adds:
-        if rows[rank]:
-            add_rows(buffer, rows[rank])
-        before = shard_of(buffer)
-        drawn = batch_of(buffer.sample(batch))
-        # any keys that were ever drawn, wherever they live, and some that never were
-        keys = np.concatenate([drawn["key"], noise.integers(-5, 3 * capacity, size=rank + 2)])
-        buffer.update_priorities(torch.from_numpy(keys), torch.from_numpy(noise.random(keys.size) * 3))
-        found.append({"before": before, "drawn": drawn})
-    buffer.close()
-    return found
+def batch_of(batch: Any) -> dict[str, Any]:
+    """What a rank can send: the numbers of a batch, whose rows are those that their keys say."""
+    stored = rows_of(batch.key.cpu()) | {"image": rows_of(batch.key.cpu())["image"].float().mul_(1 / 255)}
+    assert all(torch.equal(batch[name].cpu(), rows) for name, rows in stored.items())
+    names = ("key", "probability", "weight")
+    assert [batch[name].dtype for name in names] == [torch.int64, torch.float32, torch.float32]
+    return {name: batch[name].tolist() for name in names}
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
@@ -144,288 +98,298 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
+def life(group: Any, case: str, capacity: int, rounds: Rounds, path: str) -> list[dict[str, Any]]:
+    """A buffer that adds, samples and updates, also rows of other ranks, is cleared, saved and loaded; what it says of
+    itself after each round.
+
+    rounds: for each, what every rank does.
+    """
+    mode, name = case.split()
+    buffer = made(group, capacity=capacity, sampler=SAMPLERS[name], mode=mode, seed=11)
+    found, added = [], 0
+    for each in (of_all[buffer.rank] for of_all in rounds):
+        if each["clear"]:
+            buffer.clear()
+            assert (len(buffer), bool(buffer)) == (0, False)
+        if each["rows"]:
+            add_rows(buffer, each["rows"], added, each["priority"])
+        added += each["rows"]
+        drawn = batch_of(buffer.sample(BATCH))
+        buffer.update_priorities(*each["update"])
+        if each["save"]:
+            buffer.save(path)
+            buffer.close()
+            buffer = ShardedReplayBuffer.load(path, group=group, timeout=20)
+            assert (buffer.mode, buffer.sampler, buffer.capacity % buffer.ranks) == (mode, SAMPLERS[name], 0)
+        keys = buffer.keys().tolist()
+        assert torch.equal(buffer[keys].number.cpu(), rows_of(torch.tensor(keys))["number"])
+        assert [key in buffer for key in (-1, keys[-1], keys[-1] + buffer.ranks)] == [False, True, False]
+        found.append({"drawn": drawn, "keys": keys, "stats": vars(buffer.stats()), "len": len(buffer)})
+        if isinstance(getattr(buffer.sampler, "base", buffer.sampler), Proportional | RankBased):
+            found[-1]["priorities"] = buffer.priorities(keys).tolist()
+    buffer.close()
+    return found
+
+
 # draws
 
 
 class Whole(Model):
-    """One buffer with the slots of all shards, rank after rank; what it draws are places among these."""
+    """A model for each shard, and one buffer with the slots of all of them, rank after rank.
 
-    def __init__(self, sampler: Any) -> None:
-        super().__init__(1, sampler, seed=11)
-        self.last, self.newest = self.newest, 0
-        self.numbers: list[int] = []
+    A key of the whole is such a slot; `key_at` says which transition is there.
+    """
+
+    def __init__(self, case: str, slots: int, ranks: int) -> None:
+        mode, name = case.split()
+        super().__init__(slots * ranks, SAMPLERS[name], seed=11)
+        self.local, self.last, self.newest, self.slots, self.ranks = mode == "local", self.newest, 0, slots, ranks
+        self.shards = [RowModel(slots, SAMPLERS[name], seed_of(11, rank)) for rank in range(ranks)]
 
     def eligible(self) -> list[int]:
-        return list(self.held)
+        return sorted(self.held)
 
-    def mass(self, key: int) -> int:
-        return self.numbers[key]
+    live = eligible  # type: ignore[assignment]
 
-    def rows(self, shards: list[dict[str, np.ndarray]], count: int) -> Drawn:
-        """So many rows, and their global keys."""
-        slots, ranks = shards[0]["masses"].size, len(shards)
-        self.numbers = np.concatenate([shard["masses"] for shard in shards]).tolist()
-        self.capacity = len(self.numbers)
-        self.held = {place: 1.0 for place, mass in enumerate(self.numbers) if mass}
+    def look(self) -> None:
+        """See what the shards hold by now; each knows the largest priority that any was given."""
+        known = [shard.running for shard in self.shards if shard.running is not None]
+        self.held, self.key_at = {}, {}
+        for rank, shard in enumerate(self.shards):
+            shard.running = max(known, default=None)
+            for key, priority in shard.held.items():
+                place = rank * self.slots + key % self.slots
+                self.held[place], self.key_at[place] = priority, key * self.ranks + rank
+                self.times[place] = shard.times[key]
+        self.added, self.stale = (sum(getattr(shard, name) for shard in self.shards) for name in ("added", "stale"))
+
+    def parts(self) -> list[float]:
+        """The share of each shard in all masses, or of all transitions."""
+        sizes = [sum(map(shard.mass, shard.held)) if self.by_mass else len(shard.held) for shard in self.shards]
+        return [size / sum(sizes) for size in sizes]
+
+    def shares(self) -> dict[int, float]:
+        return {
+            rank * self.slots + key % self.slots: part * share
+            for rank, (part, shard) in enumerate(zip(self.parts(), self.shards, strict=True))
+            for key, share in shard.shares().items()
+        }
+
+    def add(self, plays: list[dict[str, Any]]) -> None:
+        for shard, play in zip(self.shards, plays, strict=True):
+            if play["clear"]:
+                shard.clear()
+            if play["rows"]:
+                shard.add(play["rows"], play["priority"])
+        self.look()
+
+    def update_all(self, plays: list[dict[str, Any]]) -> None:
+        """What the ranks are told, in their order: of a key that is repeated the last priority counts."""
+        told = [pair for play in plays for pair in zip(*play["update"], strict=True)]
+        for rank, shard in enumerate(self.shards):
+            mine = [(key // self.ranks, priority) for key, priority in told if key % self.ranks == rank]
+            shard.update([key for key, _ in mine], [priority for _, priority in mine])
+        self.look()
+
+    def sample_all(self) -> list[Drawn]:
+        """The rows of each rank."""
+        beta = getattr(self.base, "beta", 0.0)
+        beta = beta(self.samples) if isinstance(beta, LinearSchedule) else beta
+        return self._sample_local(beta) if self.local else self._sample_global()
+
+    def _sample_global(self) -> list[Drawn]:
+        count = BATCH * self.ranks
         newest = count if isinstance(self.base, Latest) else self.last
         drawn = self.draw(count - newest) if count > newest else Drawn([], [], [])
-        keys = np.concatenate([shard["keys"] for shard in shards]).tolist()
-        key_at = {key % ranks * slots + key // ranks % slots: key for key in keys}
-        latest = sorted(keys)[len(keys) - newest :]
-        sure = [1.0] * newest
-        return Drawn([key_at[place] for place in drawn.keys] + latest, drawn.probability + sure, drawn.weight + sure)
+        latest = sorted(self.key_at.values())[len(self.held) - newest :]
+        keys, sure = [self.key_at[place] for place in drawn.keys] + latest, [1.0] * newest
+        for key in keys:
+            self.shards[key % self.ranks].times[key // self.ranks] += 1
+        rows = (keys, drawn.probability + sure, drawn.weight + sure)
+        return [Drawn(*(each[first : first + BATCH] for each in rows)) for first in range(0, count, BATCH)]
+
+    def _sample_local(self, beta: float) -> list[Drawn]:
+        self.samples += 1
+        chance = 0 if isinstance(self.base, Latest) else BATCH - self.last
+        weight = {
+            self.key_at[place]: self.parts()[place // self.slots] * (len(self.held) * share) ** -beta
+            for place, share in self.shares().items()
+        }
+        drawn = []
+        for rank, shard in enumerate(self.shards):
+            local = shard.draw(BATCH)
+            keys = [key * self.ranks + rank for key in local.keys]
+            probability = [each / self.ranks for each in local.probability[:chance]] + local.probability[chance:]
+            drawn.append(Drawn(keys, probability, local.weight))
+        seen = [key for rows in drawn for key in rows.keys[:chance]]
+        over = weight if getattr(self.base, "normalize", "batch") == "buffer" else seen
+        largest = max((weight[key] for key in over), default=1.0)
+        return [
+            rows._replace(weight=[weight[key] / largest for key in rows.keys[:chance]] + rows.weight[chance:])
+            for rows in drawn
+        ]
 
 
-def adds_of(size: int, rounds: int, seed: int) -> list[list[int]]:
-    """How many rows each rank adds in each round: enough for every batch at first, then also none, or a whole lap."""
-    noise = np.random.default_rng(seed)
-    return [[5] * size, *noise.choice([0, 1, 2, 5, 9], size=(rounds - 1, size)).tolist()]
-
-
-def check_drawn(found: list[list[dict[str, Any]]], sampler: Any) -> None:
-    """found: for each rank what `life` returned."""
-    whole = Whole(sampler)
-    for one_round in zip(*found, strict=True):
-        expected = whole.rows([rank["before"] for rank in one_round], BATCH * len(one_round))
-        drawn = {name: np.concatenate([rank["drawn"][name] for rank in one_round]) for name in one_round[0]["drawn"]}
-        assert (drawn["key"].dtype, drawn["probability"].dtype, drawn["weight"].dtype) == (np.int64, *[np.float32] * 2)
-        assert drawn["key"].tolist() == expected.keys
+def check_round(whole: Whole, plays: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """Compare what the ranks said after a round with what the models say."""
+    whole.add(plays)
+    for rank, expected in enumerate(whole.sample_all()):
+        drawn = found[rank]["drawn"]
+        assert drawn["key"] == expected.keys
         assert close(drawn["probability"], expected.probability, "probability")
         assert close(drawn["weight"], expected.weight, "weight")
-        for name, rows in sampled_rows_of(torch.from_numpy(drawn["key"])).items():
-            np.testing.assert_array_equal(drawn[name], rows, err_msg=name)
+    whole.look()
+    whole.update_all(plays)
+    for rank, (each, shard) in enumerate(zip(found, whole.shards, strict=True)):
+        assert each["keys"] == [key * whole.ranks + rank for key in shard.live()]
+        assert each["len"] == len(whole.held)
+        for name, value in whole.stats().items():
+            kind, told = "priority" if "priority" in name else "statistic", each["stats"][name]
+            assert close([told], [value], kind) or (math.isnan(told) and math.isnan(value)), name
+        if "priorities" in each:
+            seen = [shard.mass(key) / UNIT - whole.base.eps if whole.by_mass else shard.held[key] for key in shard.held]
+            assert close(each["priorities"], seen, "priority")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["proportional", "uniform"])
-def test_ranks_together_draw_what_one_tree_draws(ranks: Ranks, name: str, size: int) -> None:
-    # shards of 8 slots, some of them wrapped; 3 slots more than they share
-    found = ranks.run(size, life, SAMPLERS[name], "global", 8 * size + size - 1, BATCH, adds_of(size, 4, size))
-    check_drawn(found, SAMPLERS[name])
+def check_lives(ranks: Ranks, case: str, size: int, capacity: int, rounds: Rounds, path: Path) -> None:
+    """Compare what the ranks say in all rounds with what the models say."""
+    found, whole = ranks.run(size, life, case, capacity, rounds, str(path)), Whole(case, capacity // size, size)
+    for plays, one_round in zip(rounds, zip(*found, strict=True), strict=True):
+        check_round(whole, plays, list(one_round))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_ranks_together_draw_what_one_tree_draws_with_every_sampler(ranks: Ranks, name: str, size: int) -> None:
-    for seed in range(4):
-        # shards of 300 slots have several levels above the masses
-        capacity = size * (8 if seed % 2 else 300)
-        found = ranks.run(size, life, SAMPLERS[name], "global", capacity, BATCH, adds_of(size, 12, seed))
-        check_drawn(found, SAMPLERS[name])
-
-
-@pytest.mark.parametrize("normalize", ["batch", "buffer"])
-def test_local_weights_are_those_of_the_whole(ranks: Ranks, normalize: str) -> None:
-    sampler = Proportional(alpha=0.8, beta=0.6, normalize=normalize)  # type: ignore[arg-type]
-    found = ranks.run(3, life, sampler, "local", 3 * 8, 5, [[2, 5, 8], [1, 0, 3], [4, 1, 0]])
-    for one_round in zip(*found, strict=True):
-        shards = [rank["before"]["masses"].astype(float) for rank in one_round]
-        totals = np.array([masses.sum() for masses in shards])
-        stored = sum(int((masses > 0).sum()) for masses in shards)
-
-        def weight(masses: np.ndarray, rank: int, totals: Any = totals, stored: int = stored) -> np.ndarray:
-            chance = masses / totals.sum()
-            return totals[rank] / totals.sum() * (stored * chance) ** -0.6
-
-        drawn = []
-        for rank, each in enumerate(one_round):
-            keys = each["drawn"]["key"]
-            assert (keys % 3 == rank).all()
-            drawn.append(shards[rank][keys // 3 % 8])
-            np.testing.assert_allclose(each["drawn"]["probability"], drawn[-1] / totals[rank] / 3, rtol=1e-6)
-        over = shards if normalize == "buffer" else drawn
-        largest = max(weight(masses[masses > 0], rank).max() for rank, masses in enumerate(over))
-        for rank, each in enumerate(one_round):
-            np.testing.assert_allclose(each["drawn"]["weight"], weight(drawn[rank], rank) / largest, rtol=1e-5)
-    if normalize == "batch":
-        assert max(rank["drawn"]["weight"].max() for rank in one_round) == 1
-
-
-def uniform_and_by_rank(group: Any) -> list[dict[str, np.ndarray]]:
-    rank = dist.get_rank(group)
+def any_rounds(size: int, count: int, seed: int) -> Rounds:
+    """What each rank does: it adds enough for every batch at first, then also nothing, or a whole lap."""
+    draw = random.Random(seed)
     found = []
-    for sampler in (Uniform(), RankBased(alpha=0.5, beta=1.0)):
-        buffer = made(group, 40, sampler=sampler, seed=1)
-        add_rows(buffer, 4 * (rank + 1), priority=torch.arange(4.0 * (rank + 1)))
-        found.append(batch_of(buffer.sample(3)))
-        buffer.close()
+    for number in range(count):
+        clear, save, plays = number > 1 and draw.random() < 0.2, number == 1 or draw.random() < 0.2, []
+        for _ in range(size):
+            rows = 5 if number == 0 or clear else draw.choice((0, 1, 2, 5, 9))
+            # any keys, wherever they live, and some that are gone or never were
+            keys = [draw.randrange(-3, 6 * size * (number + 1)) for _ in range(draw.randint(0, 9))]
+            own = numbers(draw, rows, "wide") if rows and draw.random() < 0.3 else None
+            plays.append({"clear": clear, "save": save, "rows": rows, "priority": own})
+            plays[-1]["update"] = keys, numbers(draw, len(keys), "wide")
+        found.append(plays)
     return found
 
 
-def test_uniform_and_rank_based_shards_count_by_their_size(ranks: Ranks) -> None:
-    uniform, by_rank = zip(*ranks.run(2, uniform_and_by_rank), strict=True)
-    np.testing.assert_array_equal([each["weight"] for each in uniform], [[0.5] * 3, [1.0] * 3])
-    np.testing.assert_allclose([each["probability"] for each in uniform], [[1 / 8] * 3, [1 / 16] * 3])
-    # with beta = 1 a row weighs (n_r / N) / (n_r p): the inverse of its chance in the shard
-    chances = np.concatenate([2 * each["probability"] for each in by_rank])
-    weights = np.concatenate([each["weight"] for each in by_rank])
-    np.testing.assert_allclose(weights, chances.min() / chances, rtol=1e-5)
+# ranks of all shards would need a sort of all
+CASES = [f"local {name}" for name in SAMPLERS if name not in ("rank-independent", "combined-rank")]
+CASES += [f"global {name}" for name in SAMPLERS if "rank" not in name]
 
 
-def alone(group: Any, mode: str, sampler: Any) -> Any:
-    """A buffer of one rank beside a ReplayBuffer: the same numbers, bit by bit."""
-    sharded = made(group, 20, sampler=sampler, mode=mode, seed=5)
-    single = ReplayBuffer(20, FIELDS, sampler=sampler, seed=5, device="cpu")
-    for step in range(6):
-        rows = rows_of(torch.arange(5) + 5 * step)
-        assert torch.equal(sharded.add(**rows), single.add(**rows))
-        batches = sharded.sample(4), single.sample(4)
-        assert batches[0].keys() == batches[1].keys()
-        for name in batches[0]:
-            assert torch.equal(batches[0][name], batches[1][name]), name
-        for buffer, batch in zip((sharded, single), batches, strict=True):
-            buffer.update_priorities(batch.key, batch.number.float() / 100 % 1)
-    assert sharded.stats() == single.stats()
-    assert len(sharded) == len(single) == 20
-    assert torch.equal(sharded.keys(), single.keys())
-    assert 29 in sharded
-    assert 3 not in sharded
-    assert torch.equal(sharded[[12, 29]].number, single[[12, 29]].number)
-    with pytest.raises(TypeError, match=r"write `buffer = ShardedReplayBuffer\.load\(\.\.\.\)`\.$"):
-        sharded.load("c")
-    sharded.clear()
-    assert len(sharded) == 0
-    sharded.close()
-
-
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_one_rank_is_a_replay_buffer(ranks: Ranks, mode: str) -> None:
-    ranks.run(1, alone, mode, Proportional(alpha=0.7))
+@thinned("case, size", CASES, [1, 2, 3, 4])
+def test_ranks_together_are_what_one_buffer_is(ranks: Ranks, tmp_path: Path, case: str, size: int, full: bool) -> None:
+    for seed in range(4 if full else 1):
+        # shards of 300 slots have several levels above the masses; 3 slots more than the ranks share
+        slots = 300 if seed % 2 else 8
+        rounds = any_rounds(size, 12 if full else 5, seed + size)
+        check_lives(ranks, case, size, slots * size + size - 1, rounds, tmp_path / str(seed))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_one_rank_on_a_gpu_adds_samples_updates_and_saves(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("case", ["local proportional", "global combined-proportional"])
+def test_a_rank_on_a_gpu_is_what_one_buffer_is(tmp_path: Path, case: str) -> None:
     with ranks_of(1, "nccl") as found:
-        found.run(1, alone_on_a_gpu, str(tmp_path / "c"), mode)
-
-
-def alone_on_a_gpu(group: Any, path: str, mode: str) -> None:
-    buffer = made(group, 20, mode=mode)
-    assert buffer.device.type == "cuda"
-    buffer.add(**rows_of(torch.arange(8)))
-    for _ in range(3):
-        batch = buffer.sample(4)
-        assert torch.equal(batch.number, batch.key * 7 + 1)
-        buffer.update_priorities(batch.key, batch.weight)
-    with pytest.raises(ValueError, match="batch size"):
-        buffer.sample(0)
-    buffer.save(path)
-    loaded = ShardedReplayBuffer.load(path, group=group, timeout=20)
-    assert loaded.stats() == buffer.stats()
-    assert len(loaded) == 8
-    drawn = buffer.sample(4), loaded.sample(4)
-    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
-    buffer.clear()
-    assert len(buffer) == 0
-
-
-# updates and statistics
-
-
-def updated(group: Any) -> tuple[dict[int, int], Any, list[float], int]:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    buffer = made(group, 4 * size, sampler=Proportional(alpha=1.0, eps=0.0))
-    add_rows(buffer, 5)
-    # rank r gives key k the priority 10 r + k, twice; only rank 0 knows key 7, and no key lives at 0
-    keys = [6, 8, 6, 0] if rank else [6, 7, 8, -1, 0]
-    buffer.update_priorities(keys, torch.tensor([10.0 * rank + key + place / 10 for place, key in enumerate(keys)]))
-    newest = add_rows(buffer, 1)
-    slots = buffer.keys() // size % 4
-    found = dict(zip(buffer.keys().tolist(), buffer._shard.masses()[slots].tolist(), strict=True))
-    priorities = buffer.priorities(newest.tolist()).tolist()
-    stats = buffer.stats()
-    total = len(buffer)
-    buffer.close()
-    return found, stats, priorities, total
-
-
-def test_updates_reach_the_rank_that_owns_the_key_and_the_last_one_wins(ranks: Ranks) -> None:
-    found = ranks.run(2, updated)
-    masses = {**found[0][0], **found[1][0]}
-    # of rank 1 the third entry counts for key 6
-    expected = dict.fromkeys((4, 5), 1.0) | {6: 16.2, 7: 7.1, 8: 18.1, 9: 1.0}
-    for key, priority in expected.items():
-        if key in masses:
-            # priority ** 1 as masses are made, which NumPy 1 rounds otherwise than NumPy 2
-            power = np.exp2(np.log2(np.float64(np.float32(priority))))
-            assert masses[key] == math.floor(power * 2**20 + 0.5), key
-    assert masses.keys() == {4, 6, 8, 10, 5, 7, 9, 11}
-    # the largest priority ever given, whichever rank was told it
-    assert found[0][2] == found[1][2] == [pytest.approx(18.1, rel=1e-6)]
-    for _, stats, _, total in found:
-        assert stats == found[0][1]
-        assert (stats.size, stats.added, stats.stale_updates, total) == (8, 12, 3, 8)
-        assert stats.max_priority == pytest.approx(18.1, rel=1e-6)
-
-
-def with_stats(group: Any) -> Any:
-    rank = dist.get_rank(group)
-    buffer = made(group, 30, mode="global")
-    add_rows(buffer, 4 + 3 * rank, priority=torch.arange(4.0 + 3 * rank))
-    buffer.sample(2)
-    found = buffer.stats()
-    buffer.close()
-    return found
-
-
-def test_statistics_are_those_of_one_buffer(ranks: Ranks) -> None:
-    single = ReplayBuffer(30, FIELDS, sampler=Proportional(), device="cpu")
-    for rows in (4, 7, 10):
-        single.add(**rows_of(torch.arange(rows)), priority=torch.arange(float(rows)))
-    single.sample(6)
-    for stats in ranks.run(3, with_stats):
-        assert vars(stats) == pytest.approx(vars(single.stats()), nan_ok=True)
+        check_lives(found, case, 1, 20, any_rounds(1, 6, 1), tmp_path / "c")
 
 
 # calls and arguments that one rank gets wrong
 
 
-CALLS: dict[str, Callable[[ShardedReplayBuffer, str], Any]] = {
-    "sample": lambda buffer, _: buffer.sample(2),
-    "update_priorities": lambda buffer, _: buffer.update_priorities([0], [1.0]),
-    "stats": lambda buffer, _: buffer.stats(),
-    "len": lambda buffer, _: len(buffer),
-    "clear": lambda buffer, _: buffer.clear(),
-    "save": lambda buffer, path: buffer.save(path),
-}
-WRONG: dict[str, Callable[[ShardedReplayBuffer, str], Any]] = {
-    "nothing to draw": lambda buffer, _: buffer.sample(0),
-    "no number": lambda buffer, _: buffer.sample("a"),  # type: ignore[arg-type]
-    "another size": lambda buffer, _: buffer.sample(3),
-    "beta below 0": lambda buffer, _: buffer.sample(2, beta=-1),
-    "another beta": lambda buffer, _: buffer.sample(2, beta=0.25),
-    "keys": lambda buffer, _: buffer.update_priorities("a", [1.0]),
-    "no priority": lambda buffer, _: buffer.update_priorities([0], [math.nan]),
-    "another path": lambda buffer, path: buffer.save(f"{path}2"),
-    "no path": lambda buffer, path: buffer.save(None),  # type: ignore[arg-type]
-}
-SAID = {"another size": "batch size is 2", "another beta": "beta is None", "another path": "path is "}
+def pairs_of(buffer: Any, path: str, group: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Calls by what is wrong: that of the first rank, and that of the last. A name with "another" is an argument that
+    is right by itself.
+    """
+
+    def make(**given: Any) -> Callable[[], Any]:
+        return lambda: made(group, **given)
+
+    def load(more: str = "0", **given: Any) -> Callable[[], Any]:
+        return lambda: ShardedReplayBuffer.load(path + more, group=group, timeout=20, **given)
+
+    def sample(size: Any, beta: Any = None) -> Callable[[], Any]:
+        return lambda: buffer.sample(size, beta=beta)
+
+    def update(keys: Any, priority: float) -> Callable[[], Any]:
+        return lambda: buffer.update_priorities(keys, [priority])
+
+    def save(where: Any) -> Callable[[], Any]:
+        return lambda: buffer.save(where)
+
+    calls: dict[str, Callable[[], Any]] = {"sample": sample(2), "update_priorities": update([0], 1.0)}
+    calls |= {"stats": buffer.stats, "len": lambda: len(buffer), "clear": buffer.clear, "save": save(path)}
+    makings: dict[str, dict[str, Any]] = {
+        "a capacity in words": {"capacity": "many"},
+        "less than a row each": {"capacity": 1},
+        "no fields": {"fields": {}},
+        "fields in another order": {"fields": dict(reversed(FIELDS.items()))},
+        "another sampler": {"sampler": Proportional(alpha=0.5)},
+        "no mode": {"mode": "both"},
+        "no device": {"device": "nowhere"},
+        "no time": {"timeout": -1},
+        "a seed in words": {"seed": "a"},
+        "another seed": {"seed": 1},
+        "no path of fields": {"storage_path": 3},
+    }
+    return {
+        **{f"{one} meets {other}": (calls[one], calls[other]) for one, other in itertools.permutations(calls, 2)},
+        "making a ShardedReplayBuffer meets load": (make(), load()),
+        **{name: (make(), make(**given)) for name, given in makings.items()},
+        "no checkpoint": (load(), load("none")),
+        "a mode that no checkpoint has": (load(), load(mode="both")),
+        "nothing to draw": (sample(2), sample(0)),
+        "no number": (sample(2), sample("a")),
+        "another size": (sample(2), sample(3)),
+        "beta below 0": (sample(2), sample(2, -1)),
+        "another beta": (sample(2), sample(2, 0.25)),
+        "keys": (update([0], 1.0), update("a", 1.0)),
+        "no priority": (update([0], 1.0), update([0], math.nan)),
+        "another path": (save(path), save(f"{path}2")),
+        "no path": (save(path), save(None)),
+    }
 
 
-def one_sided(group: Any, path: str, mode: str) -> list[tuple[str, tuple[str, str], tuple[str, str], float]]:
-    """The last rank makes other calls than the first, or with wrong arguments; the buffer is as it was, and goes on."""
-    last, found = dist.get_rank(group) > 0, []
-    both = [made(group, mode=mode, seed=2) for _ in range(2)]
-    for buffer in both:
-        add_rows(buffer, 8)
-    buffer, untouched = both
-    meetings = {f"{one} meets {other}": (CALLS[one], CALLS[other]) for one in CALLS for other in CALLS if one != other}
-    for name, call in WRONG.items():
-        right = "save" if "path" in name else "update_priorities" if name in ("keys", "no priority") else "sample"
-        meetings[name] = CALLS[right], call
-    for name, calls in meetings.items():
+def one_sided(group: Any, path: str, mode: str) -> list[tuple[str, tuple[str, str], bool, float]]:
+    """The last rank makes other calls than the first, or with wrong arguments: what each raises, whether the buffer is
+    as it was and goes on, and after how many seconds.
+    """
+    found = []
+    buffer, untouched = both = [made(group, mode=mode, seed=2) for _ in range(2)]
+    for each in both:
+        add_rows(each, 8)
+    buffer.save(f"{path}0")
+    for name, calls in pairs_of(buffer, path, group).items():
         began = time.monotonic()
-        told = outcome(lambda calls=calls: calls[last](buffer, path))
+        told = outcome(calls[buffer.rank > 0])
         seconds = time.monotonic() - began
-        drawn = [each.sample(3) for each in both]
-        alike = all(torch.equal(drawn[0][field], drawn[1][field]) for field in drawn[0])
-        found.append((name, told, ("state", str(alike and buffer.stats() == untouched.stats())), seconds))
-    found.append(("saved", ("nothing", str(os.path.exists(path))), ("state", "True"), 0.0))
+        drawn = [batch_of(each.sample(3)) for each in both]
+        found.append((name, told, drawn[0] == drawn[1] and buffer.stats() == untouched.stats(), seconds))
+    assert not os.path.exists(path)
     for each in both:
         each.close()
     return found
+
+
+def check_one_sided(found: Any) -> None:
+    """found: what `one_sided` gave on each rank."""
+    for (name, (kind, message), *state), (_, told, *other) in zip(*found, strict=True):
+        assert (state[0], other[0], state[1] < 5) == (True, True, True), name
+        if " meets " in name:
+            one, two = name.split(" meets ")
+            assert (kind, told[0]) == ("RuntimeError", "RuntimeError"), name
+            assert message.startswith(f"{one}: rank 1 of 2 called {two} instead, and neither was done."), name
+            assert told[1].startswith(f"{two}: rank 0 of 2 called {one} instead"), name
+        elif "another" in name:
+            assert (kind, message) == told, name
+            assert re.search(r"(?s)on every rank; .* on rank 0 .* on rank 1\.$", message), message
+            assert (kind, name.split()[-1] in message or "order" in name) == ("ValueError", True), message
+        else:
+            assert kind == "RuntimeError", name
+            assert message.endswith(f"rank 1 of 2 failed: {told[0]}: {told[1]}"), (name, message)
+            assert told[0] in ("ValueError", "TypeError", "CheckpointError"), name
 
 
 @pytest.mark.parametrize("mode", ["local", "global"])
@@ -435,108 +399,32 @@ def test_a_call_that_one_rank_gets_wrong_is_raised_by_all_and_changes_nothing(
     check_one_sided(ranks.run(2, one_sided, str(tmp_path / "c"), mode))
 
 
-def check_one_sided(found: Any) -> None:
-    """found: what `one_sided` gave on each rank."""
-    for first, last in zip(*found, strict=True):
-        name, (kind, message), state, seconds = first
-        assert state == last[2] == ("state", "True"), name
-        assert seconds < 5, name
-        if " meets " in name:
-            one, other = name.split(" meets ")
-            assert (kind, last[1][0]) == ("RuntimeError", "RuntimeError"), name
-            assert message.startswith(f"{one}: rank 1 of 2 called {other} instead, and neither was done."), name
-            assert last[1][1].startswith(f"{other}: rank 0 of 2 called {one} instead"), name
-        elif name in SAID:
-            assert first[1] == last[1], name
-            assert kind == "ValueError"
-            assert SAID[name] in message
-        elif name != "saved":
-            assert kind == "RuntimeError", name
-            assert message.endswith(f"rank 1 of 2 failed: {last[1][0]}: {last[1][1]}"), name
-            assert last[1][0] in ("ValueError", "TypeError")
-        else:
-            assert message == "False"
-
-
-def made_differently(group: Any, path: str) -> list[tuple[tuple[str, str], float]]:
-    """One rank makes or loads a buffer with what is wrong, or something else."""
-    last, found = dist.get_rank(group) > 0, []
-    right: dict[str, Any] = {"capacity": 10, "fields": FIELDS, "group": group, "timeout": 20}
-    buffer = ShardedReplayBuffer(**right | {"capacity": 11})
-    assert buffer.capacity == 10
-    add_rows(buffer, 2)
-    buffer.save(path)
-    wrong: list[dict[str, Any]] = [
-        {"capacity": "many"},
-        {"capacity": 1},
-        {"fields": {}},
-        {"fields": dict(reversed(FIELDS.items()))},
-        {"sampler": Proportional(alpha=0.5)},
-        {"mode": "both"},
-        {"device": "nowhere"},
-        {"timeout": -1},
-        {"seed": "a"},
-        {"seed": 1},
-        {"storage_path": 3},
-    ]
-    calls: list[Callable[[], Any]] = [
-        lambda each=each: ShardedReplayBuffer(**(right | (each if last else {})))  # type: ignore[misc]
-        for each in wrong
-    ]
-    calls.append(lambda: ShardedReplayBuffer.load(f"{path}/none" if last else path, group=group, timeout=20))
-    calls.append(lambda: ShardedReplayBuffer.load(path, mode="both" if last else None, group=group, timeout=20))  # type: ignore[arg-type]
-    calls.append(
-        lambda: ShardedReplayBuffer(**right) if last else ShardedReplayBuffer.load(path, group=group, timeout=20)
-    )
-    for call in calls:
-        began = time.monotonic()
-        found.append((outcome(call), time.monotonic() - began))
-    found.append((outcome(lambda: ShardedReplayBuffer.load(path, group=group, timeout=20)), 0.0))
-    return found
-
-
-def test_a_buffer_that_one_rank_cannot_make_is_made_by_none(ranks: Ranks, tmp_path: Path) -> None:
-    found = list(zip(*ranks.run(2, made_differently, str(tmp_path / "c")), strict=True))
-    for ((kind, message), seconds), (last, _) in found[:-1]:
-        assert kind in ("RuntimeError", "ValueError"), (kind, last)
-        assert "rank 1" in message
-        assert last[0] != "nothing"
-        assert seconds < 5, message
-        if "failed" in message:
-            # the reason is that of the rank that failed
-            assert message.endswith(f"{last[0]}: {last[1]}")
-    assert found[-1] == ((("nothing", ""), 0.0),) * 2
-    same = "making a ShardedReplayBuffer needs the same arguments on every rank; seed is 0 on rank 0 and 1 on rank 1."
-    assert ((("ValueError", same)), ("ValueError", same)) in [(first, last) for (first, _), (last, _) in found]
-
-
 def refusals(group: Any) -> list[tuple[str, str]]:
     """What is raised in calls that are wrong on all ranks, or for the rows that a rank has; the buffer goes on."""
-    rank = dist.get_rank(group)
-    found = [outcome(lambda: made(group, 1)), outcome(lambda: made(group, sampler=RankBased(), mode="global"))]
     buffer = made(group)
-    found.append(outcome(lambda: buffer.sample(3)))
-    if rank:
-        add_rows(buffer, 3)
-    found.append(outcome(lambda: buffer.sample(3)))
-    if not rank:
-        add_rows(buffer, 2)
-    found += [outcome(lambda: buffer[[rank, 1]]), outcome(lambda: buffer.sample(3))]
+    found = [outcome(lambda: made(group, capacity=1)), outcome(lambda: made(group, sampler=RankBased(), mode="global"))]
+    for rank in (None, 1, 0):
+        if buffer.rank == rank:
+            add_rows(buffer, 3)
+        found.append(outcome(lambda: buffer.sample(3)))
+    found += [outcome(lambda: buffer[[buffer.rank, 1]]), outcome(lambda: buffer.load("c"))]
     buffer.close()
     return found
 
 
 def test_errors_of_one_rank_are_raised_by_all_and_the_buffer_goes_on(ranks: Ranks) -> None:
+    nothing, empty = ("nothing", ""), ("RuntimeError", "sample(3): the buffer holds no transitions. Add more first.")
     first, second = ranks.run(2, refusals)
     assert first[0] == second[0] == ("ValueError", "capacity must be at least 1 on each of 2 ranks; found 1.")
     assert first[1] == second[1]
     assert first[1][0] == "ValueError"
     assert 'mode="local"' in first[1][1]
-    assert first[2] == second[2] == ("RuntimeError", "sample(3): the buffer holds no transitions. Add more first.")
-    assert first[3] == first[2]
-    assert second[3] == ("RuntimeError", f"sample: rank 0 of 2 failed: RuntimeError: {first[2][1]}")
-    assert first[4] == ("KeyError", "'key 1 is held by rank 1; this is rank 0 of 2.'")
-    assert second[4] == first[5] == second[5] == ("nothing", "")
+    assert first[2:5] == [empty, empty, nothing]
+    assert second[2:5] == [empty, (empty[0], f"sample: rank 0 of 2 failed: RuntimeError: {empty[1]}"), nothing]
+    assert first[5] == ("KeyError", "'key 1 is held by rank 1; this is rank 0 of 2.'")
+    assert second[5] == nothing
+    assert first[6][0] == "TypeError"
+    assert first[6][1].endswith("write `buffer = ShardedReplayBuffer.load(...)`.")
 
 
 def test_without_a_process_group_it_says_how_to_start_one() -> None:
@@ -569,37 +457,25 @@ def test_a_rank_that_did_not_look_learns_of_it_with_the_next_call(ranks: Ranks) 
 # checkpoints
 
 
-def saving(group: Any, path: str, mode: str, rows: list[int]) -> dict[str, Any]:
-    rank = dist.get_rank(group)
-    buffer = made(group, mode=mode, seed=3)
-    add_rows(buffer, rows[rank], priority=1.0 + torch.arange(rows[rank]) % 7)
+def saving(group: Any, path: str, rows: list[int]) -> list[tuple[int, float]]:
+    """Save a buffer to which each rank added so many rows; returns the keys of this rank and their priorities."""
+    buffer = made(group, sampler=SAMPLERS["proportional"])
+    add_rows(buffer, rows[buffer.rank], priority=1.0 + torch.arange(rows[buffer.rank]) % 7)
     buffer.sample(3)
     buffer.save(path)
-    state = {"keys": buffer.keys().numpy(), "masses": buffer._shard.masses().numpy()}
-    state["next"] = batch_of(buffer.sample(3))
+    found = buffer.priorities(buffer.keys().tolist()).tolist()
     buffer.close()
-    return state
+    return list(zip(buffer.keys().tolist(), found, strict=True))
 
 
-def loading(group: Any, path: str) -> dict[str, Any]:
+def loading(group: Any, path: str) -> list[tuple[int, int, float]]:
+    """What a rank has of a checkpoint: the keys, the numbers, and the priorities."""
     buffer = ShardedReplayBuffer.load(path, group=group, timeout=20)
     keys = buffer.keys()
-    held = {"keys": keys.numpy(), "numbers": buffer[keys].number.numpy(), "mode": buffer.mode, "stats": buffer.stats()}
-    slots = keys // buffer.ranks % buffer._shard.capacity
-    held |= {"masses": buffer._shard.masses()[slots].numpy(), "next": batch_of(buffer.sample(3))}
-    held["capacity"] = buffer.capacity
+    assert (buffer.capacity, *set((keys % buffer.ranks).tolist())) == (24, buffer.rank)
+    buffer.sample(3)
     buffer.close()
-    return held
-
-
-@pytest.mark.parametrize("mode", ["local", "global"])
-def test_the_same_ranks_continue_exactly(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    saved = ranks.run(2, saving, str(tmp_path / "c"), mode, [15, 9])
-    for before, after in zip(saved, ranks.run(2, loading, str(tmp_path / "c")), strict=True):
-        assert after["mode"] == mode
-        np.testing.assert_array_equal(after["keys"], before["keys"])
-        for name, rows in before["next"].items():
-            np.testing.assert_array_equal(after["next"][name], rows)
+    return list(zip(keys.tolist(), buffer[keys].number.tolist(), buffer.priorities(keys).tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("rows", "alike"), [([15, 15], True), ([15, 4], False), ([3, 3], True)])
@@ -607,39 +483,25 @@ def test_a_checkpoint_loads_on_other_ranks_and_as_one_buffer(
     ranks: Ranks, tmp_path: Path, rows: list[int], alike: bool
 ) -> None:
     path = str(tmp_path / "c")
-    saved = ranks.run(2, saving, path, "local", rows)
-    old = np.sort(np.concatenate([each["keys"] for each in saved]))
-    mass = {int(key): each["masses"][key // 2 % 12] for each in saved for key in each["keys"]}
+    old = sorted(each for held in ranks.run(2, saving, path, rows) for each in held)
     # numbered again in the order of keys, the newest last; keys stay where all ranks had added as many
-    new = np.arange(sum(rows) - old.size, sum(rows))
-    if alike:
-        np.testing.assert_array_equal(new, old)
-    number_of = dict(zip(new.tolist(), old.tolist(), strict=True))
+    new = range(sum(rows) - len(old), sum(rows))
+    assert not alike or [key for key, _ in old] == list(new)
+    expected = [(key, of * 7 + 1, priority) for key, (of, priority) in zip(new, old, strict=True)]
     single = ReplayBuffer.load(path, "cpu")
-    assert single.capacity == 24
-    np.testing.assert_array_equal(single.keys(), new)
-    np.testing.assert_array_equal(single[new].number, old * 7 + 1)
-    np.testing.assert_array_equal(single.masses()[new % 24], [mass[key] for key in old.tolist()])
-    assert single.stats().mean_times_sampled == 6 / old.size
+    assert (single.capacity, single.keys().tolist()) == (24, list(new))
+    held = single[list(new)].number.tolist(), single.priorities(list(new)).tolist()
+    assert list(zip(new, *held, strict=True)) == expected
+    assert single.stats().mean_times_sampled == 6 / len(old)
     single.sample(5)
-    for size in (1, 3):
-        held = ranks.run(size, loading, path)
-        found = np.sort(np.concatenate([each["keys"] for each in held]))
-        np.testing.assert_array_equal(found, new)
-        for rank, each in enumerate(held):
-            assert each["capacity"] == 24
-            assert (each["keys"] % size == rank).all()
-            keys = [number_of[int(key)] for key in each["keys"]]
-            np.testing.assert_array_equal(each["numbers"], np.array(keys) * 7 + 1)
-            np.testing.assert_array_equal(each["masses"], [mass[key] for key in keys])
     # and from one buffer to several
     single.save(tmp_path / "one")
-    held = ranks.run(2, loading, str(tmp_path / "one"))
-    np.testing.assert_array_equal(np.sort(np.concatenate([each["keys"] for each in held])), new)
+    for size, where in ((1, path), (3, path), (2, str(tmp_path / "one"))):
+        assert sorted(each for held in ranks.run(size, loading, where) for each in held) == expected
 
 
 def test_a_checkpoint_of_ranks_names_itself_to_others(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, saving, str(tmp_path / "c"), "local", [3, 3])
+    ranks.run(2, saving, str(tmp_path / "c"), [3, 3])
     with pytest.raises(CheckpointError, match="ShardedReplayBuffer"):
         TrajectoryReplayBuffer.load(tmp_path / "c")
     first = sorted((tmp_path / "c").glob("piece*"))[0]
@@ -668,59 +530,51 @@ def test_a_slow_disk_is_waited_for(ranks: Ranks, tmp_path: Path) -> None:
 # messages
 
 
-def messages_of(call: str, mode: str, size: int, batch: int) -> list[tuple[str, int]]:
-    """What a rank sends in a call on paper, with Proportional: operations, and the bytes that it gives on average."""
-    row = sum(field.row_bytes for field in FIELDS.values())
-    agreed = ("all_gather", row_length(size) * 8)
-    if call == "sample":
-        return [agreed, ("all_to_all", size * HEADER + batch * (row + TAIL))][: 2 if mode == "global" else 1]
-    # keys and priorities, the largest mass
-    return [agreed, ("all_to_all", batch * 16), ("all_reduce", 8)] if call == "update" else []
-
-
-def counted(group: Any, mode: str, batch: int) -> dict[str, list[tuple[str, int]]]:
-    """The operations of each call, with the bytes that this rank gives to them."""
-    buffer = made(group, 240, mode=mode)
+def counted(group: Any, mode: str) -> list[list[tuple[str, int]]]:
+    """The operations of a sample, an update and an add, with the bytes that this rank gives to each."""
+    buffer = made(group, capacity=240, mode=mode)
     add_rows(buffer, 40)
-    found: dict[str, list[tuple[str, int]]] = {}
-    seen: list[tuple[str, int]] = []
+    found: list[list[tuple[str, int]]] = []
+    # which argument is what a rank gives
     operations = {"all_gather": 1, "all_reduce": 0, "all_to_all_single": 1}
 
     def counting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def count(*given: Any, **named: Any) -> Any:
-            seen.append((name.removesuffix("_single"), given[operations[name]].nbytes))
+            found[-1].append((name, given[operations[name]].nbytes))
             return operation(*given, **named)
 
         return count
 
+    def called(call: Callable[[], Any]) -> Any:
+        found.append([])
+        return call()
+
     with pytest.MonkeyPatch.context() as patch:
         for name in operations:
             patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        batch_of_all = buffer.sample(batch)
-        for call in ("sample", "update", "add"):
-            if call == "update":
-                buffer.update_priorities(batch_of_all.key, batch_of_all.weight)
-            elif call == "add":
-                add_rows(buffer, 3)
-            found[call] = seen.copy()
-            seen.clear()
+        batch = called(lambda: buffer.sample(6))
+        called(lambda: buffer.update_priorities(batch.key, batch.weight))
+        called(lambda: add_rows(buffer, 3, 40))
     buffer.close()
     with pytest.raises(RuntimeError, match=r"sample: the buffer was closed, and only .* own shard still work\.$"):
-        buffer.sample(batch)
-    add_rows(buffer, 3)
+        buffer.sample(6)
+    add_rows(buffer, 3, 43)
     return found
 
 
 @pytest.mark.parametrize(("mode", "size"), [("local", 2), ("global", 3)])
 def test_messages_and_bytes_are_those_on_paper(ranks: Ranks, mode: str, size: int) -> None:
-    found = ranks.run(size, counted, mode, 6)
-    for call in ("sample", "update", "add"):
-        expected = messages_of(call, mode, size, 6)
-        for rank in found:
-            assert [name for name, _ in rank[call]] == [name for name, _ in expected]
-        for place, (_, paper) in enumerate(expected):
-            # what a rank gives depends on the draw; all ranks together give what paper says
-            assert sum(rank[call][place][1] for rank in found) == size * paper
+    # what a rank says of itself; a row with its key and mass, and a mass for each rank; keys and priorities
+    say, row = ("all_gather", 17 * 8), sum(field.row_bytes for field in FIELDS.values())
+    sample = [say, ("all_to_all_single", 6 * (row + 16) + 8 * size)] if mode == "global" else [say]
+    update = [say, ("all_to_all_single", 6 * 16), ("all_reduce", 8)]
+    found = ranks.run(size, counted, mode)
+    for call, expected in enumerate((sample, update, [])):
+        assert {tuple(name for name, _ in rank[call]) for rank in found} == {tuple(name for name, _ in expected)}
+        # what a rank gives depends on the draw; all ranks together give what paper says
+        assert [sum(sizes) / size for sizes in zip(*([n for _, n in rank[call]] for rank in found), strict=True)] == [
+            paper for _, paper in expected
+        ]
 
 
 # ranks that die, or stay away

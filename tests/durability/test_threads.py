@@ -142,16 +142,6 @@ def test_update_never_reaches_the_transition_that_takes_the_slot(device: str) ->
             assert masses[key % START] == 2**20, f"key {key} was never updated"
 
 
-def test_late_updates_from_another_thread_are_counted_not_applied(device: str) -> None:
-    buffer, late = made(device), torch.arange(START, device=device)
-    with adding(buffer, device) as adder:
-        while buffer.added < 2 * START and adder.thread.is_alive():
-            pass
-        for _ in range(scale(200, 4)):
-            buffer.update_priorities(late, torch.full((START,), 1e6, device=device))
-    assert (buffer.masses().tolist(), buffer.stats().stale_updates) == ([2**20] * START, START * scale(200, 4))
-
-
 ENVS, STACK, WINDOW = 3, 4, 2
 SIDE = (9, 7)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from kernel_cases import (
+    CASES,
     FRAMES,
     MAIN_TARGET,
-    TRAJECTORIES,
     WHOLE_WORDS,
     cases,
     chosen,
@@ -182,7 +182,7 @@ def test_whole_words_are_moved_as_such(full: bool) -> None:
 
 def test_frames_of_stacks_are_moved_in_whole_words(full: bool) -> None:
     for name, fields in FRAMES.items():
-        field, settings = fields["obs"], TRAJECTORIES[name][3]
+        field, settings = fields["obs"], CASES[name][3]
         tile = frame_tile(field, 1000, "random_shift" in settings, False)
         # of 128 threads, each of which moves 16 bytes at once
         loads = tile.rows * tile.columns * field.dtype.itemsize // (128 * 16)

@@ -8,22 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import programs
 import torch
 from torch import Tensor
 from twins import Twins
 
-from gpu_replay import (
-    Combined,
-    Field,
-    Hindsight,
-    Latest,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import Field, Hindsight, LinearSchedule, Proportional, ReplayBuffer, TrajectoryReplayBuffer
 from gpu_replay.graphs.cuda_graph import captured_into
 
 FIELDS = {"x": Field((4,), torch.float32), "n": Field((), torch.int64)}
@@ -33,23 +23,9 @@ STEP_FIELDS = {
     "action": Field((), torch.int64),
     "note": Field((3,), torch.float32),
 }
-# masses that no library rounds differently come from powers of two and alpha 1
-EXACT = Proportional(alpha=1.0, beta=LinearSchedule(0.0, 1.0, 40), eps=0.0)
+EXACT = programs.SAMPLERS["combined-proportional"].base
 EVERYTHING = Proportional(1.0, LinearSchedule(0.4, 1.0, 30), 0.0, 2.0**12, initial="stored", normalize="buffer")
-SAMPLERS: dict[str, Any] = {
-    "uniform": Uniform(),
-    "replacement": Uniform(replacement=True),
-    "latest": Latest(),
-    "exact": EXACT,
-    "everything": EVERYTHING,
-    "independent": Proportional(alpha=1.0, eps=0.0, stratified=False),
-    "combined-uniform": Combined(Uniform()),
-    "combined-everything": Combined(EVERYTHING, newest=3),
-    "rank": RankBased(beta=LinearSchedule(0.0, 1.0, 40)),
-    "rank-everything": RankBased(initial="stored", normalize="buffer"),
-    "rank-independent": RankBased(alpha=1.0, initial=3.0, stratified=False),
-    "combined-rank": Combined(RankBased(), newest=3),
-}
+SAMPLERS: dict[str, Any] = {**programs.SAMPLERS, "everything": EVERYTHING}
 GOAL_FIELDS = {f"obs.{name}": Field((2,), torch.float32) for name in ("achieved_goal", "desired_goal")} | {
     "action": STEP_FIELDS["action"]
 }

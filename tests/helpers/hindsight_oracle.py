@@ -92,44 +92,33 @@ def goals_of(view: View, key: int, strategy: str) -> list[Goal]:
     return [goal for number, goal in known.items() if number >= start or strategy == "episode"]
 
 
+def frames(batch: Batch, name: str) -> list[tuple[Goal, ...]]:
+    """The goals in the frames of each row."""
+    return [tuple(map(tuple, row)) for row in batch[name].cpu().reshape(len(batch), -1, 2).tolist()]
+
+
 def rewritten(batch: Batch, view: View) -> list[bool]:
     """Whether each row has another goal than its step was given; fails where a row is torn."""
-    answers: dict[Any, bool] = {}
-    return [_changed(row, view, answers) for row in zip(batch.key.tolist(), *_goals(batch), strict=True)]
-
-
-def _goals(batch: Batch) -> tuple[list[Any], list[Any]]:
-    """The goals of the frames of `obs` and of `next_obs`, as tuples of tuples."""
     found = []
-    for name in (DESIRED, f"next_{DESIRED}"):
-        frames = batch[name].cpu().reshape(len(batch), -1, 2).tolist()
-        found.append([tuple(map(tuple, row)) for row in frames])
-    return found[0], found[1]
-
-
-def _changed(row: tuple[int, Any, Any], view: View, answers: dict[Any, bool]) -> bool:
-    if row not in answers:
-        key, goals, after_that = row
+    goals = [frames(batch, name) for name in (DESIRED, f"next_{DESIRED}")]
+    for key, here, after_that in zip(batch.key.tolist(), *goals, strict=True):
         env, number = view.place(key)
-        changed = max(goals)[0] < 2000
-        if changed:
-            assert len(set(goals)) == 1
-            assert set(after_that) == set(goals)
+        found.append(max(here)[0] < 2000)
+        if found[-1]:
+            assert set(here) == set(after_that) == {here[0]}
         else:
-            assert tuple(view.model.steps[env][number][DESIRED]) in goals
-        answers[row] = changed
-    return answers[row]
+            assert tuple(view.model.steps[env][number][DESIRED]) in here
+    return found
 
 
 def check_batch(batch: Batch, view: View, strategy: str) -> dict[int, Counter[Goal]]:
     """Fail unless every row is one that hindsight may leave behind; returns the goals of each key by their counts."""
     seen: dict[int, Counter[Goal]] = {}
-    achieved = [tuple(goals[-1]) for goals in batch[f"next_{ACHIEVED}"].cpu().reshape(len(batch), -1, 2).tolist()]
+    achieved, goals = ([row[-1] for row in frames(batch, name)] for name in (f"next_{ACHIEVED}", DESIRED))
     names = ("reward", "discount", "terminated", "truncated", "action")
     others = [tuple(row) for row in zip(*(batch[name].tolist() for name in names), strict=True)]
-    keys, goals = batch.key.tolist(), [row[-1] for row in _goals(batch)[0]]
     # of rows that are alike one is looked at
-    alike = Counter(zip(keys, goals, achieved, others, rewritten(batch, view), strict=True))
+    alike = Counter(zip(batch.key.tolist(), goals, achieved, others, rewritten(batch, view), strict=True))
     for (key, goal, shown, values, changed), count in alike.items():
         env, number = view.place(key)
         plain = view.row(key)

@@ -66,36 +66,6 @@ EVERYTHING = Proportional(beta=LinearSchedule(0.4, 1.0, 100), clip=2.0, initial=
 PLAIN = Proportional()
 ALL_RANKS = RankBased(beta=LinearSchedule(0.4, 1.0, 100), initial="stored", normalize="buffer", stratified=False)
 
-# name: capacity, fields, sampler
-BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
-    "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
-    "2 levels": (100, SMALL, PLAIN),
-    "3 levels, independent draws": (20_000, SMALL, Proportional(stratified=False, normalize="buffer")),
-    "4 levels": (1_000_000, SMALL, PLAIN),
-    "odd widths, uniform": (100, ODD, Uniform()),
-    **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
-    "by rank": (1_000_000, SMALL, RankBased()),
-}
-MORE_BUFFERS: dict[str, tuple[int, dict[str, Field], Sampler]] = {
-    "twenty fields, replacement": (100, TWENTY, Uniform(replacement=True)),
-    "3 levels": (5_000, SMALL, PLAIN),
-    "4 levels, all options": (1_000_000, SMALL, EVERYTHING),
-    "2 levels, all options": (100, CLASSIC, EVERYTHING),
-    "2 levels, independent draws": (100, SMALL, Proportional(stratified=False)),
-    "3 levels, lowest only": (20_000, SMALL, Proportional(normalize="buffer")),
-    "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
-    "by rank, all options": (2_100_000, CLASSIC, ALL_RANKS),
-    "few by rank, combined": (30, SMALL, Combined(RankBased(normalize="buffer"))),
-}
-
-MAIN_TARGET = "sm_90"
-# what the other targets compile, and tests of one target that need no more
-PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
-# what the main target compiles by default: the same, and the kernels that are not among them
-QUICK = (*PART, "by rank", "goals", "prefix sum")
-# those of which many keys are updated at once, too
-UPDATED = ("classic, 3 levels, all options", "by rank", "atari")
-
 ACTION = {"action": Field((), torch.int64)}
 VECTORS = {"obs": Field((4,), torch.float32), **ACTION}
 # observations whose frames are whole 16-byte words, which must be moved as such
@@ -108,8 +78,15 @@ FRAMES = {
 SAME_STEP = {"autoreset": "same_step", "padding": "zero"}
 GOALS = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal")} | ACTION
 
-# name: capacity, fields, sampler, further settings of a trajectory buffer of two environments
-TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+# name: capacity, fields, sampler, and of a trajectory buffer of two environments further settings
+CASES: dict[str, tuple[Any, ...]] = {
+    "classic, 3 levels, all options": (5_000, CLASSIC, EVERYTHING),
+    "2 levels": (100, SMALL, PLAIN),
+    "3 levels, independent draws": (20_000, SMALL, Proportional(stratified=False, normalize="buffer")),
+    "4 levels": (1_000_000, SMALL, PLAIN),
+    "odd widths, uniform": (100, ODD, Uniform()),
+    **{f"{name}, latest": (10, fields, Latest()) for name, fields in WHOLE_WORDS.items()},
+    "by rank": (1_000_000, SMALL, RankBased()),
     "atari": (5_000, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3}),
     "atari to half": (100, FRAMES["atari to half"], Uniform(), {"stack": 4, **SAME_STEP}),
     "atari to bfloat16": (100, FRAMES["atari to bfloat16"], Latest(), {"stack": 2, "random_shift": 4}),
@@ -117,81 +94,102 @@ TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] =
     "goals": (5_000, GOALS, PLAIN, {"relabel": Hindsight(reward_fn=torch.dist)}),
     "steps of vectors": (20_000, VECTORS, Proportional(stratified=False, initial="stored"), {}),
 }
-MORE_TRAJECTORIES: dict[str, tuple[int, dict[str, Field], Sampler, dict[str, Any]]] = {
+MORE_CASES: dict[str, tuple[Any, ...]] = {
+    "twenty fields, replacement": (100, TWENTY, Uniform(replacement=True)),
+    "3 levels": (5_000, SMALL, PLAIN),
+    "4 levels, all options": (1_000_000, SMALL, EVERYTHING),
+    "2 levels, all options": (100, CLASSIC, EVERYTHING),
+    "2 levels, independent draws": (100, SMALL, Proportional(stratified=False)),
+    "3 levels, lowest only": (20_000, SMALL, Proportional(normalize="buffer")),
+    "3 levels, highest only": (20_000, SMALL, Proportional(initial="stored")),
+    "by rank, all options": (2_100_000, CLASSIC, ALL_RANKS),
+    "few by rank, combined": (30, SMALL, Combined(RankBased(normalize="buffer"))),
     "streams of 4 levels": (1_000_000, VECTORS, Combined(PLAIN), {"n_step": 8}),
     "streams of 4 levels, all options": (1_000_000, VECTORS, Combined(EVERYTHING), {"stack": 8, **SAME_STEP}),
     "streams of 4 levels, replacement": (1_000_000, VECTORS, Uniform(replacement=True), {"autoreset": "disabled"}),
     "goals of episodes": (
-        100,
-        GOALS,
-        Uniform(),
+        *(100, GOALS, Uniform()),
         {"relabel": Hindsight(reward_fn=torch.dist, strategy="episode"), **SAME_STEP},
     ),
     "last goals": (100, GOALS, Latest(), {"relabel": Hindsight(reward_fn=torch.dist, strategy="final")}),
     "shifted bytes": (100, FRAMES["atari"], PLAIN, {"stack": 4, "n_step": 3, "random_shift": 4, **SAME_STEP}),
     "several observations": (
-        100,
-        {
-            **{f"obs.{name.replace(' ', '_')}": field for name, field in ODD.items()},
-            "action": Field((6,), torch.float32),
-        },
-        PLAIN,
-        {"stack": 3, "n_step": 2, **SAME_STEP},
+        *(100, {f"obs.{name}": field for name, field in ODD.items()} | {"action": Field((6,), torch.float32)}),
+        *(PLAIN, {"stack": 3, "n_step": 2, **SAME_STEP}),
     ),
     "steps by rank": (20_000, VECTORS, RankBased(), {}),
     "streams by rank, all options": (2_100_000, VECTORS, Combined(ALL_RANKS), {"n_step": 8, **SAME_STEP}),
 }
 
 
-def _launches(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer], levels: int = 0) -> dict[str, list[Launch]]:
-    """The launches of each kind of call."""
-    calls: dict[str, list[Launch]] = {}
+MAIN_TARGET = "sm_90"
+# what the other targets compile, and tests of one target that need no more
+PART = ("classic, 3 levels, all options", "4 levels", "odd widths, uniform", "atari", "atari to half")
+# what the main target compiles by default: the same, and the kernels that are not among them
+QUICK = (*PART, "by rank", "goals", "prefix sum")
+# those of which many keys are updated at once, too
+UPDATED = ("classic, 3 levels, all options", "by rank", "atari")
+
+
+def made(capacity: int, fields: Any, sampler: Sampler, settings: Any = None, num_envs: int = 2) -> Any:
+    """An empty buffer of rows, or of steps with these settings."""
+    if settings is None:
+        return ReplayBuffer(capacity, fields, sampler=sampler, device="cpu")
+    buffer = TrajectoryReplayBuffer(capacity, num_envs, fields, sampler=sampler, device="cpu", **settings)
+    # launches that are not made count nothing
+    buffer._counters[Counter.ELIGIBLE] = 10
+    return buffer
+
+
+def calls_of(buffer: Any, rows: int = 9) -> dict[str, Callable[[], object]]:
+    """Every call that launches kernels, by a name of its own."""
+    keys, priorities = torch.arange(5), torch.ones(5)
+    if isinstance(buffer, ReplayBuffer):
+        given = rows_of(buffer, rows)
+        return {
+            "add": lambda: buffer.add(**given),
+            "add with priority": lambda: buffer.add(**given, priority=torch.ones(rows)),
+            "sample": lambda: buffer.sample(5),
+            "sample with beta": lambda: buffer.sample(5, beta=0.5),
+            "update": lambda: buffer.update_priorities(keys, priorities),
+        }
+    count = buffer.num_envs
+    given, relabel = rows_of(buffer, count), buffer.relabel
+    windows = {
+        "sequences": lambda: buffer.sample_sequences(5, 2),
+        # goals that no launch has chosen cannot be rewritten
+        "later goals": lambda: buffer._engine.choose_goals(torch.arange(5), 4, relabel.strategy),
+    }
+    del windows["sequences" if relabel else "later goals"]
+    return {
+        "step": lambda: buffer.add(**given),
+        "step with priority": lambda: buffer.add(**given, priority=torch.ones(count)),
+        "step with final observation": lambda: buffer.add(**rows_of(buffer, count, final=True)),
+        "starts": lambda: buffer._engine.sample(5, None),
+        **windows,
+        "update of starts": lambda: buffer.update_priorities(keys, priorities),
+    }
+
+
+def launches_of(case: tuple[Any, ...], *, levels: int = 0, updates: bool = False) -> dict[str, list[Launch]]:
+    """The launches of each kind of call of a buffer.
+
+    levels:  of its tree, without the memory below it. updates: more keys than a small batch has are updated as well.
+    """
+    found: dict[str, list[Launch]] = {}
     with recorded() as launches:
-        buffer: Any = make()
-        launches.clear()
-        tree = buffer._state.tree
-        if tree is not None and levels:
-            # a tree of that height without the memory below it
-            tree.levels += tree.levels[-1:] * (levels - len(tree.levels))
-
-        def note(call: str, made: Callable[[], object]) -> None:
-            made()
-            calls[call] = list(launches)
+        buffer = made(*case)
+        if levels:
+            buffer._state.tree.levels += buffer._state.tree.levels[-1:] * (levels - len(buffer._state.tree.levels))
+        calls = calls_of(buffer)
+        for call, keys in (("of hundreds", 500), ("of a thousand", 1000), ("of thousands", 2000)) if updates else ():
+            given = torch.arange(keys), torch.ones(keys)
+            calls[f"update {call}"] = partial(buffer.update_priorities, *given)
+        for name, call in calls.items():
             launches.clear()
-
-        steps = isinstance(buffer, TrajectoryReplayBuffer)
-        add, sample, update = ("step", "starts", "update of starts") if steps else ("add", "sample", "update")
-        count = 2 if steps else 9
-        rows = rows_of(buffer, count)
-        note(add, lambda: buffer.add(**rows))
-        note(f"{add} with priority", lambda: buffer.add(**rows, priority=torch.ones(count)))
-        if not steps:
-            note(sample, lambda: buffer.sample(5))
-            note("sample with beta", lambda: buffer.sample(5, beta=0.5))
-        else:
-            note("step with final observation", lambda: buffer.add(**rows_of(buffer, count, final=True)))
-            # what no launch has counted
-            buffer._counters[Counter.ELIGIBLE] = 10
-            # goals that no launch has chosen cannot be rewritten
-            note(sample, lambda: buffer._engine.sample(5, None))
-            if buffer.relabel is None:
-                note("sequences", lambda: buffer.sample_sequences(5, 2))
-            else:
-                note("later goals", lambda: buffer._engine.choose_goals(torch.arange(5), 4, buffer.relabel.strategy))
-        note(update, lambda: buffer.update_priorities(torch.arange(5), torch.ones(5)))
-    return calls
-
-
-def _updates(make: Callable[[], ReplayBuffer | TrajectoryReplayBuffer]) -> dict[str, list[Launch]]:
-    """The launches of updates of more keys than a small batch has."""
-    calls = {}
-    with recorded() as launches:
-        buffer = make()
-        for call, keys in (("update of hundreds", 500), ("update of a thousand", 1000), ("update of thousands", 2000)):
-            launches.clear()
-            buffer.update_priorities(torch.arange(keys), torch.ones(keys))
-            calls[call] = list(launches)
-    return calls
+            call()
+            found[name] = list(launches)
+    return found
 
 
 def _scans() -> dict[str, list[Launch]]:
@@ -209,21 +207,12 @@ def _scans() -> dict[str, list[Launch]]:
 @cache
 def cases(more: bool) -> dict[str, Launch]:
     """Launches that need different compiled code, by the kernel, the buffer and the call that makes them."""
-    makers: dict[str, Callable[[], Any]] = {}
     # a launch is named after the first call that makes it, whether or not there are more
-    for buffers, trajectories in [(BUFFERS, TRAJECTORIES), (MORE_BUFFERS, MORE_TRAJECTORIES)][: 1 + more]:
-        for name, (capacity, fields, sampler) in buffers.items():
-            makers[name] = partial(ReplayBuffer, capacity, fields, sampler=sampler, device="cpu")
-        for name, (capacity, fields, sampler, settings) in trajectories.items():
-            given = {"sampler": sampler, "device": "cpu", **settings}
-            makers[name] = partial(TrajectoryReplayBuffer, capacity, 2, fields, **given)
-    found = {name: _launches(make) for name, make in makers.items()}
-    for name in UPDATED:
-        found[name] |= _updates(makers[name])
+    chosen = {**CASES, **(MORE_CASES if more else {})}
+    found = {name: launches_of(case, updates=name in UPDATED) for name, case in chosen.items()}
     found["prefix sum"] = _scans()
     if more:
-        make = partial(ReplayBuffer, 100, SMALL, sampler=EVERYTHING, device="cpu")
-        found["5 levels, all options"] = _launches(make, levels=5)
+        found["5 levels, all options"] = launches_of((100, SMALL, EVERYTHING), levels=5)
     named: dict[str, Launch] = {}
     variants = set()
     for name, calls in found.items():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer
+from gpu_replay import ReplayBuffer, TrajectoryReplayBuffer, ops
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -30,19 +31,6 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-# the modules whose functions choose how much one program does
-LAUNCHERS = (
-    "draw",
-    "priorities",
-    "eligibility",
-    "frame_tiles",
-    "frames",
-    "hindsight",
-    "prefix_sum",
-    "rank_draw",
-    "ring",
-    "weights",
-)
 
 
 @dataclass(frozen=True)
@@ -79,6 +67,8 @@ class Launch:
 def _kind(argument: Any) -> str:
     if isinstance(argument, tuple):
         return f"({', '.join(map(_kind, argument))})"
+    if isinstance(argument, int):
+        return "i32" if abs(argument) < 2**31 else "i64"
     return str(getattr(argument, "dtype", type(argument).__name__)).removeprefix("torch.")
 
 
@@ -141,20 +131,25 @@ def rows_of(buffer: ReplayBuffer | TrajectoryReplayBuffer, rows: int, *, final: 
 
 def use_sizes_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Let the launchers give every program as much to do as on a GPU, wherever the tensors are."""
-    for module in (importlib.import_module(f"gpu_replay.ops.{name}") for name in LAUNCHERS):
+    choose_sizes(patch.setattr, interpreted=False)
+
+
+def choose_sizes(put: Callable[[Any, str, Any], object], *, interpreted: bool) -> None:
+    """Replace all functions that choose how much one program does by such as take no notice of where that is."""
+    for found in pkgutil.iter_modules(ops.__path__):
+        module = importlib.import_module(f"{ops.__name__}.{found.name}")
         for name, function in inspect.getmembers(module, inspect.isfunction):
-            if "interpreted" in inspect.signature(function).parameters and not name.startswith("_"):
-                patch.setattr(module, name, _as_on_a_gpu(function))
+            if "interpreted" in inspect.signature(function).parameters:
+                put(module, name, _told(function, interpreted))
 
 
-def _as_on_a_gpu(function: Any) -> Any:
-    """A function that chooses sizes, asked for those of a GPU whatever the caller says."""
+def _told(function: Any, interpreted: bool) -> Any:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def chosen(*arguments: Any, **named: Any) -> Any:
-        bound = signature.bind(*arguments, **named)
-        bound.arguments["interpreted"] = False
+    def chosen(*given: Any, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        bound.arguments["interpreted"] = interpreted
         return function(*bound.args, **bound.kwargs)
 
     return chosen

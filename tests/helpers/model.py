@@ -516,29 +516,10 @@ class View:
         return found if stack > 1 else found[0]
 
     def row(self, key: int) -> dict[str, Any]:
-        """The batch row of an eligible start; `next_obs` is None where its content is unspecified."""
+        """The batch row of an eligible start."""
         env, start = self.place(key)
-        steps, gamma = self.model.steps[env], self.model.gamma
-        length = self._window(env, start)
-        assert length is not None
-        window = steps[start : start + length]
-        last, end = window[-1], start + length
-        final = last.get("final") if (env, end - 1) in self.kept else None
-        row: dict[str, Any] = {
-            "key": key,
-            "reward": float32(sum(gamma**power * float32(step["reward"]) for power, step in enumerate(window))),
-            "discount": 0.0 if last["terminated"] else float32(gamma**length),
-            "terminated": bool(last["terminated"]),
-            "truncated": bool(last["truncated"]),
-        }
-        for name, value in steps[start].items():
-            if is_observation(name):
-                row[name] = self.frames(name, env, start)
-                after = (end, None) if final is None else (end - 1, final[name])
-                row[f"next_{name}"] = None if last["terminated"] else self.frames(name, env, *after)
-            elif name not in ("reward", "terminated", "truncated", "final", "priority"):
-                row[name] = value
-        return row
+        row, last = self._shown(env, start)
+        return row | {"key": key, "terminated": bool(last["terminated"]), "truncated": bool(last["truncated"])}
 
     def sequence_starts(self, length: int) -> list[int]:
         """Keys of the eligible starts whose next `length` steps are all stored."""
@@ -549,18 +530,17 @@ class View:
         env, start = self.place(key)
         sequence = []
         for number in range(start, start + length):
-            given = self.model.steps[env][number]
-            step = {name: value for name, value in given.items() if name not in ("final", "priority")}
-            step |= {name: self.frames(name, env, number) for name in step if is_observation(name)}
-            step |= self._open_window(env, number)
+            step, _ = self._shown(env, number)
             same = self._same_episode(env, start, number)
             step["mask"] = same and not self.marks[env][number][1]
             step["dead"] = self.marks[env][number][1]
             sequence.append(step)
         return sequence
 
-    def _open_window(self, env: int, start: int) -> dict[str, Any]:
-        """Reward, discount and what comes after the window of any step, as far as it is stored."""
+    def _shown(self, env: int, start: int) -> tuple[dict[str, Any], Step]:
+        """A step as batches show it, and the last one of its window as far as that is stored: further fields as they
+        were given, stacks, reward, discount, and what comes after; None where that is unspecified.
+        """
         steps, gamma, numbers = self.model.steps[env], self.model.gamma, [start]
         for number in range(start + 1, min(start + self.model.n_step, self.count)):
             over = steps[number - 1]["terminated"] or steps[number - 1]["truncated"]
@@ -568,17 +548,14 @@ class View:
                 break
             numbers.append(number)
         last = numbers[-1]
-        found: dict[str, Any] = {
-            "reward": float32(sum(gamma**power * float32(steps[each]["reward"]) for power, each in enumerate(numbers))),
-            "discount": 0.0 if steps[last]["terminated"] else float32(gamma ** len(numbers)),
-        }
-        for name in steps[start]:
-            if not is_observation(name):
-                continue
+        shown = {name: value for name, value in steps[start].items() if name not in ("final", "priority")}
+        shown["reward"] = float32(sum(gamma**m * float32(steps[each]["reward"]) for m, each in enumerate(numbers)))
+        shown["discount"] = 0.0 if steps[last]["terminated"] else float32(gamma ** len(numbers))
+        for name in filter(is_observation, steps[start]):
             if (env, last) in self.kept:
                 after = self.frames(name, env, last, steps[last]["final"][name])
             else:
                 # what was not seen is replaced by the last that was
                 after = self.frames(name, env, last + 1 if self._same_episode(env, start, last + 1) else last)
-            found[f"next_{name}"] = None if steps[last]["terminated"] else after
-        return found
+            shown |= {name: self.frames(name, env, start), f"next_{name}": None if steps[last]["terminated"] else after}
+        return shown, steps[last]

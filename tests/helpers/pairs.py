@@ -123,9 +123,8 @@ class Pair:
         buffer, model = self.buffer, self.model
         live = model.live()
         assert buffer.keys().tolist() == list(live)
-        assert [key in buffer for key in (live.start - 1, live.start, model.added - 1, model.added)] == [
-            key in live for key in (live.start - 1, live.start, model.added - 1, model.added)
-        ]
+        for key in (live.start - 1, live.start, model.added - 1, model.added):
+            assert (key in buffer) == (key in live)
         found, expected = asdict(buffer.stats()), model.stats()
         assert set(found) == set(expected)
         for name, value in expected.items():

@@ -18,7 +18,7 @@ from model import UNIT, Step
 from pairs import Pair, RowPair
 from refusals import REFUSALS, whole_state
 from trajectory_pair import Pair as StepPair
-from trajectory_pair import final_of, numbered
+from trajectory_pair import lettered
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
@@ -137,7 +137,7 @@ def any_program(
     envs, end = 1, draw.choice((0.02, 0.1, 0.3, 0.6, 1.0))
     style = "equal" if "rank" in sampler else draw.choice(("tiny", "wide", "wide"))
     size = capacity or draw.choice((1, 2, 3, 5, 7, 8, 13, 21, 40))
-    settings: dict[str, Any] = {"sampler": sampler, "seed": draw.getrandbits(16)}
+    settings: dict[str, Any] = {"sampler": sampler, "seed": draw.choice((draw.getrandbits(16), 0, -7, 2**64 - 1))}
     if kind == "steps":
         envs = draw.randint(1, 4)
         settings |= {
@@ -208,17 +208,15 @@ class Player:
         self.pair.add(count, priority)
 
     def made(self, step: str, number: int, final: bool, own: list[float] | None) -> list[Step]:
-        model, made = self.pair.model, []
-        for env, letter in enumerate(step):
-            flags = {"terminated": letter in "TB", "truncated": letter in "UB"}
-            if self.goals:
-                made.append(goal_step(number, env, end=letter.replace("B", "TU").replace(".", ""), final=final))
-            else:
-                each = numbered(number, env, self.pair.fields, reward=reward(number, env)) | flags
-                made.append(each | ({"final": final_of(each, flags["truncated"])} if final else {}))
-            made[-1] |= {"priority": own[env]} if own else {}
-            if number == model.count and model.view().next_is_dead(env) and (number + env) % 2:
-                made[-1]["reward"] = float("nan")
+        model = self.pair.model
+        if self.goals:
+            ends = [letter.replace("B", "TU").replace(".", "") for letter in step]
+            made = [goal_step(number, env, end=end, final=final) for env, end in enumerate(ends)]
+        else:
+            made = lettered(number, step, self.pair.fields, final=final)
+        for env, each in enumerate(made):
+            dead = number == model.count and model.view().next_is_dead(env) and (number + env) % 2
+            each |= {"reward": float("nan") if dead else reward(number, env)} | ({"priority": own[env]} if own else {})
         return made
 
     def steps(self, steps: list[str], final: bool, own: list[list[float]] | None) -> None:

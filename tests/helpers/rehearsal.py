@@ -9,10 +9,7 @@ means anything.
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import os
-import pkgutil
 import runpy
 import signal
 import sys
@@ -25,12 +22,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from launches import Launch, choose_sizes
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from gpu_replay import Field, ops
+from gpu_replay import Field
 from gpu_replay.bench import first_contact, kernel_inputs, main, measure, subjects
 
 GPU = torch.device("cuda", 0)
@@ -38,8 +36,11 @@ NAME = "No GPU, a rehearsal"
 MEMORY = 2**34
 REFUSED = "operation not permitted when stream is capturing"
 UNREGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
+WAITS = "called a synchronizing CUDA operation"
 # waits for the device, which no graph can
 _WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+# so do these, which torch tells where it is asked to
+_WAITING_TOO = {"equal", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"}
 _GETTERS: dict[Any, Callable[[bool], Any]] = {
     Tensor.device.__get__: lambda on_gpu: GPU if on_gpu else torch.device("cpu"),
     vars(torch._C.TensorBase)["is_cuda"].__get__: lambda on_gpu: on_gpu,
@@ -82,6 +83,8 @@ class Rehearsal(TorchFunctionMode):
             given, structure = tree_flatten((args, kwargs))
         here = places[0] == "cuda" if places else any(map(_on_gpu, given))
         args, kwargs = structure.unflatten(["cpu" if _named(value) else value for value in given])
+        if _Strict.mode is not None and (func is Tensor.tolist or places == ["cpu"]) and any(map(_on_gpu, given)):
+            raise RuntimeError(WAITS)
         pinned = kwargs.pop("pin_memory", False) or func is Tensor.pin_memory
         found = args[0].clone() if func is Tensor.pin_memory else func(*args, **kwargs)
         if func is Tensor.to and found is args[0] and here != _on_gpu(found):
@@ -113,6 +116,35 @@ class _Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         self._graph.calls.append(functools.partial(_again, func, args, kwargs, found))
         return found
+
+
+class _Strict(TorchDispatchMode):
+    """Refuses what waits for the device, while torch is asked to."""
+
+    mode: ClassVar[_Strict | None] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, leaves = func.overloadpacket.__name__, tree_leaves(args)
+        masked = name.startswith("index") and any(
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:])
+        )
+        waits = func in _WAITING or name in _WAITING_TOO or (masked and name in ("index", "index_put_"))
+        if waits and any(map(_on_gpu, leaves)):
+            raise RuntimeError(WAITS)
+        return func(*args, **(kwargs or {}))
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    if _Strict.mode is not None:
+        _Strict.mode.__exit__(None, None, None)
+        _Strict.mode = None
+    if mode == "error":
+        _Strict.mode = _Strict().__enter__()
+
+
+def _synchronize(*_: object) -> None:
+    if _Strict.mode is not None:
+        raise RuntimeError(WAITS)
 
 
 def _again(func: Any, args: Any, kwargs: Any, found: Any) -> None:
@@ -299,20 +331,6 @@ def _graph(
 _loaded: set[str] = set()
 
 
-def _variant(kernel: Any, given: Any, named: dict[str, Any]) -> str:
-    """A kernel, its constants, and of what kinds its arguments are: what Triton compiles and the driver loads."""
-    constants = {name: value for name, value in named.items() if name not in ("grid", "warmup")}
-    return f"{kernel.__name__}({', '.join(map(_kind, given))}; {constants})"
-
-
-def _kind(argument: Any) -> str:
-    if isinstance(argument, tuple):
-        return f"({', '.join(map(_kind, argument))})"
-    if isinstance(argument, int):
-        return "i32" if abs(argument) < 2**31 else "i64"
-    return str(getattr(argument, "dtype", type(argument).__name__))
-
-
 STANDS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
@@ -329,8 +347,10 @@ STANDS: dict[str, Any] = {
     **{
         # each a function of its own, as torch's compiler wants them
         name: lambda *_, **__: None
-        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats", "set_sync_debug_mode", "set_device")
+        for name in ("empty_cache", "reset_peak_memory_stats", "set_device")
     },
+    "synchronize": _synchronize,
+    "set_sync_debug_mode": _set_sync_debug_mode,
     "_sleep": lambda cycles: None,
     "cudart": lambda: Driver,
     "check_error": lambda answer: None,
@@ -366,7 +386,8 @@ def pretend() -> None:
     interpret, run = InterpretedFunction.run, threading.Thread.run
 
     def launch(kernel: Any, *given: Any, **named: Any) -> None:
-        variant = _variant(kernel, given, named)
+        constants = {name: value for name, value in named.items() if name not in ("grid", "warmup")}
+        variant = Launch(kernel, (), given, constants).variant
         if _here.graph is not None and variant not in _loaded:
             # the driver loads no code then; that of a kernel is loaded when it is first launched
             raise RuntimeError(f"{REFUSED}: {variant} was never launched before")
@@ -387,14 +408,14 @@ def pretend() -> None:
 
     InterpretedFunction.run = launch
     setattr(threading.Thread, "run", run_with_a_gpu)  # noqa: B010
-    _use_sizes_of_the_interpreter()
+    # in the interpreter a program takes a millisecond
+    choose_sizes(setattr, interpreted=True)
     # what is tried at all is tried once
     main.QUICK, measure.WARM_UPS, kernel_inputs.STEPS = measure.Plan(0, 0, 1, 1), 1, 10
     main.QUICK_CAPACITIES, main.QUICK_FRAMES = (1_000,), (480, (8,))
     setattr(main, "QUICK_BATCHES", (8,))  # noqa: B010
     measure.CALLS_PER_GRAPH, subjects.CHECKED = 1, 8
     main.ATARI_ENVS, main.ATARI_BATCH, main.QUICK_STEPS = 40, 8, 12
-    setattr(measure, "CHECKED", 8)  # noqa: B010
     first_contact.SIZES.update(slots=330, batch=17, many=67, scanned=1_003, turns=2, calls=8)
     first_contact.STEPS["obs"] = Field((8, 8), torch.uint8)
     first_contact.TIMED.update(capacities=(1_000,), batches=(8,), rows=1_000, frames=500)
@@ -420,29 +441,6 @@ def _plant_failures() -> None:
     for feature, how in (word.split("=") for word in os.environ.get("REHEARSED_FAILURES", "").split()):
         kept = first_contact.FEATURES[feature]
         first_contact.FEATURES[feature] = replace(kept, check=FAILURES[how], limit=5.0)  # type: ignore[arg-type]
-
-
-def _use_sizes_of_the_interpreter() -> None:
-    """Let each program do as much as it can: in the interpreter one takes a millisecond."""
-    for found in pkgutil.iter_modules(ops.__path__):
-        if found.name.startswith("numba_"):
-            continue
-        module = importlib.import_module(f"{ops.__name__}.{found.name}")
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            if "interpreted" in inspect.signature(function).parameters:
-                setattr(module, name, _interpreted(function))
-
-
-def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def chosen(*given: Any, **named: Any) -> Any:
-        bound = signature.bind(*given, **named)
-        bound.arguments["interpreted"] = True
-        return function(*bound.args, **bound.kwargs)
-
-    return chosen
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "cut": (8e-3, 0.0),
     # one multiplication in float32
     "scaled": (3e-7, 0.0),
-    # a few learning steps in float32, whose sums a compiler may order in its own way
-    "generated": (1e-5, 1e-6),
 }
 
 

@@ -6,9 +6,8 @@ the wrong environment or the wrong episode shows itself.
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from model import Step, StepModel, View, is_observation
 from pairs import Pair as Both
 from transitions import EXACT
 
-from gpu_replay import Batch, Combined, Field, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, TrajectoryReplayBuffer
 
 FIELDS = {"obs": Field((2,), torch.int16), "action": Field((), torch.int64), "note": Field((2,), torch.float32)}
 RESULTS = {"reward", "discount", "terminated", "truncated", "key"}
@@ -78,23 +77,31 @@ def taken_by(buffer: Any, steps: Sequence[Step], fields: Mapping[str, Field]) ->
     return given
 
 
-def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
-    """Add numbered steps to a `StepModel` or a `Pair`, one text for each environment; the reward of step t is 2^t.
+def lettered(
+    number: int, letters: Sequence[str], fields: Mapping[str, Field] = FIELDS, *, final: bool = False, **more: Any
+) -> list[Step]:
+    """Step `number` of all environments: T terminated, U truncated, B both, a full stop none of them.
 
-    T terminated, U truncated, B both, a full stop none of them; "c" is a `clear` and "|" a `begin_episodes` of
-    everything, in all texts at once. `final` gives final observations with every step.
+    final: whether final observations are given. more: values of all of them; the reward is 2^number.
+    """
+    steps = []
+    for env, letter in enumerate(letters):
+        flags = {"terminated": letter in "TB", "truncated": letter in "UB"}
+        step = numbered(number, env, fields, **{"reward": 2.0**number, **more}, **flags)
+        steps.append(step | ({"final": final_of(step, letter in "UB")} if final else {}))
+    return steps
+
+
+def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
+    """Add steps to a `Pair`, one text for each environment.
+
+    In all texts at once "c" is a `clear` and "|" a `begin_episodes` of everything.
     """
     for letters in zip(*streams, strict=True):
         if letters[0] in "c|":
             (target.clear if letters[0] == "c" else target.begin_episodes)()
-            continue
-        number = (target.model if isinstance(target, Pair) else target).count
-        steps = []
-        for env, letter in enumerate(letters):
-            step = numbered(number, env, fields, reward=2.0**number)
-            step |= {"terminated": letter in "TB", "truncated": letter in "UB"}
-            steps.append(step | ({"final": final_of(step, letter in "UB")} if final else {}))
-        target.add(steps)
+        else:
+            target.add(lettered(target.model.count, letters, fields, final=final))
 
 
 class Pair(Both):
@@ -235,35 +242,17 @@ class Pair(Both):
                         assert value == expected, f"field {name} of key {key}"
 
 
-def random_steps(
-    draw: random.Random,
-    place: tuple[int, int],
-    chances: tuple[float, float, float],
-    fields: Mapping[str, Field] = FIELDS,
-    priority: float = 0.0,
-) -> list[Step]:
-    """Step `place[0]` of `place[1]` environments.
-
-    chances: that final observations are given with the step, that an ending is a truncation, and that a step ends.
-    priority: the chance that priorities are given.
-    """
-    final, truncation, end = chances
-    with_final, with_priority = draw.random() < final, priority > 0 and draw.random() < priority
-    steps = []
-    for env in range(place[1]):
-        truncated, ended = draw.random() < truncation, draw.random() < end
-        step = numbered(place[0], env, fields, reward=draw.gauss(0, 1))
-        step |= {"terminated": ended and not truncated, "truncated": ended and truncated}
-        step |= {"final": final_of(step, step["truncated"])} if with_final else {}
-        steps.append(step | ({"priority": draw.uniform(0.1, 9)} if with_priority else {}))
-    return steps
+def any_letters(draw: random.Random, envs: int, end: float) -> list[str]:
+    """Letters of one step, of which a share `end` ends an episode."""
+    return [draw.choice("TU") if draw.random() < end else "." for _ in range(envs)]
 
 
 def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
-    draw, model = random.Random(seed), pair.model
+    draw = random.Random(seed)
     for _ in range(steps):
-        pair.add(random_steps(draw, (model.count, model.num_envs), (final, 0.5, end), pair.fields))
+        letters = any_letters(draw, pair.model.num_envs, end)
+        play(pair, *letters, fields=pair.fields, final=draw.random() < final)
     return pair
 
 
@@ -271,20 +260,14 @@ class Script:
     """A fixed sequence of calls, so that several buffers can be played the same from any call on."""
 
     def __init__(self, seed: int, calls: int, num_envs: int, end: float = 0.2) -> None:
-        draw, numbers = random.Random(seed), itertools.count()
-        # below which number a call is drawn, and its argument
-        kinds: dict[str, tuple[float, Callable[[], Any]]] = {
-            "clear": (0.04, lambda: None),
-            "begin_episodes": (0.08, lambda: draw.choice((None, [draw.random() < 0.5 for _ in range(num_envs)]))),
-            "update": (0.25, draw.random),
-            "sample": (0.35, lambda: draw.randint(1, 6)),
-            "add": (1.0, lambda: random_steps(draw, (next(numbers), num_envs), (0.7, 0.6, end), priority=0.5)),
-        }
+        draw = random.Random(seed)
         self.calls: list[tuple[str, Any]] = []
-        for _ in range(calls):
-            chance = draw.random()
-            call, make = next((name, make) for name, (below, make) in kinds.items() if chance < below)
-            self.calls.append((call, make()))
+        for number in range(calls):
+            own = {"priority": draw.uniform(0.1, 9)} if draw.random() < 0.5 else {}
+            steps = lettered(number, any_letters(draw, num_envs, end), final=draw.random() < 0.7, **own)
+            mask = [draw.random() < 0.5 for _ in range(num_envs)]
+            call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
+            self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
 
     def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> list[Any]:
         """Make these calls; returns all that came back from samples."""
@@ -293,13 +276,11 @@ class Script:
             if call == "add":
                 buffer.add(**taken_by(buffer, argument, FIELDS))
             elif call == "update":
-                keys = torch.arange(max(0, buffer.added - 25), buffer.added, 2)
-                buffer.update_priorities(keys, torch.linspace(0.1, 4 + argument, len(keys)))
+                keys = list(range(max(0, buffer.added - 25), buffer.added, 2))
+                buffer.update_priorities(keys, [argument + key % 7 / 2 for key in keys])
             elif call == "sample":
                 count = min(argument, buffer.stats().eligible)
-                newest = buffer.sampler.newest if isinstance(buffer.sampler, Combined) else 1
-                if count >= newest:
-                    found.append(buffer.sample(count))
+                found += [buffer.sample(count)] if count >= getattr(buffer.sampler, "newest", 1) else []
             else:
-                getattr(buffer, call)(*([] if argument is None else [torch.tensor(argument)]))
+                getattr(buffer, call)(*([np.array(argument)] if call == "begin_episodes" else []))
         return found

@@ -105,17 +105,6 @@ def same_draws(one: ReplayBuffer, other: ReplayBuffer, count: int, times: int = 
         same(one.sample(count), other.sample(count))
 
 
-def contents(buffer: ReplayBuffer, *, prioritized: bool = False) -> dict[str, Any]:
-    """What a call that raised must leave as it was."""
-    live = list(range(buffer.added - len(buffer), buffer.added))
-    found: dict[str, Any] = {"added": buffer.added, "size": len(buffer), "stats": repr(buffer.stats())}
-    if live:
-        found |= {name: tensor.cpu().tolist() for name, tensor in buffer[live].items()}
-    if prioritized:
-        found |= {"masses": buffer.masses().tolist(), "total": buffer.total_mass()}
-    return found
-
-
 def leaves(state: Any) -> list[Any]:
     """What a nested state is made of."""
     if isinstance(state, (dict, list, tuple)):

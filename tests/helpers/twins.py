@@ -5,28 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from guards import SENTINEL
+from interpreted import INTERPRETED
 from tolerances import close
 from torch import Tensor
 from trees import check_sums
 
-from gpu_replay import Batch, RankBased
+from gpu_replay import Batch, Field, RankBased
 
+# of all kinds of rows that kernels move, and of all ways in which they leave
+FIELDS = {
+    **{f"bytes {width}": Field((width,), torch.uint8) for width in (1, 2, 127, 128, 129)},
+    "42 x 42": Field((42, 42), torch.uint8),
+    "84 x 84": Field((84, 84), torch.uint8),
+    "to half": Field((84, 84), torch.uint8, torch.float16, 1 / 255),
+    "to bfloat16": Field((42, 42), torch.uint8, torch.bfloat16, 1 / 255),
+    "to float": Field((3, 7, 5), torch.uint8, torch.float32, 1 / 255),
+    "scalars": Field((), torch.float32),
+    "vectors": Field((4,), torch.float32),
+    "odd to half": Field((17,), torch.float32, torch.float16),
+    "brain": Field((9,), torch.bfloat16, torch.float32),
+    "brain scaled": Field((9,), torch.bfloat16, None, 3.0),
+    "doubles": Field((3,), torch.float64, torch.float32, -0.1),
+    "long": Field((2,), torch.int64, torch.float64, 0.5),
+    "flags": Field((6,), torch.bool, torch.float32),
+}
 LOOSE = ("probability", "weight", "next_")
+
+
+def values_of(field: Field, rows: int, generator: np.random.Generator) -> Tensor:
+    """Rows of a dtype's own random values, none of them a sentinel."""
+    shape = (rows, *field.shape)
+    if field.dtype.is_floating_point:
+        return torch.from_numpy(generator.standard_normal(shape)).to(field.dtype)
+    low, high = {torch.bool: (0, 2), torch.uint8: (1, SENTINEL)}.get(field.dtype, (-100, 100))
+    return torch.from_numpy(generator.integers(low, high, shape)).to(field.dtype)
 
 
 class Twins:
     """`host` is on the CPU, `tested` on the device under test, or the same where there is none.
 
     make: a buffer on the device that it is given.
+    backend: of `tested`.
     """
 
-    def __init__(self, make: Callable[[str], Any], device: str) -> None:
+    def __init__(self, make: Callable[[str], Any], device: str, backend: str = "triton") -> None:
         made = []
-        for backend, place in (("host", "cpu"), ("triton", device))[: 2 if device else 1]:
+        for code, place in (("host", "cpu"), (backend, device))[: 2 if device else 1]:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("GPU_REPLAY_BACKEND", backend)
+                patch.setenv("GPU_REPLAY_BACKEND", code)
                 made.append(make(place))
         self.both, self.host, self.tested = made, made[0], made[-1]
 
@@ -71,14 +101,15 @@ def check_batches(found: Batch, expected: Batch, loose: tuple[str, ...] = LOOSE)
     for name, value in expected.items():
         mine = found[name].cpu()
         assert mine.dtype == value.dtype, name
-        if not name.startswith(loose):
-            assert torch.equal(mine, value), name
-        elif not name.startswith("next_"):
-            assert close(mine, value, name), name
-        else:
+        if name.startswith("next_") and "next_" in loose:
             # without meaning where the discount is 0
-            counts = expected.discount > 0
-            assert torch.equal(mine[counts], value[counts]), name
+            mine, value = mine[expected.discount > 0], value[expected.discount > 0]
+        elif name.startswith(loose):
+            assert close(mine, value, name), name
+            continue
+        # the interpreter cuts what a GPU rounds
+        cut = INTERPRETED and value.dtype == torch.bfloat16
+        assert torch.equal(mine, value) or (cut and close(mine, value, "cut")), name
 
 
 def check_same(tested: Any, host: Any) -> None:

@@ -1,7 +1,9 @@
 """Addresses have 64 bits: kernels on rings of 2^31 - 1 slots, whose bytes pass 2^31 and 2^32, interpreted on memory
 that exists only where it is touched.
 
-Also that these tests can fail: on a machine whose offsets have 32 bits, and with kernels that compute in 32 bits.
+The same calls are made of a small buffer of the host and of the largest one there can be. What comes back, relative to
+the first key, is the same. Also that these tests can fail: on a machine whose offsets have 32 bits, and with kernels
+that compute in 32 bits.
 """
 
 from __future__ import annotations
@@ -10,23 +12,221 @@ import ast
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import address_cases
-import address_stream_cases
+import numpy as np
 import pytest
+import torch
 from interpreted import INTERPRETED
-from sparse_memory import sparse
+from programs import SAMPLERS
+from shifted_buffers import ACTION, GOALS, RELABEL, SMALL_STEPS, Shifted, play_rows, play_steps
+from sparse_memory import SparseMemory, sparse
+from torch import Tensor
 from triton.runtime.errors import InterpreterError
 
+from gpu_replay import Field
+from gpu_replay.ops import priorities, rank_draw
+from gpu_replay.ops.counters import Counter, HostWords, new_counters
+from gpu_replay.ops.draw import PERMUTATION_WORDS, digits_for, permuted_ranks, plan_draw, stratified_targets
+from gpu_replay.ops.mass_tree import MassTree
+from gpu_replay.ops.rank_draw import DeviceRanks
+from gpu_replay.ops.ring import plan_gather
+from gpu_replay.ops.weights import pending_weights
+
 KERNELS = Path(__file__).parents[2] / "kernels"
+CPU = torch.device("cpu")
+SLOTS = 2**31 - 1
+FAR = 2**32
+# Atari frames: fewer slots, whose rows are long
+FRAME = {"x": Field((84, 84), torch.uint8)}
+FRAMES = 1_300_000
+NUMBERS = {"x": Field((3,), torch.uint8), "n": Field((), torch.int64)}
+
+
+# a batch, a table of ranks and sums as long
+
+
+def gathered(memory: SparseMemory) -> None:
+    # a batch that does not fit 2^32 bytes, of which the last rows are gathered
+    store = {"x": torch.zeros((97, 84, 84), dtype=torch.uint8)}
+    store["x"][:] = torch.arange(1, 98, dtype=torch.uint8)[:, None, None]
+    many = torch.zeros(FAR // 7056 + 100, dtype=torch.int64)
+    many[-4:] = torch.tensor([5, 96, 0, 7])
+    memory.programs = lambda count: range(count - 2, count)
+    out = plan_gather(store, FRAME, many.numel(), CPU, weighed=False)(many, None)["x"]
+    assert torch.equal(out[-4:], store["x"][many[-4:]])
+    # weights of as many draws as there are bytes
+    batch = 2**30 + 1000
+    masses, counters = torch.zeros(batch, dtype=torch.int64), new_counters(CPU, 5)
+    masses[-3:] = torch.tensor([4, 0, 16])
+    counters[Counter.LOWEST] = 4
+    memory.programs = lambda count: [count - 1]
+    weighing = pending_weights(masses, counters, None, 0.5, batch)
+    plan_gather({}, {}, batch, CPU, weighed=True)(masses, weighing)
+    assert weighing.weight[-4:].tolist() == pytest.approx([1, 1, 1, 0.5])
+
+
+def counters_at(added: int) -> Tensor:
+    counters = new_counters(CPU, 5)
+    counters[Counter.ADDED] = added
+    return counters
+
+
+def check_drawn(found: Any, slots: list[int], added: int, times_sampled: Tensor) -> None:
+    """Fail unless these slots of a full ring were drawn, each with its key, and counted."""
+    assert found.slots.tolist() == slots
+    assert found.keys.tolist() == [added - SLOTS + (slot - added) % SLOTS for slot in slots]
+    assert [int(times_sampled[slot]) for slot in slots] == [slots.count(slot) for slot in slots]
+
+
+def drawn_uniformly(memory: SparseMemory) -> None:
+    added, times_sampled = 6 * SLOTS + 2**29, torch.zeros(SLOTS, dtype=torch.int32)
+    found = plan_draw("uniform", counters_at(added), times_sampled, 40, 42, SLOTS).launch()
+    ranks = permuted_ranks(SLOTS, 40, HostWords(5).words(0, PERMUTATION_WORDS)).tolist()
+    check_drawn(found, [(added + rank) % SLOTS for rank in [*ranks, -2, -1]], added, times_sampled)
+
+
+PLACES = [0, 2**28 - 1, 2**28, 2**29 - 1, 2**29, 2**29 + 1, 2**30 - 1, 2**30, 2**30 + 1, SLOTS - 2, SLOTS - 1]
+
+
+def arranged(memory: SparseMemory) -> None:
+    tree = MassTree(SLOTS, CPU, "triton", summed=False)
+    head, skipped = 2**30, 5
+    tree.masses[PLACES] = torch.arange(1, len(PLACES) + 1)
+    ages = {(slot - head) % SLOTS: row + 1 for row, slot in enumerate(PLACES)}
+    programs = sorted({age // 2**16 for age in ages})
+    counters, sums = counters_at(4 * SLOTS + head), torch.zeros(SLOTS, dtype=torch.int64)
+    given: list[Tensor] = []
+    memory.programs = lambda count: programs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_draw.torch, "sort", lambda codes, **_: given.append(codes))
+        # the last program to come is none of all
+        counters[Counter.TICKET] = -(-SLOTS // 2**16) - len(programs)
+        made = DeviceRanks(SLOTS, 0.7, counters, sums).of(tree, skipped)
+    (codes,) = given
+    left_out = {age for age in ages if age >= SLOTS - skipped}
+    assert left_out
+    assert {age: int(codes[age]) for age in ages} == ages | dict.fromkeys(left_out, 0)
+    assert (made.listed.tolist(), int(counters[Counter.TICKET])) == ([len(ages) - len(left_out)], 0)
+
+
+def drawn_by_rank(memory: SparseMemory) -> None:
+    """Ranks of mass 1 each, so that a target is a rank; only what the search of these draws looks at is there."""
+    sums, ages = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
+    times_sampled = torch.zeros(SLOTS, dtype=torch.int32)
+    targets = stratified_targets(SLOTS, HostWords(5).doubles(0, 12)).tolist()
+    sums[[SLOTS - 1, SLOTS - 2]] = torch.tensor([SLOTS, SLOTS - 1])
+    for target in targets:
+        for digit in range(digits_for(SLOTS)):
+            span = 32**digit
+            looked_at = target // (32 * span) * 32 * span + np.arange(1, 33) * span - 1
+            looked_at = looked_at[looked_at < SLOTS]
+            sums[looked_at] = torch.from_numpy(looked_at + 1)
+        sums[[target, max(0, target - 1)]] = torch.tensor([target + 1, max(1, target)])
+    slots = [PLACES[row % len(PLACES)] for row in range(12)]
+    added = 8 * SLOTS + 2**29
+    ages[targets] = torch.tensor([(slot - added) % SLOTS for slot in slots])
+    planned = plan_draw("rank", counters_at(added), times_sampled, 12, 12, SLOTS, sums=sums, lowest_of_all=True)
+    found = planned.launch((ages, torch.tensor([SLOTS])))
+    check_drawn(found, slots, added, times_sampled)
+    assert found.value.tolist() == [1] * 12
+
+
+def scanned(memory: SparseMemory) -> None:
+    from gpu_replay.kernels.prefix_sum import scan_kernel
+
+    values, out = (torch.zeros(SLOTS, dtype=torch.int64) for _ in range(2))
+    count = -(-SLOTS // 2048)
+    state = torch.zeros((2, count), dtype=torch.int64)
+    memory.programs = lambda count: [count - 1]
+
+    def scan(every: int) -> None:
+        scan_kernel[(count,)](values, state, out, SLOTS, EVERY=every, BLOCK=2048, WINDOW=256, LOOKS=1)
+
+    # all sums up to the block before the last: low and high words of the last stage
+    state[:, -2], values[-3:] = torch.tensor([(2 << 32) + 100, 2 << 32]), torch.tensor([1, 2, 3])
+    scan(1)
+    assert out[-4:].tolist() == [100, 101, 103, 106]
+    # a block that says nothing is read from where it lies
+    state[:, -2], state[:, -3] = 0, torch.tensor([(2 << 32) + 50, 2 << 32])
+    values[-2048 - 7] = 9
+    scan(1)
+    assert out[-4:].tolist() == [59, 60, 62, 65]
+    scan(2)
+    assert out[SLOTS // 2 - 2 : SLOTS // 2].tolist() == [59, 62]
+
+
+class Case(NamedTuple):
+    """What to do, and of how many tensors of `least` bytes or more each kernel must have reached the end."""
+
+    play: Callable[..., None]
+    reached: dict[str, int]
+    buffers: Shifted | None = None
+    least: int = SLOTS - 1
+
+
+def of_rows(sampler: str, **more: int) -> Case:
+    """Of two fields, or of leaves and counts of samples or stamps, each kernel reaches the ends."""
+    kernels = dict.fromkeys(("write_kernel", "insert_kernel", "draw_kernel", "gather_kernel", "update_kernel"), 2)
+    return Case(play_rows, kernels | more, Shifted(NUMBERS, SAMPLERS[sampler], SLOTS, 5))
+
+
+def of_frames(head: int) -> Case:
+    return Case(play_rows, {"write_kernel": 1, "gather_kernel": 1}, Shifted(FRAME, SAMPLERS["latest"], FRAMES, head))
+
+
+def of_steps(sampler: str, fields: Any, reached: Any, envs: int = 2, head: int = 10, settings: Any = None) -> Case:
+    known = {"stack": 4, "n_step": 3} if settings is None else settings
+    # as many steps as fit, of which there are three more than a multiple of four, as in the small ring
+    slots = ((SLOTS // envs + 1) // 4 * 4 - 1) * envs
+    return Case(
+        play_steps,
+        reached,
+        Shifted(fields, SAMPLERS[sampler], slots, head * envs, SMALL_STEPS * envs, envs, known),
+        slots,
+    )
+
+
+OBS = {"obs": Field((8,), torch.uint8), **ACTION}
+# fields and rewards, metadata, final observations, and trees
+STARTS = {"write_kernel": 3, "add_step_kernel": 6, "keep_finals_kernel": 3, "gather_windows_kernel": 7}
+WITH_GOALS = {"write_kernel": 4, "add_step_kernel": 7, "keep_finals_kernel": 4, "gather_windows_kernel": 9}
+WITH_GOALS |= {"choose_goals_kernel": 4, "gather_kernel": 1, "draw_kernel": 2}
+BY_MASS = {"add_step_kernel": 7, "gather_windows_kernel": 6, "draw_kernel": 3, "update_kernel": 2}
 CASES = {
-    name: case
-    for module in (address_cases, address_stream_cases)
-    for name, case in vars(module).items()
-    if "_kernel" in name
+    "rows by mass": of_rows("proportional"),
+    "rows, all options": of_rows("annealed", write_kernel=3),
+    "many keys at once": of_rows("independent", settle_kernel=1),
+    "frames past 2^31 bytes": of_frames(FRAMES - 2**31 // 7056 + 3),
+    "frames past 2^32 bytes": of_frames(FRAMES - 2**32 // 7056 + 3),
+    "frames at the end": of_frames(5),
+    "starts by mass": of_steps("combined-proportional", OBS, STARTS | BY_MASS),
+    "starts": of_steps("uniform", OBS, STARTS | {"draw_kernel": 2}),
+    "starts in the middle": of_steps("combined-proportional", OBS, {}, head=2**29 - 1),
+    "goals": of_steps("combined", GOALS | ACTION, WITH_GOALS, settings=RELABEL),
+    "goals of one": of_steps("proportional", GOALS | ACTION, WITH_GOALS | {"update_kernel": 2}, 1, settings=RELABEL),
+    "many rows at once": Case(gathered, {"gather_kernel": 3}),
+    "rows": Case(drawn_uniformly, {}),
+    "order of ranks": Case(arranged, {"arrange_kernel": 1}),
+    "rows by rank": Case(drawn_by_rank, {"draw_kernel": 2}),
+    "sums": Case(scanned, {"scan_kernel": 2}),
 }
 here = pytest.mark.skipif(not INTERPRETED or sys.platform != "linux", reason="interpreted, on Linux's memory maps")
+
+
+def play(name: str, memory: SparseMemory) -> None:
+    case = CASES[name]
+    # the rows, and the first and last of the blocks of a tree whose extremes are looked up
+    memory.programs = lambda count: sorted({*range(count)[:4], *range(count)[-4:]})
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "many keys at once":
+            # as for more keys than one program takes
+            patch.setattr(priorities, "keys_together", lambda batch, interpreted: 0)
+        if case.buffers:
+            memory.places = (0, 1 - case.buffers.head / case.buffers.large, 1)
+        case.play(case.buffers or memory)
 
 
 def resident_bytes() -> int:
@@ -34,7 +234,19 @@ def resident_bytes() -> int:
     return 1024 * int(kilobytes)
 
 
-def test_every_kernel_has_its_case() -> None:
+@here
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_reach_all_of_the_largest_ring(name: str) -> None:
+    with sparse() as memory:
+        before = resident_bytes()
+        play(name, memory)
+        # of rings of up to 2^33 bytes only what was touched
+        assert resident_bytes() - before < 300e6
+        found = memory.reached_ends(CASES[name].least)
+        assert found == CASES[name].reached or "past" in name or "middle" in name
+
+
+def test_every_kernel_reaches_the_end_of_something() -> None:
     written = {
         node.name
         for path in KERNELS.glob("*.py")
@@ -42,41 +254,38 @@ def test_every_kernel_has_its_case() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     }
     assert len(written) >= 12
-    # one that works in several ways has several cases
-    assert {name.partition("_kernel")[0] + "_kernel" for name in CASES} == written
+    assert {kernel for case in CASES.values() for kernel in case.reached} == written
 
 
 @here
-@pytest.mark.parametrize("kernel", CASES)
-def test_a_kernel_reaches_all_of_the_largest_ring(kernel: str) -> None:
-    with sparse() as memory:
-        before = resident_bytes()
-        CASES[kernel](memory)
-        # of rings of up to 2^33 bytes only what was touched
-        assert resident_bytes() - before < 300e6
-
-
-@here
-@pytest.mark.parametrize("kernel", CASES)
-def test_offsets_of_32_bits_would_be_seen(kernel: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_offsets_of_32_bits_would_be_seen(name: str) -> None:
     with sparse(offset_bits=32) as memory, pytest.raises((AssertionError, InterpreterError)):
-        CASES[kernel](memory)
+        play(name, memory)
 
 
-# a kernel, what it computes in 64 bits, and what it would be in 32
+# a case, the kernel in it, what this computes in 64 bits, and what it would be in 32
 NARROWED = {
-    "gather_kernel": ("ring", "slot[:, None] * LAYOUT", "slot[:, None].to(tl.int32) * LAYOUT"),
-    "write_kernel": ("ring", "place = slot[:, None]", "place = slot[:, None].to(tl.int32)"),
-    "arrange_kernel": ("ranks", "% capacity + age\n", "% capacity + age\n    slot = slot.to(tl.int32)\n"),
-    "insert_kernel": ("priorities", "stop = start + (rows - skipped)", "stop = (start + rows - skipped).to(tl.int32)"),
-    "add_step_kernel": ("steps", "later = head + ahead * envs", "later = (head + ahead * envs).to(tl.int32)"),
-    "keep_finals_kernel": ("steps", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
+    "gather_kernel": ("frames at the end", "ring", "slot[:, None] * LAYOUT", "slot[:, None].to(tl.int32) * LAYOUT"),
+    "write_kernel": ("frames at the end", "ring", "place = slot[:, None]", "place = slot[:, None].to(tl.int32)"),
+    "arrange_kernel": (
+        *("order of ranks", "ranks", "% capacity + age\n"),
+        "% capacity + age\n    slot = slot.to(tl.int32)\n",
+    ),
+    "insert_kernel": (
+        *("rows by mass", "priorities", "stop = start + (rows - skipped)"),
+        "stop = (start + rows - skipped).to(tl.int32)",
+    ),
+    "add_step_kernel": (
+        *("starts by mass", "steps", "later = head + ahead * envs"),
+        "later = (head + ahead * envs).to(tl.int32)",
+    ),
+    "keep_finals_kernel": ("starts", "steps", "mask=kept, other=0).to(tl.int64)", "mask=kept, other=0)"),
     "gather_windows_kernel": (
-        "windows",
-        "tl.minimum(age, depth), num_envs, steps)",
+        *("starts by mass", "windows", "tl.minimum(age, depth), num_envs, steps)"),
         "tl.minimum(age, depth), num_envs, steps).to(tl.int32)",
     ),
-    "choose_goals_kernel": ("goals", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
+    "choose_goals_kernel": ("goals of one", "goals", "line = line.to(tl.int64) + chosen", "line = line + chosen"),
 }
 
 
@@ -85,7 +294,7 @@ NARROWED = {
 def test_a_kernel_that_computes_in_32_bits_is_seen(
     kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, wide, narrow = NARROWED[kernel]
+    case, name, wide, narrow = NARROWED[kernel]
     source = (KERNELS / f"{name}.py").read_text()
     assert wide in source
     copy = tmp_path / "narrowed.py"
@@ -98,4 +307,4 @@ def test_a_kernel_that_computes_in_32_bits_is_seen(
     spec.loader.exec_module(module)
     monkeypatch.setattr(f"gpu_replay.kernels.{name}.{kernel}", getattr(module, kernel))
     with sparse() as memory, pytest.raises((AssertionError, InterpreterError)):
-        CASES[kernel](memory)
+        play(case, memory)

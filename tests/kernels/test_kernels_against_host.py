@@ -1,127 +1,311 @@
 """Kernels that draw and weigh, and trees, against the host code: integers are equal, nothing is written outside.
 
-On CPU tensors the kernels are interpreted; on a GPU the same tests run as they are.
+Masses are put where no call would put them, in rings that were never filled. On CPU tensors the kernels are
+interpreted; on a GPU the same tests run as they are.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from devices import host_only, thinned
 from guards import Guards
 from interpreted import kernel_device as kernel_device
+from launches import use_sizes_of_a_gpu
+from programs import SAMPLERS
 from tolerances import close
-from trees import check_sums, random_masses
+from trees import random_masses
+from twins import Twins
 
-from gpu_replay import LinearSchedule
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 from gpu_replay.kernels.division import divided
 from gpu_replay.kernels.random import floor_of_product
-from gpu_replay.ops.counters import NO_MASS, Counter, HostWords, new_counters
-from gpu_replay.ops.draw import (
-    PERMUTATION_WORDS,
-    DeviceDraws,
-    draw_by_mass,
-    importance_weights,
-    independent_ranks,
-    permuted_ranks,
-    plan_draw,
-    reciprocal,
-)
-from gpu_replay.ops.mass_tree import DIRTY, MassTree
-from gpu_replay.ops.ring import plan_gather
-from gpu_replay.ops.weights import pending_weights
+from gpu_replay.ops.counters import NO_MASS, Counter
+from gpu_replay.ops.draw import reciprocal
+from gpu_replay.ops.mass_tree import DIRTY
 
-CPU = torch.device("cpu")
-SIZES = (1, 2, 127, 128, 129, 4095)
+NUMBER = {"n": Field((), torch.int64)}
+STEPS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
+# 1, a power of the base of a search for a rank, of a block, and a few slots of a block of many
+SIZES = (1, 2, 31, 32, 33, 127, 128, 129, 1024, 1025, 4095, 20_000)
+EXACT = Proportional(alpha=1.0, beta=0.5, eps=0.0)
+ALL_RANKS = RankBased(alpha=0.0)
 
 
-# the tree, and draws from it
+class Drawn(Twins):
+    """Buffers of rows, or of steps of `envs` environments, with these masses in slot order and `count` live keys."""
+
+    def __init__(
+        self, device: str, sampler: Any, masses: Any, added: int, *, envs: int = 0, count: int | None = None
+    ) -> None:
+        self.slots = len(masses)
+
+        def make(place: str) -> Any:
+            settings = {"sampler": sampler, "device": place, "seed": 9}
+            if envs:
+                return TrajectoryReplayBuffer(self.slots, envs, STEPS, **settings)
+            return ReplayBuffer(self.slots, NUMBER, **settings)
+
+        super().__init__(make, device)
+        leaves = torch.as_tensor(masses)
+        self.eligible = int((leaves > 0).sum())
+        for buffer in self.both:
+            counters, state = buffer._counters, buffer._state
+            counters[Counter.ADDED], counters[Counter.RANDOM] = added, 5
+            counters[Counter.FIRST] = max(0, added - (self.slots if count is None else count))
+            for tree, values in ((state.tree, leaves), (state.eligible_tree, leaves > 0)):
+                if tree is not None:
+                    tree.masses.copy_(values)
+            for tensor in buffer._storage.tensors.values():
+                tensor.copy_(torch.arange(self.slots))
+            buffer._rebuild(9)
+
+    def compare(self, batch: int, **named: Any) -> Any:
+        """Fail unless both draw the same and count it alike, and every sum is right; returns the host's batch."""
+        found = self.draw(batch, **named)
+        self.check()
+        return found
+
+    def compare_within(self, batch: int, skipped: int) -> None:
+        """The draw alone, without the newest `skipped` slots."""
+        expected, found = (buffer._engine.draws.draw(batch, 0.5, skipped) for buffer in self.both)
+        assert found.slots.tolist() == expected.slots.tolist()
+        named = self.host._engine.draws.finish({}, expected)
+        assert found.named["key"].tolist() == named["key"].tolist()
+        assert close(found.named["probability"], named["probability"], "probability")
+        counted = [buffer._storage.times_sampled.tolist() for buffer in self.both]
+        assert counted[0] == counted[1]
+        # a draw by priority moves the stream on with the weights, which a gather makes
+        self.tested._counters.copy_(self.host._counters)
 
 
-def tree_of(masses: np.ndarray, device: str = "", **edges: bool) -> MassTree:
-    """A tree of the kernels on a device, or of the host."""
-    tree = MassTree(masses.size, torch.device(device or "cpu"), "triton" if device else "host", **edges)
-    tree.masses.copy_(torch.from_numpy(masses))
-    tree.build()
-    return tree
+def some_codes(slots: int, seed: int, *, empty: float = 0.3) -> np.ndarray:
+    """Few different order codes, so that many are equal, at both ends of what one can be; some slots are empty."""
+    generator = np.random.default_rng([slots, seed])
+    values = np.array([1, 2, 2**52, 2**62 + 1, 0x7FF0000000000000])
+    codes = np.where(generator.random(slots) < empty, 0, generator.choice(values, slots))
+    codes[seed % slots] = 5
+    return codes
 
 
-def memory_of(slots: int, device: str, *, seed: int = 0, **values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters with these values, and how often each slot was drawn."""
-    counters = new_counters(torch.device(device), seed)
-    for name, value in values.items():
-        counters[getattr(Counter, name)] = value
-    return counters, torch.zeros(slots, dtype=torch.int32, device=device)
+def leaves_for(sampler: Any, slots: int, seed: int = 0) -> np.ndarray:
+    """Masses over all orders of magnitude, or order codes, for a sampler."""
+    if isinstance(getattr(sampler, "base", sampler), RankBased):
+        return some_codes(slots, seed)
+    return random_masses(slots, slots + seed, 2**62 // slots)
 
 
-def at(counters: torch.Tensor, *names: str) -> list[int]:
-    return [int(counters[getattr(Counter, name)]) for name in names]
+@thinned("name, slots", SAMPLERS, SIZES, times=2)
+def test_draws_of_rows(name: str, slots: int, device: str, guards: Guards) -> None:
+    sampler = SAMPLERS[name]
+    newest = getattr(sampler, "newest", 0)
+    # one row more than the newest at least
+    slots = max(slots, newest + 1)
+    both = Drawn(device, sampler, leaves_for(sampler, slots), 3 * slots + slots // 3)
+    assert len(guards) > 4
+    most = slots - newest if isinstance(getattr(sampler, "base", sampler), Uniform) or name == "latest" else 257
+    # more than one schedule has steps, and more than one program draws
+    for batch in (1, 9, 33, 1, 257, 9):
+        both.compare(newest + min(batch, most))
 
 
-@pytest.mark.parametrize("slots", [*SIZES, 20_000, 100_003])
-def test_building_a_tree(slots: int, device: str, guards: Guards) -> None:
-    tree = tree_of(random_masses(slots, slots, 2**62 // slots), device, low=True, high=True)
-    assert len(guards) > len(tree.levels)
-    check_sums(tree)
+@pytest.mark.parametrize("name, slots", [("annealed", 100_003), ("uniform", 3_000_001)])
+def test_draws_of_many_rows(name: str, slots: int, device: str) -> None:
+    both = Drawn(device, SAMPLERS[name], leaves_for(SAMPLERS[name], slots), 5 * slots + 1)
+    both.compare(127)
+    both.compare(4095)
 
 
-def by_mass(
-    tree: MassTree, counters: torch.Tensor, times_sampled: torch.Tensor, drawn: int, batch: int, **how: bool
-) -> DeviceDraws:
-    return plan_draw("mass", counters, times_sampled, drawn, batch, tree.slots, tree=tree, **how).launch()
-
-
-@pytest.mark.parametrize("stratified", [True, False], ids=["stratified", "independent"])
-@pytest.mark.parametrize(
-    "slots, batch, drawn",
-    [(1, 1, 1), (1, 129, 128), (2, 5, 5), (127, 128, 127), (129, 129, 129), (4095, 33, 30), (100_003, 257, 257)],
-)
-def test_draws_by_mass(slots: int, batch: int, drawn: int, stratified: bool, device: str, guards: Guards) -> None:
-    masses = random_masses(slots, slots + batch, 2**62 // slots)
-    tree = tree_of(masses, device, low=True)
-    added, block = 3 * slots + max(slots // 3, batch), 7
-    counters, times_sampled = memory_of(slots, device, seed=-9, ADDED=added, RANDOM=block)
-    doubles = HostWords(-9).doubles(block, drawn)
-    expected, *_, total = draw_by_mass(tree_of(masses), doubles, stratified=stratified)
-    drawn_masses = masses[expected]
-    newest = np.arange(added - (batch - drawn), added)
-    slots_expected = np.concatenate((expected, newest % slots))
-
-    for lowest_of_all in (False, True):
-        counters[Counter.LOWEST] = NO_MASS
-        times_sampled.zero_()
-        found_slots, keys, probability, found_masses, *_ = by_mass(
-            tree, counters, times_sampled, drawn, batch, stratified=stratified, lowest_of_all=lowest_of_all
-        )
-        assert found_slots.tolist() == slots_expected.tolist()
-        live = np.arange(added - slots, added)
-        assert keys.tolist() == [*(int(live[live % slots == slot][0]) for slot in expected), *newest.tolist()]
-        assert found_masses.tolist() == [*drawn_masses.tolist(), *[0] * (batch - drawn)]
-        assert close(probability, [*(drawn_masses / total).tolist(), *[1.0] * (batch - drawn)], "probability")
-        assert times_sampled.tolist() == np.bincount(slots_expected, minlength=slots).tolist()
-        lowest = masses[masses > 0].min() if lowest_of_all else drawn_masses.min()
-        assert int(counters[Counter.LOWEST]) == lowest
-        # the position of the stream moves on with the weights
-        assert int(counters[Counter.RANDOM]) == block
-    check_sums(tree)
-    assert not (tree.low == DIRTY).any()
+@pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replacement"])
+def test_uniform_draws_of_all_there_are(replacement: bool, device: str, guards: Guards) -> None:
+    for count in (1, 2, 3, 5, 62, 63, 64, 65, 127, 128, 129):
+        both = Drawn(device, Combined(Uniform(replacement=replacement)), [1] * 129, 3 * 129 + count, count=count)
+        found = both.compare(count + 1).key.tolist()
+        assert replacement or sorted(found[:-1]) == list(range(3 * 129, 3 * 129 + count))
 
 
 @pytest.mark.parametrize("batch", [1, 7, 360, 450, 1000])
 def test_targets_on_the_very_first_and_last_unit_of_a_slot(batch: int, device: str, guards: Guards) -> None:
     """With as many draws as there is mass, every unit is a target once; with 360, 90 strata have a unit more."""
-    masses = np.tile([0, 1, 0, 0, 2], 150)
-    tree = tree_of(masses, device)
-    counters, times_sampled = memory_of(masses.size, device, ADDED=masses.size)
-    found, *_ = by_mass(tree, counters, times_sampled, batch, batch)
-    expected = draw_by_mass(tree_of(masses), HostWords(0).doubles(0, batch), stratified=True).slots
-    assert found.tolist() == expected.tolist()
-    if batch == masses.sum():
-        assert times_sampled.tolist() == masses.tolist()
+    masses = [0, 1, 0, 0, 2] * 150
+    both = Drawn(device, EXACT, masses, 750)
+    both.compare(batch)
+    if batch == sum(masses):
+        assert both.tested._storage.times_sampled.tolist() == masses
+
+
+# starts of steps: environments, steps of the ring, steps ever added
+RINGS = {"partly filled": (3, 40, 25), "just full": (2, 64, 64), "gone round": (3, 43, 232), "many": (7, 585, 4000)}
+RINGS |= {"levels": (16, 1250, 999)}
+
+
+def drawn_steps(device: str, sampler: Any, envs: int, steps: int, added: int, seed: int = 0) -> Drawn:
+    masses = leaves_for(sampler, envs * steps, seed)
+    # nothing stands in slots that were never written
+    masses[added * envs :] = 0
+    return Drawn(device, sampler, masses, added * envs, envs=envs)
+
+
+@thinned("name, ring", SAMPLERS, RINGS, times=2)
+def test_draws_of_starts(name: str, ring: str, device: str, guards: Guards) -> None:
+    both = drawn_steps(device, SAMPLERS[name], *RINGS[ring])
+    envs, steps, added = RINGS[ring]
+    both.compare(min(20, both.eligible // 4))
+    for left in (0, 1, min(steps, added) // 2):
+        both.compare_within(10, left * envs)
+    if name.startswith("combined"):
+        # the newest alone
+        both.compare(SAMPLERS[name].newest)
+
+
+@thinned(
+    "name, added",
+    ["uniform", "proportional", "latest", "combined", "combined-proportional", "rank"],
+    [0, 3, 11, 12, 13, 31],
+    times=2,
+)
+def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
+    name: str, added: int, device: str, guards: Guards
+) -> None:
+    """The seam of the ring lies everywhere in a block of the tree, and so does the first slot left out."""
+    both = drawn_steps(device, SAMPLERS[name], 2, 32, 64 + added, added)
+    for left in (0, 1, 7, 8, 9, 15):
+        both.compare_within(5, 2 * left)
+
+
+# by rank: with alpha 0 all ranks are drawn alike, so that as many draws as there are ranks show their order
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 7, 40, 127, 128, 129, 1000])
+def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: str, guards: Guards) -> None:
+    for seed, head in enumerate({0, 1, slots // 2, slots - 1}):
+        both = Drawn(device, ALL_RANKS, some_codes(slots, seed), 3 * slots + head % slots)
+        both.compare(both.eligible)
+        for skipped in {0, 1, slots // 3} - {slots}:
+            both.compare_within(2 * slots, skipped)
+
+
+@pytest.mark.parametrize("stored", [1, 1023, 1024, 1025, 2048, 2999, 3000])
+def test_programs_count_together_what_can_be_drawn(stored: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sizes_of_a_gpu(monkeypatch)
+    codes = np.zeros(3000, dtype=np.int64)
+    codes[np.random.default_rng(stored).permutation(3000)[:stored]] = 9
+    both = Drawn(device, SAMPLERS["combined-rank"], codes, 4234)
+    for batch in (9, 35):
+        both.compare(batch)
+
+
+def test_a_list_is_sorted_anew_after_each_change_and_in_every_graph(device: str) -> None:
+    both = Drawn(device, ALL_RANKS, some_codes(40, 1), 123)
+    tree, ranks = both.tested._state.tree, both.tested._engine.draws._ranks
+
+    def listed(capturing: bool = False) -> list[int]:
+        made = ranks.current(tree, capturing)
+        return [(3 + age) % 40 for age in made.ages[: int(made.listed)].tolist()]
+
+    def expected() -> list[int]:
+        codes = tree.masses.tolist()
+        return sorted((slot for slot in range(40) if codes[slot]), key=lambda slot: (-codes[slot], (slot - 3) % 40))
+
+    before = listed()
+    assert before == expected()
+    tree.masses[7] = 2**60
+    # the host has heard of no change
+    assert listed() == before
+    assert listed(True) == expected()
+    tree.masses[9] = 2**61
+    ranks.changed(capturing=False)
+    assert listed() == expected()
+    # what a graph changes is seen by nobody, so that from then on every sample sorts
+    ranks.changed(capturing=True)
+    for code in (2**61 + 1, 2):
+        assert listed() == expected()
+        tree.masses[30] = code
+    assert listed() == expected()
+
+
+# draws that mean nothing
+
+
+@thinned("name, envs, left", SAMPLERS, [0, 3], [0, 1, 3, 70], times=2)
+def test_draws_of_what_is_not_there_end_and_stay_inside(
+    name: str, envs: int, left: int, device: str, guards: Guards
+) -> None:
+    """Only a graph replayed after a `clear` can ask for them; they mean nothing, and must harm nothing."""
+    masses = [0] * (129 - left) + [1] * left
+    both = Drawn(device, SAMPLERS[name], masses, 3 * 129, envs=envs, count=left)
+    draws, times_sampled = both.tested._engine.draws, both.tested._storage.times_sampled
+    for skipped in (0, 30)[: 1 + (envs > 0)]:
+        times_sampled.zero_()
+        found = draws.draw(120, 0.5, skipped)
+        slots, keys = found.slots.tolist(), found.named["key"].tolist()
+        assert (min(slots) >= 0, max(slots) < 129) == (True, True)
+        assert slots == [key % 129 for key in keys]
+        assert int(times_sampled.sum()) == 120
+        assert bool(found.named["probability"].isfinite().all())
+    if name == "uniform" and not envs:
+        assert set(keys) == set(range(387 - left, 387) if left else [387 - 129])
+
+
+def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
+    both = Drawn(device, SAMPLERS["latest"], [1] * 50, 5)
+    assert both.tested._engine.draws.draw(9, None).slots.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
+
+
+@host_only
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_draw_from_fewer_starts_than_were_counted_is_refused(replacement: bool, left: int) -> None:
+    """Rather than read what is not there, or look for it for ever."""
+    buffer = Drawn("", Uniform(replacement=replacement), [left] + [0] * 7, 6, envs=1).host
+    buffer._counters[Counter.ELIGIBLE] = 6
+    before = buffer._counters.tolist()
+    if replacement and left:
+        assert buffer.sample(2).key.tolist() == [0, 0]
+        return
+    with pytest.raises(RuntimeError, match="fewer transitions can be drawn than were counted"):
+        buffer.sample(2)
+    assert buffer._counters.tolist() == before
+
+
+# weights
+
+
+@pytest.mark.parametrize("batch", [1, 128, 129, 4095])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, 1 / 3, 1e35])
+def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
+    both = Drawn(device, EXACT, random_masses(batch, batch, 2**40), batch)
+    with np.errstate(under="ignore", over="ignore"):
+        both.compare(batch, beta=beta)
+
+
+def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
+    sampler = Proportional(alpha=1.0, beta=0.3, eps=0.0, normalize="buffer")
+    both = Drawn(device, sampler, [2**40, 1], 2)
+    both.compare(1)
+    # the nearest float32 to 0.3 would give this off by 2.2e-7
+    assert abs(float(both.tested.sample(1).weight[0]) / 2.0 ** (-40 * 0.3) - 1) < 6.1e-8
+
+
+def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guards) -> None:
+    both = Drawn(device, SAMPLERS["annealed"], [50] * 1000, 1000)
+    tree, draws = both.tested._state.tree, both.tested._engine.draws
+    draws.draw(3, 0.5)
+    assert tree.low.tolist() == [50] * 8
+    # changed behind the tree's back: seen only where a mark says so
+    tree.masses[130], tree.masses[700], tree.low[130 // 128] = 3, 2, DIRTY
+    draws.counters[Counter.LOWEST] = NO_MASS
+    draws.draw(3, 0.5)
+    assert (int(draws.counters[Counter.LOWEST]), tree.low.tolist()) == (3, [50, 3, *[50] * 6])
+
+
+# arithmetic
 
 
 @triton.jit
@@ -169,128 +353,6 @@ def test_division_by_a_reciprocal_is_exact(device: str) -> None:
     division_kernel[(1,)](numbers, by, reciprocals, out, COUNT=count)
     assert out[:count].tolist() == [number // divisor for number, divisor in pairs]
     assert out[count:].tolist() == [number % divisor for number, divisor in pairs]
-
-
-def test_only_blocks_that_changed_are_looked_at_again(device: str, guards: Guards) -> None:
-    masses = np.full(1000, 50, dtype=np.int64)
-    tree = tree_of(masses, device, low=True)
-    counters, times_sampled = memory_of(1000, device)
-    draw = {"drawn": 3, "batch": 3, "stratified": True, "lowest_of_all": True}
-    by_mass(tree, counters, times_sampled, **draw)
-    assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (50, [50] * 8)
-    # changed behind the tree's back: seen only where a mark says so
-    tree.masses[130], tree.masses[700] = 3, 2
-    tree.low[130 // 128] = DIRTY
-    counters[Counter.LOWEST] = NO_MASS
-    by_mass(tree, counters, times_sampled, **draw)
-    assert (int(counters[Counter.LOWEST]), tree.low.tolist()) == (3, [50, 3, *[50] * 6])
-
-
-@pytest.mark.parametrize("slots", [1, 129, 20_000])
-def test_draws_from_a_tree_without_mass_stay_inside(slots: int, device: str, guards: Guards) -> None:
-    """Only a replayed graph can ask for them; they mean nothing, and must harm nothing."""
-    tree = tree_of(np.zeros(slots, dtype=np.int64), device)
-    counters, times_sampled = memory_of(slots, device)
-    found, *_ = by_mass(tree, counters, times_sampled, 9, 12)
-    assert int(found.min()) >= 0
-    assert int(found.max()) < slots
-    assert int(times_sampled.sum()) == 12
-
-
-def weights(
-    masses: torch.Tensor, counters: torch.Tensor, schedule: torch.Tensor | None, beta: float, drawn: int
-) -> torch.Tensor:
-    """The weights that a gather of nothing makes."""
-    weighing = pending_weights(masses, counters, schedule, beta, drawn)
-    gather = plan_gather({}, {}, masses.numel(), masses.device, weighed=True)
-    assert gather(masses, weighing) == {}
-    return weighing.weight
-
-
-@pytest.mark.parametrize("batch", SIZES)
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0, 1 / 3, 1e35])
-def test_weights(beta: float, batch: int, device: str, guards: Guards) -> None:
-    masses = random_masses(batch, batch, 2**40)
-    lowest = int(masses[masses > 0].min())
-    counters, _ = memory_of(0, device, LOWEST=lowest)
-    weight = weights(torch.from_numpy(masses).to(device), counters, None, beta, batch)
-    drawn, expected = masses > 0, np.ones(batch, dtype=np.float32)
-    with np.errstate(under="ignore", over="ignore"):
-        expected[drawn] = importance_weights(masses[drawn], lowest, beta)
-    assert close(weight, expected.tolist(), "weight")
-    assert at(counters, "STEP", "TICKET", "LOWEST", "RANDOM") == [1, 0, NO_MASS, -(-batch // 4)]
-
-
-def test_weights_have_more_than_the_digits_of_a_float32_beta(device: str) -> None:
-    beta, ratio = 0.3, 2.0**-40
-    counters, _ = memory_of(0, device, LOWEST=1)
-    weight = weights(torch.tensor([2**40], device=device), counters, None, beta, 1)
-    # the nearest float32 to 0.3 would give this off by 2.2e-7
-    assert abs(float(weight[0]) / ratio**beta - 1) < 6.1e-8
-
-
-def test_the_schedule_is_that_of_the_settings(device: str) -> None:
-    beta = LinearSchedule(0.25, 1.0, 6)
-    schedule = torch.tensor([beta.start, beta.end - beta.start, 6.0], dtype=torch.float64, device=device)
-    counters = new_counters(torch.device(device), seed=0)
-    masses = torch.tensor([2**20, 1], device=device)
-    for step in range(8):
-        counters[Counter.LOWEST] = 1
-        weight = weights(masses, counters, schedule, 0.0, 2)
-        assert close(weight, [2.0 ** (-20 * beta(step)), 1.0], "weight")
-
-
-# uniform draws
-
-
-@pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replacement"])
-@pytest.mark.parametrize(
-    "count, capacity, drawn, batch",
-    [
-        *((count, count, count, count) for count in (1, 2, 3, 5, 62, 63, 64, 65, 127, 128, 129)),
-        (129, 4095, 100, 128),
-        (4095, 4095, 129, 130),
-        (100_003, 100_003, 127, 127),
-        (3_000_001, 3_000_001, 4095, 4095),
-    ],
-)
-def test_uniform_draws(
-    count: int, capacity: int, drawn: int, batch: int, replacement: bool, device: str, guards: Guards
-) -> None:
-    added, block = 5 * capacity + 1, 3
-    counters, times_sampled = memory_of(
-        capacity, device, seed=2**63 + 5, ADDED=added, FIRST=added - count, RANDOM=block
-    )
-    slots, keys, probability, weight, *_ = plan_draw(
-        "uniform", counters, times_sampled, drawn, batch, capacity, replacement=replacement
-    ).launch()
-    random_bits = HostWords(2**63 + 5)
-    if replacement:
-        ranks = independent_ranks(count, random_bits.doubles(block, drawn))
-    else:
-        ranks = permuted_ranks(count, drawn, random_bits.words(block, PERMUTATION_WORDS))
-    expected = np.concatenate((added - count + ranks, np.arange(added - (batch - drawn), added)))
-    assert (keys.tolist(), slots.tolist()) == (expected.tolist(), (expected % capacity).tolist())
-    assert close(probability, [*[1 / count] * drawn, *[1.0] * (batch - drawn)], "probability")
-    assert weight.tolist() == [1.0] * batch
-    assert times_sampled.tolist() == np.bincount(expected % capacity, minlength=capacity).tolist()
-    used = drawn if replacement else PERMUTATION_WORDS
-    assert at(counters, "STEP", "TICKET", "RANDOM") == [1, 0, block + -(-used // 4)]
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 70])
-def test_more_distinct_draws_than_there_are_end_and_stay_inside(count: int, device: str, guards: Guards) -> None:
-    """Only a graph replayed after a `clear` can ask for them."""
-    counters, times_sampled = memory_of(129, device, seed=1, ADDED=200, FIRST=200 - count)
-    slots, keys, *_ = plan_draw("uniform", counters, times_sampled, 120, 128, 129).launch()
-    assert slots.tolist() == [key % 129 for key in keys.tolist()]
-    assert set(keys.tolist()[:120]) == set(range(200 - count, 200) if count else [200 - 129])
-
-
-def test_the_newest_of_a_buffer_younger_than_a_replayed_batch_stay_inside(device: str, guards: Guards) -> None:
-    counters, times_sampled = memory_of(50, device, seed=1, ADDED=5)
-    slots, keys, *_ = plan_draw("uniform", counters, times_sampled, 0, 9, 50).launch()
-    assert slots.tolist() == keys.tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 4]
 
 
 def test_what_the_guards_see(device: str) -> None:

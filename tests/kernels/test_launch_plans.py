@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import CASES, calls_of, made
 from launches import TARGETS, recorded, rows_of
-from test_launch_counts import ATARI, BETA, EVERYTHING, of_steps, some_fields
 
-from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer, Uniform, validation
+from gpu_replay import validation
 from gpu_replay.ops.counters import Counter
 from gpu_replay.ops.launch import Launch, aligned, plans
-
-FIELDS = some_fields(5)
 
 
 def specialisation(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
@@ -54,72 +52,44 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return moved.copy_(tensor)
 
 
-def with_goals() -> Any:
-    """The engine of a buffer whose goals can be replaced."""
-    fields = {name: Field((3,), torch.float32) for name in ("obs.achieved_goal", "obs.desired_goal", "action")}
-    return of_steps(400, 8, fields, Uniform(), relabel=Hindsight(reward_fn=torch.dist))._engine
-
-
-def calls_of(buffer: Any, rows: int) -> list[Callable[[], object]]:
+def calls_of_all_kinds(buffer: Any) -> list[Callable[[], object]]:
     """Calls in every form that makes other launches."""
-    given = rows_of(buffer, rows, final=True)
+    # what no launch has counted
+    buffer._counters[Counter.ADDED] = 80
+    rows = getattr(buffer, "num_envs", 8)
+    given, priority = rows_of(buffer, rows, final=True), torch.ones(rows)
     keys, priorities = torch.arange(6), torch.rand(6)
-    return [
-        lambda: buffer.add(**given),
+    calls = [
+        *calls_of(buffer, rows).values(),
         lambda: buffer.add(**{name: shifted(value) for name, value in given.items()}),
-        lambda: buffer.add(**given, priority=torch.ones(rows)),
-        lambda: buffer.add(**given, priority=torch.ones(rows, dtype=torch.float64)),
-        lambda: buffer.add(**given, priority=shifted(torch.ones(rows))),
-        lambda: buffer.sample(5),
-        lambda: buffer.sample(6),
-        lambda: buffer.sample(6, beta=0.5),
-        lambda: buffer.sample(6, beta=1e40),
-        lambda: buffer.update_priorities(keys, priorities),
+        lambda: buffer.add(**given, priority=priority.double()),
+        lambda: buffer.add(**given, priority=shifted(priority)),
+        lambda: buffer._engine.sample(6, 1e40),
         lambda: buffer.update_priorities(keys, priorities.double()),
         lambda: buffer.update_priorities(keys, priorities.half()),
         lambda: buffer.update_priorities(shifted(keys), priorities),
         lambda: buffer.update_priorities(keys, shifted(priorities)),
+        lambda: buffer._engine.stored(torch.arange(7)),
     ]
+    if getattr(buffer, "relabel", None):
+        calls.append(lambda: buffer._engine.choose_goals(shifted(torch.arange(5)), 4, "future"))
+    return calls
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        pytest.param(EVERYTHING, id="everything"),
-        pytest.param(Uniform(), id="uniform", marks=pytest.mark.slow),
-        pytest.param(Combined(RankBased(beta=BETA), newest=2), id="rank", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("kind", ["transitions", "steps"])
+@pytest.mark.parametrize("name", ["classic, 3 levels, all options", "by rank", "atari to float", "goals"])
 def test_what_one_plan_launches_is_the_same_code_to_triton(
-    kind: str, sampler: Any, planned: dict[Launch, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+    name: str, planned: dict[Launch, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # on a GPU priorities keep their dtype
     monkeypatch.setattr(validation, "as_priorities", lambda name, value, rows, device, *, as_array: value)
     with recorded():
-        if kind == "steps":
-            buffer: Any = of_steps(400, 8, ATARI, sampler, stack=2, n_step=2, autoreset="same_step", random_shift=2)
-        else:
-            buffer = ReplayBuffer(100, FIELDS, sampler=sampler, device="cpu")
-        for call in calls_of(buffer, 8) * 2:
-            call()
-        # what no launch has counted
-        buffer._counters[Counter.ADDED] = 80
-        more = [lambda: buffer._engine.stored(torch.arange(7))]
-        if kind == "steps":
-            goals = with_goals()
-            more += [lambda: buffer.sample_sequences(5, 1), lambda: buffer.sample_sequences(5, 3, beta=0.5)]
-            more += [lambda: goals.choose_goals(torch.arange(9), 4, "future")]
-            more += [lambda: goals.choose_goals(shifted(torch.arange(9)), 4, "future")]
-        for call in more * 2:
+        buffer = made(*CASES[name])
+        for call in calls_of_all_kinds(buffer) * 2:
             call()
     again = {launch: calls for launch, calls in planned.items() if len(calls) > 1}
-    # adds, draws and gathers of two sizes, updates of three dtypes; weights with a schedule and without, adds with
-    # priorities of two dtypes and without
-    least = 9 if isinstance(sampler, Uniform) else 12
-    # rows that are read; draws and gathers of sequences of two lengths, and goals
-    least += 6 if kind == "steps" else 1
-    assert len(again) >= least
+    # adds with priorities of two dtypes and without, draws and gathers of two sizes, rows that are read, updates of
+    # three dtypes
+    assert len(again) >= 12
     for launch, calls in again.items():
         kernel, settings = launch._kernel, launch._settings
         assert tuple(kernel.arg_names[len(calls[0]) :]) == tuple(n for n in kernel.arg_names if n in settings)
@@ -128,10 +98,10 @@ def test_what_one_plan_launches_is_the_same_code_to_triton(
 
 def test_a_narrowed_draw_has_plans_of_its_own() -> None:
     with recorded() as launches:
-        buffer = of_steps(400, 8, ATARI, Proportional())
+        buffer = made(*CASES["atari"])
         buffer.sample(4)
         tree = launches[0].arguments[0]
-        narrowed = buffer._draws.restricted_to(torch.ones(400, dtype=torch.bool))
+        narrowed = buffer._draws.restricted_to(torch.ones(buffer.capacity, dtype=torch.bool))
         narrowed.draw(4, None)
         assert launches[-1].arguments[0][0].data_ptr() == narrowed.state.masses.levels[0].data_ptr()
         buffer.sample(4)
@@ -197,15 +167,11 @@ def test_plans_are_few() -> None:
         assert kept.cache_info().currsize <= 64
 
 
-@pytest.mark.parametrize("kind", ["transitions", "steps"])
-def test_plans_do_not_keep_a_buffer_that_is_dropped(kind: str) -> None:
+@pytest.mark.parametrize("name", ["classic, 3 levels, all options", "atari"])
+def test_plans_do_not_keep_a_buffer_that_is_dropped(name: str) -> None:
     with recorded():
-        buffer: Any = (
-            of_steps(400, 8, ATARI, Proportional())
-            if kind == "steps"
-            else ReplayBuffer(100, FIELDS, sampler=Proportional(), device="cpu")
-        )
-        for call in calls_of(buffer, 8):
+        buffer = made(*CASES[name])
+        for call in calls_of_all_kinds(buffer):
             call()
     memory = weakref.ref(buffer._storage.times_sampled)
     gc.collect()

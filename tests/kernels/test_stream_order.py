@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from kernel_cases import GOALS, made
 from launches import kernel_class, recorded, rows_of
 from places import pinned_on_the_cpu
 from torch import Tensor
@@ -33,7 +34,6 @@ from gpu_replay import (
     Proportional,
     RankBased,
     ReplayBuffer,
-    TrajectoryReplayBuffer,
     Uniform,
 )
 from gpu_replay.engines.device import DeviceEngine
@@ -76,27 +76,19 @@ def test_a_call_comes_after_all_earlier_calls_and_no_other_work(cuda: FakeCuda, 
         calls.append(f"call {number}")
 
 
-def test_turns_within_a_turn_are_part_of_it(cuda: FakeCuda) -> None:
-    order, side = StreamOrder(CUDA), cuda.Stream()
-    with order.ordered():
-        take(order, cuda, "inner")
-        cuda.work("rest")
-    take(order, cuda, "next", side)
-    assert cuda.before("next") == {"inner", "rest"}
-
-
-def test_a_call_that_raised_has_had_its_turn(cuda: FakeCuda) -> None:
+def test_turns_within_a_turn_are_part_of_it_though_it_raises(cuda: FakeCuda) -> None:
     order, side = StreamOrder(CUDA), cuda.Stream()
 
     def half() -> None:
         with order.ordered():
-            cuda.work("half")
+            take(order, cuda, "inner")
+            cuda.work("rest")
             raise KeyError
 
     with pytest.raises(KeyError):
         half()
     take(order, cuda, "next", side)
-    assert cuda.before("next") == {"half"}
+    assert cuda.before("next") == {"inner", "rest"}
 
 
 def test_captured_calls_wait_for_nothing_and_nothing_waits_for_them(cuda: FakeCuda) -> None:
@@ -198,7 +190,6 @@ def test_values_of_other_streams_are_held_until_they_are_read(cuda: FakeCuda) ->
 # every call takes its turn
 
 OBSERVED = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
-GOALS = {name: Field((2,), torch.float32) for name in ("obs.observation", "obs.achieved_goal", "obs.desired_goal")}
 # what gives another view of the same memory, and touches none
 VIEWS = {"slice", "select", "view", "detach", "alias", "unsqueeze", "squeeze", "expand", "as_strided", "t", "transpose"}
 READ = {"tolist", "numpy", "item", "__int__", "__bool__", "__float__", "__array__"}
@@ -278,35 +269,22 @@ def watched(buffer: Any, launches: list[Any]) -> Iterator[Watch]:
         watch.look(self.__name__, arguments)
         launch(self, *arguments, **named)
 
-    with pytest.MonkeyPatch.context() as patch, watched_by(watch):
+    with pytest.MonkeyPatch.context() as patch, seen_by(watch):
         patch.setattr(kernel_class(), "run", launched)
-        # launches that are not made count nothing
-        for engine in (TrajectoryDeviceEngine, DeviceEngine):
-            patch.setattr(engine, "count_at_least", lambda self, wanted, skipped: wanted)
-        # nor do they fill anything
-        patch.setattr(torch, "empty", torch.zeros)
         yield watch
 
 
 @contextmanager
-def watched_by(watch: Watch) -> Iterator[None]:
-    """Within it the watch sees what torch does."""
-    with Operations(watch), Reads(watch):
+def seen_by(watch: Watch) -> Iterator[None]:
+    """Within it the watch sees what torch does, with a buffer that takes itself for filled."""
+    with pytest.MonkeyPatch.context() as patch, Operations(watch), Reads(watch):
+        # launches that are not made count nothing
+        for engine in (TrajectoryDeviceEngine, DeviceEngine):
+            patch.setattr(engine, "count_at_least", lambda self, wanted, skipped: wanted)
+        patch.setattr(TrajectoryDeviceEngine, "span_of_steps", lambda self: (0, 5))
+        # nor do they fill anything
+        patch.setattr(torch, "empty", torch.zeros)
         yield
-
-
-def of_transitions(sampler: Any) -> ReplayBuffer:
-    return ReplayBuffer(30, OBSERVED, sampler=sampler, device="cpu")
-
-
-def of_steps(sampler: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(30, 3, OBSERVED, sampler=sampler, device="cpu", autoreset="same_step", stack=2)
-
-
-def of_goals(sampler: Any) -> TrajectoryReplayBuffer:
-    relabel = Hindsight(reward_fn=lambda achieved, desired: achieved.sum(-1), ratio=0.5)
-    fields = {**GOALS, "action": Field((), torch.int64)}
-    return TrajectoryReplayBuffer(30, 3, fields, sampler=sampler, device="cpu", relabel=relabel)
 
 
 def read_keys(buffer: Any) -> None:
@@ -327,33 +305,35 @@ CALLS: dict[str, Any] = {
     **{name: methodcaller(name) for name in ("clear", "stats", "masses", "total_mass", "begin_episodes")},
     "state": lambda buffer: buffer.load_state_dict(buffer.state_dict()),
 }
-BUFFERS: dict[str, Any] = {
-    "transitions": lambda: of_transitions(Combined(Proportional(initial="stored"))),
-    "transitions by rank": lambda: of_transitions(RankBased()),
-    "transitions alike": lambda: of_transitions(Uniform()),
-    "steps": lambda: of_steps(Proportional(normalize="buffer")),
-    "steps by rank": lambda: of_steps(RankBased()),
-    "steps alike": lambda: of_steps(Uniform()),
-    "goals": lambda: of_goals(Proportional()),
+STACKS = {"autoreset": "same_step", "stack": 2}
+RELABEL = {"relabel": Hindsight(reward_fn=lambda achieved, desired: achieved.sum(-1), ratio=0.5)}
+BUFFERS: dict[str, tuple[Any, ...]] = {
+    "transitions": (30, OBSERVED, Combined(Proportional(initial="stored"))),
+    "transitions by rank": (30, OBSERVED, RankBased()),
+    "transitions alike": (30, OBSERVED, Uniform()),
+    "steps": (30, OBSERVED, Proportional(normalize="buffer"), STACKS, 3),
+    "steps by rank": (30, OBSERVED, RankBased(), STACKS, 3),
+    "steps alike": (30, OBSERVED, Uniform(), STACKS, 3),
+    "goals": (30, GOALS, Proportional(), RELABEL, 3),
 }
+
+
+def calls_for(kind: str, folder: Path) -> dict[str, Any]:
+    """The calls that such a buffer has."""
+    missing = ["masses", "total_mass"] if "alike" in kind or "rank" in kind else []
+    missing += ["begin_episodes"] if kind.startswith("transitions") else []
+    missing += [] if kind.startswith("steps") else ["sample_sequences"]
+    calls = {**CALLS, "save": lambda buffer: buffer.save(folder / "saved")}
+    return {name: call for name, call in calls.items() if name not in missing}
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
     with recorded() as launches:
-        buffer = BUFFERS[kind]()
+        buffer = made(*BUFFERS[kind])
         buffer.add(**rows_of(buffer, 3, final=True))
-        calls = {**CALLS, "save": lambda buffer: buffer.save(tmp_path / "saved")}
-        if isinstance(buffer, ReplayBuffer):
-            del calls["sample_sequences"], calls["begin_episodes"]
-        elif kind == "goals":
-            del calls["sample_sequences"]
-        if "alike" in kind or "rank" in kind:
-            del calls["masses"], calls["total_mass"]
         with watched(buffer, launches) as watch:
-            if isinstance(buffer, TrajectoryReplayBuffer):
-                buffer._engine.span_of_steps = lambda: (0, 5)
-            for name, call in calls.items():
+            for name, call in calls_for(kind, tmp_path).items():
                 watch.touched = 0
                 call(buffer)
                 assert watch.astray == [], name
@@ -364,30 +344,19 @@ def test_every_call_takes_its_turn(kind: str, tmp_path: Path) -> None:
 def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path: Path, cuda: FakeCuda) -> None:
     """Kernels read and write them in their turn; where the host does, work of earlier calls may be under way."""
     with recorded(), pinned_on_the_cpu():
-        buffer = BUFFERS[kind]()
+        buffer = made(*BUFFERS[kind])
         rows = rows_of(buffer, 3, final=True)
         buffer.add(**rows)
         (pinned,) = cuda.pinned
         watch = Watch(buffer)
         watch._memory = {pinned}
         buffer._stream_order.settle = lambda: setattr(watch, "depth", 1)
-        calls = {**CALLS, "save": lambda buffer: buffer.save(tmp_path / "saved"), "copy": copy.deepcopy}
-        calls["batches"] = lambda buffer: list(buffer.batches(2))
+        calls = {**calls_for(kind, tmp_path), "copy": copy.deepcopy, "batches": lambda each: list(each.batches(2))}
         if kind == "steps":
             many = {name: value[None].repeat(3, *[1] * value.dim()) for name, value in rows.items()}
             calls["extend"] = lambda buffer: buffer.extend(**many)
-        if kind != "steps":
-            del calls["sample_sequences"]
-        if kind == "transitions":
-            del calls["begin_episodes"]
         waited = set()
-        with watched_by(watch), pytest.MonkeyPatch.context() as patch:
-            for engine in (TrajectoryDeviceEngine, DeviceEngine):
-                patch.setattr(engine, "count_at_least", lambda self, wanted, skipped: wanted)
-            # launches that are not made fill nothing
-            patch.setattr(torch, "empty", torch.zeros)
-            if kind != "transitions":
-                buffer._engine.span_of_steps = lambda: (0, 5)
+        with seen_by(watch):
             for name, call in calls.items():
                 watch.depth = watch.touched = 0
                 call(buffer)
@@ -400,7 +369,7 @@ def test_the_host_touches_pinned_fields_only_after_it_waited(kind: str, tmp_path
 
 def test_a_call_out_of_turn_is_seen() -> None:
     with recorded() as launches:
-        buffer = of_transitions(Proportional())
+        buffer = made(30, OBSERVED, Proportional())
         with watched(buffer, launches) as watch:
             buffer._counters.tolist()
             buffer._storage.times_sampled.zero_()

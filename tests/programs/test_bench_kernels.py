@@ -1,4 +1,4 @@
-"""The kernel microbenchmarks: their registry, their checks, what is recorded, tables and plots."""
+"""The kernel microbenchmarks: their checks, what is recorded of cases that fail, tables and plots."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, record
+from torch import Tensor
 
 from gpu_replay.bench import kernel_checks, kernels, plots, records, report
 from gpu_replay.bench import main as commands
-from gpu_replay.bench.cases import OURS, Case
 from gpu_replay.bench.kernel_checks import Implementation
 from gpu_replay.bench.kernel_inputs import Inputs
-from gpu_replay.bench.kernels import KERNELS, inputs, makers
+from gpu_replay.bench.kernels import inputs, makers
+from gpu_replay.bench.main import Suite, Work
 from gpu_replay.bench.measure import Plan, Run
+from gpu_replay.bench.operations import KERNELS, OPERATIONS, OURS, Case
 from gpu_replay.bench.records import DeviceLost, Record
-from gpu_replay.bench.report import best_baseline, kernels_table
 from gpu_replay.bench.subjects import EPS
 from gpu_replay.console.progress import Progress
 
@@ -31,22 +33,16 @@ def kernel(case: str = "draw/N=10k/B=32", implementation: str = OURS, median: fl
     return record(case, median, implementation, suite="kernels", timing=changes.pop("timing", "host"), **changes)
 
 
-# the registry
-
-
-def test_baselines_end_where_they_stop_being_right() -> None:
-    assert list(makers(Case("draw", 2**24, 32))) == [OURS, *KERNELS["draw"].baselines]
-    assert list(makers(Case("draw", 10**8, 32))) == [OURS, "searchsorted alone", "cumsum + searchsorted"]
-    for kernel in KERNELS.values():
-        names = list(kernel.baselines)
-        single = [name for name in names if "float32" in name or name == "multinomial"]
-        assert single == names[len(names) - kernel.float32 :]
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch: Patch) -> None:
+    quicker(monkeypatch)
+    monkeypatch.setattr(kernels, "flush_bytes", lambda device: 4096)
 
 
 def right_answers(operation: str, device: torch.device, slots: int, batch: int) -> None:
     kind = KERNELS[operation]
     slots = 2000 if kind.dtype is not None else slots
-    case = Case(operation, slots if kind.memory[0] else 0, batch if kind.memory[1] else 0)
+    case = Case(operation, slots if kind.slot or kind.drawn else 0, batch if kind.drawn else 0)
     given, wrong = inputs(case, device), {}
     for name, make in makers(case).items():
         work = make(given)
@@ -71,6 +67,11 @@ def test_every_implementation_gives_right_answers_on_a_gpu(operation: str) -> No
     right_answers(operation, CUDA, 100_003, 256)
 
 
+def test_baselines_end_where_they_stop_being_right() -> None:
+    assert list(makers(Case("draw", 2**24, 32))) == [OURS, *KERNELS["draw"].baselines]
+    assert list(makers(Case("draw", 10**8, 32))) == [OURS, "searchsorted alone", "cumsum + searchsorted"]
+
+
 # checks
 
 
@@ -84,9 +85,6 @@ def test_draws_outside_of_their_strata_are_noticed() -> None:
         (reason,) = kernel_checks.wrong_draws(weights, torch.tensor(wrong))
         assert reason.startswith(f"{count} of 4 draws")
     assert "slots from 0 to 7 of 7" in kernel_checks.wrong_draws(weights, torch.tensor([0, 2, 4, 7]))[0]
-
-
-def test_draws_in_other_shares_are_noticed() -> None:
     weights = torch.arange(1, 1001, dtype=torch.float32)
     torch.manual_seed(0)
     assert kernel_checks.wrong_shares(weights, torch.multinomial(weights, 4096, replacement=True)) == []
@@ -96,33 +94,32 @@ def test_draws_in_other_shares_are_noticed() -> None:
 def test_other_wrong_answers_are_noticed() -> None:
     values = torch.arange(10)
     assert kernel_checks.wrong_scan(values, values.cumsum(0)) == []
-    assert kernel_checks.wrong_scan(values, values.cumsum(0) + 1)
-    assert kernel_checks.wrong_scan(values, values)
-    assert kernel_checks.wrong_totals(values, 45) == []
+    assert all(kernel_checks.wrong_scan(values, sums) for sums in (values.cumsum(0) + 1, values))
+    assert kernel_checks.wrong_totals(values, 45) == kernel_checks.wrong_totals(values, torch.tensor(46), 0.05) == []
     assert kernel_checks.wrong_totals(values, 46)
-    assert kernel_checks.wrong_totals(values, torch.tensor(46), slack=0.05) == []
-    inputs = Inputs(1000, 32, CPU)
-    order = torch.sort(inputs.priorities, descending=True).indices
-    ranks = torch.searchsorted(inputs.rank_masses, inputs.rank_masses[-1] * torch.arange(32) // 32, right=True)
-    assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks]) == []
-    assert kernel_checks.wrong_ranks(inputs.priorities, inputs.rank_masses, order[ranks.flip(0)])
-    rows = {name: values[inputs.slots[0]] for name, values in inputs.rows.items()}
-    assert kernel_checks.wrong_rows(rows, inputs) == []
+    given = Inputs(1000, 32, CPU)
+    order = torch.sort(given.priorities, descending=True).indices
+    ranks = torch.searchsorted(given.rank_masses, given.rank_masses[-1] * torch.arange(32) // 32, right=True)
+    assert kernel_checks.wrong_ranks(given.priorities, given.rank_masses, order[ranks]) == []
+    assert kernel_checks.wrong_ranks(given.priorities, given.rank_masses, order[ranks.flip(0)])
+    rows = {name: values[given.slots[0]] for name, values in given.rows.items()}
     mixed = {**rows, "reward": rows["reward"].roll(1)}
-    assert kernel_checks.wrong_rows(mixed, inputs) == ["rows of 'reward' are not those of their slots"]
+    wrong = [kernel_checks.wrong_rows(found, given) for found in (rows, mixed)]
+    assert wrong == [[], ["rows of 'reward' are not those of their slots"]]
 
 
 @pytest.mark.parametrize(("fault", "message"), [(None, None), ("scale", "as given"), ("other", "have changed")])
 def test_wrong_updates_are_noticed(fault: str | None, message: str | None) -> None:
-    inputs = Inputs(1000, 32, CPU)
-    powers = inputs.priorities.double() + 1
+    given = Inputs(1000, 32, CPU)
+    powers = given.priorities.double() + 1
 
-    def update(slots: torch.Tensor, errors: torch.Tensor) -> None:
+    def update(slots: Tensor, errors: Tensor) -> None:
         powers[slots] = (errors.double() + EPS) ** 0.6 * (1.01 if fault == "scale" else 1)
         if fault == "other":
             powers[(slots[0] + 1) % 1000] += 1
 
-    wrong = kernel_checks.wrong_update(update, lambda: powers, powers.sum, inputs, slack=1e-9)
+    index = SimpleNamespace(update=update, weights=lambda: powers, total=powers.sum, slack=1e-9, unit=1.0)
+    wrong = kernel_checks.wrong_update(index, given)
     assert wrong == [] if message is None else message in wrong[0]
 
 
@@ -135,7 +132,7 @@ def run() -> Run:
 
 
 def replaced(monkeypatch: Patch, **changes: Any) -> None:
-    monkeypatch.setitem(KERNELS, "prefix-sum", replace(KERNELS["prefix-sum"], **changes))
+    monkeypatch.setitem(OPERATIONS, "prefix-sum", replace(OPERATIONS["prefix-sum"], **changes))
 
 
 def wrong_work(inputs: Inputs) -> Implementation:
@@ -147,44 +144,35 @@ def measured(*cases: Case) -> list[Record]:
         return list(kernels.records(run(), cases, progress))
 
 
-@pytest.fixture(autouse=True)
-def small_caches(monkeypatch: Patch) -> None:
-    quicker(monkeypatch)
-    monkeypatch.setattr(kernels, "flush_bytes", lambda device: 4096)
-
-
-def test_a_record_says_how_it_was_made() -> None:
+def test_a_record_says_how_it_was_made(monkeypatch: Patch, capsys: Capture) -> None:
     case = Case("prefix-sum", 1000, 0)
     ours, theirs = measured(case)
     assert ((ours.implementation, theirs.implementation), ours.flush) == ((OURS, "cumsum"), 4096)
     assert (ours.timing, ours.tests, ours.suite, ours.bytes) == ("host", "passed", "kernels", 16_000)
     assert (measured(Case("draw", 1000, 32))[0].flush, Record.parse(ours.line())) == (0, ours)
-
-
-def test_wrong_answers_are_not_measured(monkeypatch: Patch, capsys: Capture) -> None:
-    case = Case("prefix-sum", 1000, 0)
+    # a baseline with wrong answers is left out, with a word
     replaced(monkeypatch, baselines={"cumsum": wrong_work})
     assert [each.implementation for each in measured(case)] == [OURS]
     assert "cumsum is not measured in prefix-sum/N=1k: it is all wrong." in capsys.readouterr().err
-    replaced(monkeypatch, ours=wrong_work)
-    # a case that fails leaves a line, and the next one is measured
-    assert [each.case for each in measured(case, Case("draw", 1000, 32))][:1] == ["draw/N=1k/B=32"]
-    assert "prefix-sum/N=1k failed: gpu_replay is not measured" in capsys.readouterr().err
+    # and so is what does not fit
+    monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
+    assert measured(Case("rank-draw", 10**8, 32)) == []
+    assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
+    assert kernels.too_large(Case("draw", 10**6, 32), CPU) is None
 
 
 def test_a_case_that_fails_leaves_a_line_and_stops_nothing(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     replaced(monkeypatch, ours=wrong_work)
+    monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
     file, errors = tmp_path / "kernels.jsonl", tmp_path / "kernels.errors.jsonl"
     command = ["kernels", "--device", "cpu", "--quick", "--only", "N=10k", "--skip", "*draw*", "--skip", "update*"]
     assert commands.main([*command, "--output", str(file)]) == 1
     (line,) = map(json.loads, errors.read_text().splitlines())
     assert (line["case"], line["timing"]) == ("prefix-sum/N=10k", "host")
-    assert "it is all wrong" in line["error"]
-    assert {each.case for each in records.read(file)} == {
-        "tree-build/N=10k",
-        "row-gather/N=10k/B=32",
-        "row-gather/N=10k/B=256",
-    }
+    assert "gpu_replay is not measured in prefix-sum/N=10k: it is all wrong" in line["error"]
+    gathers = {f"row-gather/N=10k/B={batch}" for batch in (32, 256)}
+    assert {each.case for each in records.read(file)} == {"tree-build/N=10k", *gathers}
+    assert all(each.quick and each.tests is None for each in records.read(file))
     capsys.readouterr()
     # what was recorded or failed is not missing
     assert commands.main([*command, "--output", str(file), "--missing"]) == 1
@@ -200,41 +188,14 @@ def test_a_device_that_is_lost_ends_the_suite(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     cases, on_gpu = [Case("draw", 1000, 32)] * 2, replace(run(), device=CUDA)
-    with (
-        Progress(2, "test") as progress,
-        pytest.raises(DeviceLost, match="lost since draw/N=1k/B=32: a kernel ended badly"),
-    ):
+    with Progress(2, "test") as progress, pytest.raises(DeviceLost, match="lost since draw/N=1k/B=32: a kernel ended"):
         list(on_gpu.each(cases, progress, fails))
-    monkeypatch.setitem(commands.SUITES, "gpu", (lambda options: list(on_gpu.each(cases, progress, fails)), "nothing"))
+
+    def work(options: object) -> Work:
+        return Work(list(on_gpu.each(cases, progress, fails)))  # type: ignore[arg-type]
+
+    monkeypatch.setitem(commands.SUITES, "gpu", Suite(work, "nothing"))
     assert commands.main(["gpu"]) == commands.LOST
-
-
-def test_what_does_not_fit_is_skipped_with_a_word(monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr(kernels, "free_bytes", lambda device: 4_000_000_000)
-    assert measured(Case("rank-draw", 10**8, 32)) == []
-    assert "rank-draw/N=100M/B=32 is skipped: it takes 20.0 GB and 4.0 GB are free." in capsys.readouterr().err
-    assert kernels.too_large(Case("draw", 10**6, 32), CPU) is None
-
-
-# the command
-
-
-@pytest.mark.slow
-def test_bench_kernels_measures_records_and_draws(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(commands, "failed_tests", lambda *_: pytest.fail("a trial runs no tests"))
-    file = tmp_path / "kernels.jsonl"
-    arguments = ["kernels", "--device", "cpu", "--quick", "--only", "draw", "--output", str(file)]
-    assert commands.main(arguments) == 0
-    found = records.read(file)
-    assert {each.case for each in found} == {"draw/N=10k/B=32", "draw/N=10k/B=256"}
-    assert {each.implementation for each in found} == set(makers(Case("draw", 10_000, 32)))
-    assert all(each.quick and each.tests is None and each.timing == "host" for each in found)
-    assert "| draw" in capsys.readouterr().out
-    assert commands.main(["plot", str(file)]) == 0
-    drawn = sorted(path.name for path in (tmp_path / "kernels").iterdir())
-    assert drawn == ["draw.png", "roofline.png"]
-    assert (tmp_path / "kernels" / "draw.png").read_bytes().startswith(b"\x89PNG")
 
 
 # tables and plots
@@ -242,22 +203,17 @@ def test_bench_kernels_measures_records_and_draws(tmp_path: Path, monkeypatch: P
 
 def test_the_table_compares_with_the_best_that_does_the_whole_work() -> None:
     found = [
-        kernel(median=100.0),
+        kernel(),
         kernel(implementation="cumsum + searchsorted", median=250.0),
         kernel(implementation="multinomial", median=200.0),
         kernel(implementation="searchsorted alone", median=10.0),
         kernel(implementation="cumsum + searchsorted", median=1.0, timing="events"),
     ]
-    assert best_baseline(found[0], found) == found[2]
-    line = cells(kernels_table(found).splitlines()[2])
+    line = cells(report.kernels_table(found).splitlines()[2])
     assert line == ["draw", "10k", "32", "100", "200 (multinomial)", "2.00x", "25.0%"]
-
-
-def test_a_machine_without_records_is_told_the_command() -> None:
+    # each kind of device has its own table
     assert report.section("kernels", [kernel()]) == "Not measured yet: `gpu-replay bench kernels`."
-    text = report.section("kernels-cpu", [kernel()])
-    assert "| draw " in text
-    assert text.endswith("Reproduce: `gpu-replay bench kernels --device cpu`.")
+    assert report.section("kernels-cpu", [kernel()]).endswith("Reproduce: `gpu-replay bench kernels --device cpu`.")
     gpu = [kernel(environment=GPU, timing="graph")]
     assert "NVIDIA Test 9000, Test CPU" in report.section("kernels", gpu)
     assert report.section("kernels-cpu", gpu).startswith("Not measured yet")
@@ -271,9 +227,8 @@ def test_kernel_records_are_found_and_trials_are_not(monkeypatch: Patch, tmp_pat
             records.write(records.default_file(name), [kernel()])
         recorded = [file.stem.split("bench-")[-1] for file in records.recorded_files()]
         assert recorded == ["kernels-cpu", "kernels-test-gpu"]
-    assert records.device_slug(CPU) == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (test)")
-    assert records.device_slug(torch.device("cuda")) == "nvidia-h200-test"
+    assert [records.device_slug(each) for each in (CPU, CUDA)] == ["cpu", "nvidia-h200-test"]
 
 
 def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
@@ -281,13 +236,16 @@ def test_plots_are_made_of_records_alone(tmp_path: Path) -> None:
     sizes = [f"N={capacity}/B={batch}" for capacity in ("10k", "1M") for batch in (32, 4096)]
     found = [kernel(f"draw/{size}", name, 10.0 + len(size)) for size in sizes for name in (OURS, "other")]
     found += [kernel(f"frame-gather/N=100k/B={batch}", OURS, 50.0) for batch in (32, 4096)]
-    found.append(kernel("empty", OURS, 2.0, bytes=0))
-    files = plots.draw(found, tmp_path / "made")
-    assert [file.name for file in files] == ["draw.png", "frame-gather.png", "roofline.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000 for file in files)
+    found += [kernel("empty", OURS, 2.0, bytes=0), record("add/N=10k/B=8"), record("add/N=1M/B=8")]
+    file = tmp_path / "made.jsonl"
+    records.write(file, found)
+    assert commands.main(["plot", str(file)]) == 0
+    files = sorted((tmp_path / "made").iterdir())
+    assert [each.name for each in files] == ["draw.png", "frame-gather.png", "roofline.png"]
+    assert all(each.read_bytes().startswith(b"\x89PNG") and each.stat().st_size > 10_000 for each in files)
     # one folder for each machine and clock
     files = plots.draw([found[0], replace(found[0], environment=GPU, timing="graph")], tmp_path / "both")
-    assert {file.parent.name for file in files} == {"cpu-host", "nvidia-test-9000-graph"}
+    assert {each.parent.name for each in files} == {"cpu-host", "nvidia-test-9000-graph"}
     assert plots.draw([], tmp_path / "none") == []
 
 

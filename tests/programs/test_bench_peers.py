@@ -17,13 +17,10 @@ import torch
 from bench_records import Capture, Patch
 from torch import Tensor
 
-from gpu_replay.bench import peers_suite, report
-from gpu_replay.bench.measure import check, fill
-from gpu_replay.bench.peers import python_sum_tree_peer
-from gpu_replay.bench.peers_suite import PEERS, Sampled, Task, make_peer
+from gpu_replay.bench import peers, peers_suite, report
+from gpu_replay.bench.peers import PEERS, make_peer
 from gpu_replay.bench.records import CannotMeasure, read
-from gpu_replay.bench.rows import EPISODE, FRAMES, StackStream, faults
-from gpu_replay.bench.subjects import Subject, frames
+from gpu_replay.bench.subjects import EPISODE, FRAMES, Sampled, StackStream, Subject, Task, check, faults, fill, frames
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all
@@ -35,14 +32,9 @@ LIBRARIES |= {"dopamine": ("dopamine", "gin", "snappy")}
 # rows
 
 
-def stream_of(count: int, envs: int = 2, skip: int = 0) -> list[dict[str, Tensor]]:
-    stream = StackStream(envs)
-    steps = [stream.step() for _ in range(skip + count)]
-    return steps[skip:]
-
-
 def test_steps_follow_on_each_other_until_an_episode_ends() -> None:
-    steps = stream_of(EPISODE, envs=2)
+    stream = StackStream(2)
+    steps = [stream.step() for _ in range(EPISODE)]
     for number, (before, step) in enumerate(pairwise(steps)):
         going = ~before["terminated"]
         assert torch.equal(before["next_obs"][going, -1], step["obs"][going, -1])
@@ -51,12 +43,12 @@ def test_steps_follow_on_each_other_until_an_episode_ends() -> None:
     assert [int(sum(step["terminated"][env] for step in steps)) for env in (0, 1)] == [1, 1]
     first = steps[EPISODE - 100]["obs"]
     # environment 1 has just begun: its stack is its first frame four times
-    assert (first[1] == first[1, -1]).all()
-    assert not (first[0] == first[0, -1]).all()
+    assert [bool((first[env] == first[env, -1]).all()) for env in (0, 1)] == [False, True]
 
 
 def batch_of(envs: int = 64, skip: int = 20) -> dict[str, Tensor]:
-    step = stream_of(1, envs=envs, skip=skip)[0]
+    stream = StackStream(envs)
+    *_, step = (stream.step() for _ in range(skip + 1))
     return {**step, "weight": torch.ones(envs)}
 
 
@@ -73,26 +65,22 @@ DAMAGES: dict[str, tuple[str, Any]] = {
 }
 
 
-def test_whole_rows_have_no_faults() -> None:
+def test_whole_rows_have_no_faults_and_a_few_at_the_seam_may_be_cut() -> None:
     for skip in (0, 1, 20, FRAMES - 2):
         assert faults(batch_of(envs=8, skip=skip)) == []
     # the last step of environment 9
     assert faults(batch_of(envs=10, skip=EPISODE - 901)) == []
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_mixed_up_rows_of_stacks_are_noticed(name: str) -> None:
-    message, damage = DAMAGES[name]
-    fields = batch_of()
-    wrong = faults({**fields, **damage(fields)}, seam=0.1)
-    assert any(message in fault for fault in wrong), wrong
-
-
-def test_only_a_few_rows_at_the_seam_may_be_cut() -> None:
     fields = batch_of()
     for cut, allowed in ((3, True), (12, False)):
         after = torch.cat([fields["obs"][:cut], fields["next_obs"][cut:]])
         assert (faults({**fields, "next_obs": after}, seam=0.1) == []) is allowed
+
+
+def test_mixed_up_rows_of_stacks_are_noticed() -> None:
+    fields = batch_of()
+    for name, (message, damage) in DAMAGES.items():
+        wrong = faults({**fields, **damage(fields)}, seam=0.1)
+        assert any(message in fault for fault in wrong), (name, wrong)
 
 
 @pytest.mark.parametrize("n_step, envs", [(1, 8), (3, 8), (1, 64)])
@@ -105,10 +93,8 @@ def test_our_own_buffer_gives_whole_rows(n_step: int, envs: int) -> None:
 # libraries
 
 
-@pytest.mark.parametrize("stacks", [False, True], ids=["vectors", "stacks"])
-def test_a_library_that_mixes_rows_up_is_refused(stacks: bool) -> None:
-    task = Task(256, 8, stacks=stacks)
-    whole = python_sum_tree_peer.make(task)
+def test_a_library_that_mixes_rows_up_is_refused() -> None:
+    whole = make_peer("python_sum_tree", Task(256, 8, stacks=True))
 
     def sample(batch: int) -> Sampled:
         slots, found = whole.sample(batch)
@@ -129,7 +115,7 @@ def test_without_the_library_a_peer_is_skipped_with_the_way_to_install_it(
     for module in LIBRARIES[name]:
         # Python's own way of saying that there is no such module
         monkeypatch.setitem(sys.modules, module, None)
-    assert peers_suite.available([name, "python_sum_tree"], CPU) == ["python_sum_tree"]
+    assert peers.available([name, "python_sum_tree"], CPU) == ["python_sum_tree"]
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(rf"{name} skipped: .*; it needs `pip install .*{PEERS[name].distribution}`", line)
 
@@ -193,19 +179,14 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
 
 
 def test_every_part_has_those_that_can_do_it() -> None:
-    sizes = peers_suite.Sizes()
-    found = {
-        case.name: part.keywords["makers"]
-        for cases, part in peers_suite.parts(sizes, list(PEERS), CPU)
-        for case in cases
-    }
+    parts = peers_suite.parts(peers_suite.Sizes(), list(PEERS), CPU)
+    found = {case.name: list(part.keywords["makers"]) for cases, part in parts for case in cases}
     for batch in (32, 256, 4096):
-        assert list(found[f"cycle/N=10k/B={batch}"]) == ["gpu_replay", *PEERS]
-        assert list(found[f"frame-cycle/N=20k/B={batch}"]) == ["gpu_replay", *PEERS]
-        assert list(found[f"ratio-rank/N=1M/B={batch}"]) == ["Proportional", "RankBased"]
+        assert found[f"cycle/N=10k/B={batch}"] == found[f"frame-cycle/N=20k/B={batch}"] == ["gpu_replay", *PEERS]
+        assert found[f"ratio-rank/N=1M/B={batch}"] == ["Proportional", "RankBased"]
     assert {"add/N=1M/B=64", "frame-add/N=20k/B=64", "step-add/N=100k/B=1"} <= found.keys()
-    assert list(found["step-uniform/N=100k/B=64"]) == ["gpu_replay", "stable_baselines3"]
-    on_gpu = peers_suite.parts(sizes, [], torch.device("cuda"))
+    assert found["step-uniform/N=100k/B=64"] == ["gpu_replay", "stable_baselines3"]
+    on_gpu = peers_suite.parts(peers_suite.Sizes(), [], torch.device("cuda"))
     names = {case.name for cases, _ in on_gpu for case in cases}
     assert "update/N=1M/B=4096" in names
     assert not any(name.startswith(("ratio", "step")) for name in names)
@@ -216,25 +197,22 @@ def test_what_is_recorded_is_what_the_command_measures() -> None:
     parts = peers_suite.parts(peers_suite.Sizes(), [], CPU)
     measured = {case.name for cases, _ in parts for case in cases}
     root = Path(__file__).parents[2]
-    recorded = {each.case for each in read(root / "bench" / "results" / "peers.jsonl")}
-    assert recorded == measured
-    rows = report.section("peers", read(root / "bench" / "results" / "peers.jsonl"))
-    assert rows in (root / "bench" / "RESULTS.md").read_text()
-    in_short = report.section("peers-in-short", read(root / "bench" / "results" / "peers.jsonl"))
-    assert in_short in (root / "README.md").read_text()
+    recorded = read(root / "bench" / "results" / "peers.jsonl")
+    assert {each.case for each in recorded} == measured
+    assert report.section("peers", recorded) in (root / "bench" / "RESULTS.md").read_text()
+    assert report.section("peers-in-short", recorded) in (root / "README.md").read_text()
 
 
 def test_a_mistake_of_ours_is_no_failure_of_the_library(monkeypatch: Patch) -> None:
-    def mistaken(task: Task) -> None:
+    def mistaken(task: Task) -> Subject:
         raise AttributeError("a typing mistake")
 
-    monkeypatch.setattr(python_sum_tree_peer, "make", mistaken)
+    monkeypatch.setitem(PEERS, "python_sum_tree", PEERS["python_sum_tree"]._replace(make=mistaken))
     with pytest.raises(CannotMeasure, match="installed, but it fails here"):
         make_peer("python_sum_tree", Task(100, 8))
-    # the same in a file of the adapters
-    code = "def mistaken(task):\n    return task.no_such_field"
+    # the same in the file of the adapters
     space: dict[str, Any] = {}
-    exec(compile(code, python_sum_tree_peer.__file__, "exec"), space)
-    monkeypatch.setattr(python_sum_tree_peer, "make", space["mistaken"])
+    exec(compile("def mistaken(task):\n    return task.no_such_field", peers.__file__, "exec"), space)
+    monkeypatch.setitem(PEERS, "python_sum_tree", PEERS["python_sum_tree"]._replace(make=space["mistaken"]))
     with pytest.raises(AttributeError, match="no_such_field"):
         make_peer("python_sum_tree", Task(100, 8))

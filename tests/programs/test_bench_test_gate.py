@@ -13,25 +13,22 @@ from bench_records import Capture, Patch, quicker
 
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import test_gate
-from gpu_replay.bench.cases import OPERATIONS
-from gpu_replay.bench.kernels import KERNELS
+from gpu_replay.bench.operations import OPERATIONS
 from gpu_replay.bench.records import CannotMeasure, read
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_every_operation_names_tests_that_are_there() -> None:
-    assert set(KERNELS) < set(OPERATIONS)
-    for operation in OPERATIONS:
-        for device in (CPU, torch.device("cuda")):
-            for test in test_gate.selection(ROOT, [operation], device):
-                file, _, name = test.partition("::")
-                tree = ast.walk(ast.parse((ROOT / file).read_text()))
-                functions = {node.name for node in tree if hasattr(node, "name")}
-                assert any(each.startswith("test_") for each in functions)
-                assert not name or name in functions
-                assert device.type == "cpu" or "mark.gpu" in (ROOT / file).read_text()
+    for device in (CPU, CUDA):
+        for test in test_gate.selection(ROOT, OPERATIONS, device):
+            file, _, name = test.partition("::")
+            text = (ROOT / file).read_text()
+            functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+            assert any(each.startswith("test_") for each in functions)
+            assert not name or name in functions
+            assert device == CPU or "mark.gpu" in text
     both = ["tests/contract/test_distributions.py", "tests/contract/test_priorities.py"]
     assert test_gate.selection(ROOT, ["draw", "update", "draw"], CPU) == both
 
@@ -41,8 +38,6 @@ def checkout(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A checkout whose operations are held by one file of tests each; a cache of its own."""
     for folder in ("gpu_replay", "kernels", "bench", "tests"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "gpu_replay" / "buffer.py").write_text("x = 1\n")
-    (tmp_path / "tests" / "test_it.py").write_text("def test_it():\n    assert True\n")
     monkeypatch.setattr(test_gate, "checkout", lambda: tmp_path)
     for name, tests in (("draw", "it"), ("update", "it more")):
         monkeypatch.setitem(OPERATIONS, name, replace(OPERATIONS[name], tests=tests))
@@ -51,39 +46,34 @@ def checkout(tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def test_failing_tests_are_named_and_remembered(checkout: Path, monkeypatch: Patch) -> None:
-    (checkout / "tests" / "test_it.py").write_text("def test_it():\n    assert False\ndef test_good():\n    pass\n")
+def test_failing_tests_are_named_and_tests_that_cannot_be_run_refuse(checkout: Path, monkeypatch: Patch) -> None:
+    file = checkout / "tests" / "test_it.py"
+    file.write_text("def helper():\n    pass\n")
+    with pytest.raises(CannotMeasure, match="could not be run; pytest ended with 5"):
+        test_gate.failed_tests(["draw"], CPU)
+    assert not (checkout / "cache").exists()
+    # a GPU may not be there again soon
+    monkeypatch.setattr(test_gate, "device_slug", lambda device: device.type)
+    with monkeypatch.context() as patch:
+        patch.setattr(test_gate, "GPU_TESTS", "it")
+        (name,) = test_gate.failed_tests(["draw"], CUDA) or ()
+    assert name.startswith("gate: the tests could not be run; pytest ended with 5")
+    with pytest.raises(CannotMeasure, match="did not end within 0 s"):
+        test_gate.run(checkout, ["tests/test_it.py"], "gpu", 0.01)
+    file.write_text("def test_it():\n    assert False\ndef test_good():\n    pass\n")
     # a file that cannot be collected does not stop the others
     (checkout / "tests" / "test_more.py").write_text("import no_such_module\n")
     expected = ["tests/test_it.py::test_it", "tests/test_more.py"]
     assert test_gate.failed_tests(["draw", "update"], CPU) == expected
     monkeypatch.setattr(test_gate, "run", lambda *_: pytest.fail("these tests have been run"))
-    assert test_gate.failed_tests(["update"], CPU) == expected
-    assert test_gate.failed_tests(["draw"], CPU) == expected[:1]
-
-
-def test_tests_that_cannot_be_run_refuse(checkout: Path) -> None:
-    (checkout / "tests" / "test_it.py").write_text("def helper():\n    pass\n")
-    with pytest.raises(CannotMeasure, match="could not be run; pytest ended with 5"):
-        test_gate.failed_tests(["draw"], CPU)
-    assert not (checkout / "cache").exists()
-
-
-def test_on_a_gpu_tests_that_cannot_be_run_fail(checkout: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(test_gate, "device_slug", lambda device: "a GPU")
-    monkeypatch.setattr(test_gate, "GPU_TESTS", "it")
-    (name,) = test_gate.failed_tests(["draw"], torch.device("cuda")) or ()
-    assert name.startswith("gate: the tests could not be run; pytest ended with 5")
-    with pytest.raises(CannotMeasure, match="did not end within 0 s"):
-        test_gate.run(checkout, ["tests/test_it.py"], "gpu", 0.01)
+    assert [test_gate.failed_tests([name], CPU) for name in ("update", "draw")] == [expected, expected[:1]]
 
 
 def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: Patch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(test_gate, "run", lambda root, tests, marks, seconds: ran.append(tests) or [])
-    for changed in (None, "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
-        if changed:
-            (checkout / changed).write_text("x = 2\n")
+    for changed in ("kernels/ring.py", "gpu_replay/buffer.py", "tests/test_it.py", "tests/helper.py", "bench/new.py"):
+        (checkout / changed).write_text("x = 2\n")
         assert [test_gate.failed_tests(["draw"], CPU) for _ in range(2)] == [[], []]
     assert ran == [["tests/test_it.py"]] * 5
     # of several tests only those are run that are new
@@ -93,15 +83,13 @@ def test_tests_are_run_once_for_each_state(checkout: Path, monkeypatch: Patch) -
     # a cache that cannot be written is done without
     monkeypatch.setenv("XDG_CACHE_HOME", str(checkout / "gpu_replay" / "buffer.py"))
     assert ([test_gate.failed_tests(["draw"], CPU) for _ in range(2)], len(ran)) == ([[], []], 8)
-
-
-def test_without_tests_nothing_is_claimed(monkeypatch: Patch, tmp_path: Path) -> None:
-    for root in (None, tmp_path):
+    # without tests nothing is claimed
+    for root in (None, checkout / "cache"):
         monkeypatch.setattr(test_gate, "checkout", lambda root=root: root)
         assert test_gate.failed_tests(["draw"], CPU) is None
 
 
-@pytest.mark.parametrize("suite", ["cpu", "frames", "peers", "storage", "kernels"])
+@pytest.mark.parametrize("suite", ["cpu", "frames", "peers", "storage", "kernels", "checkpoint", "scale"])
 def test_every_suite_asks_for_its_tests(suite: str, monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     asked: list[str] = []
 
@@ -110,14 +98,11 @@ def test_every_suite_asks_for_its_tests(suite: str, monkeypatch: Patch, tmp_path
         raise CannotMeasure("pytest is missing, so nothing can be recorded.")
 
     monkeypatch.setattr(commands, "failed_tests", refuses)
+    monkeypatch.setattr(commands, "available", lambda names, device: [])
     file = tmp_path / "records.jsonl"
     assert commands.main([suite, "--output", str(file)]) == 1
-    assert (
-        capsys.readouterr().err.splitlines()[-1] == "gpu-replay bench: pytest is missing, so nothing can be recorded."
-    )
-    assert not file.exists()
-    assert asked
-    assert set(asked) <= set(OPERATIONS)
+    assert capsys.readouterr().err.endswith("gpu-replay bench: pytest is missing, so nothing can be recorded.\n")
+    assert (file.exists(), bool(asked), set(asked) <= set(OPERATIONS)) == (False, True, True)
 
 
 def test_records_name_the_tests_that_fail(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:

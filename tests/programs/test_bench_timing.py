@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_records import ENVIRONMENT, GPU, Capture, Patch, record
+from bench_records import GPU, Capture, Patch
 from fake_cuda import FakeCuda
 
 from gpu_replay.bench import measure as timing
-from gpu_replay.bench.cases import Case
 from gpu_replay.bench.measure import CALLS_PER_GRAPH, Plan, Run, Timing, captured, flush_bytes, measure
+from gpu_replay.bench.operations import Case
 from gpu_replay.bench.records import Record
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError
@@ -36,12 +35,6 @@ def fixed_clock(monkeypatch: Patch, nanoseconds: int) -> None:
     monkeypatch.setattr(timing, "clock_for", lambda device: clock)
     # a collection of the whole heap takes longer than the test
     monkeypatch.setattr(timing.gc, "collect", int)
-
-
-def test_emptying_caches_does_not_take_the_time_of_all_repetitions() -> None:
-    plan = Plan(warmup=0, seconds=0.01, fewest=2, most=100_000, flush=2**12)
-    found = measure(lambda: None, prepare=lambda: time.sleep(0.002), plan=plan, device=CPU)
-    assert 2 <= found.nanoseconds.size <= 20
 
 
 def timed(bound: dict[str, Any], way: timing.How, rounds: int = 1, flush: int = 0) -> dict[str, Record]:
@@ -82,17 +75,21 @@ def test_a_call_is_replayed_or_else_timed_by_events(refuses: bool, monkeypatch: 
         assert ((found.timing, found.median), log.count("prepare")) == (("graph", 250.0 / CALLS_PER_GRAPH), 1)
         assert log[-1 - CALLS_PER_GRAPH :] == ["sleep"] + ["call replayed"] * CALLS_PER_GRAPH
         # caches cannot be flushed between the calls of one graph
-        monkeypatch.setattr(timing, "_flushing", lambda prepare, size, device: prepare)
+        monkeypatch.setattr(timing.torch, "empty", lambda size, **where: torch.zeros(size))
         assert timed({"ours": (call, prepare)}, "graph", flush=4096)["ours"].median == 250.0
 
 
-def test_a_flush_is_twice_the_last_cache(monkeypatch: Patch) -> None:
+def test_a_flush_is_twice_the_last_cache_and_takes_no_time_of_repetitions(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
     assert flush_bytes(CUDA) == 100 * 2**20
     # older versions of torch do not say
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     assert flush_bytes(CUDA) == 2**26
     assert flush_bytes(CPU) >= 2**16
+    monkeypatch.setattr(timing.gc, "collect", int)
+    plan = Plan(warmup=0, seconds=0.01, fewest=2, most=100_000, flush=2**12)
+    found = measure(lambda: None, prepare=lambda: time.sleep(0.002), plan=plan, device=CPU)
+    assert 2 <= found.nanoseconds.size <= 20
 
 
 def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
@@ -107,13 +104,6 @@ def test_several_implementations_are_interleaved(monkeypatch: Patch) -> None:
     found = timed({name: ((lambda name=name: log.append(name)), int) for name in ("a", "b")}, "events", rounds=3)
     assert log == ["a", "b"] * 3
     assert {(each.repetitions, each.warmup, each.timing) for each in found.values()} == {(3, 3, "events")}
-
-
-def test_the_same_case_timed_in_two_ways_is_two_records() -> None:
-    older, events, graph = (record(environment=GPU, timing=way) for way in (None, "events", "graph"))
-    assert older.identity == events.identity != graph.identity
-    assert (older.clock, graph.clock) == ("events", "graph")
-    assert replace(older, environment=ENVIRONMENT).clock == "host"
 
 
 # on a GPU

@@ -113,30 +113,29 @@ def test_a_buffer_for_another_mode_is_refused() -> None:
 @pytest.mark.parametrize("kind", [dict, tuple])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_observations_in_parts_are_stored_by_name(kind: type, mode: AutoresetMode) -> None:
-    class Both(gymnasium.ObservationWrapper[Any, Any, Any]):
-        def __init__(self, env: Any) -> None:
-            super().__init__(env)
-            box = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-            inner = gymnasium.spaces.Dict({"pole": box})
-            named, tupled = gymnasium.spaces.Dict({"b": inner, "a": box}), gymnasium.spaces.Tuple((inner, box))
-            self.observation_space = named if kind is dict else tupled
+    from gymnasium.spaces import Box, Dict, Tuple
 
-        def observation(self, observation: np.ndarray) -> Any:
-            parts = {"pole": observation[2:]}, observation[:2]
-            return {"b": parts[0], "a": parts[1]} if kind is dict else parts
+    box = Box(-np.inf, np.inf, (2,), np.float32)
+    inner = Dict({"pole": box})
+    space, cart, pole = Dict({"b": inner, "a": box}), "a", "b.pole"
+    if kind is tuple:
+        space, cart, pole = Tuple((inner, box)), "item_1", "item_0.pole"
+
+    def parts(obs: np.ndarray) -> Any:
+        found = {"pole": obs[2:]}, obs[:2]
+        return found if kind is tuple else dict(zip("ba", found, strict=True))
 
     def one() -> Any:
-        return Both(gymnasium.make("CartPole-v1", max_episode_steps=LIMIT))
+        single = gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)
+        return gymnasium.wrappers.TransformObservation(single, parts, space)
 
     env = gymnasium.vector.SyncVectorEnv([one] * ENVS, autoreset_mode=mode)
     buffer = ReplayBuffer.from_spaces(200, env.single_observation_space, env.single_action_space, device="cpu")
-    streams = TrajectoryReplayBuffer.from_env(env, 200, device="cpu")
-    for each in (buffer, streams):
+    for each in (buffer, TrajectoryReplayBuffer.from_env(env, 200, device="cpu")):
         collect(env, lambda _: torch.arange(ENVS) % 2, each, 40, seed=3)
         batch = each.sample(60)
-        live = ~batch.terminated
-        cart, pole = ("a", "b.pole") if kind is dict else ("item_1", "item_0.pole")
-        names = ("obs", "next_obs")
-        joined = {name: torch.cat([batch[f"{name}.{cart}"], batch[f"{name}.{pole}"]], 1)[live] for name in names}
-        rest = {name: batch[name][live] for name in ("action", "reward", "terminated")}
-        check_physics(type(batch)({**joined, **rest}))
+        batch = batch[~batch.terminated]
+        joined = {
+            name: torch.cat([batch[f"{name}.{cart}"], batch[f"{name}.{pole}"]], 1) for name in ("obs", "next_obs")
+        }
+        check_physics(type(batch)(joined | {name: batch[name] for name in ("action", "reward", "terminated")}))

@@ -1,16 +1,19 @@
-"""Stable-Baselines3's algorithms on our buffers: what they are given is what its own buffers give, and losses weigh."""
+"""Stable-Baselines3's algorithms on our buffers: what they are given is what its own buffers give, and losses weigh.
+
+`python -m pytest --full -rP -k learns tests/programs/test_integrations_sb3.py` prints the returns of its page.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dqn_update import weighted_huber
 
 gymnasium = pytest.importorskip("gymnasium")
 sb3 = pytest.importorskip("stable_baselines3", reason="needs stable-baselines3, in the extra `integrations`")
@@ -20,6 +23,7 @@ from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer  # noqa: E402
 from stable_baselines3.common.env_util import make_vec_env  # noqa: E402
 from stable_baselines3.common.envs import SimpleMultiObsEnv  # noqa: E402
+from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer  # noqa: E402
@@ -39,24 +43,25 @@ def small(kind: Any, env: str, replay: dict[str, Any], **more: Any) -> Any:
     return kind("MlpPolicy", env, replay_buffer_kwargs=replay, policy_kwargs={"net_arch": [8]}, **SMALL | more)
 
 
-def play(buffers: list[Any], steps: int, space: spaces.Space[Any] = BOX) -> None:
-    """Store the same random steps, whose rows have numbers of their own, in several buffers."""
+def play(buffers: list[Any], steps: int, space: spaces.Space[Any] = BOX, gymnasium_infos: bool = False) -> None:
+    """Store the same random steps, whose rows have numbers of their own, in several buffers.
+
+    gymnasium_infos: one dictionary of all environments instead of one of each.
+    """
     generator = np.random.default_rng(0)
 
-    def observed(first: int) -> Any:
+    def observed(first: float) -> Any:
         rows = (np.arange(2 * ENVS).reshape(ENVS, 2) + first) / 1024
         return {"a": rows, "b": np.arange(ENVS) % 4} if isinstance(space, spaces.Dict) else rows
 
     for step in range(steps):
         done = generator.random(ENVS) < 0.2
-        infos = [{"TimeLimit.truncated": bool(ended and generator.random() < 0.5)} for ended in done]
-        arguments = (np.arange(ENVS) % 2, generator.normal(size=ENVS).astype(np.float32), done, infos)
+        infos: Any = [{"TimeLimit.truncated": bool(ended and generator.random() < 0.5)} for ended in done]
+        infos = {} if gymnasium_infos else infos
+        arguments = (np.arange(ENVS)[:, None] % 2, generator.normal(size=ENVS).astype(np.float32), done, infos)
         for buffer in buffers:
-            # the next observation is the last one of the episode where that ended
-            following = observed(10 * step + 10)
-            if not isinstance(following, dict):
-                following[done] += 0.5
-            buffer.add(observed(10 * step), following, *arguments)
+            # as everywhere in it, the last observation of an episode is none of the next one
+            buffer.add(observed(10 * step), observed(10 * step + 10), *arguments)
 
 
 def test_n_step_returns_are_those_of_its_own_buffer() -> None:
@@ -79,20 +84,40 @@ def test_n_step_returns_are_those_of_its_own_buffer() -> None:
     assert len(set(ours._keys.tolist())) > 40
 
 
-def test_single_steps_and_dictionaries_are_those_of_its_own_buffer() -> None:
-    space = spaces.Dict({"a": BOX, "b": spaces.Discrete(4)})
-    arguments: Any = (60, space, spaces.Discrete(2), "cpu", ENVS)
-    ours, theirs = SB3ReplayBuffer(*arguments), DictReplayBuffer(*arguments)
-    play([ours, theirs], 9, space)
+DICT = spaces.Dict({"a": BOX, "b": spaces.Discrete(4)})
+# as CleanRL's dqn.py, c51.py, sac_continuous_action.py and td3_continuous_action.py have it
+OF_CLEANRL = {"handle_timeout_termination": False}
+
+
+@pytest.mark.parametrize(
+    "theirs, space, action, more",
+    [
+        (DictReplayBuffer, DICT, spaces.Discrete(2), {}),
+        (PlainReplayBuffer, BOX, spaces.Discrete(2), OF_CLEANRL),
+        (PlainReplayBuffer, BOX, spaces.Box(-1, 1, (1,)), OF_CLEANRL),
+    ],
+)
+def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, action: Any, more: dict[str, Any]) -> None:
+    buffers = [kind(60, space, action, torch.device("cpu"), ENVS, **more) for kind in (SB3ReplayBuffer, theirs)]
+    play(buffers, 9, space, gymnasium_infos=bool(more))
+    ours, theirs = buffers
     found = ours.sample(64)
-    for row, key in enumerate(ours._keys.tolist()):
-        step, env = divmod(key, ENVS)
-        for name in ("a", "b"):
-            for kind in ("observations", "next_observations"):
-                assert getattr(found, kind)[name][row].tolist() == getattr(theirs, kind)[name][step, env].tolist()
-        assert found.dones[row] == theirs.dones[step, env] * (1 - theirs.timeouts[step, env])
-        assert found.rewards[row] == theirs.rewards[step, env]
-        assert found.actions[row].tolist() == theirs.actions[step, env].tolist()
+    at = tuple(np.divmod(ours._keys.numpy(), ENVS))
+    over = theirs.dones * (1 - theirs.timeouts)
+    live = np.ones(64, bool) if isinstance(space, spaces.Dict) else found.dones[:, 0].numpy() == 0
+
+    def same(one: Any, other: Any, rows: Any = slice(None)) -> None:
+        if isinstance(one, dict):
+            assert all(one[name][rows].tolist() == other[name][at][rows].tolist() for name in ("a", "b"))
+        else:
+            np.testing.assert_allclose(one[rows].reshape(other[at][rows].shape), other[at][rows])
+
+    same(found.observations, theirs.observations)
+    same(found.next_observations, theirs.next_observations, live)
+    for one, other in ((found.actions, theirs.actions), (found.rewards, theirs.rewards), (found.dones, over)):
+        same(one, other)
+    # as q_network(data.observations).gather(1, data.actions) asks for
+    assert found.actions.dtype == (torch.int64 if isinstance(action, spaces.Discrete) else torch.float32)
     assert found.discounts is None
 
 
@@ -105,39 +130,6 @@ def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     assert isinstance(buffer.storage, TrajectoryReplayBuffer)
     # windows of three steps and the observation after them: two in each part
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
-
-
-def trained(model: Any, optimizer: Any, network: Any) -> list[torch.Tensor]:
-    """Gradients of one more batch, which the network does not follow."""
-    gradients: list[torch.Tensor] = []
-    optimizer.step = lambda: gradients.extend(each.grad.clone() for each in network.parameters())
-    model.train(1, 8)
-    del optimizer.step
-    return gradients
-
-
-def check_learned(model: Any, network: Any, gradients: list[torch.Tensor], loss: Any, errors: torch.Tensor) -> None:
-    """The gradients were those of the loss, and the errors of the batch have become priorities."""
-    torch.testing.assert_close(gradients, list(torch.autograd.grad(loss, list(network.parameters()))))
-    last = dict(zip(model.replay_buffer._keys.tolist(), errors.tolist(), strict=True))
-    found = model.replay_buffer.storage.priorities(torch.tensor(list(last)))
-    assert found.tolist() == pytest.approx(list(last.values()), abs=1e-5)
-
-
-@pytest.mark.parametrize("settings", [{}, {"n_steps": 3, "gamma": 0.9}], ids=["1 step", "3 steps"])
-def test_dqn_weighs_its_loss_and_feeds_its_errors_back(settings: dict[str, Any]) -> None:
-    kwargs = {"sampler": Proportional(1.0, beta=0.7, eps=0.0)}
-    model = small(PrioritizedDQN, "CartPole-v1", kwargs, max_grad_norm=1e9, **settings)
-    model.learn(60)
-    gradients = trained(model, model.policy.optimizer, model.q_net)
-    buffer, drawn = model.replay_buffer, model.replay_buffer.drawn
-    # a copy, which the hooks do not know
-    values, following = model.q_net(drawn.observations.clone()), model.q_net_target(drawn.next_observations)
-    discount = (1 - drawn.dones) * (model.gamma if drawn.discounts is None else drawn.discounts)
-    rest = (each[:, 0] for each in (drawn.actions, drawn.rewards, discount, buffer.weight))
-    loss, error = weighted_huber(values, following, following.argmax(1), *rest)
-    assert buffer.weight.unique().numel() > 1
-    check_learned(model, model.q_net, gradients, loss, error.abs())
 
 
 @pytest.mark.parametrize("kind, factor", [(PrioritizedSAC, 0.5), (PrioritizedTD3, 1.0)])
@@ -159,16 +151,20 @@ def test_critics_weigh_their_losses_and_feed_their_errors_back(kind: Any, factor
     if kind is PrioritizedSAC:
         # what remains of the target is then the discounted value alone
         model.ent_coef_optimizer, model.ent_coef_tensor = None, torch.zeros(1)
-    before = {name: value.clone() for name, value in model.critic.state_dict().items()}
-    gradients = trained(model, model.critic.optimizer, model.critic)
+    critic, gradients = list(model.critic.parameters()), []
+    # one more batch, which the network does not follow
+    model.critic.optimizer.step = lambda: gradients.extend(each.grad.clone() for each in critic)
+    model.train(1, 8)
     buffer, drawn = model.replay_buffer, model.replay_buffer.drawn
     target = drawn.rewards + (1 - drawn.dones) * model.gamma * seen["target"]
-    model.critic.load_state_dict(before)
     # a copy, which the hooks do not know
     values = model.critic(drawn.observations, drawn.actions.clone())
     loss = factor * sum((buffer.weight * (value - target) ** 2).mean() for value in values)
     errors = torch.cat([(value - target).abs() for value in seen["critic"]], 1).mean(1)
-    check_learned(model, model.critic, gradients, loss, errors)
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(loss, critic)))
+    # the errors of the batch have become priorities
+    last = dict(zip(buffer._keys.tolist(), errors.tolist(), strict=True))
+    assert buffer.storage.priorities(list(last)).tolist() == pytest.approx(list(last.values()), abs=1e-5)
 
 
 @pytest.mark.parametrize("place", ["algorithm", "replay_buffer_kwargs"])
@@ -189,49 +185,6 @@ def test_the_buffer_has_the_steps_the_gamma_and_the_seed_of_its_algorithm(kind: 
     torch.testing.assert_close(found.rewards[whole, 0], single[key] + 0.5 * single[key + 1] + 0.25 * single[key + 2])
 
 
-@pytest.mark.parametrize("n_steps", [1, 3])
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_a_loop_of_cleanrl_swaps_one_line(env_id: str, n_steps: int) -> None:
-    """The calls of its dqn.py, c51.py, sac_continuous_action.py and td3_continuous_action.py, with two environments."""
-
-    def one() -> Any:
-        return gymnasium.make(env_id, max_episode_steps=9)
-
-    envs = gymnasium.vector.SyncVectorEnv([one] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
-
-    def made(kind: Any, **more: Any) -> Any:
-        both = envs.single_observation_space, envs.single_action_space
-        return kind(200, *both, torch.device("cpu"), n_envs=2, handle_timeout_termination=False, **more)
-
-    ours, theirs = made(SB3ReplayBuffer, n_steps=n_steps, gamma=0.9), made(PlainReplayBuffer)
-    obs, _ = envs.reset(seed=1)
-    envs.action_space.seed(1)
-    for _ in range(40):
-        actions = np.array([envs.single_action_space.sample() for _ in range(2)])
-        next_obs, rewards, terminations, truncations, infos = envs.step(actions)
-        real_next_obs = next_obs.copy()
-        for idx, ended in enumerate(terminations | truncations):
-            if ended:
-                real_next_obs[idx] = infos["final_obs"][idx]
-        for rb in (ours, theirs):
-            rb.add(obs, real_next_obs, actions, rewards, terminations, infos)
-        obs = next_obs
-    data = ours.sample(64)
-    steps, places = np.divmod(ours._keys.numpy(), 2)
-    following = steps + n_steps - 1
-    live = data.dones.flatten() == 0
-    wanted = torch.from_numpy(theirs.next_observations[following.clip(0, 39), places])
-    torch.testing.assert_close(data.next_observations[live], wanted[live])
-    torch.testing.assert_close(data.observations, torch.from_numpy(theirs.observations[steps, places]))
-    torch.testing.assert_close(data.actions, torch.from_numpy(theirs.actions[steps, places]))
-    assert data.rewards.flatten().shape == data.dones.flatten().shape == (64,)
-    # as q_network(data.observations).gather(1, data.actions) asks for
-    assert data.actions.dtype == (torch.int64 if env_id == "CartPole-v1" else torch.float32)
-    if n_steps == 1:
-        assert np.array_equal(data.rewards[:, 0].numpy(), theirs.rewards[steps, places])
-        assert np.array_equal(data.dones[:, 0].numpy(), theirs.dones[steps, places])
-
-
 def test_the_lines_of_cleanrl_on_the_page_run_before_and_after() -> None:
     """Its own lines with the buffer of Stable-Baselines3, those with ours, and with the one line that is swapped."""
     page = (Path(__file__).resolve().parents[2] / "gpu_replay" / "integrations" / "README.md").read_text()
@@ -242,17 +195,14 @@ def test_the_lines_of_cleanrl_on_the_page_run_before_and_after() -> None:
     after = [line[1:] for line in lines if not line.startswith("-")]
     its_own = "from stable_baselines3.common.buffers import ReplayBuffer"
     envs = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="sync")
-    obs, _ = envs.reset(seed=0)
-    actions = np.array([1])
-    real_next_obs, rewards, terminations, _, infos = envs.step(actions)
+    known: dict[str, Any] = {"envs": envs, "obs": envs.reset(seed=0)[0], "actions": np.array([1]), "torch": torch}
+    step = zip(("real_next_obs", "rewards", "terminations", "_", "infos"), envs.step(known["actions"]), strict=True)
+    known |= dict(step) | {"F": torch.nn.functional, "device": torch.device("cpu")}
+    known["args"] = argparse.Namespace(buffer_size=50, batch_size=8, gamma=0.99, seed=0)
     losses = []
     for source in ([its_own, *before], [swap[1][1:], *before], after):
         torch.manual_seed(0)
-        names: dict[str, Any] = {"q_network": torch.nn.Linear(4, 2), "target_network": torch.nn.Linear(4, 2)}
-        names |= {"args": argparse.Namespace(buffer_size=50, batch_size=8, gamma=0.99, seed=0), "envs": envs}
-        names |= {"device": torch.device("cpu"), "torch": torch, "F": torch.nn.functional, "obs": obs}
-        names |= {"actions": actions, "real_next_obs": real_next_obs, "rewards": rewards}
-        names |= {"terminations": terminations, "infos": infos}
+        names = {"q_network": torch.nn.Linear(4, 2), "target_network": torch.nn.Linear(4, 2), **known}
         exec("\n".join(source), names)
         losses.append(names["loss"].item())
     # all draw the one row that there is
@@ -298,9 +248,9 @@ def test_sums_of_rewards_are_normalized_as_those_of_its_own_buffer() -> None:
     arguments: Any = (60, BOX, spaces.Discrete(2), "cpu", 1)
     ours, theirs = (kind(*arguments, n_steps=3, gamma=0.9) for kind in (SB3ReplayBuffer, NStepReplayBuffer))
     row = np.ones((1, 2))
-    for step in range(6):
-        for buffer in (ours, theirs):
-            buffer.add(step * row, (step + 1) * row, np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+    for buffer in (ours, theirs):
+        for _ in range(6):
+            buffer.add(row, row, np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
     wanted = theirs._get_samples(np.zeros(1, int), env).rewards
     # a single step is within the bound, the sum of three is not
     assert wanted.item() > 3
@@ -325,3 +275,40 @@ def test_what_cannot_be_says_what_to_do() -> None:
     with pytest.raises(TypeError, match=r"list of infos.*handle_timeout_termination=False"):
         buffer.add(row, row, np.zeros(2, int), np.zeros(2), np.zeros(2, bool), {"episode": {}})  # type: ignore[arg-type]
     assert buffer.size() == 0
+
+
+# the returns that gpu_replay/integrations/README.md records
+
+PRIORITIZED = {"replay_buffer_kwargs": {"sampler": Proportional(alpha=0.6, beta=0.4)}}
+# the settings that Stable-Baselines3's own zoo has for CartPole
+CARTPOLE: dict[str, Any] = {
+    "learning_rate": 2.3e-3,
+    "batch_size": 64,
+    "learning_starts": 1_000,
+    "target_update_interval": 10,
+    "train_freq": 256,
+    "gradient_steps": 128,
+    "exploration_fraction": 0.16,
+    "exploration_final_eps": 0.04,
+    "policy_kwargs": {"net_arch": [256, 256]},
+}
+PENDULUM = {"learning_rate": 1e-3, "learning_starts": 500}
+RUNS: dict[str, tuple[Any, str, int, dict[str, Any], float]] = {
+    "PrioritizedDQN": (PrioritizedDQN, "CartPole-v1", 50_000, CARTPOLE | PRIORITIZED, 475),
+    "PrioritizedSAC": (PrioritizedSAC, "Pendulum-v1", 6_000, PENDULUM | PRIORITIZED, -200),
+    "PrioritizedTD3": (PrioritizedTD3, "Pendulum-v1", 8_000, PENDULUM | PRIORITIZED, -200),
+    "SAC": (sb3.SAC, "Pendulum-v1", 6_000, PENDULUM | {"replay_buffer_class": SB3ReplayBuffer}, -200),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_it_learns(name: str) -> None:
+    kind, env, steps, settings, bar = RUNS[name]
+    began = time.perf_counter()
+    model = kind("MlpPolicy", env, seed=0, device="cpu", buffer_size=50_000, **settings)
+    model.learn(steps)
+    seconds = time.perf_counter() - began
+    mean, deviation = evaluate_policy(model, make_vec_env(env, 4, seed=1_000), n_eval_episodes=100)
+    print(f"{name}, {env}: {mean:.1f} ± {deviation:.1f} over 100 episodes after {steps:,} steps, {seconds:.0f} s")
+    assert mean >= bar

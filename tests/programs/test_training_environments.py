@@ -1,13 +1,14 @@
-"""Environments behind one interface: endings, truncations, real Atari frames, and names that are recognised or not."""
+"""Environments behind one interface: endings, truncations, stacks of frames, and the names by which they are known."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gpu_replay import Field
-from gpu_replay.console.errors import UserError
+from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, Step
 from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
 from gpu_replay.training.settings import PRESETS, Settings
@@ -16,39 +17,28 @@ pytest.importorskip("gymnasium")
 CPU = torch.device("cpu")
 
 
-def cartpole_alone(seed: int, actions: list[int]) -> list[tuple[list[float], bool]]:
-    """Observations and endings of one environment, stepped by hand until it ends."""
+def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> None:
     import gymnasium
 
-    environment = gymnasium.make("CartPole-v1")
-    obs, _ = environment.reset(seed=seed)
-    found = [(obs.tolist(), False)]
-    for action in actions:
-        obs, _, terminated, _, _ = environment.step(action)
-        found.append((obs.tolist(), bool(terminated)))
-        if terminated:
-            break
-    return found
-
-
-def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> None:
     environment = make_gymnasium("CartPole-v1", 3)
     obs = environment.reset(11)
+    # single ones, stepped by hand
+    alone = [gymnasium.make("CartPole-v1") for _ in range(3)]
     seeds = np.random.SeedSequence(11).generate_state(3, np.uint32).astype(np.int64) >> 1
+    firsts = [each.reset(seed=int(seed))[0].tolist() for each, seed in zip(alone, seeds, strict=True)]
+    assert obs.tolist() == firsts
+    over: set[int] = set()
     # pushing one way lets the pole fall within a dozen steps
-    alone = [cartpole_alone(int(seed), [1] * 30) for seed in seeds]
-    assert obs.tolist() == [steps[0][0] for steps in alone]
-    over = set()
-    for t in range(1, 15):
+    for _ in range(14):
         environment.send(torch.ones(3, dtype=torch.int64))
         step = environment.recv()
         for env in set(range(3)) - over:
-            expected, ended = alone[env][t]
+            expected, _, ended, *_ = alone[env].step(1)
             assert bool(step.terminated[env]) == ended
-            assert (step.frame[env].tolist() == expected) != ended
+            assert (step.frame[env].tolist() == expected.tolist()) != ended
             if ended:
                 over.add(env)
-                assert step.final_frame[env].tolist() == expected
+                assert step.final_frame[env].tolist() == expected.tolist()
                 # a new episode starts near zero
                 assert step.frame[env].abs().max() <= 0.05
     assert (over, step.reward.dtype) == ({0, 1, 2}, torch.float32)
@@ -71,29 +61,6 @@ def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
     environment.close()
 
 
-# the observation that was drawn last, by the name of the environment
-SHOWN: dict[str, np.ndarray] = {}
-
-
-def register(name: str, observation: object, start: int) -> None:
-    """A Gymnasium environment that shows one thing for ever and pays the number of its action."""
-    import gymnasium
-
-    class Paying(gymnasium.Env):  # type: ignore[type-arg]
-        observation_space = observation  # type: ignore[assignment]
-        action_space = gymnasium.spaces.Discrete(3, start=start)
-
-        def reset(self, *, seed: int | None = None, options: object = None) -> tuple[object, dict[str, object]]:
-            super().reset(seed=seed)
-            self.shown = SHOWN[name] = self.observation_space.sample()
-            return self.shown, {}
-
-        def step(self, action: int) -> tuple[object, float, bool, bool, dict[str, object]]:
-            return self.shown, float(action), False, False, {}
-
-    gymnasium.register(name, entry_point=Paying, disable_env_checker=True)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "field", "network"),
     [
@@ -107,10 +74,25 @@ def register(name: str, observation: object, start: int) -> None:
 def test_observations_are_stored_for_their_network_and_actions_may_start_anywhere(
     shape: tuple[int, ...], dtype: type, field: Field, network: str
 ) -> None:
-    from gymnasium.spaces import Box
+    import gymnasium
+
+    shown = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+
+    class Paying(gymnasium.Env):  # type: ignore[type-arg]
+        """Shows one thing for ever and pays the number of its action."""
+
+        observation_space = gymnasium.spaces.Box(0, 255, shape, dtype)
+        action_space = gymnasium.spaces.Discrete(3, start=4)
+
+        def reset(self, *, seed: int | None = None, options: object = None) -> tuple[object, dict[str, object]]:
+            super().reset(seed=seed)
+            return shown, {}
+
+        def step(self, action: int) -> tuple[object, float, bool, bool, dict[str, object]]:
+            return shown, float(action), False, False, {}
 
     name = f"Paying{'x'.join(map(str, shape))}-v0"
-    register(name, Box(0, 255, shape, dtype), start=4)
+    gymnasium.register(name, entry_point=Paying, disable_env_checker=True)
     found = identify(name)
     assert found.settings(CPU).network == network
     environment = found.make(2, found.settings(CPU), CPU)
@@ -120,36 +102,34 @@ def test_observations_are_stored_for_their_network_and_actions_may_start_anywher
     step = environment.recv()
     assert (step.reward.dtype, step.reward.tolist()) == (torch.float32, [4.0, 6.0])
     # the same thing for ever, with channels first
-    assert (obs.shape, obs.dtype) == ((2, *field.shape), field.dtype)
-    assert torch.equal(step.frame, obs)
-    seen = np.float32(SHOWN[name]) if network == "mlp" else np.moveaxis(SHOWN[name], -1, 0)
-    assert any(np.array_equal(each.float().numpy(), np.float32(seen)) for each in obs)
+    seen = torch.from_numpy(shown if network == "mlp" else np.moveaxis(shown, -1, 0)).to(field.dtype)
+    for each in (*obs, *step.frame):
+        assert torch.equal(each, seen)
     environment.close()
 
 
 def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     pytest.importorskip("ale_py")
-    environment = identify("ALE/Pong-v5").make(2, Settings.for_family("atari"), CPU)
+    environment = identify("ALE/Pong-v5").make(1, Settings.for_family("atari"), CPU)
     assert environment.spec.num_actions == 3
     assert (environment.spec.observation.shape, environment.spec.stacked.shape) == ((42, 42), (4, 42, 42))
-    first = environment.reset(1)
-    assert (first.shape, first.dtype) == ((2, 42, 42), torch.uint8)
-    score, before = torch.zeros(2), first
+    before = environment.reset(1)
+    assert (before.shape, before.dtype) == ((1, 42, 42), torch.uint8)
+    score, ended = 0.0, False
     for _ in range(1_500):
-        environment.send(torch.zeros(2, dtype=torch.int64))
+        environment.send(torch.zeros(1, dtype=torch.int64))
         step = environment.recv()
-        assert set(step.reward.tolist()) <= {-1.0, 0.0, 1.0}
-        score += step.reward
-        ended = step.terminated | step.truncated
-        assert (step.final_frame is None) == (not bool(ended.any()))
-        if ended.any():
+        assert step.reward.item() in (-1.0, 0.0, 1.0)
+        score += step.reward.item()
+        ended = bool(step.terminated | step.truncated)
+        assert (step.final_frame is None) == (not ended)
+        if ended:
             break
         before = step.frame
-    (row,) = ended.nonzero()[:1, 0].tolist()
-    assert abs(score[row]) == 21
+    assert abs(score) == 21
     # the last frame is of the old game: it shows both paddles, the new one starts with an empty field
-    assert not torch.equal(step.frame[row], step.final_frame[row])
-    assert (step.final_frame[row] != before[row]).float().mean() < 0.1
+    assert not torch.equal(step.frame, step.final_frame)
+    assert (step.final_frame != before).float().mean() < 0.1
     environment.close()
 
 
@@ -179,20 +159,62 @@ def test_names_are_recognised(name: str) -> None:
     assert tuple(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True)) == FAMILIES[found.kind]
 
 
-@pytest.mark.parametrize(
-    "name, hint", [("CartPol-v1", "CartPole-v1"), ("pongg", "pong"), ("xyzzy-v3", "Try pong"), ("ALE/Pnog-v5", "Pong")]
-)
-def test_an_unknown_name_is_answered_with_near_ones(name: str, hint: str) -> None:
-    pytest.importorskip("ale_py")
-    with pytest.raises(UserError, match=f"unknown environment '{name}'.*{hint}"):
-        identify(name)
+# frames
+
+IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
 
 
-@pytest.mark.parametrize("name, message", [("Pendulum-v1", "actions Box"), ("Taxi-v4", "observations Discrete")])
-def test_spaces_that_the_agent_cannot_use_are_refused(name: str, message: str) -> None:
-    import gymnasium
+def numbered(t: int) -> Tensor:
+    """Frames of three environments, whose every pixel says at which step it was seen and where."""
+    return (torch.arange(3, dtype=torch.uint8) + 10 * t)[:, None, None].expand(3, 3, 2).contiguous()
 
-    if name not in gymnasium.registry:
-        name = "Taxi-v3"
-    with pytest.raises(UserError, match=message):
-        make_gymnasium(name, 2)
+
+class Scripted(Environment):
+    """Three environments in host memory whose frames say when they were; two end at each fifth and third step."""
+
+    num_envs = 3
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=depth)
+
+    def reset(self, seed: int) -> Tensor:
+        self.t = 0
+        return numbered(0)
+
+    def send(self, actions: Tensor) -> None:
+        self.t += 1
+
+    def recv(self) -> Step:
+        over, cut = torch.tensor([self.t % 5 == 0, False, False]), torch.tensor([False, self.t % 3 == 0, False])
+        final = numbered(self.t + 100) if bool((over | cut).any()) else None
+        return Step(numbered(self.t), torch.full((3,), float(self.t)), over, cut, final)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
+    actors = Actors(Scripted(depth), torch.device(device))
+    actors.reset(0)
+    histories = [[each] for each in numbered(0)]
+    for t in range(1, 20):
+        obs = actors.stack.obs
+        assert obs.device.type == device
+        for env, history in enumerate(histories):
+            # zeros before the first frame of an episode; a single frame has no stack axis
+            newest = [*[torch.zeros(3, 2, dtype=torch.uint8)] * depth, *history][-depth:]
+            assert torch.equal(obs[env].cpu(), torch.stack(newest) if depth > 1 else newest[0])
+        if t == 11:
+            # others continue from the state of these
+            saved = actors.state_dict()
+            actors = Actors(actors.environment, torch.device(device))
+            actors.load_state_dict(saved)
+        actors.environment.send(torch.zeros(3, dtype=torch.int64))
+        step, frame = actors.recv(), numbered(t)
+        flags = [step.terminated.tolist(), step.truncated.tolist()]
+        assert (step.reward.tolist(), flags) == ([t] * 3, [[t % 5 == 0, False, False], [False, t % 3 == 0, False]])
+        ended = step.ended.tolist()
+        assert not any(ended) or torch.equal(step.final_frame.cpu(), numbered(t + 100))
+        actors.push(step)
+        assert torch.equal(actors.stack.frame.cpu(), frame)
+        histories = [[frame[env]] if ended[env] else [*histories[env], frame[env]] for env in range(3)]

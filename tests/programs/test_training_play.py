@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from gpu_replay.cli import main
-from gpu_replay.training.environments import Actors
 from gpu_replay.training.play import Video
-from gpu_replay.training.registry import CPU, identify
-from gpu_replay.training.rendering import RenderedAtari, RenderedEnvironment
+from gpu_replay.training.registry import identify
+from gpu_replay.training.rendering import RenderedAtari
 from gpu_replay.training.settings import Settings
 
 Image = pytest.importorskip("PIL.Image")
@@ -33,87 +32,55 @@ def frames(path: Path) -> tuple[list[np.ndarray], list[int]]:
     return pictures, delays
 
 
-def noise(count: int, colours: int, shape: tuple[int, int] = (20, 30)) -> list[np.ndarray]:
-    random = np.random.default_rng(count)
-    palette = random.integers(0, 256, (colours, 3), dtype=np.uint8)
-    return [palette[random.integers(0, colours, shape)] for _ in range(count)]
-
-
-def video_of(pictures: list[np.ndarray], fps: float, scale: int = 1) -> Video:
+def written(path: Path, pictures: list[np.ndarray], fps: float, scale: int = 1, hold: bool = False) -> Path:
+    """A video of them."""
     video = Video(fps, scale)
     for picture in pictures:
         video.add(picture)
-    return video
+    if hold:
+        video.hold()
+    video.write(path)
+    return path
+
+
+def noise(count: int, colours: int) -> list[np.ndarray]:
+    random = np.random.default_rng(count)
+    palette = random.integers(0, 256, (colours, 3), dtype=np.uint8)
+    return [palette[random.integers(0, colours, (20, 30))] for _ in range(count)]
 
 
 def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) -> None:
     pictures = noise(31, 90)
-    video_of(pictures, 15.0, 3).write(tmp_path / "video.gif")
-    shown, delays = frames(tmp_path / "video.gif")
-    assert len(shown) == 31
-    for found, picture in zip(shown, pictures, strict=True):
-        assert np.array_equal(found, picture.repeat(3, 0).repeat(3, 1))
+    shown, delays = frames(written(tmp_path / "video.gif", pictures, 15.0, 3))
+    assert np.array_equal(np.stack(shown), np.stack(pictures).repeat(3, 1).repeat(3, 2))
     # 31 pictures at 15 a second, in hundredths of a second
     assert (sum(delays), set(delays)) == (round(3100 / 15) * 10, {60, 70})
     # of many colours the best are kept
     many = noise(5, 5_000)
-    video_of(many, 50.0).write(tmp_path / "many.gif")
-    error = np.abs(np.stack(frames(tmp_path / "many.gif")[0]).astype(int) - np.stack(many))
+    error = np.abs(np.stack(frames(written(tmp_path / "many.gif", many, 50.0))[0]).astype(int) - np.stack(many))
     assert 0 < error.mean() < 20
     # the end is held: pictures that do not change are one picture, shown longer
-    video = video_of(noise(3, 9), 10.0)
-    video.hold()
-    video.write(tmp_path / "held.gif")
-    shown, delays = frames(tmp_path / "held.gif")
-    assert (len(video.images), len(shown), delays) == (10, 3, [100, 100, 800])
-
-
-def watch(rendered: RenderedEnvironment, steps: int, actions: int) -> list[tuple[np.ndarray, bool]]:
-    """Pictures of random play, and whether an episode ended with each."""
-    actors, generator = Actors(rendered, CPU), torch.Generator().manual_seed(0)
-    actors.reset(3)
-    seen = [(rendered.picture.copy(), False)]
-    for _ in range(steps):
-        rendered.send(torch.randint(0, actions, (1,), generator=generator))
-        step = actors.recv()
-        seen.append((rendered.picture.copy(), bool(step.terminated | step.truncated)))
-    return seen
-
-
-def test_the_board_of_catch_shows_the_ball_all_the_way_down() -> None:
-    seen = watch(identify("catch").rendered(Settings()), 11, 3)
-    for t, (picture, ended) in enumerate(seen):
-        assert picture.shape == (240, 240, 3)
-        cells = picture[10::20, 10::20, 0] > 100
-        assert cells[11].sum() >= 3
-        assert cells[t].sum() >= 1
-        assert cells.sum() in (3, 4)
-        assert ended == (t == 11)
+    shown, delays = frames(written(tmp_path / "held.gif", noise(3, 9), 10.0, hold=True))
+    assert (len(shown), delays) == (3, [100, 100, 800])
 
 
 def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
     pytest.importorskip("ale_py")
-    settings = Settings.for_family("atari", sticky=0.25)
-    rendered = identify("pong").rendered(settings)
+    rendered = identify("pong").rendered(Settings.for_family("atari", sticky=0.25))
     assert isinstance(rendered, RenderedAtari)
-    actors, generator = Actors(rendered, CPU), torch.Generator().manual_seed(0)
-    actors.reset(5)
-    balls = 0
-    for t in range(1_200):
-        if t % 50 == 0:
+    rendered.reset(5)
+    balls, frame = 0, None
+    for t in range(240):
+        if frame is not None and t % 40 == 0:
             assert rendered.picture.shape == (210, 160, 3)
             grey = rendered.picture @ np.array([0.299, 0.587, 0.114])
             # means over the five by four pixels, or nearly, that each pixel of the agent's frame covers
             coarse = grey.reshape(42, 5, 160).mean(1).repeat(42, 1).reshape(42, 42, 160).mean(2)
-            assert np.abs(coarse - actors.stack.frame[0].numpy()).mean() < 4
+            assert np.abs(coarse - frame).mean() < 4
         balls += int((rendered.picture[34:194] == 236).all(2).any())
-        rendered.send(torch.randint(0, 3, (1,), generator=generator))
-        step = actors.recv()
-        actors.push(step)
-        if step.terminated:
-            break
-    assert balls > 200
-    assert bool(step.terminated)
+        rendered.send(torch.tensor([t % 3]))
+        frame = rendered.recv().frame[0].numpy()
+    assert balls > 40
     rendered.close()
 
 
@@ -121,31 +88,39 @@ def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     pytest.importorskip("pygame")
     rendered = identify("CartPole-v1").rendered(Settings.for_family("vector"))
     assert rendered.fps == 50
-    seen = watch(rendered, 60, 2)
-    endings = [place for place, (_, ended) in enumerate(seen) if ended]
-    assert endings
-    for place in endings:
+    rendered.reset(3)
+    pictures, endings = [rendered.picture.astype(int)], []
+    for t in range(1, 61):
+        rendered.send(torch.ones(1, dtype=torch.int64))
+        step = rendered.recv()
+        pictures.append(rendered.picture.astype(int))
+        endings += [t] * bool(step.terminated | step.truncated)
+    assert pictures[0].shape == (400, 600, 3)
+    assert len(endings) > 2
+    for t in endings[:-1]:
         # the last picture of an episode shows the cart where it was, the next the new one
-        before, last, after = (seen[place + i][0].astype(int) for i in (-1, 0, 1))
-        assert np.abs(last - before).mean() < np.abs(after - last).mean()
-    assert all(picture.shape == (400, 600, 3) for picture, _ in seen)
+        assert np.abs(pictures[t] - pictures[t - 1]).mean() < np.abs(pictures[t + 1] - pictures[t]).mean()
     rendered.close()
 
 
 def test_an_episode_of_a_run_becomes_a_video_that_depends_on_the_seed_alone(
     catch_run: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    contents = []
+    contents, target = [], tmp_path / "video.gif"
     for seed in ("1", "1", "2"):
-        target = tmp_path / "video.gif"
         assert main(["play", str(catch_run), "--episodes", "2", "--seed", seed, "--output", str(target)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith("catch, network of step ")
-        assert [line.split(":")[0] for line in lines[1:3]] == ["episode 1", "episode 2"]
-        assert all(line.endswith("length 11") for line in lines[1:3])
-        assert str(target) in lines[3]
-        assert len(frames(target)[0]) == 24
+        first, *episodes, last = capsys.readouterr().out.splitlines()
+        assert first.startswith("catch, network of step ")
+        assert [(each[:10], each[-9:]) for each in episodes] == [(f"episode {n}:", "length 11") for n in (1, 2)]
+        assert str(target) in last
         contents.append(target.read_bytes())
+    pictures, _ = frames(target)
+    assert len(pictures) == 24
+    # the ball is seen all the way down, and the paddle on the floor
+    for t, picture in enumerate(pictures[:12]):
+        cells = picture[10::20, 10::20, 0] > 100
+        assert (picture.shape, cells.shape) == ((240, 240, 3), (12, 12))
+        assert (cells[11].sum() >= 3, cells[t].sum() >= 1, cells.sum() in (3, 4)) == (True, True, True)
     assert contents[0] == contents[1] != contents[2]
     # cut off and enlarged, of the network alone, beside which the video is put
     shutil.copy(catch_run / "network.safetensors", tmp_path)

@@ -8,7 +8,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -59,46 +58,41 @@ def sources(root: Path) -> dict[str, Path]:
 
 
 @functools.cache
-def nodes(text: str) -> tuple[ast.AST, ...]:
-    """All nodes of the syntax tree of a source, the module first; nobody may change them."""
-    return tuple(ast.walk(ast.parse(text)))
+def nodes(text: str, typed: bool = True) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of a source, the module first; nobody may change them.
 
-
-@functools.cache
-def statements(text: str) -> tuple[ast.stmt, ...]:
-    """Those that run when a source is imported, without what only type checkers read."""
-    module = nodes(text)[0]
-    assert isinstance(module, ast.Module)
-    return tuple(
-        each for each in module.body if not isinstance(each, ast.If) or "TYPE_CHECKING" not in ast.dump(each.test)
-    )
-
-
-@functools.cache
-def typed_only(text: str) -> frozenset[int]:
-    """The nodes that only type checkers read, by identity."""
-    kept = {id(node) for each in statements(text) for node in ast.walk(each)}
-    return frozenset(id(node) for node in nodes(text)) - kept
-
-
-def imports(module: str, path: Path, modules: dict[str, Path], *, typed: bool = True) -> Iterator[tuple[str, bool]]:
-    """The names of the modules that a file imports, and whether that happens when it is imported itself.
-
-    typed: whether what it imports for type checkers alone counts.
+    typed: with what only type checkers read.
     """
-    text = path.read_text()
-    at_once, left_out = set(map(id, statements(text))), frozenset() if typed else typed_only(text)
+    module = ast.parse(text)
+    if not typed:
+        module.body = [
+            each for each in module.body if not isinstance(each, ast.If) or "TYPE_CHECKING" not in ast.dump(each.test)
+        ]
+    return tuple(ast.walk(module))
+
+
+def statements(text: str) -> list[ast.stmt]:
+    """Those that run when a source is imported."""
+    return nodes(text, typed=False)[0].body  # type: ignore[attr-defined, no-any-return]
+
+
+def imports(
+    module: str, path: Path, modules: dict[str, Path], *, typed: bool = True, at_once: bool = False
+) -> set[str]:
+    """The names of the modules that a file imports.
+
+    at_once: only what it imports when it is imported itself. typed: also what it imports for type checkers alone.
+    """
+    text, found = path.read_text(), set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in nodes(text):
-        if id(node) in left_out:
-            continue
+    for node in statements(text) if at_once else nodes(text, typed):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in at_once) for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                member = f"{source}.{alias.name}"
-                yield member if member in modules else source, id(node) in at_once
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {member if member in modules else source for member in members}
+    return found
 
 
 def room(name: str) -> str | None:
@@ -116,7 +110,7 @@ def violations(root: Path) -> list[str]:
         if layer not in RANK:
             found.append(f"{module} has no place in LAYERS")
             continue
-        for source in {name for name, _ in imports(module, path, modules)}:
+        for source in imports(module, path, modules):
             target = room(source)
             if layer in LEAVES and target != layer and source.split(".")[0] not in LEAVES[layer]:
                 found.append(f"{module} imports {source}, and {layer} are leaves")
@@ -132,9 +126,8 @@ def violations(root: Path) -> list[str]:
 def arrows(root: Path) -> tuple[set[tuple[str | None, str | None]], set[tuple[str, str]]]:
     """Who imports whom, among the rooms, and among all files without what only type checkers read."""
     modules = sources(root)
-    pairs = {(module, name) for module, path in modules.items() for name, _ in imports(module, path, modules)}
-    rooms = {(room(module), room(name)) for module, name in pairs if name.startswith(PACKAGE)}
-    files = {(m, name) for m, path in modules.items() for name, _ in imports(m, path, modules, typed=False)}
+    rooms = {(room(m), room(n)) for m, path in modules.items() for n in imports(m, path, modules) if room(n)}
+    files = {(m, n) for m, path in modules.items() for n in imports(m, path, modules, typed=False)}
     return {(a, b) for a, b in rooms if a != b}, {(a, b) for a, b in files if a != b and b in modules}
 
 
@@ -154,14 +147,18 @@ def test_imports_point_one_way_in_a_small_graph_without_a_cycle() -> None:
     assert len(rooms) <= MOST_ARROWS < len(files)
 
 
+def write(folder: Path, **lines: str) -> None:
+    """Files of one line, with two underscores for each folder."""
+    for name, line in lines.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line)
+
+
 def test_a_cycle_is_seen(tmp_path: Path) -> None:
     # of one layer, so that no import points upwards
-    for name, line in (
-        ("graphs", "from gpu_replay.checkpoint.b import c"),
-        ("checkpoint", "import gpu_replay.graphs.b"),
-    ):
-        (tmp_path / "gpu_replay" / name).mkdir(parents=True)
-        (tmp_path / "gpu_replay" / name / "b.py").write_text(line)
+    write(tmp_path, gpu_replay__graphs__b="from gpu_replay.checkpoint.b import c")
+    write(tmp_path, gpu_replay__checkpoint__b="import gpu_replay.graphs.b")
     assert violations(tmp_path) == []
     for edges in arrows(tmp_path):
         with pytest.raises(CycleError):
@@ -172,37 +169,29 @@ def test_a_cycle_is_seen(tmp_path: Path) -> None:
     ("file", "line", "message"),
     [
         *(
-            ("gpu_replay/ops/gather.py", line, "ops.gather imports gpu_replay.buffer, which lies above")
+            ("gpu_replay__ops__gather", line, "ops.gather imports gpu_replay.buffer, which lies above")
             for line in ("from gpu_replay.buffer import B", "from .. import buffer", "from ..buffer import B")
         ),
-        ("gpu_replay/ops/gather.py", "from gpu_replay import ReplayBuffer", "ops.gather imports gpu_replay, "),
-        ("gpu_replay/fields.py", "import gpu_replay.ops.gather", "fields imports gpu_replay.ops.gather"),
-        ("gpu_replay/buffer.py", "def f():\n    from gpu_replay.training import agent", "which lies above it"),
-        ("gpu_replay/buffer.py", "from gpu_replay.bench.measure import Plan", "which lies above it"),
-        ("gpu_replay/training/agent.py", "from gpu_replay.bench import measure", "the programs do not know"),
-        ("gpu_replay/training/agent.py", "from gpu_replay.cli import main", "which lies above it"),
-        ("kernels/gather.py", "import torch", "kernels are leaves"),
-        ("gpu_replay/loops/gather.py", "import torch", "loops are leaves"),
-        ("kernels/gather.py", "from gpu_replay.fields import Field", "kernels are leaves"),
-        ("gpu_replay/helpers.py", "", "helpers has no place in LAYERS"),
-        ("gpu_replay/buffer.py", "from gpu_replay.gone import nothing", "which is not there"),
+        ("gpu_replay__ops__gather", "from gpu_replay import ReplayBuffer", "ops.gather imports gpu_replay, "),
+        ("gpu_replay__fields", "import gpu_replay.ops.gather", "fields imports gpu_replay.ops.gather"),
+        ("gpu_replay__buffer", "def f():\n    from gpu_replay.training import agent", "which lies above it"),
+        ("gpu_replay__buffer", "from gpu_replay.bench.measure import Plan", "which lies above it"),
+        ("gpu_replay__training__agent", "from gpu_replay.bench import measure", "the programs do not know"),
+        ("gpu_replay__training__agent", "from gpu_replay.cli import main", "which lies above it"),
+        ("kernels__gather", "import torch", "kernels are leaves"),
+        ("gpu_replay__loops__gather", "import torch", "loops are leaves"),
+        ("kernels__gather", "from gpu_replay.fields import Field", "kernels are leaves"),
+        ("gpu_replay__helpers", "", "helpers has no place in LAYERS"),
+        ("gpu_replay__buffer", "from gpu_replay.gone import nothing", "which is not there"),
     ],
 )
 def test_a_breach_is_seen(tmp_path: Path, file: str, line: str, message: str) -> None:
-    for name in (
-        "gpu_replay/buffer.py",
-        "bench/measure.py",
-        "gpu_replay/ops/gather.py",
-        "gpu_replay/training/agent.py",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("from gpu_replay.fields import Field\n")
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "gather.py").write_text("import triton.language as tl\nfrom .philox import words\n")
-    (tmp_path / "kernels" / "philox.py").write_text("import triton\n")
+    upper = ("gpu_replay__buffer", "bench__measure", "gpu_replay__ops__gather", "gpu_replay__training__agent")
+    write(tmp_path, **dict.fromkeys(upper, "from gpu_replay.fields import Field\n"))
+    write(tmp_path, kernels__gather="import triton.language as tl\nfrom .philox import words\n")
+    write(tmp_path, kernels__philox="import triton\n")
     assert violations(tmp_path) == []
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(line)
+    write(tmp_path, **{file: line})
     (breach,) = violations(tmp_path)
     assert message in breach
 
@@ -237,7 +226,7 @@ def test_tests_are_collected_with_torch_triton_numpy_and_pytest_alone() -> None:
     folder, modules = ROOT / "tests", sources(ROOT)
     allowed = {*sys.stdlib_module_names, "torch", "triton", "numpy", "pytest", PACKAGE}
     allowed |= {path.stem for path in folder.rglob("*.py")}
-    direct = {name: {each for each, now in imports(name, path, modules) if now} for name, path in modules.items()}
+    direct = {name: imports(name, path, modules, at_once=True) for name, path in modules.items()}
     wrong = []
     # which is read by a type checker, with all that there is
     for path in set(folder.rglob("*.py")) - {folder / "typed_use.py"}:
@@ -245,9 +234,8 @@ def test_tests_are_collected_with_torch_triton_numpy_and_pytest_alone() -> None:
         for node in statements(path.read_text()):
             if isinstance(node, (ast.Assign, ast.Expr)) and "importorskip" in ast.unparse(node.value):
                 asked |= {str(each.value).split(".")[0] for each in ast.walk(node) if isinstance(each, ast.Constant)}
-        needed, before = {name for name, now in imports(path.stem, path, modules) if now}, set()
+        needed, before = imports(path.stem, path, modules, at_once=True), set()
         while needed != before:
-            before = needed
-            needed = needed.union(*(direct.get(name, ()) for name in needed))
+            before, needed = needed, needed.union(*(direct.get(name, ()) for name in needed))
         wrong += [f"{path.name} imports {name}" for name in needed if name.split(".")[0] not in allowed | asked]
     assert wrong == []

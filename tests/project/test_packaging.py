@@ -18,17 +18,9 @@ import pytest
 from test_architecture import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", ".ci", ".gitignore", "pyproject.toml", "constraints.txt"}
-TOP_LEVEL |= {
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "CITATION.cff",
-    "LICENSE",
-    "mkdocs.yml",
-    "docs",
-    ".github",
-}
+TOP_LEVEL = {"gpu_replay", "kernels", "tests", "bench", "docs", ".ci", ".github", ".gitignore", "LICENSE"}
+TOP_LEVEL |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "constraints.txt"}
+TOP_LEVEL |= {"pyproject.toml", "mkdocs.yml"}
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="installs with pip"),
     pytest.mark.skipif(os.name == "nt", reason="knows the folders of a POSIX environment"),
@@ -141,8 +133,8 @@ def check_types_are_visible(environment: Environment, checkout: Path) -> None:
     """mypy and pyright read the folders that .pth files name, and run no import hooks."""
     lines = [line for file in environment.site.glob("*gpu_replay*.pth") for line in file.read_text().splitlines()]
     (found,) = [folder for folder in (environment.site, *map(Path, lines)) if (folder / "gpu_replay").is_dir()]
-    assert (found / "gpu_replay" / "py.typed").is_file()
-    assert (found / "gpu_replay" / "buffer.py").read_text() == (checkout / "gpu_replay" / "buffer.py").read_text()
+    for name in ("py.typed", "buffer.py"):
+        assert (found / "gpu_replay" / name).read_text() == (checkout / "gpu_replay" / name).read_text()
     # only the package, and the well-known distribution
     assert not (found / "bench").exists()
     assert not (found / "kernels").exists() or found == environment.site

@@ -29,58 +29,29 @@ KNOWN = {
 
 def inner_names(source: str) -> set[str]:
     """The inner modules and private names that a test imports or patches by name."""
-    found = set()
+    names = set(re.findall(r'setattr\(\s*"([\w.]+)"', source))
     for node in nodes(source):
-        names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
-            given = node.args[0] if node.args else None
-            if isinstance(given, ast.Constant) and isinstance(given.value, str):
-                names = [given.value]
-        found |= {name for name in names if _is_inner(name.split("."))}
-    return found
+            names |= {alias.name for alias in node.names}
+    ours = {name for name in names if name.startswith(f"{PACKAGE}.")}
+    return {name for name in ours if name.split(".")[1] in INSIDE or PRIVATE.search(name)}
 
 
-def _is_inner(parts: list[str]) -> bool:
-    if parts[0] != PACKAGE or len(parts) < 2:
-        return False
-    return parts[1] in INSIDE or PRIVATE.search(".".join(parts)) is not None
-
-
-def _is_known(parts: list[str]) -> bool:
+def known(name: str) -> bool:
     """Whether the list has the room of an inner module, or a private one itself."""
-    return ".".join(parts[1:3]) in KNOWN or (parts[1] in KNOWN and PRIVATE.search(".".join(parts)) is None)
-
-
-def outside_the_kernels() -> list[Path]:
-    """All tests but those of kernels, and the helpers that they use."""
-    files = {path.stem: path for path in TESTS.rglob("*.py") if path.parent.name != "kernels"}
-    known: set[str] = set()
-    more = {name for name, path in files.items() if path.parent.name != "helpers"}
-    while more - known:
-        known |= more
-        sources = [files[name].read_text() for name in known]
-        imported = [
-            each for source in sources for each in nodes(source) if isinstance(each, (ast.Import, ast.ImportFrom))
-        ]
-        more = {each.module or "" if isinstance(each, ast.ImportFrom) else each.names[0].name for each in imported}
-        more &= files.keys()
-    return [files[name] for name in sorted(known)]
+    parts = name.split(".")
+    return ".".join(parts[1:3]) in KNOWN or (parts[1] in KNOWN and not PRIVATE.search(name))
 
 
 def test_no_test_knows_the_inside_without_a_reason() -> None:
-    files = outside_the_kernels()
+    files = [path for path in TESTS.rglob("*.py") if path.parent.name != "kernels"]
     assert len(files) > 50
-    found = {
-        f"{path.name} knows {name}"
-        for path in files
-        for name in inner_names(path.read_text())
-        if not _is_known(name.split("."))
-    }
-    assert found == set()
+    found = {(path.name, name) for path in files for name in inner_names(path.read_text())}
+    assert {(file, name) for file, name in found if not known(name)} == set()
+    # no reason outlives what it was given for
+    assert [each for each in KNOWN if not any(f".{each}." in f"{name}." for _, name in found)] == []
 
 
 def test_what_knows_the_inside_is_seen() -> None:

@@ -1,0 +1,292 @@
+"""The registry of operations, and the cases that suites make of them: at which sizes, and the bytes that must move.
+
+An operation is a call of a buffer (`call`), or one below the buffers with the torch operations that do the same
+(`ours`, `baselines`). To add one, add an entry to `OPERATIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpu_replay.console.errors import UserError
+
+from . import baselines, ours
+from .kernel_checks import Implementation
+from .kernel_inputs import Inputs
+from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
+
+OURS = "gpu_replay"
+CAPACITIES = (10_000, 100_000, 1_000_000)
+BATCHES = (32, 256, 4096)
+FRAME_BATCHES = (32, 256, 1024)
+ADDED = 8
+# environments that step together, and steps of them all in a ring
+FRAME_ENVS, FRAME_SLOTS = 8, 20_000
+# rings of rows and of frames that kernels gather from: on a GPU as many frames as Atari agents keep
+KERNEL_ROWS, KERNEL_FRAMES = 10**6, {"cuda": 10**6, "cpu": 10**5}
+
+# bytes that must move, read and written together, to add a transition, to draw its key, to sample it and to update it:
+# beside its fields a key and a mass of 8 bytes, a priority, a probability and a weight of 4
+ADD, DRAWN, UPDATE = 2 * ROW_BYTES + 16, 16, 8 + 4 + 2 * 8
+SAMPLE = 2 * ROW_BYTES + DRAWN + 8
+CYCLE: dict[str, Any] = {"call": "cycle", "added": ADD, "drawn": SAMPLE + UPDATE}
+# two stacks, read and written; one frame, read and written
+STACKS, FRAME = 2 * 2 * STACK * FRAME_BYTES, 2 * FRAME_BYTES
+
+Maker = Callable[[Inputs], Implementation]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a call does, the bytes that it must move, and the tests that check its answers.
+
+    tests:              files of tests: "ring" for the file test_ring.py, "ring::test_wrap" for one of its tests.
+    about:              a description, or the name of its rows in the table of peers.
+    call:               name of the call in `subjects.bind`, if it is one of those.
+    slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
+                        of the batch.
+    fields:             of one stored row: name to [dtype, shape].
+    ours, baselines:    makers of the implementations of an operation below the buffers: this package's, others by name.
+    memory:             upper bound on the bytes per slot of all of them together, beside the fields.
+    cold:               whether caches are flushed before each call, for memory-bound operations.
+    dtype:              dtype of gathered frames, None if there are none.
+    """
+
+    tests: str
+    about: str = ""
+    call: str = ""
+    slot: int = 0
+    added: int = 0
+    drawn: int = 0
+    fields: Mapping[str, list[Any]] = field(default_factory=described)
+    ours: Maker | None = None
+    baselines: Mapping[str, Maker] = field(default_factory=dict)
+    memory: int = 120
+    cold: bool = False
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of a table.
+
+    capacity, batch: 0 if the operation does not depend on it; for adds `batch` is the number of rows added.
+    added:           rows that the call adds.
+    width:           float32 numbers of an observation, where they are not four.
+    """
+
+    operation: str
+    capacity: int
+    batch: int
+    added: int = 0
+    width: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name that `--only` matches: "cycle/N=1M/B=256", "prefix-sum/N=1M"."""
+        sizes = {"N": short(self.capacity) if self.capacity else 0, "B": self.batch, "W": self.width}
+        return "/".join([self.operation, *(f"{letter}={size}" for letter, size in sizes.items() if size)])
+
+    @property
+    def kind(self) -> Operation:
+        """The operation itself."""
+        return OPERATIONS[self.operation]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move, read and written together, whatever the implementation."""
+        kind = self.kind
+        return self.capacity * kind.slot + self.added * kind.added + self.batch * kind.drawn
+
+
+def short(count: int) -> str:
+    """10000 as "10k", 1000000 as "1M", others as they are."""
+    for size, letter in ((10**6, "M"), (10**3, "k")):
+        if count >= size and count % size == 0:
+            return f"{count // size}{letter}"
+    return str(count)
+
+
+def _frame_gather(dtype: torch.dtype) -> Operation:
+    # stacks are read as bytes and written as this type
+    moved = STACKS // 2 * (1 + dtype.itemsize)
+    cast, select = " + cast" if dtype.itemsize > 1 else "", baselines.index_select_frames
+    return _frames(
+        f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}",
+        ours=ours.frame_gather,
+        baselines={f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
+        drawn=8 + moved,
+        cold=True,
+        dtype=dtype,
+    )
+
+
+RING, DRAW, UPDATED = "programs buffer_add_inputs", "distributions", "priorities"
+ANSWERS = "bench_kernels::test_every_implementation_gives_right_answers"
+_ALL = f"{RING} {DRAW} {UPDATED}"
+_STEP = "one environment: add"
+_frames = partial(Operation, "trajectory_oracle", fields=FIELDS)
+_saved = partial(Operation, "checkpoints", fields=FIELDS)
+_stored = partial(Operation, "bench_suites")
+# below the buffers, without rows
+_sums = partial(Operation, fields={})
+
+OPERATIONS: dict[str, Operation] = {
+    # add 8 rows, or a step of 8 environments, sample B, update B
+    "cycle": Operation(_ALL, "cycle", **CYCLE),
+    "frame-cycle": _frames("cycle, Atari", "cycle", added=FRAME, drawn=STACKS),
+    "add": Operation(RING, "add", "add", added=ADD),
+    "frame-add": _frames("add, Atari", "add", added=FRAME),
+    "update": Operation(
+        UPDATED,
+        "update",
+        "update",
+        drawn=UPDATE,
+        ours=ours.update,
+        baselines={
+            "scatter alone": baselines.scatter,
+            "scatter + cumsum": partial(baselines.scatter, build="update"),
+            "scatter + cumsum, float32": partial(baselines.scatter, build="update", dtype=torch.float32),
+        },
+    ),
+    # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
+    "step-add": Operation(RING, _STEP, "add", added=ADD),
+    "step-exact": Operation(RING, f"{_STEP}, exact dtypes", "add", added=ADD),
+    "step-cycle": Operation(_ALL, f"{_STEP}, sample, update", **CYCLE),
+    "step-uniform": Operation(f"{RING} {DRAW}", f"{_STEP}, sample, no priorities", "read", added=ADD, drawn=SAMPLE),
+    "sample": Operation(DRAW, call="sample", drawn=SAMPLE),
+    # stacks of four frames of 84x84 before and after
+    "frames": _frames(call="sample", drawn=STACKS),
+    # settings of this package beside each other: by rank or by mass, with or without replacement, with other goals or
+    # not, steps as such or as transitions, on one thread or two
+    "ratio-rank": Operation(DRAW, **CYCLE),
+    "ratio-replacement": Operation(DRAW, call="sample", drawn=SAMPLE),
+    "ratio-hindsight": Operation("hindsight", call="sample"),
+    "ratio-steps": Operation(RING, call="add", added=ADD),
+    "ratio-threads": _frames(call="sample", drawn=STACKS),
+    "storage-one": _stored("one at a time", "add", added=2 * ROW_BYTES + 8),
+    "storage-blocks": _stored("in blocks of", "add", added=2 * ROW_BYTES + 8),
+    "storage-batches": _stored("batches of", "sample", drawn=2 * ROW_BYTES),
+    "memory": Operation("memory::test_nbytes_holds_the_payload_and_little_more"),
+    # over the bytes of a row's fields
+    "bytes": Operation("memory::test_nbytes_holds_the_payload_and_little_more"),
+    "checkpoint-save": _saved(slot=FRAME_BYTES),
+    "checkpoint-load": _saved(slot=FRAME_BYTES),
+    # 1% of the frames are new
+    "checkpoint-again": _saved(),
+    "checkpoint-memory": _saved(slot=FRAME_BYTES),
+    "empty": _sums(
+        ANSWERS,
+        "nothing: an empty kernel, on a CPU one NumPy call on one number",
+        ours=ours.empty,
+        baselines={"zero_ of one number": baselines.smallest},
+    ),
+    "prefix-sum": _sums(
+        "prefix_sum",
+        "inclusive prefix sums of N int64",
+        ours=ours.prefix_sum,
+        baselines={"cumsum": baselines.cumsum_of_integers},
+        slot=16,
+        cold=True,
+    ),
+    # the masses once; what is written is internal to a structure
+    "tree-build": _sums(
+        f"prefix_sum {DRAW}",
+        "the sums that draws need, from N masses",
+        ours=ours.tree_build,
+        baselines={"cumsum": baselines.cumsum},
+        slot=8,
+        cold=True,
+    ),
+    "draw": _sums(
+        DRAW,
+        "B slots by mass, stratified, after any change",
+        ours=ours.draw,
+        baselines={
+            "searchsorted alone": baselines.searchsorted,
+            "cumsum + searchsorted": partial(baselines.searchsorted, build="draw"),
+            "cumsum + searchsorted, float32": partial(baselines.searchsorted, build="draw", dtype=torch.float32),
+            "multinomial": baselines.multinomial,
+        },
+        drawn=DRAWN,
+    ),
+    "draw-update": _sums(
+        f"{DRAW} {UPDATED}",
+        "B slots by mass, then new masses for them",
+        ours=ours.draw_update,
+        baselines={
+            "cumsum + searchsorted + scatter": baselines.draw_update,
+            "cumsum + searchsorted + scatter, float32": partial(baselines.draw_update, dtype=torch.float32),
+        },
+        drawn=DRAWN + UPDATE,
+    ),
+    "rank-draw": _sums(
+        DRAW,
+        "B slots by rank, stratified, after B priorities have changed",
+        ours=ours.rank_draw,
+        baselines={"sort + searchsorted": baselines.sort_searchsorted},
+        memory=200,
+        drawn=DRAWN,
+    ),
+    "row-gather": Operation(
+        RING,
+        f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
+        ours=ours.row_gather,
+        baselines={
+            "index_select per field": baselines.index_select_fields,
+            "index_select of packed rows alone": baselines.index_select_packed,
+        },
+        drawn=8 + 2 * ROW_BYTES,
+        cold=True,
+    ),
+    "frame-gather": _frame_gather(torch.uint8),
+    "frame-gather-bf16": _frame_gather(torch.bfloat16),
+    "frame-gather-f16": _frame_gather(torch.float16),
+}
+# the operations below the buffers, in the order of their table
+KERNELS = {name: OPERATIONS[name] for name in ("empty", "prefix-sum", "tree-build", "draw", "update", "draw-update")}
+KERNELS |= {name: each for name, each in OPERATIONS.items() if each.ours and name not in KERNELS}
+
+
+def step_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] = BATCHES) -> list[Case]:
+    """The buffer's calls at all sizes, those of one capacity together."""
+    cases = []
+    for capacity in capacities:
+        cases += [Case("add", capacity, added, added) for added in (ADDED, 64)]
+        cases += [Case(operation, capacity, batch) for operation in ("sample", "update") for batch in batches]
+        cases += cycle_cases((capacity,), batches)
+    return cases
+
+
+def cycle_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] = BATCHES) -> list[Case]:
+    """Full cycles only, as all peers are measured."""
+    return [Case("cycle", capacity, batch, ADDED) for capacity in capacities for batch in batches]
+
+
+def frame_cases(
+    capacity: int = FRAME_SLOTS, batches: Sequence[int] = FRAME_BATCHES, envs: int = FRAME_ENVS
+) -> tuple[list[Case], list[Case]]:
+    """Sampling frames, which a plain copy does too; adding a step of frames, and whole cycles."""
+    cycles = [Case("frame-cycle", capacity, batch, envs) for batch in batches]
+    return [Case("frames", capacity, batch) for batch in batches], [Case("frame-add", capacity, envs, envs), *cycles]
+
+
+def chosen(cases: Sequence[Case], pattern: str | None, skipped: Sequence[str] = ()) -> list[Case]:
+    """The cases whose name contains the pattern or matches it as a glob ("cycle*", "*N=1M*"), without those skipped.
+
+    Raises UserError with the names there are when none matches.
+    """
+    found = list(cases)
+    if pattern is not None:
+        exact = [case for case in cases if pattern in case.name.split("/") or fnmatch(case.name, pattern)]
+        found = exact or [case for case in cases if pattern in case.name]
+    if not found:
+        names = ", ".join(case.name for case in cases)
+        raise UserError(f"--only {pattern!r} matches no case. There are: {names}.")
+    return [case for case in found if not any(fnmatch(case.name, each) for each in skipped)]

@@ -1,0 +1,393 @@
+"""Other libraries by the interface of `Subject`: a buffer for a task as a few closures each, and who is installed.
+
+To add a library, write its function and add it to `PEERS`. What it needs is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from .operations import ADDED
+from .records import CannotMeasure, installed_version
+from .subjects import ALPHA, BETA, EPS, STACK, Rows, Sampled, Subject, Task, tensors
+
+
+def cpprb(task: Task) -> Subject:
+    """`PrioritizedReplayBuffer` in C++, which returns NumPy arrays; scalars come as [B, 1]."""
+    fields = {name: {"shape": shape or 1, "dtype": dtype} for name, (shape, dtype) in task.dtypes.items()}
+    buffer = importlib.import_module("cpprb").PrioritizedReplayBuffer(task.capacity, fields, alpha=ALPHA)
+
+    def sample(batch: int) -> Sampled:
+        drawn = buffer.sample(batch, beta=BETA)
+        return drawn["indexes"], tensors({**{name: drawn[name] for name in task.dtypes}, "weight": drawn["weights"]})
+
+    return task.subject(lambda rows: buffer.add(**rows), sample, lambda i, p: buffer.update_priorities(i, p.numpy()))
+
+
+def tianshou(task: Task) -> Subject:
+    """`PrioritizedVectorReplayBuffer` of as many sub-buffers as rows are added at once: its way of adding a batch.
+
+    Rings in NumPy, a float64 sum tree in Numba. Stacks of frames are stored whole and `obs_next` is the stack of the
+    following step (`ignore_obs_next`). Storing single frames (`stack_num`, `save_only_last_obs`) takes a seventh of the
+    memory, and copies each batch twice.
+    """
+    data = importlib.import_module("tianshou.data")
+    buffer = data.PrioritizedVectorReplayBuffer(
+        task.capacity, task.added, alpha=ALPHA, beta=BETA, ignore_obs_next=task.stacks
+    )
+    names = dict(zip(task.dtypes, ("obs", "act", "rew", "obs_next", "terminated"), strict=True))
+    truncated = np.zeros(task.added, dtype=np.bool_)
+
+    def inputs(rows: Rows) -> Any:
+        return {**{theirs: rows[ours] for ours, theirs in names.items()}, "truncated": truncated}
+
+    def sample(batch: int) -> Sampled:
+        drawn, index = buffer.sample(batch)
+        return index, tensors({**{ours: drawn[theirs] for ours, theirs in names.items()}, "weight": drawn.weight})
+
+    def update(index: Any, priorities: Tensor) -> object:
+        return buffer.update_weight(index, priorities.numpy())
+
+    return task.subject(lambda rows: buffer.add(data.Batch(rows)), sample, update, inputs, fixed_add=True)
+
+
+# read when JAX creates its client: one thread, as for all other implementations
+_JAX = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+
+
+def flashbax(task: Task) -> Subject:
+    """`make_prioritised_flat_buffer` in JAX, compiled, of as many streams as rows are added; the state is donated.
+
+    `next_obs` is the following row, so it is not stored. It returns probabilities; the weights are computed here.
+    """
+    for name, value in _JAX.items():
+        os.environ.setdefault(name, value)
+    jax, library = importlib.import_module("jax"), importlib.import_module("flashbax")
+
+    def functions(batch: int) -> Any:
+        return library.make_prioritised_flat_buffer(
+            max_length=task.capacity,
+            min_length=task.added,
+            sample_batch_size=batch,
+            add_batch_size=task.added,
+            priority_exponent=ALPHA,
+            device="cpu",
+        )
+
+    @cache
+    def sampler(batch: int) -> Any:
+        draw = functions(batch).sample
+
+        def sample(state: Any, key: Any) -> Any:
+            key, this = jax.random.split(key)
+            drawn = draw(state, this)
+            # P(i) ** -beta over its largest value: N cancels
+            weight = drawn.probabilities**-BETA
+            return key, drawn, weight / weight.max()
+
+        return jax.jit(sample)
+
+    def inputs(rows: Rows) -> Any:
+        # JAX holds integers of 32 bits by default
+        return {**{name: rows[name] for name in one}, "action": rows["action"].astype(np.int32)}
+
+    one = {name: np.zeros(shape, kind) for name, (shape, kind) in task.dtypes.items() if name != "next_obs"}
+    one["action"] = one["action"].astype(np.int32)
+    pure = functions(1)
+    store, change = (jax.jit(each, donate_argnums=0) for each in (pure.add, pure.set_priorities))
+    state, key = pure.init(jax.tree.map(jax.numpy.asarray, one)), jax.random.key(0)
+
+    def add(rows: Any) -> object:
+        nonlocal state
+        state = store(state, rows)
+        return state
+
+    def sample(batch: int) -> Sampled:
+        nonlocal key
+        key, drawn, weight = sampler(batch)(state, key)
+        found = {**{name: drawn.experience.first[name] for name in one}, "next_obs": drawn.experience.second["obs"]}
+        return drawn.indices, {n: torch.utils.dlpack.from_dlpack(v) for n, v in {**found, "weight": weight}.items()}
+
+    def update(indices: Any, priorities: Tensor) -> object:
+        # waits for the result, so that the whole cost is in the measured time
+        nonlocal state
+        state = change(state, indices, priorities.numpy())
+        return jax.block_until_ready(state)
+
+    return task.subject(add, sample, update, inputs, has_next_obs=False, fixed_add=True)
+
+
+def torchrl(task: Task) -> Subject:
+    """`ReplayBuffer` with `LazyTensorStorage` and `PrioritizedSampler`: float32 segment trees in C++, or in CUDA.
+
+    Its wheels contain a compiled extension that only loads with the torch it was built with; with another torch there
+    is no prioritized replay. Stacks of frames are stored whole, twice.
+    """
+    os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
+    importlib.import_module("torchrl")
+    try:
+        importlib.import_module("torchrl._torchrl")
+    except ImportError as error:
+        versions = f"torchrl {installed_version('torchrl')} cannot be loaded by torch {torch.__version__}"
+        raise CannotMeasure(
+            f"the compiled extension of {versions}, so there is no prioritized replay; build it from source against "
+            f"this torch (`pip install git+https://github.com/pytorch/rl --no-build-isolation`)."
+        ) from error
+    data = importlib.import_module("torchrl.data")
+    samplers = importlib.import_module("torchrl.data.replay_buffers.samplers")
+    tensordict: Any = importlib.import_module("tensordict").TensorDict
+    # only newer versions have trees on a device
+    where = {} if task.device.type == "cpu" else {"device": task.device}
+    buffer = data.ReplayBuffer(
+        storage=data.LazyTensorStorage(task.capacity, device=task.device),
+        sampler=samplers.PrioritizedSampler(task.capacity, alpha=ALPHA, beta=BETA, **where),
+    )
+
+    def inputs(rows: Rows) -> Any:
+        return {name: torch.from_numpy(values).to(task.device) for name, values in rows.items()}
+
+    def add(rows: Any) -> object:
+        return buffer.extend(tensordict(rows, batch_size=[rows["obs"].shape[0]]))
+
+    def sample(batch: int) -> Sampled:
+        drawn, info = buffer.sample(batch, return_info=True)
+        weight = info["priority_weight"] if "priority_weight" in info else info["_weight"]
+        return info["index"], {**{n: drawn.get(n) for n in task.dtypes}, "weight": torch.as_tensor(weight)}
+
+    return task.subject(add, sample, buffer.update_priority, inputs)
+
+
+def dopamine(task: Task) -> Subject:
+    """Dopamine: `ReplayBuffer` with `PrioritizedSamplingDistribution`, transitions as objects, a sum tree in NumPy.
+
+    Only `dopamine.jax.replay_memory` is imported, which needs none of the distribution's other requirements
+    (TensorFlow, gym). Elements are stored as they are (`compress=False`): unpacking its compressed stacks takes about
+    ten times as long as drawing them. It holds the steps of one environment, which are given one at a time; `next_obs`
+    is the following row, so it is not given. It returns probabilities, from which the weights are computed here. A
+    capacity that is a power of two fails once it is full: the new element enters the tree before the oldest leaves it.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    parts = ("elements", "samplers", "replay_buffer", "accumulator")
+    elements, samplers, buffers, accumulator = (
+        importlib.import_module(f"dopamine.jax.replay_memory.{name}") for name in parts
+    )
+    buffer = buffers.ReplayBuffer(
+        # stacks, steps until bootstrapping, discount
+        accumulator.TransitionAccumulator(STACK if task.stacks else 1, 1, 0.99),
+        samplers.PrioritizedSamplingDistribution(0, priority_exponent=ALPHA, max_capacity=task.capacity),
+        batch_size=32,
+        max_capacity=task.capacity,
+        compress=False,
+    )
+
+    def inputs(rows: Rows) -> Any:
+        # its accumulator builds the stacks
+        obs, after = ((rows[name][:, -1] if task.stacks else rows[name]) for name in ("obs", "next_obs"))
+        made = []
+        for i, ended in enumerate(rows["terminated"]):
+            made.append(elements.TransitionElement(obs[i], int(rows["action"][i]), float(rows["reward"][i]), False))
+            if ended:
+                # an ending is an element of its own, with the final observation
+                made.append(elements.TransitionElement(after[i], 0, 0.0, True))
+        return made
+
+    def add(rows: Any) -> None:
+        for element in rows:
+            buffer.add(element, priority=1.0)
+
+    def sample(batch: int) -> Sampled:
+        drawn, about = buffer.sample(batch, with_sample_metadata=True)
+        weight = about.probabilities**-BETA
+        # stacks come with the frames last
+        obs, after = np.moveaxis(drawn.state, -1, 1), np.moveaxis(drawn.next_state, -1, 1)
+        found = {"obs": obs, "action": drawn.action, "reward": drawn.reward, "next_obs": after}
+        return about.keys, tensors({**found, "terminated": drawn.is_terminal, "weight": weight / weight.max()})
+
+    def update(keys: Any, priorities: Tensor) -> object:
+        return buffer.update(keys, priorities=priorities.numpy())
+
+    return task.subject(add, sample, update, inputs, has_next_obs=False, consecutive=True)
+
+
+def python_sum_tree(task: Task) -> Subject:
+    """The tree that most tutorials write: Python loops over a flat list of floats, transitions as tuples in a second.
+
+    Its adds keep references and copy nothing.
+    """
+    leaves = 1 << (task.capacity - 1).bit_length()
+    tree = [0.0] * (2 * leaves)
+    stored: list[Any] = [None] * task.capacity
+    draws = random.Random(0)
+    added, top = 0, 1.0
+
+    def change(slot: int, mass: float) -> None:
+        node = slot + leaves
+        difference = mass - tree[node]
+        while node:
+            tree[node] += difference
+            node >>= 1
+
+    def find(target: float) -> int:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if target >= tree[node]:
+                target -= tree[node]
+                node += 1
+        return min(node - leaves, min(added, task.capacity) - 1)
+
+    def inputs(rows: Rows) -> Any:
+        return list(zip(*(rows[name] for name in task.dtypes), strict=True))
+
+    def add(rows: Any) -> None:
+        nonlocal added
+        for row in rows:
+            slot = added % task.capacity
+            stored[slot] = row
+            # with the largest mass so far
+            change(slot, top)
+            added += 1
+
+    def sample(batch: int) -> Sampled:
+        total = tree[1]
+        part = total / batch
+        slots = [find((i + draws.random()) * part) for i in range(batch)]
+        masses = np.array([tree[slot + leaves] for slot in slots])
+        weight = (masses / total * min(added, task.capacity)) ** -BETA
+        columns = zip(*(stored[slot] for slot in slots), strict=True)
+        kinds = task.dtypes.items()
+        found = {name: np.array(column, dtype) for (name, (_, dtype)), column in zip(kinds, columns, strict=True)}
+        return slots, tensors({**found, "weight": (weight / weight.max()).astype(np.float32)})
+
+    def update(slots: Any, priorities: Tensor) -> None:
+        nonlocal top
+        for slot, priority in zip(slots, priorities.tolist(), strict=True):
+            mass = (priority + EPS) ** ALPHA
+            top = max(top, mass)
+            change(slot, mass)
+
+    return task.subject(add, sample, update, inputs)
+
+
+def stable_baselines3(task: Task) -> Subject:
+    """`ReplayBuffer` in NumPy of as many environments as rows are added: uniform, so an update does nothing.
+
+    Scalars come as [B, 1], `terminated` as floats. Stacks of frames are stored once a step and the following row serves
+    as `next_obs` (`optimize_memory_usage`).
+    """
+    spaces = importlib.import_module("gymnasium.spaces")
+    shape, dtype = task.dtypes["obs"]
+    low, high = (0, 255) if dtype is np.uint8 else (-np.inf, np.inf)
+    infos: list[dict[str, Any]] = [{} for _ in range(task.added)]
+    buffer = importlib.import_module("stable_baselines3.common.buffers").ReplayBuffer(
+        task.capacity,
+        spaces.Box(low, high, shape, dtype),
+        # values of actions are not validated
+        spaces.Discrete(18),
+        device="cpu",
+        n_envs=task.added,
+        optimize_memory_usage=task.stacks,
+        handle_timeout_termination=False,
+    )
+
+    def inputs(rows: Rows) -> Any:
+        return rows["obs"], rows["next_obs"], rows["action"], rows["reward"], rows["terminated"], infos
+
+    def sample(batch: int) -> Sampled:
+        drawn = buffer.sample(batch)
+        found = {"obs": drawn.observations, "action": drawn.actions, "reward": drawn.rewards}
+        found |= {"next_obs": drawn.next_observations, "terminated": drawn.dones}
+        return None, {**found, "weight": torch.ones(batch)}
+
+    return task.subject(lambda rows: buffer.add(*rows), sample, lambda *_: None, inputs, fixed_add=True)
+
+
+class Peer(NamedTuple):
+    """Another library.
+
+    make:         gives an empty buffer for a task.
+    distribution: what has to be installed, if anything.
+    install:      how, where `pip install DISTRIBUTION` is not enough.
+    uniform:      it has no priorities and so does less.
+    most:         rows of vectors that it can be filled with in a reasonable time.
+    devices:      types of the devices on which it can store.
+    """
+
+    make: Callable[[Task], Subject]
+    distribution: str | None
+    install: str | None = None
+    uniform: bool = False
+    most: int | None = None
+    devices: tuple[Literal["cpu", "cuda"], ...] = ("cpu",)
+
+
+_DOPAMINE = "pip install jax flax orbax-checkpoint gin-config python-snappy && pip install --no-deps dopamine-rl"
+PEERS = {
+    "cpprb": Peer(cpprb, "cpprb"),
+    "tianshou": Peer(tianshou, "tianshou"),
+    "flashbax": Peer(flashbax, "flashbax"),
+    "torchrl": Peer(torchrl, "torchrl", devices=("cpu", "cuda")),
+    "dopamine": Peer(dopamine, "dopamine-rl", install=_DOPAMINE, most=10_000),
+    "python_sum_tree": Peer(python_sum_tree, None),
+    "stable_baselines3": Peer(stable_baselines3, "stable-baselines3", uniform=True),
+}
+
+
+def peer_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Versions of the libraries that these peers need; None of one that needs none or is not installed."""
+    needed = {name: PEERS[name].distribution for name in names}
+    return {name: installed_version(distribution) if distribution else None for name, distribution in needed.items()}
+
+
+def make_peer(name: str, task: Task) -> Subject:
+    """An empty buffer of another library.
+
+    Raises CannotMeasure when the library is not installed, does not work with what is, or would take too long to fill;
+    what goes wrong in the adapter itself is raised as it is.
+    """
+    peer = PEERS[name]
+    try:
+        if task.device.type not in peer.devices:
+            raise CannotMeasure(f"it stores nothing on a device of type {task.device.type!r}.")
+        if peer.most is not None and not task.stacks and task.capacity > peer.most:
+            raise CannotMeasure(f"filling it with more than {peer.most:,} rows takes too long.")
+        return peer.make(task)
+    except CannotMeasure as reason:
+        raise CannotMeasure(f"{name} skipped: {reason}") from reason
+    except ImportError as error:
+        install = peer.install or f"pip install {peer.distribution}"
+        raise CannotMeasure(f"{name} skipped: {_line(error)}; it needs `{install}`.") from error
+    except Exception as error:
+        # an installed library can fail in any way against a newer torch: that is a result, unlike a mistake of ours
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename) == Path(__file__):
+            raise
+        raise CannotMeasure(f"{name} skipped: installed, but it fails here: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def available(names: Sequence[str], device: torch.device) -> list[str]:
+    """Those of the libraries that make a buffer here; the others are reported once, with the reason."""
+    found = []
+    for name in names:
+        try:
+            make_peer(name, Task(1_000, ADDED, device=device))
+            found.append(name)
+        except CannotMeasure as reason:
+            print(reason, file=sys.stderr)
+    return found

@@ -1,0 +1,461 @@
+"""What `add` takes and how it leaves again: arrays of every origin, layout and type, conversions, modes, forks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import INTERPRETED, scale
+from devices import device_fixture as device_fixture
+from refusals import LOSSY
+from tolerances import close
+from torch import Tensor
+from trajectory_pair import FIELDS, Pair, columns, final_of, numbered, play
+from transitions import EXACT, check_rows, fill, make, same, same_draws, transitions
+
+from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+
+pytestmark = pytest.mark.contract
+KINDS = ("rows", "steps")
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+STORED = [torch.bool, *INTEGERS, *FLOATS]
+# kernels move bytes: one type of each width is enough where they are interpreted
+DTYPES = scale(STORED, STORED[::3])
+ACTION = {"action": Field((), torch.int64)}
+
+
+def short(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def empty(kind: str, field: Field, rows: int, device: str) -> Any:
+    """A buffer of so many rows, or steps of so many environments, each with an observation."""
+    settings: dict[str, Any] = {"fields": {"obs": field, **ACTION}, "sampler": EXACT, "device": device}
+    if kind == "rows":
+        return ReplayBuffer(rows, **settings)
+    return TrajectoryReplayBuffer(rows, rows, autoreset="same_step", **settings)
+
+
+def put(buffer: Any, obs: Any, **more: Any) -> Tensor:
+    """Add observations, each an episode of its own."""
+    rows = buffer.capacity
+    ends = {"reward": np.zeros(rows), "terminated": np.ones(rows, bool), "truncated": np.zeros(rows, bool)}
+    return buffer.add(obs=obs, action=np.arange(rows), **(ends if hasattr(buffer, "num_envs") else {}) | more)
+
+
+def read_only(values: Tensor) -> np.ndarray:
+    frozen = values.numpy().copy()
+    frozen.flags.writeable = False
+    return frozen
+
+
+def negated(values: Tensor) -> Tensor:
+    """The same numbers, in memory with the other sign."""
+    lazy = torch.complex(torch.ones_like(values), -values).conj().imag
+    assert lazy.is_neg()
+    return lazy
+
+
+# of float32 [4, 3, 2]: the same numbers in other forms
+FORMS: dict[str, Callable[..., Any]] = {
+    "numpy": lambda v: v.numpy(),
+    "cpu": lambda v: v,
+    "list": lambda v: v.tolist(),
+    "doubles": lambda v: v.double(),
+    "transposed": lambda v: v.transpose(1, 2).contiguous().transpose(1, 2),
+    "newest plane of a stack": lambda v: torch.stack([v, v + 100], dim=1)[:, 0],
+    "plane of numpy": lambda v: np.stack([v.numpy(), v.numpy()], 1)[:, -1],
+    "backwards": lambda v: v.flip(0).numpy()[::-1],
+    "columns first": lambda v: np.asfortranarray(v.numpy()),
+    "other bytes first": lambda v: v.numpy().astype(">f4"),
+    "read only": read_only,
+    "with a graph": lambda v: v.clone().requires_grad_() * 1,
+    "parameter": torch.nn.Parameter,
+    "negated": negated,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_numbers_are_stored_whatever_their_form(kind: str, form: str, device: str) -> None:
+    values = torch.arange(24, dtype=torch.float32).reshape(4, 3, 2) + 0.5
+    for place in dict.fromkeys(("cpu", device)):
+        buffer = empty(kind, Field((3, 2), torch.float32), 4, device)
+        given, priority = FORMS[form](values), FORMS[form](values)[:, 0, 0] if form != "list" else [1.0] * 4
+        moved = [each.to(place) if isinstance(each, Tensor) else each for each in (given, priority)]
+        keys = put(buffer, moved[0], priority=moved[1])
+        assert (keys.tolist(), keys.device.type) == ([0, 1, 2, 3], device)
+        found = buffer[keys].obs
+        assert torch.equal(found.cpu(), values)
+        assert not found.requires_grad
+        buffer.update_priorities(keys, moved[1])
+        assert buffer.priorities(keys).tolist() == ([1.0] * 4 if form == "list" else values[:, 0, 0].tolist())
+
+
+def test_zeros_without_memory_are_zeros(device: str) -> None:
+    buffer, zero = make(4, EXACT, device=device), torch._efficientzerotensor((1,), dtype=torch.int64)
+    fill(buffer, 2)
+    check_rows(buffer[zero])
+    buffer.update_priorities(zero, torch.tensor([3.0]))
+    assert buffer.priorities([0, 1]).tolist() == [3, 1]
+    with suppress(RuntimeError):
+        torch._efficientzerotensor(1).numpy()
+        pytest.skip("this torch itself gives memory that is not there, as 2.8 does, instead of an error")
+    buffer = empty("rows", Field((2,), torch.float32), 3, device)
+    put(buffer, torch._efficientzerotensor((3, 2)), priority=torch._efficientzerotensor(3))
+    assert (buffer[[0, 1, 2]].obs.tolist(), buffer.masses().tolist()) == ([[0, 0]] * 3, [1] * 3)
+
+
+GIVEN: list[Any] = [
+    *(np.bool_, np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int32, np.int64),
+    *(np.float16, np.float32, np.float64, np.complex64, np.object_, np.str_),
+    *(torch.uint16, torch.uint32, torch.int32, torch.float16, torch.bfloat16, torch.float64, torch.complex64),
+]
+# only the kind is a reason to refuse: fractions into whole numbers, numbers into truths
+NUMBERS = {np.bool_: 0} | dict.fromkeys((np.float16, np.float32, np.float64, *FLOATS), 2)
+NUMBERS |= dict.fromkeys((np.complex64, np.object_, np.str_, torch.complex64), 3)
+
+
+@pytest.mark.parametrize("shape", [(), (8, 8)], ids=str)
+@pytest.mark.parametrize("stored", DTYPES, ids=short)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_any_type_are_stored_by_value_or_refused(
+    kind: str, stored: torch.dtype, shape: tuple[int, ...], device: str
+) -> None:
+    for given in scale(GIVEN, GIVEN[::4]):
+        numbers = (np.arange(3 * 64) % (2 if given is np.bool_ else 5)).reshape(3, 8, 8)
+        numbers = numbers[(slice(None), *[1] * (2 - len(shape)))]
+        of_torch = isinstance(given, torch.dtype)
+        values = torch.from_numpy(numbers).to(given).to(device) if of_torch else numbers.astype(given)
+        number = NUMBERS.get(given, 1)
+        buffer = empty(kind, Field(shape, stored), 3, device)
+        if number > (0 if stored is torch.bool else 2 if stored.is_floating_point else 1):
+            with pytest.raises(LOSSY, match="obs"):
+                put(buffer, values)
+            assert len(buffer) == 0
+            continue
+        put(buffer, values)
+        assert buffer[[0, 1, 2]].obs.double().tolist() == numbers.astype(np.float64).tolist()
+        if (shape, stored) == ((), torch.float32) and given is not np.bool_:
+            keys = put(buffer, np.zeros(3), priority=values)
+            assert buffer.priorities(keys).tolist() == numbers.tolist()
+            buffer.update_priorities(keys.flip(0), values)
+            assert buffer.priorities(keys.flip(0)).tolist() == numbers.tolist()
+        if (kind, shape, stored) == ("steps", (), torch.float32):
+            # ALE gives rewards of int32, Gymnasium of float64
+            found = buffer[put(buffer, np.zeros(3), reward=values)].reward
+            assert (found.dtype, found.tolist()) == (torch.float32, numbers.tolist())
+
+
+@pytest.mark.parametrize(
+    "values, stored",
+    [
+        # wide integers that fit, wide floats that are rounded, and special floats, which are data
+        (torch.tensor([-(2**31), 2**31 - 1, 0]), torch.int32),
+        (torch.tensor([0, 2**32 - 1, 1]).to(torch.uint32), torch.float32),
+        (np.array([0.1, 1 / 3, 2.0]), torch.float32),
+        (torch.tensor([float("nan"), -float("inf"), -0.0]), torch.float32),
+    ],
+    ids=short,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_at_the_edges_of_a_type(kind: str, values: Any, stored: torch.dtype, device: str) -> None:
+    buffer = empty(kind, Field((), stored), 3, device)
+    put(buffer, values)
+    assert repr(buffer[[0, 1, 2]].obs.tolist()) == repr(torch.as_tensor(values).to(stored).tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (17,), (4, 4, 3)], ids=str)
+def test_every_dtype_and_shape_comes_back_unchanged(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Rows from 1 to 384 bytes, aligned to nothing: stacks, their filling, and the final observations."""
+    fields = {"obs": Field(shape, dtype), **ACTION}
+    buffer = TrajectoryReplayBuffer(16, 2, fields, stack=3, padding="zero", autoreset="same_step", device=device)
+    values = torch.randint(0, 120, (13, 2, *shape), generator=torch.Generator().manual_seed(1)) + 1
+    values = values % 2 == 0 if dtype is torch.bool else values.to(dtype)
+    values[12] = 0
+    none = torch.zeros(2, dtype=torch.bool)
+    for number in range(6):
+        flags = {"terminated": none, "truncated": torch.tensor([number == 2, False])}
+        final = {"final_obs": values[number + 6].to(device)} if number == 2 else {}
+        buffer.add(obs=values[number].to(device), action=torch.arange(2), reward=torch.zeros(2), **flags, **final)
+    batch = buffer[[0, 4, 6, 5]]
+    assert batch.obs.dtype == batch.next_obs.dtype == dtype
+    # the steps of each row, whose last is of the other environment; 12 is zero and 8 final
+    environment = torch.tensor([0, 0, 0, 1])[:, None]
+    for found, steps in (
+        (batch.obs, [[12, 12, 0], [0, 1, 2], [12, 12, 3], [0, 1, 2]]),
+        (batch.next_obs, [[12, 0, 1], [1, 2, 8], [12, 3, 4], [1, 2, 3]]),
+    ):
+        assert torch.equal(found.cpu(), values[torch.tensor(steps), environment])
+    rows = ReplayBuffer(5, fields, device=device)
+    rows.add(obs=values[:8, 0].to(device), action=torch.arange(8))
+    batch = rows.sample(5)
+    assert batch.obs.dtype == dtype
+    assert torch.equal(batch.obs.cpu(), values[batch.key.cpu(), 0])
+
+
+def test_many_fields_of_odd_sizes_keep_their_rows_together(device: str) -> None:
+    sides = [1, 2, 3, 5, 8, 13, 31, 33, 64, 127, 129]
+    fields = {f"part{side}": Field((side,), STORED[1 + side % 9]) for side in sides}
+    buffer = ReplayBuffer(10, fields, device=device)
+    for rows in torch.arange(23).split(9):
+        buffer.add(**{name: rows[:, None].expand(-1, *each.shape).to(each.dtype) for name, each in fields.items()})
+    batch = buffer.sample(10)
+    for side in sides:
+        assert torch.equal(batch[f"part{side}"].long(), batch.key[:, None].expand(-1, side)), side
+
+
+# how values leave
+
+
+SCALED = [
+    Field((3,), torch.uint8, torch.float16, 1 / 255),
+    Field((3,), torch.uint8, torch.float32, 1 / 255),
+    Field((3,), torch.int16, torch.float32, 0.5),
+    Field((3,), torch.uint8, torch.bfloat16),
+    Field((3,), torch.uint8, torch.bfloat16, 0.5),
+    Field((3,), torch.bfloat16, torch.float32, 0.5),
+    Field((3,), torch.uint8, torch.int64),
+    Field((3,), torch.float32, torch.float16),
+    Field((3,), torch.float32, None, -2.0),
+    Field((3,), torch.bool, torch.float32),
+]
+
+
+@pytest.mark.parametrize("field", SCALED, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sample_dtype_and_scale(kind: str, field: Field, device: str) -> None:
+    buffer = empty(kind, field, 4, device)
+    values = torch.tensor([[0, 1, 2], [3, 50, 127], [1, 0, 1], [255, 254, 128]])
+    stored = values.bool() if field.dtype is torch.bool else values.to(field.dtype)
+    put(buffer, stored.to(device))
+    batch = buffer.sample(16)
+    expected = stored[batch.key.cpu()].double() * (field.scale if field.scale is not None else 1.0)
+    assert batch.obs.dtype == (field.sample_dtype or field.dtype)
+    half = field.scale == 1 / 255 and batch.obs.dtype is torch.float16
+    assert close(batch.obs.cpu(), expected, "half" if half else "scaled")
+
+
+def test_a_scale_may_be_a_number_of_numpy_and_a_shape_an_iterator(tmp_path: Path) -> None:
+    field = Field((), torch.uint8, torch.float32, np.float32(0.5))
+    assert (field, type(field.scale)) == (Field((), torch.uint8, torch.float32, 0.5), float)
+    buffer = ReplayBuffer(2, {"value": field}, device="cpu")
+    buffer.add(value=[3])
+    buffer.save(tmp_path / "c")
+    assert ReplayBuffer.load(tmp_path / "c", device="cpu").sample(1).value.tolist() == [1.5]
+    assert Field(iter((3, 4)), torch.uint8).shape == (3, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("output", FLOATS, ids=short)
+@pytest.mark.parametrize("scale", [None, 1 / 255], ids=["as is", "scaled"])
+def test_stacks_are_converted_and_scaled_on_their_way_out(
+    scale: float | None, output: torch.dtype, device: str
+) -> None:
+    """Also what fills them up, final observations, and further fields; what is stored stays bytes."""
+    fields = {
+        "obs": Field((2, 3), torch.uint8, output, scale),
+        "action": Field((), torch.uint8, torch.int64),
+        "speed": Field((2,), torch.int16, torch.float32, 0.25),
+    }
+    buffer = TrajectoryReplayBuffer(30, 1, fields, stack=3, autoreset="same_step", device=device)
+    frames = torch.randint(0, 256, (8, 1, 2, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    for number in range(6):
+        action, speed = np.array([number * 40], dtype=np.uint8), np.array([[number, -number]], dtype=np.int16)
+        result = {"reward": [0.0], "terminated": [False], "truncated": [number == 3]}
+        final = frames[number + 4] if number == 3 else None
+        buffer.add(obs=frames[number], action=action, speed=speed, **result, final_obs=final)
+    batch = buffer[[0, 3, 4]]
+    for name, places in (("obs", [[0, 0, 0], [1, 2, 3], [4, 4, 4]]), ("next_obs", [[0, 0, 1], [2, 3, 7], [4, 4, 5]])):
+        # multiplied in float32 (float64 for doubles) and rounded once
+        wide = frames[:, 0][torch.tensor(places)].to(torch.float64 if output is torch.float64 else torch.float32)
+        expected = (wide if scale is None else wide * scale).to(output)
+        assert batch[name].dtype == output
+        if INTERPRETED and output is torch.bfloat16:
+            # the interpreter cuts where a GPU rounds
+            assert close(batch[name], expected, "cut"), name
+        else:
+            assert torch.equal(batch[name].cpu(), expected), name
+    assert (batch.action.dtype, batch.action.tolist()) == (torch.int64, [0, 120, 160])
+    assert (batch.speed.dtype, batch.speed.tolist()) == (torch.float32, [[0.0, 0.0], [0.75, -0.75], [1.0, -1.0]])
+
+
+@pytest.mark.parametrize(
+    "gamma, rewards",
+    # in single precision the small rewards would be lost beside the large one
+    [(1.0, [2.0**24, 1.0, 1.0, 1.0]), (0.97, [1.0, 2.0, 3.0, 4.0]), (0.5, [0.1, 1 / 3, 0.1, 1 / 3])],
+)
+def test_sum_of_rewards_is_rounded_once(gamma: float, rewards: list[float], device: str) -> None:
+    pair = Pair(20, 1, n_step=4, gamma=gamma, device=device)
+    for number in range(5):
+        pair.add([numbered(number, 0, FIELDS, reward=rewards[number % 4])])
+    exact = sum(gamma**power * float(np.float32(reward)) for power, reward in enumerate(rewards))
+    assert pair.buffer[0].reward.item() == np.float32(exact)
+    assert pair.buffer[0].discount.item() == np.float32(gamma**4)
+
+
+def test_final_observations_are_cast_as_observations_are(device: str) -> None:
+    fields = {"obs": Field((), torch.float32), **ACTION}
+    for final in (np.array([2.5]), np.array([2], dtype=np.int32), torch.tensor([2.5], dtype=torch.float64)):
+        buffer = TrajectoryReplayBuffer(10, 1, fields, autoreset="same_step", device=device)
+        buffer.add(obs=[1.0], action=[0], reward=[0], terminated=[False], truncated=[True], final_obs=final)
+        assert buffer[0].next_obs.tolist() == [float(final[0])]
+
+
+@pytest.mark.parametrize("form", [np.array, torch.tensor, list, None], ids=["numpy", "torch", "list", "device"])
+def test_begin_episodes_takes_a_mask_in_every_form(form: Any, device: str) -> None:
+    pair = Pair(30, 3, device=device)
+    play(pair, *["..."] * 3)
+    few = [True, False, True]
+    pair.buffer.begin_episodes(torch.tensor(few, device=device) if form is None else form(few))
+    pair.model.begin_episodes(few)
+    play(pair, *["..."] * 3)
+    # the step before the break waits for ever in the first and the last environment
+    assert {6, 7, 8} & set(pair.check().eligible()) == {7}
+
+
+# whose memory it is
+
+
+def test_what_was_added_can_be_changed_afterwards(device: str) -> None:
+    """Vector environments hand out the same array at every step."""
+    pair = Pair(12, 2, device=device, stack=2, autoreset="same_step")
+    reused: dict[str, np.ndarray] = {}
+    for number in range(7):
+        steps = [numbered(number, env, FIELDS, truncated=number == 3) for env in range(2)]
+        steps = [step | {"final": final_of(step, number == 3), "priority": 1.0 + number} for step in steps]
+        for name, value in columns(steps, FIELDS).items():
+            reused.setdefault(name, np.empty_like(value))[...] = value
+        pair.buffer.add(**reused)
+        pair.model.add(steps)
+        for value in reused.values():
+            value[...] = 0
+    pair.check()
+
+
+def test_what_was_added_and_what_was_drawn_are_the_callers_to_change(device: str) -> None:
+    buffer = make(4, Proportional(), device=device)
+    given = {name: value.to(device) for name, value in transitions(range(4)).items()}
+    buffer.add(**given)
+    for tensors in (given, buffer.sample(4), buffer[[0, 1, 2, 3]]):
+        tensors["obs"].fill_(-1)
+    check_rows(buffer[buffer.keys()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_a_snapshot(kind: str, device: str) -> None:
+    buffer = empty(kind, Field((2,), torch.int64), 6, device)
+    put(buffer, torch.arange(12).reshape(6, 2))
+    batches = buffer.sample(4), buffer[[0, 1, 2]]
+    before = [{name: value.clone() for name, value in batch.items()} for batch in batches]
+    buffer.update_priorities(put(buffer, torch.zeros(6, 2, dtype=torch.int64)), torch.full((6,), 9.0, device=device))
+    buffer.sample(4)
+    for batch, old in zip(batches, before, strict=True):
+        same(batch, old)
+
+
+# modes of torch, and processes
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+SAMPLERS = [Proportional(normalize="buffer"), RankBased(), Combined(Proportional())]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_a_default_device_changes_nothing(sampler: Any, tmp_path: Any) -> None:
+    """All of a life of both buffers where torch makes tensors elsewhere."""
+    flags = {"terminated": np.zeros(2, bool), "truncated": np.ones(2, bool), "reward": np.ones(2, np.float32)}
+    fields = {"obs": Field((2,), torch.float32, torch.float16), **ACTION}
+    found = []
+    for place in ("meta", "cpu"):
+        with default_device(place):
+            buffer = ReplayBuffer(4, fields, sampler=sampler, device="cpu")
+            rows = np.arange(6.0)
+            buffer.add(obs=np.stack([rows, rows], 1), action=np.arange(6), priority=rows)
+            buffer.update_priorities([3, 4], [1.0, 2.0])
+            steps = TrajectoryReplayBuffer(8, 2, fields, stack=2, autoreset="same_step", sampler=sampler, device="cpu")
+            for number in range(5):
+                last = [np.full(2, 9.0, np.float32), [8.0, 8.0]] if number % 2 else np.full((2, 2), 7.0)
+                steps.add(obs=np.full((2, 2), float(number)), action=np.arange(2), **flags, final_obs=last)
+            buffer.save(tmp_path / place)
+            loaded = ReplayBuffer.load(tmp_path / place, device="cpu")
+            drawn = [buffer.sample(3), loaded.sample(3), steps.sample(3), steps.sample_sequences(2, 1)]
+            found.append([*map(repr, drawn), *(str(dict(batch.items())) for batch in drawn), str(buffer.stats())])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_a_buffer_made_in_inference_mode_works_outside(sampler: Any, device: str) -> None:
+    with torch.inference_mode():
+        buffer = make(4, sampler, device=device)
+        fill(buffer, 6)
+        buffer.sample(2)
+    state = buffer.state_dict()
+    buffer.clear()
+    buffer.load_state_dict(state)
+    twin = make(4, sampler, device=device)
+    twin.load_state_dict(state)
+    for each in (buffer, twin):
+        fill(each, 1)
+    same_draws(buffer, twin, 3)
+
+
+CALLS: dict[str, Callable[[ReplayBuffer], Any]] = {
+    "add": lambda buffer: fill(buffer, 1),
+    "sample": lambda buffer: buffer.sample(1),
+    "update": lambda buffer: buffer.update_priorities([0], [1.0]),
+    "read": lambda buffer: buffer[0],
+    "length": len,
+    "added": lambda buffer: buffer.added,
+    "clear": lambda buffer: buffer.clear(),
+    "stats": lambda buffer: buffer.stats(),
+    "state": lambda buffer: buffer.state_dict(),
+    "save": lambda buffer: buffer.save("/nowhere"),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_calls_in_a_forked_process_are_refused_and_say_what_to_do() -> None:
+    buffer = make(4, Uniform())
+    fill(buffer, 3)
+    reader, writer = os.pipe()
+    # the lock is held while the process is forked: the child does not wait for it
+    with buffer._lock:
+        child = os.fork()
+    if child == 0:
+        said = []
+        for name, call in CALLS.items():
+            try:
+                call(buffer)
+                said.append(f"{name} did not raise")
+            except RuntimeError as error:
+                if "queue" not in str(error) or "examples/async_actors.py" not in str(error):
+                    said.append(f"{name}: {error}")
+            except BaseException as error:
+                said.append(f"{name}: {error!r}")
+        own = make(4)
+        fill(own, 2)
+        os.write(writer, f"{said} {len(own)}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "[] 2"
+    fill(buffer, 1)
+    assert len(buffer) == 4
