@@ -1,10 +1,12 @@
 """A run's checkpoints: everything that a resumed run needs, consistent after a crash at any moment.
 
     checkpoint/000000120064/replay/   the replay buffer, as its own `save` writes it
+    checkpoint/000000120064/rank1/    of a run on several ranks: `replay/` and `state/` of rank 1, and so on
     checkpoint/000000120064/state/    everything else, in the same format; written last, it completes the checkpoint
 
-Both parts belong to one step, so neither may be replaced without the other: each save goes to a new folder named by the
-step, whose `state` appears in one atomic rename. Only then is the checkpoint before it removed.
+All parts belong to one step, so none may be replaced without the others: each save goes to a new folder named by the
+step, whose `state` appears in one atomic rename, after all ranks have written their parts. Only then is the checkpoint
+before it removed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from gpu_replay import CheckpointError, TrajectoryReplayBuffer
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import sync_folder
 from gpu_replay.checkpoint.manifest import MANIFEST, check_version
+from gpu_replay.training.team import Team
 
 VERSION = 2
 REPLAY = "replay"
@@ -36,10 +39,25 @@ COST = 40
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A complete checkpoint: its state, with tensors in host memory, and the replay buffer's folder if it has one."""
+    """A complete checkpoint.
 
+    state:   of rank 0, with tensors in host memory.
+    replays: folders of the ranks' replay buffers, in the order of ranks; empty if the checkpoint has none.
+    """
+
+    folder: Path
     state: dict[str, Any]
-    replay: Path | None
+    replays: list[Path]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks wrote it."""
+        return int(self.state.get("ranks", 1))
+
+    def trainer(self, rank: int) -> dict[str, Any]:
+        """The state of a rank's trainer. Raises CheckpointError if it is damaged."""
+        state = _read(_part(self.folder, rank) / STATE) if rank else self.state
+        return dict(state["trainer"])
 
 
 def latest(folder: Path) -> SavedRun | None:
@@ -47,41 +65,65 @@ def latest(folder: Path) -> SavedRun | None:
 
     Raises CheckpointError if it is damaged or of another version.
     """
-    complete = [path for path in _checkpoints(folder) if (path / STATE / MANIFEST).is_file()]
-    if not complete:
+    path = newest(folder)
+    if path is None:
         return None
-    path = max(complete, key=lambda path: int(path.name))
-    saved = read_checkpoint(path / STATE)
-    check_version(f"{path / STATE} has version", saved.manifest.get("version"), VERSION)
+    state = _read(path / STATE)
+    replays = [_part(path, rank) / REPLAY for rank in range(state.get("ranks", 1))]
+    return SavedRun(path, state, replays if replays[0].is_dir() else [])
+
+
+def newest(folder: Path) -> Path | None:
+    """The folder of the newest complete checkpoint in `folder`, or None."""
+    complete = [path for path in _checkpoints(folder) if (path / STATE / MANIFEST).is_file()]
+    return max(complete, key=lambda path: int(path.name), default=None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    saved = read_checkpoint(path)
+    check_version(f"{path} has version", saved.manifest.get("version"), VERSION)
     values = saved.manifest.get("values")
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path / STATE} is not the state of a run.")
-    return SavedRun(unflatten(values, saved.read_all()), path / REPLAY if (path / REPLAY).is_dir() else None)
+        raise CheckpointError(f"{path} is not the state of a run.")
+    return unflatten(values, saved.read_all())
 
 
-def save_run(folder: Path, step: int, state: Mapping[str, Any], buffer: TrajectoryReplayBuffer | None) -> None:
+def save_run(
+    folder: Path, step: int, state: Mapping[str, Any], buffer: TrajectoryReplayBuffer | None, team: Team
+) -> None:
     """Write a checkpoint of this step, then remove the others. If this step has a complete one, nothing is written.
 
-    The disk holds both checkpoints until the new one is complete.
-    Raises OSError if the disk is full or fails; the previous checkpoint is then unchanged.
+    Every rank calls this at the same step. The disk holds both checkpoints until the new one is complete.
+    Raises OSError on all ranks if the disk of one is full or fails; the previous checkpoint is then unchanged.
     """
     target = folder / f"{step:012d}"
     if not (target / STATE / MANIFEST).is_file():
+        part = _part(target, team.rank)
         # a crash while this same step was saved can leave a part of it
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        sync_folder(folder)
+        shutil.rmtree(part / REPLAY, ignore_errors=True)
         values, tensors = flatten(state)
+        content = {"version": VERSION, "values": values}
         try:
-            if buffer is not None:
-                buffer.save(target / REPLAY)
-            write_checkpoint(target / STATE, {"version": VERSION, "values": values}, tensors)
+            with team.together():
+                part.mkdir(parents=True, exist_ok=True)
+                sync_folder(part.parent)
+                if buffer is not None:
+                    buffer.save(part / REPLAY)
+                if team.rank > 0:
+                    write_checkpoint(part / STATE, content, tensors)
+            with team.together():
+                if team.rank == 0:
+                    write_checkpoint(target / STATE, content, tensors)
         except BaseException:
-            shutil.rmtree(target, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)
             raise
-    for path in _checkpoints(folder):
+    for path in _checkpoints(folder) if team.rank == 0 else ():
         if path != target:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _part(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"rank{rank}" if rank else checkpoint
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -107,18 +149,17 @@ class CheckpointManager:
         folder: Path,
         every: float,
         collect: Callable[[], tuple[int, Mapping[str, Any], TrajectoryReplayBuffer | None]],
+        team: Team,
     ) -> None:
         self.seconds = 0.0
-        self._folder = folder
-        self._every = every
-        self._collect = collect
+        self._folder, self._every, self._collect, self._team = folder, every, collect, team
         self.due = time.perf_counter() + every
 
     def save(self) -> None:
         """Write a checkpoint now."""
         began = time.perf_counter()
         try:
-            save_run(self._folder, *self._collect())
+            save_run(self._folder, *self._collect(), self._team)
         except (OSError, CheckpointError) as error:
             print(f"gpu-replay train: no checkpoint was written: {error}", file=sys.stderr)
         now = time.perf_counter()

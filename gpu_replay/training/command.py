@@ -20,7 +20,10 @@ state: they are reset with new seeds, and their running episodes are dropped.
 `--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start.
 
 `torchrun --nproc-per-node=2 -m gpu_replay train ENV` trains data-parallel: environments, batches, capacity and warm-up
-are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Such a run has no checkpoints.
+are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Each rank writes its part of a
+checkpoint, which counts when all parts are there. With `--max-restarts=3`, and `--output` in a file system that all
+machines share, a run that lost a rank goes on from its last checkpoint by itself. Another number of ranks may resume:
+the replay buffers are divided anew, and all environments begin new episodes.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ from gpu_replay import CheckpointError, Field, ReplayBuffer
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.training.actors import check_actors
-from gpu_replay.training.checkpoints import latest
-from gpu_replay.training.records import CHECKPOINT, SUMMARY, RunDir, read_rows
+from gpu_replay.training.checkpoints import latest, newest
+from gpu_replay.training.records import CHECKPOINT, SETTINGS, SUMMARY, RunDir, read_json, read_rows
 from gpu_replay.training.registry import identify
 from gpu_replay.training.run import Plan, carry_out
 from gpu_replay.training.settings import PRESETS, TYPES, Settings, without_none
-from gpu_replay.training.team import Team, join, launched_together
+from gpu_replay.training.team import Team, is_first, join, launch, launched_together, started_again
 
 DESCRIPTION = __doc__
 FAMILIES = (
@@ -128,51 +131,60 @@ def run(options: argparse.Namespace) -> int:
         if options.source is not None:
             raise UserError("--from does not go with --actors, whose games have no common start.")
         check_actors(options.actors)
-    goes_on = options.resume or options.source is not None
     together = launched_together()
-    if together and (goes_on or options.actors is not None):
-        raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
+    if together and options.actors is not None:
+        raise UserError("--actors cannot be used under torchrun: choose one of them.")
     if options.resume and options.output is None:
         raise UserError("--resume needs --output DIR, the directory of the run to continue.")
+    options.output = options.output or _default_output(options)
+    if started_again() and read_json(options.output / SETTINGS).get("launch") == launch():
+        # torchrun repeats the command line of a run whose ranks failed: go on with it, or begin again
+        options.resume = newest(options.output / CHECKPOINT) is not None
+        options.overwrite, options.source = not options.resume, None if options.resume else options.source
     with ExitStack() as stack:
         run_dir = None
-        if options.resume:
-            if not options.output.is_dir():
-                raise UserError(f"--output {options.output} holds no run to resume: there is no such folder.")
+        if options.resume and not options.output.is_dir():
+            raise UserError(f"--output {options.output} holds no run to resume: there is no such folder.")
+        if options.resume and is_first():
             run_dir = stack.enter_context(closing(RunDir(options.output, "resume")))
-        plan = continued(options) if goes_on else new(options)
-        done = "" if run_dir is None else _finished(run_dir, plan.settings.steps)
+        plan = continued(options) if options.resume or options.source is not None else new(options)
+        done = _finished(plan) if options.resume else ""
         if done:
             print(done)
             return 0
-        team = None
         if together:
             plan = dataclasses.replace(plan, device=join(plan.device))
-            team = Team(plan.settings)
-        if run_dir is None and (team is None or team.rank == 0):
+        team = Team(plan.settings)
+        if run_dir is None and team.rank == 0:
             run_dir = stack.enter_context(closing(RunDir(plan.output, "replace" if options.overwrite else "refuse")))
         return carry_out(plan, run_dir, team, options.max_seconds, began)
 
 
+def _default_output(options: argparse.Namespace) -> Path:
+    """A folder whose name says what is run; torchrun's restarts find it again."""
+    if options.source is None and options.env is None:
+        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
+    seed = "" if options.seed is None and options.source is not None else f"-seed{options.seed or 0}"
+    name = options.source.name if options.source is not None else identify(options.env).name.replace("/", "-")
+    return Path("runs") / f"{name}{seed}-{launch() or time.strftime('%Y%m%d-%H%M%S')}"
+
+
 def new(options: argparse.Namespace) -> Plan:
     """The plan of a new run."""
-    if options.env is None:
-        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     device = given_device(options.device)
-    environment, seed = identify(options.env), 0 if options.seed is None else options.seed
+    environment = identify(options.env)
     settings = environment.settings(device, **given_settings(options))
     if settings.bfloat16 is None:
         half = settings.convolutional and (device.type == "cuda" or cpu_computes_in_bfloat16())
         settings = dataclasses.replace(settings, bfloat16=half)
-    default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Plan(
         environment,
         settings,
-        seed,
+        options.seed or 0,
         device,
-        output=options.output or Path("runs") / default,
-        actors=options.actors,
-        checkpoint_every=300.0 if options.checkpoint_every is None else options.checkpoint_every,
+        options.output,
+        options.actors,
+        checkpoint_every=options.checkpoint_every or 300.0,
         checkpoint_replay=options.checkpoint_replay is not False,
     )
 
@@ -226,39 +238,37 @@ def continued(options: argparse.Namespace) -> Plan:
             "all its parts together. Raise it, or leave it out."
         )
     refilled = [name for name in BUFFER if getattr(settings, name) != getattr(before, name)]
-    if refilled and saved.replay is not None:
+    if refilled and saved.replays:
         print(f"{flag}: a new replay buffer is filled, for another {', '.join(refilled)}", file=sys.stderr)
-        saved = dataclasses.replace(saved, replay=None)
+        saved = dataclasses.replace(saved, replays=[])
     actors = options.actors or identity.get("actors")
     if actors is not None:
         check_actors(actors)
-    output, seed = options.output, identity["seed"] if options.seed is None else options.seed
     if options.source is not None:
         # evaluations under other settings do not compare with the coming ones
         progress["solved"], state["evaluator"]["best"] = False, None
-        output = output or Path("runs") / f"{source.name}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    every, replay = options.checkpoint_every, options.checkpoint_replay
+    replay = options.checkpoint_replay
     return Plan(
         identify(identity["env"]),
         settings,
-        seed,
+        identity["seed"] if options.seed is None else options.seed,
         given_device(device),
-        output,
+        options.output,
         actors,
-        checkpoint_every=state["checkpoint_every"] if every is None else every,
+        checkpoint_every=options.checkpoint_every or state["checkpoint_every"],
         checkpoint_replay=state["checkpoint_replay"] if replay is None else replay,
         saved=saved,
         rows=read_rows(source, progress["logged"]),
     )
 
 
-def _finished(run_dir: RunDir, steps: int) -> str:
-    """A message if the run is complete and `steps` adds nothing to it."""
-    summary = run_dir.read_json(SUMMARY)
+def _finished(plan: Plan) -> str:
+    """A message if the run is complete and the steps of the plan add nothing to it."""
+    summary, steps = read_json(plan.output / SUMMARY), plan.settings.steps
     if summary.get("stopped_by") == "solved":
-        return f"the run in {run_dir.path} is finished: solved after {summary.get('steps'):,} steps."
+        return f"the run in {plan.output} is finished: solved after {summary.get('steps'):,} steps."
     if summary.get("stopped_by") == "steps" and summary.get("steps", 0) >= steps:
-        return f"the run in {run_dir.path} is finished: all {steps:,} steps are done. Raise --steps to go on."
+        return f"the run in {plan.output} is finished: all {steps:,} steps are done. Raise --steps to go on."
     return ""
 
 

@@ -86,13 +86,6 @@ class RunDir:
         """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
         write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
 
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Read what `write_json` wrote; empty if the file is missing or holds something else."""
-        try:
-            return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return {}
-
     def _enter(self) -> None:
         """Lock the folder until the process ends in whatever way (not on Windows), and check what is in it."""
         if self._lock is None and sys.platform != "win32":
@@ -213,6 +206,14 @@ class Recorder:
     def _write_rows(self, path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             _write(file, self.rows, header=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; empty if the file is missing or holds something else."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def read_rows(folder: Path, last: int) -> list[dict[str, float]]:

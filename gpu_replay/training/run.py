@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gpu_replay import (
     CheckpointError,
@@ -32,8 +34,11 @@ from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.records import CHECKPOINT, SETTINGS, SUMMARY, Recorder, RunDir, closing_lines
 from gpu_replay.training.registry import EnvironmentId
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.team import Team
+from gpu_replay.training.team import Team, launch
 from gpu_replay.training.train import Trainer, beta_schedule
+
+# steps of all environments that are moved at once from saved buffers to others
+STEPS_MOVED = 1024
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,12 @@ class Plan:
         return found if self.actors is None else found | {"actors": self.actors}
 
 
-def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds: float | None, began: float) -> int:
+def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float | None, began: float) -> int:
     """Run the plan and write all its files; returns the exit code. Raises UserError for bad settings or files.
 
     run_dir: the folder, on the rank that evaluates and writes; None on others.
     """
-    settings = plan.settings if team is None else team.share()
+    settings = team.share()
     earlier = {} if plan.saved is None else plan.saved.state
     torch.set_num_threads(settings.threads)
     if plan.device.type == "cuda":
@@ -94,23 +99,18 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds
         evaluation = plan.environment.make(judging, settings, plan.device, alone=True)
         stack.enter_context(closing(evaluation))
         evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
-        trainer = _make_trainer(plan, settings, environment, evaluator, fleet, team)
-        if run_dir is None:
-            return EXIT_CODES.get(trainer.run(None, stop, max_seconds), 0)
-        run_dir.open()
-        ranks = {} if team is None else {"ranks": team.size}
-        run_dir.write_json(SETTINGS, plan.identity | ranks | plan.settings.to_dict())
-        recorder = Recorder(run_dir.path, environment.spec, settings, plan.seed, rows=plan.rows, step=trainer.step)
-        stack.enter_context(closing(recorder))
-        if evaluator.best is not None:
-            # the file may hold a later network, from after the checkpoint
-            recorder.save(evaluator.best.network, evaluator.best.step)
+        trainer = _make_trainer(plan, environment, evaluator, fleet, team)
+        if team.largest(trainer.step) != trainer.step:
+            raise UserError(
+                f"{plan.output} is not the same folder on all ranks: give them a file system that they share."
+            )
 
         def collect() -> tuple[int, dict[str, Any], TrajectoryReplayBuffer | None]:
             """The content of a checkpoint."""
             state = {
                 "identity": plan.identity,
-                "settings": settings.to_dict(),
+                "settings": plan.settings.to_dict(),
+                "ranks": team.size,
                 "streams": environment.num_envs,
                 "checkpoint_every": plan.checkpoint_every,
                 "checkpoint_replay": plan.checkpoint_replay,
@@ -120,9 +120,17 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds
             }
             return trainer.step, state, trainer.buffer if plan.checkpoint_replay else None
 
-        checkpoints = None
-        if team is None:
-            checkpoints = CheckpointManager(run_dir.path / CHECKPOINT, plan.checkpoint_every, collect)
+        checkpoints = CheckpointManager(plan.output / CHECKPOINT, plan.checkpoint_every, collect, team)
+        if run_dir is None:
+            return EXIT_CODES.get(trainer.run(None, stop, max_seconds, checkpoints), 0)
+        run_dir.open()
+        of_ranks = {"ranks": team.size, "launch": launch()} if launch() else {}
+        run_dir.write_json(SETTINGS, plan.identity | of_ranks | plan.settings.to_dict())
+        recorder = Recorder(run_dir.path, environment.spec, settings, plan.seed, rows=plan.rows, step=trainer.step)
+        stack.enter_context(closing(recorder))
+        if evaluator.best is not None:
+            # the file may hold a later network, from after the checkpoint
+            recorder.save(evaluator.best.network, evaluator.best.step)
         try:
             reason = trainer.run(recorder, stop, max_seconds, checkpoints)
         except ValueError:
@@ -150,35 +158,55 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team | None, max_seconds
 
 
 def _make_trainer(
-    plan: Plan,
-    settings: Settings,
-    environment: Environment,
-    evaluator: Evaluator,
-    fleet: Fleet | None,
-    team: Team | None,
+    plan: Plan, environment: Environment, evaluator: Evaluator, fleet: Fleet | None, team: Team
 ) -> Trainer:
     """Make the trainer and its evaluator; a run that continues gives them their state."""
-    saved, seed = plan.saved, plan.seed if team is None else team.seed(plan.seed)
+    saved, beta = plan.saved, beta_schedule(plan.settings)
+    replays, same = ([], False) if saved is None else (saved.replays, saved.ranks == team.size)
     try:
-        if saved is not None and saved.replay is not None:
-            buffer = TrajectoryReplayBuffer.load(saved.replay, plan.device)
+        if saved is not None:
+            state = saved.trainer(team.rank if same else 0)
+            # a new buffer starts at the schedule's current place
+            beta = LinearSchedule(beta(state["samples"]), beta.end, max(1, beta.steps - state["samples"]))
+        if replays and same:
+            buffer = TrajectoryReplayBuffer.load(replays[team.rank], plan.device)
         else:
-            beta, samples = beta_schedule(plan.settings), 0
-            if saved is not None:
-                # a new buffer starts at the schedule's current place
-                samples = saved.state["trainer"]["samples"]
-                beta = LinearSchedule(beta(samples), beta.end, max(1, beta.steps - samples))
-            seed, count = stream_seed(seed, "replay"), environment.num_envs
-            buffer = make_buffer(environment.spec, settings, beta, plan.device, seed, count)
+            seed, count = stream_seed(team.seed(plan.seed), "replay"), environment.num_envs
+            buffer = make_buffer(environment.spec, team.share(), beta, plan.device, seed, count)
+            if replays:
+                refill(buffer, replays, team.rank)
     except MemoryError as error:
         raise UserError(f"{str(error).splitlines()[0].rstrip(':')}. Lower --capacity.") from None
     except CheckpointError as error:
         raise UserError(f"the checkpoint of {plan.output}: {error}") from None
-    trainer = Trainer(environment, evaluator, buffer, settings, seed=plan.seed, team=team, fleet=fleet)
+    trainer = Trainer(environment, evaluator, buffer, team, seed=plan.seed, fleet=fleet)
     if saved is not None:
-        trainer.load_state_dict(saved.state["trainer"], filled=saved.replay is not None)
+        trainer.load_state_dict(state)
         evaluator.load_state_dict(saved.state["evaluator"], trainer.agent.online)
     return trainer
+
+
+def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> None:
+    """Fill a rank's new buffer with the steps that its environments made in a run of another number of ranks.
+
+    parts: folders of the saved buffers, in the order of ranks; together they hold all environments of the run.
+
+    Windows that a time limit cut off cannot be sampled any more: their final observations are not moved.
+    """
+    saved = [TrajectoryReplayBuffer.load(part, "cpu") for part in parts]
+    first, end = rank * buffer.num_envs, (rank + 1) * buffer.num_envs
+    for batches in zip(*(each.batches(STEPS_MOVED * each.num_envs) for each in saved), strict=True):
+        found = [dict(batch.items()) for batch in batches]
+        if not isinstance(buffer.sampler, Uniform):
+            for each, columns in zip(saved, found, strict=True):
+                columns["priority"] = each.priorities(columns["key"])
+        moved: dict[str, Tensor] = {}
+        for name in found[0].keys() - {"key"}:
+            grids = [
+                columns[name].unflatten(0, (-1, each.num_envs)) for each, columns in zip(saved, found, strict=True)
+            ]
+            moved[name] = torch.cat(grids, 1)[:, first:end]
+        buffer.extend(**moved)
 
 
 def make_buffer(

@@ -29,7 +29,7 @@ from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.records import REPLAY_STATS, Recorder
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.team import Team
+from gpu_replay.training.team import SAVE, Team
 
 # number of batches on which the whitening of images is fitted
 WHITENING_BATCHES = 16
@@ -115,7 +115,7 @@ class Trainer:
     """One run of the agent; `evaluator` plays in environments of its own.
 
     buffer: the run's replay buffer, empty or filled by an earlier part of the run.
-    team:   the ranks that share the run; `settings` are then this rank's share. None for a run of one process.
+    team:   the ranks that share the run, with its settings; `settings` are this rank's share of them.
     fleet:  the Ray actors that step the environments; `environment` then only describes theirs.
 
     Raises UserError if the network does not fit the environment.
@@ -126,25 +126,22 @@ class Trainer:
         environment: Environment,
         evaluator: Evaluator,
         buffer: TrajectoryReplayBuffer,
-        settings: Settings,
+        team: Team,
         *,
         seed: int,
-        team: Team | None = None,
         fleet: Fleet | None = None,
     ) -> None:
-        spec, count, device = environment.spec, environment.num_envs, buffer.device
+        settings, spec, count, device = team.share(), environment.spec, environment.num_envs, buffer.device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "network"))
             network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
-        average = None
-        if team is not None:
-            # all ranks start with the same network; all other randomness is their own
-            seed, average = team.seed(seed), team.average
+        # all ranks start with the same network; all other randomness is their own
+        seed = team.seed(seed)
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
-        self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), average)
+        self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), team.average)
         self.watch = Stopwatch(device)
-        self._beta = beta_schedule(settings if team is None else team.settings)
+        self._beta = beta_schedule(team.settings)
         self._rate = LinearSchedule(settings.learning_rate, settings.learning_rate_end, settings.steps)
         self._early = LinearSchedule(settings.epsilon_start, settings.epsilon_end, settings.epsilon_steps)
         least = settings.epsilon_end * settings.epsilon_late
@@ -211,9 +208,10 @@ class Trainer:
                 reason = self._between_steps()
             except Stopped as stopped:
                 reason = stopped.reason
-            if self._team is not None:
-                reason = self._team.agree(reason)
-            if reason:
+            reason = self._team.agree(reason)
+            if reason == SAVE:
+                self._save()
+            elif reason:
                 break
             self.advance()
             if records is not None:
@@ -230,7 +228,7 @@ class Trainer:
         return reason
 
     def _between_steps(self) -> str:
-        """Evaluate, log and save if due; returns why the run ends, or ""."""
+        """Evaluate and log if due; returns why the run ends, SAVE if a checkpoint is due, or ""."""
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
@@ -247,15 +245,13 @@ class Trainer:
             return "steps"
         if self._limit is not None and self.seconds >= self._limit:
             return "max_seconds"
-        if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due:
-            self._save()
         self._stop.check()
-        return ""
+        return SAVE if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due else ""
 
     def advance(self) -> None:
         """Step all environments once, with the updates; with a fleet, take its chunks or make the updates owed."""
         progress, settings, agent = self.progress, self.settings, self.agent
-        stride = self.environment.num_envs * (1 if self._team is None else self._team.size)
+        stride = self.environment.num_envs * self._team.size
         # the warm-up is counted on the host: asking the buffer would synchronise with the device
         learns = progress.added - progress.lost - self._open_windows >= settings.warmup and settings.updates > 0
         self.watch.begin()
@@ -407,7 +403,7 @@ class Trainer:
         """Fit the whitening to the warm-up, before the first update."""
         batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
         obs = torch.cat(batches)
-        self.agent.whiten(obs if self._team is None else self._team.of_first(obs))
+        self.agent.whiten(self._team.of_first(obs))
 
     def _evaluate(self) -> None:
         progress, records = self.progress, self._records
@@ -477,25 +473,30 @@ class Trainer:
             "actors": games,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, filled: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another trainer.
 
-        filled: whether this trainer was made with the other's replay buffer. Otherwise the warm-up of the buffer is
-                repeated, with the agent as it is.
+        With a replay buffer that is not the other's, the warm-up ends when it holds enough, with the agent as it is.
 
-        Environments that expose their state continue in mid-episode. Others start new episodes on unused seeds, and
-        the last steps of their unfinished episodes are never sampled.
+        Environments that expose their state continue in mid-episode, if both trainers have the same number of them.
+        Others start new episodes on unused seeds, and the last steps of their unfinished episodes are never sampled.
         """
         self.progress = progress = Progress(**state["progress"])
         progress.resumed += 1
-        if not filled:
-            progress.added = progress.lost = 0
-        self.agent.load_state_dict(state["agent"])
-        self.statistics.load_state_dict(state["statistics"])
+        if progress.added != self.buffer.added:
+            progress.added, progress.lost = self.buffer.added, 0
+        agent, statistics, games = state["agent"], state["statistics"], state["actors"]
+        if len(state["actions"]) != len(self._actions):
+            # what belongs to single environments stays this trainer's own
+            own, games = self.agent.state_dict(), None
+            agent = agent | {name: own[name] for name in own if name.startswith("explorer.")}
+            statistics = self.statistics.state_dict() | {name: statistics[name] for name in ("finished", "count")}
+        self.agent.load_state_dict(agent)
+        self.statistics.load_state_dict(statistics)
         self.watch.seconds = dict(state["part_seconds"])
         self._began = time.perf_counter()
-        if state["actors"] is not None:
-            self._actors.load_state_dict(state["actors"])
+        if games is not None:
+            self._actors.load_state_dict(games)
             self._actions.copy_(state["actions"])
             return
         self._begin(stream_seed(self._seed, "training", progress.resumed))
