@@ -21,9 +21,9 @@ state: they are reset with new seeds, and their running episodes are dropped.
 
 `torchrun --nproc-per-node=2 -m gpu_replay train ENV` trains data-parallel: environments, batches, capacity and warm-up
 are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Each rank writes its part of a
-checkpoint, which counts when all parts are there. With `--max-restarts=3`, and `--output` in a file system that all
-machines share, a run that lost a rank goes on from its last checkpoint by itself. Another number of ranks may resume:
-the replay buffers are divided anew, and all environments begin new episodes.
+checkpoint, which counts when all parts are there. With `--max-restarts=3` a run that lost a rank goes on from its last
+checkpoint by itself; ranks on several machines need one `--rdzv-id`, and --output in a file system that they share.
+Another number of ranks may resume: the replay buffers are divided anew, and all environments begin new episodes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gpu_replay.training.records import CHECKPOINT, SETTINGS, SUMMARY, RunDir, r
 from gpu_replay.training.registry import identify
 from gpu_replay.training.run import Plan, carry_out
 from gpu_replay.training.settings import PRESETS, TYPES, Settings, without_none
-from gpu_replay.training.team import Team, is_first, join, launch, launched_together, started_again
+from gpu_replay.training.team import Team, is_first, join, launch, launched_together
 
 DESCRIPTION = __doc__
 FAMILIES = (
@@ -137,8 +137,8 @@ def run(options: argparse.Namespace) -> int:
     if options.resume and options.output is None:
         raise UserError("--resume needs --output DIR, the directory of the run to continue.")
     options.output = options.output or _default_output(options)
-    if started_again() and read_json(options.output / SETTINGS).get("launch") == launch():
-        # torchrun repeats the command line of a run whose ranks failed: go on with it, or begin again
+    if launch() and read_json(options.output / SETTINGS).get("launch") == launch():
+        # torchrun started its ranks again with the same command line: go on with their run, or begin it again
         options.resume = newest(options.output / CHECKPOINT) is not None
         options.overwrite, options.source = not options.resume, None if options.resume else options.source
     with ExitStack() as stack:

@@ -113,19 +113,12 @@ def launched_together() -> bool:
 
 
 def launch() -> str:
-    """A name of the launch by `torchrun`, which stays when it starts its ranks again; "" without it.
+    """The name of the launch by `torchrun`, which stays when it starts its ranks again; "" without one.
 
-    It is the `--rdzv-id`, or the id of the process that starts the ranks of this machine.
+    It is the `--rdzv-id`, by default unique on one machine.
     """
-    if not launched_together():
-        return ""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"torchrun-{os.getppid() if name == 'none' else name}"
-
-
-def started_again() -> bool:
-    """Whether `torchrun` started its ranks before, and one of them failed."""
-    return launched_together() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none") if launched_together() else "none"
+    return "" if name == "none" else f"torchrun-{name}"
 
 
 def is_first() -> bool:
@@ -138,5 +131,9 @@ def join(device: torch.device) -> torch.device:
     if device.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # on one machine torchrun keeps a store for all its starts, with the addresses of ranks that are gone
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     return device
