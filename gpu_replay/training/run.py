@@ -191,7 +191,8 @@ def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> 
 
     parts: folders of the saved buffers, in the order of ranks; together they hold all environments of the run.
 
-    Windows that a time limit cut off cannot be sampled any more: their final observations are not moved.
+    The oldest steps begin an episode, so their stacks are padded. Windows that a time limit cut off cannot be sampled
+    any more: their final observations are not moved.
     """
     saved = [TrajectoryReplayBuffer.load(part, "cpu") for part in parts]
     first, end = rank * buffer.num_envs, (rank + 1) * buffer.num_envs

@@ -102,9 +102,9 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 90.0) -> None:
     """Until the condition holds; the process must not end before."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
