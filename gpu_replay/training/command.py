@@ -57,7 +57,7 @@ FAMILIES = (
 )
 # the parser of a flag's values, and their placeholder in --help
 READERS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (whole, "N"), float: (float, "X"), tuple: (widths, "N,N")}
-# saved networks, statistics and environments depend on these settings: a continued run cannot change them
+# saved networks, statistics and environments depend on these settings: a branch cannot change them
 SHAPES = ("network", "hidden", "layer_norm", "whiten", "num_envs", "return_window", "frame_size", "frame_stack")
 # the saved replay buffer depends on these settings: with another value a new buffer is filled
 BUFFER = ("capacity", "n_step", "gamma", "sampler", "alpha", "beta_start", "beta_end", "clip_reward")
@@ -81,21 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
     run.add_argument("--checkpoint-every", type=positive_float, metavar="X", help=interval)
-    run.add_argument(
-        "--checkpoint-replay",
-        action=argparse.BooleanOptionalAction,
-        help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
-        "it continues to learn. The disk needs room for two checkpoints",
-    )
-    actors = "step the environments in Ray actors, which share --num-envs and are replaced when they die: the number "
-    actors += "of actors of a local Ray, or ray://HOST:PORT of a cluster (one actor for each CPU); needs "
-    actors += "the extra ray (default: environments in this process)"
+    replay = "include the replay buffer in checkpoints, for two of which the disk needs room (default: on); without it "
+    replay += "a resumed run fills a new one before it continues to learn"
+    run.add_argument("--checkpoint-replay", action=argparse.BooleanOptionalAction, help=replay)
+    actors = "step the environments in Ray actors, which share --num-envs and are replaced when they die: their number "
+    actors += "on a local Ray, or ray://HOST:PORT of a cluster (one for each CPU); needs the extra ray"
     run.add_argument("--actors", metavar="N", help=actors)
     agent = parser.add_argument_group("the agent", FAMILIES)
     for field in dataclasses.fields(Settings):
         kind = without_none(TYPES[field.name])
-        text = f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")
-        options: dict[str, Any] = {"default": None, "help": text}
+        options: dict[str, Any] = {"help": f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
@@ -116,11 +111,10 @@ def _defaults(field: dataclasses.Field[Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None:
-        return "auto"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
+    words = {True: "on", False: "off", None: "auto"}
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -130,12 +124,13 @@ def run(options: argparse.Namespace) -> int:
     if options.actors is not None:
         if options.source is not None:
             raise UserError("--from does not go with --actors, whose games have no common start.")
+        if launched_together():
+            raise UserError("--actors does not go with torchrun: choose one of them.")
         check_actors(options.actors)
-    together = launched_together()
-    if together and options.actors is not None:
-        raise UserError("--actors cannot be used under torchrun: choose one of them.")
     if options.resume and options.output is None:
         raise UserError("--resume needs --output DIR, the directory of the run to continue.")
+    if not (options.env or options.source or options.resume):
+        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
     options.output = options.output or _default_output(options)
     if launch() and read_json(options.output / SETTINGS).get("launch") == launch():
         # torchrun started its ranks again with the same command line: go on with their run, or begin it again
@@ -148,11 +143,10 @@ def run(options: argparse.Namespace) -> int:
         if options.resume and is_first():
             run_dir = stack.enter_context(closing(RunDir(options.output, "resume")))
         plan = continued(options) if options.resume or options.source is not None else new(options)
-        done = _finished(plan) if options.resume else ""
-        if done:
+        if done := _finished(plan) if options.resume else "":
             print(done)
             return 0
-        if together:
+        if launched_together():
             plan = dataclasses.replace(plan, device=join(plan.device))
         team = Team(plan.settings)
         if run_dir is None and team.rank == 0:
@@ -161,32 +155,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _default_output(options: argparse.Namespace) -> Path:
-    """A folder whose name says what is run; torchrun's restarts find it again."""
-    if options.source is None and options.env is None:
-        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
-    seed = "" if options.seed is None and options.source is not None else f"-seed{options.seed or 0}"
+    """A folder whose name says what is run; ranks that torchrun starts again find it."""
     name = options.source.name if options.source is not None else identify(options.env).name.replace("/", "-")
-    return Path("runs") / f"{name}{seed}-{launch() or time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{name}-seed{options.seed or 0}-{launch() or time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def new(options: argparse.Namespace) -> Plan:
     """The plan of a new run."""
-    device = given_device(options.device)
-    environment = identify(options.env)
+    device, environment = given_device(options.device), identify(options.env)
     settings = environment.settings(device, **given_settings(options))
     if settings.bfloat16 is None:
         half = settings.convolutional and (device.type == "cuda" or cpu_computes_in_bfloat16())
         settings = dataclasses.replace(settings, bfloat16=half)
-    return Plan(
-        environment,
-        settings,
-        options.seed or 0,
-        device,
-        options.output,
-        options.actors,
-        checkpoint_every=options.checkpoint_every or 300.0,
-        checkpoint_replay=options.checkpoint_replay is not False,
-    )
+    every, replay = options.checkpoint_every or 300.0, options.checkpoint_replay is not False
+    return Plan(environment, settings, options.seed or 0, device, options.output, options.actors, every, replay)
 
 
 def continued(options: argparse.Namespace) -> Plan:
@@ -207,27 +189,27 @@ def continued(options: argparse.Namespace) -> Plan:
     except (CheckpointError, KeyError) as error:
         raise UserError(f"{flag}: {error}") from None
     identity, progress, given = state["identity"], state["trainer"]["progress"], given_settings(options)
-    fixed = TYPES.keys() - {"steps"} if options.resume else set(SHAPES)
-    device = identity["device"] if options.device is None else str(given_device(options.device))
-    # each flag, the value given, and the value of the run
-    flags = [
-        (f"--{name.replace('_', '-')}", value, getattr(before, name)) for name, value in given.items() if name in fixed
-    ]
-    flags.append(("ENV", options.env and identify(options.env).name, identity["env"]))
-    if options.resume:
-        steps = given["steps"] if given.get("steps", before.steps) < before.steps else None
-        actors = None if "actors" in identity else options.actors
-        flags += [("--seed", options.seed, identity["seed"]), ("--device", device, identity["device"])]
-        flags += [("--steps", steps, f"{before.steps}, which can only be raised"), ("--actors", actors, "none")]
-    elif "actors" in identity:
+    if options.source is not None and "actors" in identity:
         raise UserError(f"--from {source} is a run with --actors, whose games have no common start to branch from.")
-    contradictions = [
-        f"{flag} {value} (it has {had})" for flag, value, had in flags if value is not None and value != had
+    name = None if options.env is None else identify(options.env).name
+    device = identity["device"] if options.device is None else str(given_device(options.device))
+    asked = given | {"ENV": name, "seed": options.seed, "device": device, "actors": options.actors}
+    found = before.to_dict() | {"actors": "none", "ENV": identity["env"]} | identity
+    if options.resume:
+        fixed = asked.keys() - {"actors" if "actors" in identity else "", "steps"}
+    else:
+        fixed = {*SHAPES, "ENV"}
+    wrong = [
+        f"{'' if name == 'ENV' else '--'}{name.replace('_', '-')} {value} (it has {found[name]})"
+        for name, value in asked.items()
+        if name in fixed and value not in (None, found[name])
     ]
-    if contradictions:
+    if options.resume and given.get("steps", before.steps) < before.steps:
+        wrong.append(f"--steps {given['steps']} (it has {before.steps}, which can only be raised)")
+    if wrong:
         raise UserError(
-            f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(contradictions)}. Leave "
-            "them out, or start another run."
+            f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(wrong)}. Leave them "
+            "out, or start another run."
         )
     settings = dataclasses.replace(before, **given)
     if options.source is not None and settings.steps <= progress["step"]:
@@ -247,19 +229,11 @@ def continued(options: argparse.Namespace) -> Plan:
     if options.source is not None:
         # evaluations under other settings do not compare with the coming ones
         progress["solved"], state["evaluator"]["best"] = False, None
-    replay = options.checkpoint_replay
-    return Plan(
-        identify(identity["env"]),
-        settings,
-        identity["seed"] if options.seed is None else options.seed,
-        given_device(device),
-        options.output,
-        actors,
-        checkpoint_every=options.checkpoint_every or state["checkpoint_every"],
-        checkpoint_replay=state["checkpoint_replay"] if replay is None else replay,
-        saved=saved,
-        rows=read_rows(source, progress["logged"]),
-    )
+    seed = identity["seed"] if options.seed is None else options.seed
+    every = options.checkpoint_every or state["checkpoint_every"]
+    replay = state["checkpoint_replay"] if options.checkpoint_replay is None else options.checkpoint_replay
+    where = (given_device(device), options.output, actors, every, replay)
+    return Plan(identify(identity["env"]), settings, seed, *where, saved, read_rows(source, progress["logged"]))
 
 
 def _finished(plan: Plan) -> str:

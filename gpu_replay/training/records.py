@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console import figures
@@ -133,7 +134,7 @@ class Recorder:
         self.rows = list(rows)
         self._folder, self._spec, self._settings = folder, spec, settings
         self._title = f"{spec.name}, seed {seed}"
-        replace(folder / PROGRESS, self._write_rows)
+        replace(folder / PROGRESS, partial(_write, rows=self.rows, mode="w"))
         self._events = _summary_writer(folder, int(self.rows[-1]["step"]) + 1 if self.rows else 0)
         self._bar = progress_bar(settings.steps, unit="step", initial=min(step, settings.steps))
         self._drawn = time.perf_counter()
@@ -151,8 +152,7 @@ class Recorder:
     def row(self, row: Mapping[str, float]) -> None:
         """Write the row, show it beside the bar, and plot the curve if it is out of date."""
         self.rows.append(row)
-        with (self._folder / PROGRESS).open("a", newline="", encoding="utf-8") as file:
-            _write(file, [row], header=len(self.rows) == 1)
+        _write(self._folder / PROGRESS, self.rows[-1:], mode="a" if len(self.rows) > 1 else "w")
         if self._events is not None:
             for name, value in row.items():
                 # TensorBoard has no use for NaN
@@ -203,10 +203,6 @@ class Recorder:
         """Plot the replay buffer to a file."""
         replace(self._folder / BUFFER, buffer.plot)
 
-    def _write_rows(self, path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            _write(file, self.rows, header=True)
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote; empty if the file is missing or holds something else."""
@@ -225,13 +221,14 @@ def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
     return [row for row in rows if row["step"] <= last]
 
 
-def _write(file: IO[str], rows: Sequence[Mapping[str, float]], header: bool) -> None:
-    """Write rows of progress.csv."""
-    out = csv.DictWriter(file, rows[0] if rows else ())
-    if header and rows:
-        out.writeheader()
-    for row in rows:
-        out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
+def _write(path: Path, rows: Sequence[Mapping[str, float]], mode: Literal["a", "w"]) -> None:
+    """Append rows to progress.csv, or begin it with its header."""
+    with path.open(mode, newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, rows[0] if rows else ())
+        if mode == "w" and rows:
+            out.writeheader()
+        for row in rows:
+            out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
 
 
 def _finite(value: Any) -> Any:
@@ -263,30 +260,29 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
 def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     """The closing lines of a run: evaluation, training return, speed, actors if any, and the output folder."""
     solved = f"solved, the mean return reached {summary['reward_threshold']}"
-    reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}.get(
-        summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
-    )
+    reasons = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}
+    reason = reasons.get(summary["stopped_by"], f"interrupted by {summary['stopped_by']}")
     quality = "not evaluated yet"
     if summary["eval_return_mean"] is not None:
-        kind = "fresh" if summary["eval_fresh"] else "evaluation"
         quality = (
             f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
-            f"{summary['eval_episodes']} {kind} episodes, network of step {summary['best_step']:,}"
+            f"{summary['eval_episodes']} {'fresh' if summary['eval_fresh'] else 'evaluation'} episodes, network of step "
+            f"{summary['best_step']:,}"
         )
-    persistence = summary["persistence"]
-    persisting = f", each repeated with probability {persistence:g}" if persistence and summary["epsilon"] else ""
-    actors = ""
-    if "actors" in summary:
-        actors = f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced\n"
-    return (
-        f"{summary['env']}, {reason}: {quality}\n"
-        f"training episodes explore: return {summary['train_return_mean']:.2f} with "
-        f"{summary['epsilon']:.3g} of the actions random{persisting}\n"
+    lines = [
+        f"{summary['env']}, {reason}: {quality}",
+        f"training episodes explore: return {summary['train_return_mean']:.2f} with {summary['epsilon']:.3g} of the "
+        "actions random"
+        + f", each repeated with probability {summary['persistence']:g}"
+        * bool(summary["persistence"]),
         f"{summary['steps']:,} steps and {summary['updates']:,} updates in {summary['wall_seconds']:.1f} s: "
         f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s, "
-        f"replay {summary['replay_share']:.1%} of the learning loop\n"
-        f"{actors}written to {folder}"
-    )
+        f"replay {summary['replay_share']:.1%} of the learning loop",
+        f"written to {folder}",
+    ]
+    if "actors" in summary:
+        lines.insert(3, f"{summary['actors']} actors, {summary['actor_restarts']} replaced")
+    return "\n".join(lines)
 
 
 def draw_curve(
@@ -305,27 +301,29 @@ def draw_curve(
     figure.set_layout_engine("none")
     returns, lengths, random = axes[:, 0]
     greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
-    names = f"training, which explores: mean of the last {settings.return_window} episodes", f"evaluation, {greedy}"
-    steps = [row["step"] for row in rows]
-    judged = [row for row in rows if not math.isnan(row["eval_return_mean"])]
-    panels = ((returns, "return_mean", "return of an episode"), (lengths, "length_mean", "steps in an episode"))
-    for axes, column, label in panels:
-        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label=names[0])
-        if judged:
-            points = [row["step"] for row in judged], [row[f"eval_{column}"] for row in judged]
-            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label=names[1])
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
+    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
+    training = f"training, which explores: mean of the last {settings.return_window} episodes"
+    point = {"marker": "o", "markersize": 4, "linewidth": 1}
+    lines = [
+        (returns, "return_mean", "tab:blue", training, {}),
+        (returns, "eval_return_mean", "tab:orange", f"evaluation, {greedy}", point),
+        (lengths, "length_mean", "tab:blue", training, {}),
+        (lengths, "eval_length_mean", "tab:orange", f"evaluation, {greedy}", point),
+        (random, "epsilon", "tab:purple", f"random actions{repeated}", {}),
+    ]
+    for axes, column, color, label, style in lines:
+        points = [(row["step"], row[column]) for row in rows if style == {} or not math.isnan(row[column])]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
     if threshold is not None:
         returns.axhline(threshold, color="tab:green", linestyle="--", linewidth=1, label=f"solved at {threshold:g}")
+    for axes, label in ((returns, "return of an episode"), (lengths, "steps in an episode"), (random, "ε of training")):
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
     returns.set_title(title)
     returns.legend(loc="best", fontsize="small")
-    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
-    random.plot(steps, [row["epsilon"] for row in rows], color="tab:purple", label=f"random actions{repeated}")
-    random.set(ylim=(0, 1.05), ylabel="ε of training")
     random.legend(loc="upper right", fontsize="small")
-    random.grid(alpha=0.3)
-    random.set_xlabel("environment steps")
+    random.set(ylim=(0, 1.05), xlabel="environment steps")
     random.xaxis.set_major_formatter(EngFormatter())
     lengths.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     figure.align_ylabels()

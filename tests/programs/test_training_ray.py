@@ -218,7 +218,9 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_up_new_ones(tmp_pa
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=PATIENCE)
             assert process.returncode == 143, err
-            assert "2 actors, 2 replaced" in out
+            # one for each node that went, and more if Ray placed one there before it knew
+            assert read_rows(tmp_path)[-1]["actor_restarts"] >= 2
+            assert "2 actors, " in out
         finally:
             process.kill()
     finally:
