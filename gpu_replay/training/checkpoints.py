@@ -11,12 +11,14 @@ before it removed.
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,6 @@ VERSION = 2
 REPLAY = "replay"
 STATE = "state"
 _NAME = re.compile(r"\d{12,}")
-SEPARATOR = "/"
 # saving takes at most this fraction, one part in so many, of the time between two checkpoints
 COST = 40
 
@@ -139,7 +140,6 @@ class CheckpointManager:
     every:   seconds between two checkpoints; longer if saving is slow, so that it takes at most a fortieth of the time.
     collect: returns the step, the state, and the replay buffer or None to leave it out.
     due:     when the next checkpoint should be written, by `time.perf_counter`.
-    seconds: time spent saving, which does not count as learning time.
 
     If a save fails, one line reports it and the run continues; the last complete checkpoint is still there.
     """
@@ -151,48 +151,40 @@ class CheckpointManager:
         collect: Callable[[], tuple[int, Mapping[str, Any], TrajectoryReplayBuffer | None]],
         team: Team,
     ) -> None:
-        self.seconds = 0.0
         self._folder, self._every, self._collect, self._team = folder, every, collect, team
         self.due = time.perf_counter() + every
 
-    def save(self) -> None:
-        """Write a checkpoint now."""
+    def save(self) -> float:
+        """Write a checkpoint now; returns the seconds that it took, which do not count as learning time."""
         began = time.perf_counter()
         try:
             save_run(self._folder, *self._collect(), self._team)
         except (OSError, CheckpointError) as error:
             print(f"gpu-replay train: no checkpoint was written: {error}", file=sys.stderr)
         now = time.perf_counter()
-        self.seconds += now - began
         self.due = now + max(self._every, COST * (now - began))
+        return now - began
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Split off the tensors by path: {"a": {"b": t, "c": 1}} becomes {"a": {"c": 1}} and {"a/b": t}.
+    """Split off the tensors by path: {"a": {"b": t, "c": 1}} becomes {"a": {"b": None, "c": 1}} and {"a/b": t}.
 
-    Dictionaries stay even if they become empty. Tensors are not copied.
+    Tensors are not copied.
     """
-    values: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
+    values, tensors = dict(tree), {}
     for name, leaf in tree.items():
-        path = f"{prefix}{name}"
         if isinstance(leaf, Tensor):
-            tensors[path] = leaf
+            values[name], tensors[prefix + name] = None, leaf
         elif isinstance(leaf, Mapping):
-            values[name], inside = flatten(leaf, path + SEPARATOR)
+            values[name], inside = flatten(leaf, f"{prefix}{name}/")
             tensors |= inside
-        else:
-            values[name] = leaf
     return values, tensors
 
 
 def unflatten(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The inverse of `flatten`, also after `values` was written to JSON and read back."""
-    tree = {name: unflatten(value, {}) if isinstance(value, Mapping) else value for name, value in values.items()}
+    tree = copy.deepcopy(dict(values))
     for path, tensor in tensors.items():
-        *parents, leaf = path.split(SEPARATOR)
-        node = tree
-        for parent in parents:
-            node = node[parent]
-        node[leaf] = tensor
+        *parents, leaf = path.split("/")
+        reduce(dict.__getitem__, parents, tree)[leaf] = tensor
     return tree

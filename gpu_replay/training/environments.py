@@ -8,8 +8,9 @@ episode is bootstrapped. Environments return single frames; `Actors` stacks them
 from __future__ import annotations
 
 import dataclasses
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,26 @@ class Environment(nn.Module):
 
     def close(self) -> None:
         """Release what the environments hold."""
+
+
+Graphs = dict[str, Callable[[], Any]]
+
+
+def replayed(graphs: Graphs, name: str) -> bool:
+    """Replay the CUDA graph of this name; returns whether there is one and it was replayed.
+
+    If it cannot be captured, standard error says so, and its work is done by ordinary calls from then on.
+    """
+    if name not in graphs:
+        return False
+    try:
+        graphs[name]()
+    except RuntimeError as error:
+        # an error of the call itself is raised again by the ordinary calls
+        print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
+        del graphs[name]
+        return False
+    return True
 
 
 class FrameStack(nn.Module):

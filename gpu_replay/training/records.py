@@ -263,12 +263,10 @@ def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
     reasons = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}
     reason = reasons.get(summary["stopped_by"], f"interrupted by {summary['stopped_by']}")
     quality = "not evaluated yet"
-    if summary["eval_return_mean"] is not None:
-        quality = (
-            f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
-            f"{summary['eval_episodes']} {'fresh' if summary['eval_fresh'] else 'evaluation'} episodes, network of step "
-            f"{summary['best_step']:,}"
-        )
+    if summary["eval_episodes"]:
+        kind = "fresh" if summary["eval_fresh"] else "evaluation"
+        quality = f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
+        quality += f"{summary['eval_episodes']} {kind} episodes, network of step {summary['best_step']:,}"
     lines = [
         f"{summary['env']}, {reason}: {quality}",
         f"training episodes explore: return {summary['train_return_mean']:.2f} with {summary['epsilon']:.3g} of the "

@@ -123,7 +123,8 @@ class Settings:
         if unknown:
             raise UserError(f"unknown settings: {', '.join(unknown)}.")
         # JSON has no tuples
-        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+        plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        return cls(**plain)
 
     @classmethod
     def for_family(cls, family: Family, **changes: Any) -> Settings:

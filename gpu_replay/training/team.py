@@ -131,9 +131,12 @@ def join(device: torch.device) -> torch.device:
     if device.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
-    store, rank, size = next(dist.rendezvous("env://"))
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # on one machine torchrun keeps a store for all its starts, with the addresses of ranks that are gone
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     return device

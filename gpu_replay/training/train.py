@@ -9,7 +9,6 @@ stacks and the network.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.actors import Fleet
 from gpu_replay.training.agent import Agent
 from gpu_replay.training.checkpoints import CheckpointManager
-from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Step
+from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Graphs, Step, replayed
 from gpu_replay.training.evaluation import Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.records import REPLAY_STATS, Recorder
@@ -156,7 +155,7 @@ class Trainer:
         # updates that share one call of `sample`, rows of such a call, and calls per step
         self._together = settings.updates_a_sample
         self._draw_size, self._draws = settings.batch_size * self._together, settings.updates // self._together
-        self._graphs: dict[str, Callable[[], Any]] = {}
+        self._graphs: Graphs = {}
         self.last_row: Mapping[str, float] = {}
         self._began = time.perf_counter()
         self._records: Recorder | None = None
@@ -201,8 +200,6 @@ class Trainer:
         self._records, self._stop, self._limit, self._checkpoints = records, stop, max_seconds, checkpoints
         if records is not None and records.rows:
             self.last_row = records.rows[-1]
-        if checkpoints is not None:
-            checkpoints.seconds = self.progress.checkpoint_seconds
         while True:
             try:
                 reason = self._between_steps()
@@ -346,21 +343,8 @@ class Trainer:
                 self._graphs["acting and adding"] = capture(None, self._answer, generators=generators)
 
     def _replayed(self, name: str) -> bool:
-        """Replay the graph of this name, except in a timed step; returns whether there is one and it was replayed.
-
-        If it cannot be captured, standard error says so, and its work is done by ordinary calls from then on.
-        """
-        step = self._graphs.get(name)
-        if step is None or self.watch.looks_inside:
-            return False
-        try:
-            step()
-        except RuntimeError as error:
-            # an error of the call itself is raised again by the ordinary calls
-            print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
-            del self._graphs[name]
-            return False
-        return True
+        """Replay the graph of this name, except in a timed step; returns whether there is one and it was replayed."""
+        return not self.watch.looks_inside and replayed(self._graphs, name)
 
     # actors in processes of their own
 
@@ -409,7 +393,7 @@ class Trainer:
         progress, records = self.progress, self._records
         if records is not None:
             evaluation, progress.solved = self.evaluator.evaluate(self.agent.judged, progress.step)
-            progress.evaluation = dataclasses.asdict(evaluation)
+            progress.evaluation = evaluation._asdict()
             best = self.evaluator.best
             improved = best is not None and best.step == progress.step
             records.evaluated(progress.step, evaluation, best.network if best is not None and improved else None)
@@ -455,8 +439,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save()
-            self.progress.checkpoint_seconds = self._checkpoints.seconds
+            self.progress.checkpoint_seconds += self._checkpoints.save()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs except the content of the replay buffer; tensors are not copied."""
