@@ -90,32 +90,31 @@ class Collector:
         self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         self._explorer.set_epsilon(epsilon)
         actors, stack = self._actors, self._actors.stack
-        rows: dict[str, list[np.ndarray]] = {}
+        rows: list[dict[str, np.ndarray]] = []
         finals: list[Any] = []
         returns: list[float] = []
         lengths: list[float] = []
-        for _ in range(CHUNK if self._actors.environment.spec.stack == 1 else CHUNK_OF_STACKS):
-            obs, actions = stack.frame.numpy().copy(), self._explorer.choose(self._network(stack.obs))
+        for _ in range(CHUNK if actors.environment.spec.stack == 1 else CHUNK_OF_STACKS):
+            obs, actions = stack.frame.clone(), self._explorer.choose(self._network(stack.obs))
             actors.environment.send(actions)
             step = actors.recv()
             actors.push(step)
-            rows.setdefault("obs", []).append(obs)
-            rows.setdefault("action", []).append(actions.numpy())
-            for name in ("reward", "terminated", "truncated"):
-                rows.setdefault(name, []).append(getattr(step, name).numpy().copy())
+            row = {"obs": obs, "action": actions, "reward": step.reward}
+            row |= {"terminated": step.terminated, "truncated": step.truncated}
+            rows.append({name: value.numpy().copy() for name, value in row.items()})
             ended = step.ended.numpy()
             final = None if step.final_frame is None or not ended.any() else step.final_frame.numpy().copy()
             finals.append(final)
-            self._return += rows["reward"][-1]
+            self._return += rows[-1]["reward"]
             self._length += 1
             returns += self._return[ended].tolist()
             lengths += self._length[ended].tolist()
             self._return[ended], self._length[ended] = 0, 0
-        goes_on = ~ended
-        finals[-1] = stack.frame.numpy().copy() if finals[-1] is None else finals[-1]
-        finals[-1][goes_on] = stack.frame.numpy()[goes_on]
-        rows["truncated"][-1] |= goes_on
-        steps = {name: pack(np.stack(each)) for name, each in rows.items()}
+        goes_on, newest = ~ended, stack.frame.numpy()
+        finals[-1] = newest.copy() if final is None else final
+        finals[-1][goes_on] = newest[goes_on]
+        rows[-1]["truncated"] |= goes_on
+        steps = {name: pack(np.stack([row[name] for row in rows])) for name in rows[0]}
         return Chunk({**steps, "final_obs": [pack(each) for each in finals]}, returns, lengths)
 
 

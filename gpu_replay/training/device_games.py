@@ -72,10 +72,6 @@ class Catch(Environment):
             mine.copy_(new)
         return self._board()
 
-    def send(self, actions: Tensor) -> None:
-        """Keep actions (E,) int64 for the next step."""
-        self._actions = actions
-
     def recv(self) -> Step:
         """Step with the actions of `send`."""
         self.paddle.add_(self._actions - 1).clamp_(REACH, SIDE - 1 - REACH)
@@ -170,10 +166,6 @@ class DevicePong(Environment):
         state = self.games.zero_()
         state.copy_(self._served(state, torch.ones_like(self._numbers, dtype=torch.bool), self._numbers % 2 == 0))
         return self._picture()
-
-    def send(self, actions: Tensor) -> None:
-        """Keep actions (E,) int64 for the next step."""
-        self._actions = actions
 
     def recv(self) -> Step:
         """Step with the actions of `send`."""

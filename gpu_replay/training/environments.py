@@ -92,9 +92,9 @@ class Environment(nn.Module):
     def reset(self, seed: int) -> Tensor:
         """First frames (E, *shape); the same seed gives the same episodes."""
 
-    @abstractmethod
     def send(self, actions: Tensor) -> None:
-        """Start a step with actions (E,) int64."""
+        """Start a step with actions (E,) int64, or keep them for `recv`."""
+        self._actions = actions
 
     @abstractmethod
     def recv(self) -> Step:
@@ -206,8 +206,7 @@ class EpisodeStatistics(nn.Module):
         rows = self.finished[: min(count, self._window)]
         if not len(rows):
             return 0, float("nan"), float("nan")
-        mean_return, mean_length = rows.mean(0).tolist()
-        return count, mean_return, mean_length
+        return count, *rows.mean(0).tolist()
 
 
 class Actors:

@@ -47,10 +47,8 @@ class HostEnvironment(Environment):
         super().__init__()
         self.spec = spec
         self.num_envs = int(vector.num_envs)
-        self._vector = vector
-        self._actions = actions
+        self._vector, self._meanings, self._asynchronous = vector, actions, asynchronous
         self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
-        self._asynchronous = asynchronous
         games = [_game(environment) for environment in getattr(vector, "envs", ())]
         # games whose state can be set
         self._games = [game for game in games if game is not None]
@@ -68,7 +66,7 @@ class HostEnvironment(Environment):
 
     def send(self, actions: Tensor) -> None:
         """Start a step; this copies the actions to the host."""
-        self._pending = self._actions[actions.cpu().numpy()]
+        self._pending = self._meanings[actions.cpu().numpy()]
         if self._asynchronous:
             self._vector.send(self._pending)
 
@@ -214,12 +212,10 @@ def make_gymnasium(name: str, num_envs: int, *, rendered: bool = False) -> HostE
     # typed wider by gymnasium than what is checked here
     observation: Any = vector.single_observation_space
     action: Any = vector.single_action_space
-    if not isinstance(action, Discrete):
-        vector.close()
-        raise UserError(f"{name} has actions {action}; this agent needs Discrete ones, as CartPole-v1 has.")
-    if not isinstance(observation, Box):
-        vector.close()
-        raise UserError(f"{name} has observations {observation}; this agent needs a Box, as CartPole-v1 has.")
+    for what, space, kind in (("actions", action, Discrete), ("observations", observation, Box)):
+        if not isinstance(space, kind):
+            vector.close()
+            raise UserError(f"{name} has {what} {space}; this agent needs {kind.__name__} ones, as CartPole-v1 has.")
     field, layout = _field(observation)
     low, high = (torch.from_numpy(np.asarray(bound)) for bound in (observation.low, observation.high))
     spec = EnvironmentSpec(

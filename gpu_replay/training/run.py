@@ -249,14 +249,12 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
             # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
             part = earlier["trainer"]["progress"]["resumed"] + 1 if earlier else 0
             seed = stream_seed(plan.seed, "actor", part)
-            fleet = Fleet(plan.actors, plan.environment, settings, seed, earlier.get("streams"))
-            stack.enter_context(closing(fleet))
+            streams = earlier.get("streams")
+            fleet = stack.enter_context(closing(Fleet(plan.actors, plan.environment, settings, seed, streams)))
         count = settings.num_envs if fleet is None else fleet.num_envs
-        environment = plan.environment.make(count, settings, plan.device)
-        stack.enter_context(closing(environment))
+        environment = stack.enter_context(closing(plan.environment.make(count, settings, plan.device)))
         judging = settings.eval_episodes if run_dir is not None else 1
-        evaluation = plan.environment.make(judging, settings, plan.device, alone=True)
-        stack.enter_context(closing(evaluation))
+        evaluation = stack.enter_context(closing(plan.environment.make(judging, settings, plan.device, alone=True)))
         evaluator = Evaluator(evaluation, settings, device=plan.device, seed=plan.seed, stop=stop)
         trainer = _make_trainer(plan, environment, evaluator, fleet, team)
         if team.largest(trainer.step) != trainer.step:
@@ -285,8 +283,8 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         run_dir.open()
         of_ranks = {"ranks": team.size, "launch": launch()} if launch() else {}
         run_dir.write_json(SETTINGS, plan.identity | of_ranks | plan.settings.to_dict())
-        recorder = Recorder(run_dir.path, environment.spec, settings, plan.seed, rows=plan.rows, step=trainer.step)
-        stack.enter_context(closing(recorder))
+        recorded = (run_dir.path, environment.spec, settings, plan.seed, plan.rows, trainer.step)
+        recorder = stack.enter_context(closing(Recorder(*recorded)))
         if evaluator.best is not None:
             # the file may hold a later network, from after the checkpoint
             recorder.save(evaluator.best.network, evaluator.best.step)
