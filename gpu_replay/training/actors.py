@@ -165,15 +165,14 @@ class Fleet:
         self._ray, on_sigterm = ray, signal.getsignal(signal.SIGTERM)
         # a Ray that runs already is not shut down by `close`
         self._started = not ray.is_initialized()
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        remote, quiet = where.startswith("ray://"), {"log_to_driver": False, "logging_level": "ERROR"}
+        local = {"address": "local", "num_cpus": 1 if remote else int(where), "num_gpus": 0, "include_dashboard": False}
         try:
             with warnings.catch_warnings():
                 # Ray's own messages are hidden: the errors below say what matters
                 warnings.simplefilter("ignore")
-                if self._started and where.startswith("ray://"):
-                    ray.init(where, **quiet)
-                elif self._started:
-                    ray.init("local", num_cpus=int(where), num_gpus=0, include_dashboard=False, **quiet)
+                if self._started:
+                    ray.init(**quiet, **({"address": where} if remote else local))
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} For a "
@@ -184,19 +183,17 @@ class Fleet:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)
         cpus = int(ray.cluster_resources().get("CPU", 1))
-        self.count = max(1, min(settings.num_envs, cpus)) if where.startswith("ray://") else int(where)
+        self.count = max(1, min(settings.num_envs, cpus)) if remote else int(where)
         self.num_envs = num_envs or max(1, settings.num_envs // self.count)
         self.restarts = 0
         self._make = ray.remote(num_cpus=1, num_gpus=0, max_restarts=0)(Collector).remote
-        self._of = environment, settings, self.num_envs
-        self._seed = seed
+        self._of, self._seed = (environment, settings, self.num_envs), seed
         # by actor number: the actor, its generation, and its deaths since its last chunk
         self._actors: list[Any] = [None] * self.count
         self._lives, self._deaths = [-1] * self.count, [0] * self.count
         self._pending: dict[Any, tuple[int, int]] = {}
         # the newest weights, and when they were sent
-        self._weights: Any = None
-        self._sent = -WEIGHTS_SECONDS
+        self._weights, self._sent = None, -WEIGHTS_SECONDS
 
     def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
         """Return the chunks that have arrived, waiting at most `wait` seconds; their actors go on with this epsilon.

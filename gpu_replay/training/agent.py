@@ -192,10 +192,8 @@ class Agent(nn.Module):
     def follow(self, learning_rate: float, epsilon: float) -> None:
         """Set the learning rate and the share of random actions, for captured graphs too."""
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(learning_rate)
-            else:
-                group["lr"] = learning_rate
+            rate = group["lr"]
+            group["lr"] = rate.fill_(learning_rate) if isinstance(rate, Tensor) else learning_rate
         self.explorer.set_epsilon(epsilon)
 
     def means(self) -> tuple[float, float, float]:

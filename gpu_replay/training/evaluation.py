@@ -72,10 +72,8 @@ class Evaluator:
         self.seconds = 0.0
         stop_at = settings.stop_at
         self.threshold = environment.spec.reward_threshold if stop_at is None else stop_at
-        self._stop = stop
+        self._settings, self._seed, self._stop = settings, seed, stop
         self._actors = Actors(environment, device)
-        self._settings = settings
-        self._seed = seed
         self._count = 0
         self._generator = torch.Generator(device=device)
         self._returns = torch.zeros(environment.num_envs, device=device)

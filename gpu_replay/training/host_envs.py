@@ -75,13 +75,9 @@ class HostEnvironment(Environment):
         result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
         obs, reward, terminated, truncated, info = result
         ended = np.flatnonzero(terminated | truncated)
-        return Step(
-            frame=self._tensor(obs),
-            reward=torch.from_numpy(np.asarray(reward, dtype=np.float32)),
-            terminated=torch.from_numpy(np.asarray(terminated, dtype=np.bool_)),
-            truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
-            final_frame=self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None,
-        )
+        terminated, truncated = (torch.from_numpy(np.asarray(flag, np.bool_)) for flag in (terminated, truncated))
+        final = self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None
+        return Step(self._tensor(obs), torch.from_numpy(np.asarray(reward, np.float32)), terminated, truncated, final)
 
     def get_extra_state(self) -> dict[str, Any]:
         """State, step count and random stream of each game; empty unless every game exposes them."""
@@ -218,13 +214,9 @@ def make_gymnasium(name: str, num_envs: int, *, rendered: bool = False) -> HostE
             raise UserError(f"{name} has {what} {space}; this agent needs {kind.__name__} ones, as CartPole-v1 has.")
     field, layout = _field(observation)
     low, high = (torch.from_numpy(np.asarray(bound)) for bound in (observation.low, observation.high))
-    spec = EnvironmentSpec(
-        name=name,
-        observation=field,
-        num_actions=int(action.n),
-        reward_threshold=None if vector.spec is None else vector.spec.reward_threshold,
-        bounds=(low, high) if field.dtype == torch.float32 else None,
-    )
+    threshold = None if vector.spec is None else vector.spec.reward_threshold
+    bounds = (low, high) if field.dtype == torch.float32 else None
+    spec = EnvironmentSpec(name, field, int(action.n), threshold, bounds)
     return HostEnvironment(vector, spec, np.arange(spec.num_actions) + int(action.start), layout)
 
 

@@ -372,12 +372,8 @@ def make_buffer(
 ) -> TrajectoryReplayBuffer:
     """An empty buffer, in which each frame is stored once. Raises MemoryError if it does not fit."""
     prioritized = Proportional(alpha=settings.alpha, beta=beta)
-    samplers: dict[str, Uniform | Proportional | RankBased | Combined] = {
-        "uniform": Uniform(),
-        "proportional": prioritized,
-        "rank": RankBased(alpha=settings.alpha, beta=beta),
-        "combined": Combined(prioritized),
-    }
+    samplers: dict[str, Any] = {"uniform": Uniform(), "proportional": prioritized, "combined": Combined(prioritized)}
+    samplers["rank"] = RankBased(alpha=settings.alpha, beta=beta)
     return TrajectoryReplayBuffer(
         settings.capacity,
         num_envs,

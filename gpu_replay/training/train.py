@@ -24,7 +24,7 @@ from gpu_replay.training.actors import Fleet
 from gpu_replay.training.agent import Agent
 from gpu_replay.training.checkpoints import CheckpointManager
 from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Graphs, Step, replayed
-from gpu_replay.training.evaluation import Evaluator
+from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.records import REPLAY_STATS, Recorder
 from gpu_replay.training.settings import Settings
@@ -107,7 +107,7 @@ class Progress:
     seconds: float = 0.0
     checkpoint_seconds: float = 0.0
     mark: tuple[int, int, float] = (0, 0, 0.0)
-    evaluation: dict[str, float] | None = None
+    evaluation: dict[str, Any] | None = None
 
 
 class Trainer:
@@ -280,15 +280,10 @@ class Trainer:
     def _answer(self) -> None:
         """Store the step that arrived, and choose the next actions."""
         step, stack = self._arrived, self._actors.stack
-        self.buffer.add(
-            # the frame in which the actions were chosen
-            obs=stack.frame,
-            action=self._actions,
-            reward=step.reward.sign() if self.settings.clip_reward else step.reward,
-            terminated=step.terminated,
-            truncated=step.truncated,
-            final_obs=step.final_frame,
-        )
+        reward = step.reward.sign() if self.settings.clip_reward else step.reward
+        flags = {"terminated": step.terminated, "truncated": step.truncated}
+        # the frame in which the actions were chosen
+        self.buffer.add(obs=stack.frame, action=self._actions, reward=reward, final_obs=step.final_frame, **flags)
         self.watch.lap("replay")
         self._actors.push(step)
         self.watch.lap("env")
@@ -409,7 +404,7 @@ class Trainer:
         loop_seconds = seconds - self.evaluator.seconds - progress.checkpoint_seconds
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         progress.mark, progress.logged = (progress.step, updates, loop_seconds), progress.step
-        evaluation, progress.evaluation = progress.evaluation or {}, None
+        evaluation, progress.evaluation = Evaluation(**(progress.evaluation or {})), None
         # this synchronises with the device, as reading the mean losses already did
         stats = self.buffer.stats()
         self.last_row = {
@@ -428,9 +423,7 @@ class Trainer:
             "value_mean": value,
             "learning_rate": self._rate(progress.step),
             "stored": min(progress.added, self.buffer.capacity),
-            "eval_return_mean": evaluation.get("return_mean", NAN),
-            "eval_return_std": evaluation.get("return_std", NAN),
-            "eval_length_mean": evaluation.get("length_mean", NAN),
+            **{f"eval_{name}": getattr(evaluation, name) for name in ("return_mean", "return_std", "length_mean")},
             **{name: float(getattr(stats, name)) for name in REPLAY_STATS},
             "actor_restarts": NAN if self.fleet is None else self.fleet.restarts,
         }
