@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.errors import EXTRA, UserError, require
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import cpu_cores
 from gpu_replay.training.agent import Agent, Explorer
@@ -36,7 +36,6 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId
 from gpu_replay.training.settings import Settings
 
-EXTRA = 'pip install -c constraints.txt -e ".[training,ray]" in the checkout'
 # steps of each environment in a chunk: its end cuts n-step windows short, and the stacks of its first frames are padded
 # like those of a new episode
 CHUNK, CHUNK_OF_STACKS = 32, 128
@@ -143,7 +142,7 @@ def check_actors(actors: str) -> None:
     """Raise UserError unless `--actors` is a number or a cluster's address, and the packages it needs are installed."""
     if not re.fullmatch(r"[1-9]\d*|ray://[^/:]+:\d+", actors):
         raise UserError(f"--actors must be a number such as 4, or ray://HOST:PORT; found {actors!r}.")
-    require("ray", "zstandard", purpose="--actors", extra=EXTRA)
+    require("ray", "zstandard", purpose="--actors", extra=EXTRA.replace("training", "training,ray"))
 
 
 class Fleet:
@@ -174,10 +173,9 @@ class Fleet:
                 if self._started:
                     ray.init(**quiet, **({"address": where} if remote else local))
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} For a "
-                "cluster with a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
-            ) from None
+            found = " ".join(str(error).split())[:300]
+            token = "a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            raise UserError(f"--actors {where}: Ray cannot be reached: {found} For a cluster with {token}.") from None
         finally:
             # Ray's handler would end the process at once, before the run's files are written
             if threading.current_thread() is threading.main_thread():

@@ -42,18 +42,15 @@ COST = 40
 class SavedRun:
     """A complete checkpoint.
 
+    ranks:   how many ranks wrote it.
     state:   of rank 0, with tensors in host memory.
     replays: folders of the ranks' replay buffers, in the order of ranks; empty if the checkpoint has none.
     """
 
     folder: Path
+    ranks: int
     state: dict[str, Any]
     replays: list[Path]
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks wrote it."""
-        return int(self.state.get("ranks", 1))
 
     def trainer(self, rank: int) -> dict[str, Any]:
         """The state of a rank's trainer. Raises CheckpointError if it is damaged."""
@@ -70,8 +67,9 @@ def latest(folder: Path) -> SavedRun | None:
     if path is None:
         return None
     state = _read(path / STATE)
-    replays = [_part(path, rank) / REPLAY for rank in range(state.get("ranks", 1))]
-    return SavedRun(path, state, replays if replays[0].is_dir() else [])
+    ranks = state.get("ranks", 1)
+    replays = [_part(path, rank) / REPLAY for rank in range(ranks)]
+    return SavedRun(path, ranks, state, replays if replays[0].is_dir() else [])
 
 
 def newest(folder: Path) -> Path | None:

@@ -155,7 +155,8 @@ class DevicePong(Environment):
     def recv(self) -> Step:
         """Step with the actions of `send`."""
         state = self.games
-        state[AGENT] = (state[AGENT] + _direction(self._actions) * AGENT_SPEED).clamp(0, COURT - HEIGHT)
+        direction = (self._actions == 2).long() - (self._actions == 1).long()
+        state[AGENT] = (state[AGENT] + direction * AGENT_SPEED).clamp(0, COURT - HEIGHT)
         state[OPPONENT] = (state[OPPONENT] + self._opponent_moves(state)).clamp(0, COURT - HEIGHT)
         won, lost = self._move_ball(state)
         state[AGENT_SCORE] += won
@@ -245,11 +246,6 @@ class DevicePong(Environment):
         for paddle, columns in zip(paddles, self._columns, strict=True):
             shown = torch.maximum(shown, paddle * columns)
         return shown
-
-
-def _direction(actions: Tensor) -> Tensor:
-    """-1 for up, 1 for down, 0 for stay."""
-    return (actions == 2).long() - (actions == 1).long()
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -76,17 +76,14 @@ class Environment(nn.Module):
     on_device:  whether a step runs on the agent's device alone and changes its memory in place, so that it can be
                 captured in a CUDA graph.
     generators: the random generators that such steps use.
+    resumable:  whether the `state_dict` is complete: simulators may not expose their state.
     """
 
     spec: EnvironmentSpec
     num_envs: int
     on_device: bool = False
     generators: Sequence[torch.Generator] = ()
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the `state_dict` is complete: simulators may not expose their state."""
-        return True
+    resumable: bool = True
 
     @abstractmethod
     def reset(self, seed: int) -> Tensor:

@@ -34,6 +34,8 @@ class HostEnvironment(Environment):
     actions:      maps the agent's actions to the environment's.
     layout:       permutation of an observation's axes for storage, or None.
     asynchronous: whether the environment has `send` and `recv` of its own, as ALE's has.
+
+    fps: steps per second at natural speed, if the environment states it.
     """
 
     def __init__(
@@ -48,15 +50,12 @@ class HostEnvironment(Environment):
         self.spec = spec
         self.num_envs = int(vector.num_envs)
         self._vector, self._meanings, self._asynchronous = vector, actions, asynchronous
+        self.fps = float((vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
         self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
         games = [_game(environment) for environment in getattr(vector, "envs", ())]
-        # games whose state can be set
+        # games whose state can be set: Gymnasium's classic control
         self._games = [game for game in games if game is not None]
-
-    @property
-    def resumable(self) -> bool:
-        """Whether all games are Gymnasium's classic control, whose state can be set."""
-        return len(self._games) == self.num_envs
+        self.resumable = len(self._games) == self.num_envs
 
     def reset(self, seed: int) -> Tensor:
         """First frames; each environment has its own seed, derived from `seed`."""
@@ -100,11 +99,6 @@ class HostEnvironment(Environment):
         """Pictures of the first environment since the last call, if it was made with `rendered`."""
         found: list[Any] = self._vector.render()[0]
         return found
-
-    @property
-    def fps(self) -> float:
-        """Steps per second at natural speed, if the environment states it."""
-        return float((self._vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
 
     def close(self) -> None:
         """Release the environments."""

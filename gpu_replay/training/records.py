@@ -77,7 +77,8 @@ class RunDir:
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
-        write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+        write_text(self.path / name, json.dumps(finite, indent=2) + "\n")
 
     def _enter(self) -> None:
         """Lock the folder until the process ends in whatever way (not on Windows), and check what is in it."""
@@ -88,10 +89,8 @@ class RunDir:
         present = [name for name in (*FILES, CHECKPOINT) if (self.path / name).exists()]
         if present and self._existing == "refuse":
             self.close()
-            raise UserError(
-                f"--output {self.path} already holds a run ({', '.join(present)}). Continue it with --resume, replace "
-                "it with --overwrite, or choose another directory."
-            )
+            advice = "Continue it with --resume, replace it with --overwrite, or choose another directory"
+            raise UserError(f"--output {self.path} already holds a run ({', '.join(present)}). {advice}.")
 
 
 class Recorder:
@@ -201,14 +200,6 @@ def _write(path: Path, rows: Sequence[Row], mode: Literal["a", "w"]) -> None:
             out.writeheader()
         for row in rows:
             out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _summary_writer(folder: Path, purge_step: int) -> Any:

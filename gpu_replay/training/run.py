@@ -15,21 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay import (
-    CheckpointError,
-    Combined,
-    Field,
-    LinearSchedule,
-    Proportional,
-    RankBased,
-    ReplayBuffer,
-    TrajectoryReplayBuffer,
-    Uniform,
-)
+from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer, samplers
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import device_name, versions
+from gpu_replay.engines.storage import check_device
 from gpu_replay.training import records
 from gpu_replay.training.actors import Fleet, check_actors
 from gpu_replay.training.checkpoints import CheckpointManager, SavedRun, latest, newest
@@ -127,7 +118,7 @@ def new(options: argparse.Namespace) -> Plan:
     device, environment = given_device(options.device), identify(options.env)
     settings = environment.settings(device, **given_settings(options))
     if settings.bfloat16 is None:
-        half = settings.convolutional and (device.type == "cuda" or cpu_computes_in_bfloat16())
+        half = settings.network in ("fine", "nature") and (device.type == "cuda" or cpu_computes_in_bfloat16())
         settings = dataclasses.replace(settings, bfloat16=half)
     every, replay = options.checkpoint_every or 300.0, options.checkpoint_replay is not False
     return Plan(environment, settings, options.seed or 0, device, options.output, options.actors, every, replay)
@@ -157,30 +148,20 @@ def continued(options: argparse.Namespace) -> Plan:
     device = identity["device"] if options.device is None else str(given_device(options.device))
     asked = given | {"ENV": name, "seed": options.seed, "device": device, "actors": options.actors}
     found = before.to_dict() | {"actors": "none", "ENV": identity["env"]} | identity
-    if options.resume:
-        fixed = asked.keys() - {"actors" if "actors" in identity else "", "steps"}
-    else:
-        fixed = {*SHAPES, "ENV"}
-    wrong = [
-        f"{'' if name == 'ENV' else '--'}{name.replace('_', '-')} {value} (it has {found[name]})"
-        for name, value in asked.items()
-        if name in fixed and value not in (None, found[name])
-    ]
+    fixed = asked.keys() - {"steps", *identity.keys() & {"actors"}} if options.resume else {*SHAPES, "ENV"}
+    clash = [name for name in asked if name in fixed and asked[name] not in (None, found[name])]
+    wrong = [f"--{name.replace('_', '-')} {asked[name]} (it has {found[name]})".replace("--ENV ", "") for name in clash]
     if options.resume and given.get("steps", before.steps) < before.steps:
         wrong.append(f"--steps {given['steps']} (it has {before.steps}, which can only be raised)")
     if wrong:
-        raise UserError(
-            f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(wrong)}. Leave them "
-            "out, or start another run."
-        )
+        contradictions = f"these flags contradict it: {', '.join(wrong)}. Leave them out, or start another run."
+        raise UserError(f"{flag} goes on from the run in {source}; {contradictions}")
     settings = dataclasses.replace(before, **given)
     if options.source is not None and settings.steps <= progress["step"]:
         raise UserError(f"--steps {settings.steps} are done: {source} is at step {progress['step']}. Raise it.")
     if options.max_seconds is not None and options.max_seconds <= progress["seconds"]:
-        raise UserError(
-            f"--max-seconds {options.max_seconds:g} is used up: the run has taken {progress['seconds']:.1f} s so far, "
-            "all its parts together. Raise it, or leave it out."
-        )
+        taken = f"the run has taken {progress['seconds']:.1f} s so far, all its parts together"
+        raise UserError(f"--max-seconds {options.max_seconds:g} is used up: {taken}. Raise it, or leave it out.")
     refilled = [name for name in BUFFER if getattr(settings, name) != getattr(before, name)]
     if refilled and saved.replays:
         print(f"{flag}: a new replay buffer is filled, for another {', '.join(refilled)}", file=sys.stderr)
@@ -216,8 +197,7 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_device(name: str | None) -> torch.device:
     """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
     try:
-        # the buffer's own check names what is wrong with a device
-        return ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
+        return check_device(name)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--device: {error}") from None
 
@@ -294,10 +274,8 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
             # the buffer refuses TD errors that are not finite as priorities
             if all(bool(each.isfinite().all()) for each in trainer.agent.online.parameters()):
                 raise
-            raise UserError(
-                f"the network's weights are not finite after {trainer.step} steps: training diverged. Lower "
-                f"--learning-rate; {run_dir.path} has the run so far."
-            ) from None
+            diverged = f"the network's weights are not finite after {trainer.step} steps: training diverged"
+            raise UserError(f"{diverged}. Lower --learning-rate; {run_dir.path} has the run so far.") from None
         fresh: Evaluation | None = None
         try:
             stop.check()
@@ -355,7 +333,7 @@ def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> 
     first, end = rank * buffer.num_envs, (rank + 1) * buffer.num_envs
     for batches in zip(*(each.batches(STEPS_MOVED * each.num_envs) for each in saved), strict=True):
         found = [dict(batch.items()) for batch in batches]
-        if not isinstance(buffer.sampler, Uniform):
+        if not isinstance(buffer.sampler, samplers.Uniform):
             for each, columns in zip(saved, found, strict=True):
                 columns["priority"] = each.priorities(columns["key"])
         moved: dict[str, Tensor] = {}
@@ -371,9 +349,13 @@ def make_buffer(
     spec: EnvironmentSpec, settings: Settings, beta: LinearSchedule, device: torch.device, seed: int, num_envs: int
 ) -> TrajectoryReplayBuffer:
     """An empty buffer, in which each frame is stored once. Raises MemoryError if it does not fit."""
-    prioritized = Proportional(alpha=settings.alpha, beta=beta)
-    samplers: dict[str, Any] = {"uniform": Uniform(), "proportional": prioritized, "combined": Combined(prioritized)}
-    samplers["rank"] = RankBased(alpha=settings.alpha, beta=beta)
+    prioritized = samplers.Proportional(alpha=settings.alpha, beta=beta)
+    by_name: dict[str, Any] = {
+        "uniform": samplers.Uniform(),
+        "proportional": prioritized,
+        "rank": samplers.RankBased(alpha=settings.alpha, beta=beta),
+        "combined": samplers.Combined(prioritized),
+    }
     return TrajectoryReplayBuffer(
         settings.capacity,
         num_envs,
@@ -385,7 +367,7 @@ def make_buffer(
         autoreset="same_step",
         # ALE's and the agent's own stacks begin with zeros, too
         padding="zero",
-        sampler=samplers[settings.sampler],
+        sampler=by_name[settings.sampler],
         device=device,
         seed=seed,
     )

@@ -87,30 +87,20 @@ class Settings:
         # steps whose windows are incomplete, or whose stacks are partly overwritten
         unusable = (self.n_step + self.frame_stack) * self.num_envs
         if self.warmup + unusable > self.capacity:
-            raise UserError(
-                f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: with --num-envs {self.num_envs}, "
-                f"--n-step {self.n_step} and --frame-stack {self.frame_stack} up to {unusable} steps cannot be sampled."
+            given = f"--num-envs {self.num_envs}, --n-step {self.n_step} and --frame-stack {self.frame_stack}"
+            problem = (
+                f"does not fit in --capacity {self.capacity}: with {given} up to {unusable} steps cannot be sampled"
             )
+            raise UserError(f"--warmup {self.warmup} {problem}.")
         drawn = self.batch_size * self.updates_a_sample
         if self.warmup < drawn:
             what = "--batch-size" if drawn == self.batch_size else "--batch-size times --updates, with --shared-draw,"
             raise UserError(f"--warmup {self.warmup} must be at least {what} {drawn}.")
 
     @property
-    def convolutional(self) -> bool:
-        """Whether the network has convolutions."""
-        return self.network not in ("mlp", "cosine")
-
-    @property
     def updates_a_sample(self) -> int:
         """Updates that share one call of `sample`."""
         return max(1, self.updates) if self.shared_draw else 1
-
-    @property
-    def planned_updates(self) -> int:
-        """Updates of a run of `steps`."""
-        learning_steps = max(0, self.steps - self.warmup)
-        return max(1, learning_steps // self.num_envs * self.updates)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""

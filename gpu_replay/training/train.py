@@ -484,5 +484,6 @@ class Trainer:
 
 def beta_schedule(settings: Settings) -> LinearSchedule:
     """The importance-sampling exponent: it moves one step with each sample and ends with the planned number of them."""
-    samples = max(1, settings.planned_updates // settings.updates_a_sample)
+    updates = max(0, settings.steps - settings.warmup) // settings.num_envs * settings.updates
+    samples = max(1, updates // settings.updates_a_sample)
     return LinearSchedule(settings.beta_start, settings.beta_end, samples)
