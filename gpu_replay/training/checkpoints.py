@@ -38,6 +38,10 @@ _NAME = re.compile(r"\d{12,}")
 COST = 40
 
 
+# step, state, and the replay buffer if it is saved too
+Content = tuple[int, Mapping[str, Any], TrajectoryReplayBuffer | None]
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """A complete checkpoint.
@@ -142,13 +146,7 @@ class CheckpointManager:
     If a save fails, one line reports it and the run continues; the last complete checkpoint is still there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        every: float,
-        collect: Callable[[], tuple[int, Mapping[str, Any], TrajectoryReplayBuffer | None]],
-        team: Team,
-    ) -> None:
+    def __init__(self, folder: Path, every: float, collect: Callable[[], Content], team: Team) -> None:
         self._folder, self._every, self._collect, self._team = folder, every, collect, team
         self.due = time.perf_counter() + every
 

@@ -26,6 +26,7 @@ from gpu_replay.training.settings import Settings
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions; the other three are duplicates
 PONG_ACTIONS = (0, 2, 3)
 DEFAULT_FPS = 30.0
+Axes = tuple[int, ...] | None
 
 
 class HostEnvironment(Environment):
@@ -39,12 +40,7 @@ class HostEnvironment(Environment):
     """
 
     def __init__(
-        self,
-        vector: Any,
-        spec: EnvironmentSpec,
-        actions: np.ndarray,
-        layout: tuple[int, ...] | None = None,
-        asynchronous: bool = False,
+        self, vector: Any, spec: EnvironmentSpec, actions: np.ndarray, layout: Axes = None, asynchronous: bool = False
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -234,7 +230,7 @@ def _one_line_errors(name: str) -> Iterator[None]:
         raise UserError(f"Gymnasium cannot make {name!r}: {' '.join(str(error).split())}") from None
 
 
-def _field(space: Any) -> tuple[Field, tuple[int, ...] | None]:
+def _field(space: Any) -> tuple[Field, Axes]:
     """The field that stores observations of a Box (bytes as bytes, all else as float32), and the order of its axes."""
     shape = tuple(space.shape)
     if space.dtype != np.uint8:

@@ -228,8 +228,7 @@ def carry_out(plan: Plan, run_dir: RunDir | None, team: Team, max_seconds: float
         if plan.actors is not None:
             # each part of a run plays new episodes; every actor has as many environments as the buffer has streams
             part = earlier["trainer"]["progress"]["resumed"] + 1 if earlier else 0
-            seed = stream_seed(plan.seed, "actor", part)
-            streams = earlier.get("streams")
+            seed, streams = stream_seed(plan.seed, "actor", part), earlier.get("streams")
             fleet = stack.enter_context(closing(Fleet(plan.actors, plan.environment, settings, seed, streams)))
         count = settings.num_envs if fleet is None else fleet.num_envs
         environment = stack.enter_context(closing(plan.environment.make(count, settings, plan.device)))

@@ -138,17 +138,15 @@ class Trainer:
         seed = team.seed(seed)
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
+        self.watch, self._seed, self._team = Stopwatch(device), seed, team
         self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), team.average)
-        self.watch = Stopwatch(device)
         self._beta = beta_schedule(team.settings)
         self._rate = LinearSchedule(settings.learning_rate, settings.learning_rate_end, settings.steps)
         self._early = LinearSchedule(settings.epsilon_start, settings.epsilon_end, settings.epsilon_steps)
-        least = settings.epsilon_end * settings.epsilon_late
-        late_steps = max(settings.epsilon_late_steps - settings.epsilon_steps, 1)
-        self._late = LinearSchedule(settings.epsilon_end, least, late_steps)
+        late = max(settings.epsilon_late_steps - settings.epsilon_steps, 1)
+        self._late = LinearSchedule(settings.epsilon_end, settings.epsilon_end * settings.epsilon_late, late)
         self.progress = Progress(next_evaluation=settings.eval_every, next_row=settings.log_every)
         self.statistics = EpisodeStatistics(count, settings.return_window, device)
-        self._seed, self._team = seed, team
         self._actors = Actors(environment, device, self.statistics)
         self._actions = torch.zeros(count, dtype=torch.int64, device=device)
         self._arrived: Step
@@ -158,8 +156,6 @@ class Trainer:
         self._graphs: Graphs = {}
         self.last_row: Mapping[str, float] = {}
         self._began = time.perf_counter()
-        self._records: Recorder | None = None
-        self._checkpoints: CheckpointManager | None = None
         self._begin(stream_seed(seed, "training"))
         if settings.graph and device.type == "cuda":
             self.capture()
@@ -380,8 +376,7 @@ class Trainer:
 
     def _fit_whitening(self) -> None:
         """Fit the whitening to the warm-up, before the first update."""
-        batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
-        obs = torch.cat(batches)
+        obs = torch.cat([self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)])
         self.agent.whiten(self._team.of_first(obs))
 
     def _evaluate(self) -> None:
