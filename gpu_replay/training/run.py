@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer, samplers
+import gpu_replay
+from gpu_replay import CheckpointError, Field, LinearSchedule, TrajectoryReplayBuffer
 from gpu_replay.console.errors import UserError, require
 from gpu_replay.console.interrupt import EXIT_CODES, Stopped, StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import device_name, versions
-from gpu_replay.engines.storage import check_device
 from gpu_replay.training import records
 from gpu_replay.training.actors import Fleet, check_actors
 from gpu_replay.training.checkpoints import CheckpointManager, SavedRun, latest, newest
@@ -197,7 +197,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
 def given_device(name: str | None) -> torch.device:
     """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
     try:
-        return check_device(name)
+        # the buffer's own check names what is wrong with a device
+        return gpu_replay.ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
     except (ValueError, RuntimeError) as error:
         raise UserError(f"--device: {error}") from None
 
@@ -332,7 +333,7 @@ def refill(buffer: TrajectoryReplayBuffer, parts: Sequence[Path], rank: int) -> 
     first, end = rank * buffer.num_envs, (rank + 1) * buffer.num_envs
     for batches in zip(*(each.batches(STEPS_MOVED * each.num_envs) for each in saved), strict=True):
         found = [dict(batch.items()) for batch in batches]
-        if not isinstance(buffer.sampler, samplers.Uniform):
+        if not isinstance(buffer.sampler, gpu_replay.Uniform):
             for each, columns in zip(saved, found, strict=True):
                 columns["priority"] = each.priorities(columns["key"])
         moved: dict[str, Tensor] = {}
@@ -348,13 +349,9 @@ def make_buffer(
     spec: EnvironmentSpec, settings: Settings, beta: LinearSchedule, device: torch.device, seed: int, num_envs: int
 ) -> TrajectoryReplayBuffer:
     """An empty buffer, in which each frame is stored once. Raises MemoryError if it does not fit."""
-    prioritized = samplers.Proportional(alpha=settings.alpha, beta=beta)
-    by_name: dict[str, Any] = {
-        "uniform": samplers.Uniform(),
-        "proportional": prioritized,
-        "rank": samplers.RankBased(alpha=settings.alpha, beta=beta),
-        "combined": samplers.Combined(prioritized),
-    }
+    prioritized = gpu_replay.Proportional(alpha=settings.alpha, beta=beta)
+    by_name: dict[str, Any] = {"proportional": prioritized, "combined": gpu_replay.Combined(prioritized)}
+    by_name |= {"uniform": gpu_replay.Uniform(), "rank": gpu_replay.RankBased(alpha=settings.alpha, beta=beta)}
     return TrajectoryReplayBuffer(
         settings.capacity,
         num_envs,

@@ -9,7 +9,6 @@ starts all of them again with the same command line, which then go on from the l
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -117,13 +116,20 @@ def launch() -> str:
 
     It is the `--rdzv-id`, by default unique on one machine.
     """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none") if launched_together() else "none"
+    name = _told("TORCHELASTIC_RUN_ID") if launched_together() else "none"
     return "" if name == "none" else f"torchrun-{name}"
 
 
 def is_first() -> bool:
     """Whether this is rank 0, also before `join`."""
-    return not launched_together() or os.environ.get("RANK") == "0"
+    return not launched_together() or _told("RANK") == "0"
+
+
+def _told(name: str) -> str:
+    """What `torchrun` tells each of its ranks."""
+    from torch.distributed.elastic.utils.api import get_env_variable_or_raise
+
+    return str(get_env_variable_or_raise(name))
 
 
 def join(device: torch.device) -> torch.device:
@@ -135,8 +141,8 @@ def join(device: torch.device) -> torch.device:
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(rendezvous("env://"))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+    if _told("GROUP_WORLD_SIZE") == "1":
         # on one machine torchrun keeps a store for all its starts, with the addresses of ranks that are gone
-        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = PrefixStore(_told("TORCHELASTIC_RESTART_COUNT"), store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     return device
