@@ -234,8 +234,9 @@ def closing_lines(summary: dict[str, Any], folder: Path) -> str:
         + ", each repeated with probability {persistence:g}" * (summary["persistence"] > 0),
         "{steps:,} steps and {updates:,} updates in {wall_seconds:.1f} s: {steps_per_second:,.0f} steps/s, "
         "{updates_per_second:,.0f} updates/s, replay {replay_share:.1%} of the learning loop",
-        *(["{actors} actors, {actor_restarts} replaced"] if "actors" in summary else []),
     ]
+    if "actors" in summary:
+        lines.append(f"{{actors}} actor{'s' * (summary['actors'] > 1)}, {{actor_restarts}} replaced")
     return "\n".join(lines).format_map(summary) + f"\nwritten to {folder}"
 
 
