@@ -192,9 +192,12 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.
     assert "--actors ray://127.0.0.1:9: Ray cannot be reached" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_up_new_ones(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_up_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")
     port = free_port()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "ray_client_server_port": port})
     try:
