@@ -127,7 +127,7 @@ def _frame_gather(dtype: torch.dtype) -> Operation:
     )
 
 
-RING, DRAW, UPDATED = "programs buffer_add_inputs", "distributions", "priorities"
+RING, DRAW, UPDATED = "programs inputs", "distributions", "priorities"
 ANSWERS = "bench_kernels::test_every_implementation_gives_right_answers"
 _ALL = f"{RING} {DRAW} {UPDATED}"
 _STEP = "one environment: add"

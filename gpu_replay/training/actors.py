@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_replay.console.errors import UserError, require
+from gpu_replay.console.errors import EXTRA, UserError, require
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.console.versions import cpu_cores
 from gpu_replay.training.agent import Agent, Explorer
@@ -36,7 +36,6 @@ from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.registry import CPU, EnvironmentId
 from gpu_replay.training.settings import Settings
 
-EXTRA = 'pip install -c constraints.txt -e ".[training,ray]" in the checkout'
 # steps of each environment in a chunk: its end cuts n-step windows short, and the stacks of its first frames are padded
 # like those of a new episode
 CHUNK, CHUNK_OF_STACKS = 32, 128
@@ -90,32 +89,31 @@ class Collector:
         self._network.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         self._explorer.set_epsilon(epsilon)
         actors, stack = self._actors, self._actors.stack
-        rows: dict[str, list[np.ndarray]] = {}
+        rows: list[dict[str, np.ndarray]] = []
         finals: list[Any] = []
         returns: list[float] = []
         lengths: list[float] = []
-        for _ in range(CHUNK if self._actors.environment.spec.stack == 1 else CHUNK_OF_STACKS):
-            obs, actions = stack.frame.numpy().copy(), self._explorer.choose(self._network(stack.obs))
+        for _ in range(CHUNK if actors.environment.spec.stack == 1 else CHUNK_OF_STACKS):
+            obs, actions = stack.frame.clone(), self._explorer.choose(self._network(stack.obs))
             actors.environment.send(actions)
             step = actors.recv()
             actors.push(step)
-            rows.setdefault("obs", []).append(obs)
-            rows.setdefault("action", []).append(actions.numpy())
-            for name in ("reward", "terminated", "truncated"):
-                rows.setdefault(name, []).append(getattr(step, name).numpy().copy())
+            row = {"obs": obs, "action": actions, "reward": step.reward}
+            row |= {"terminated": step.terminated, "truncated": step.truncated}
+            rows.append({name: value.numpy().copy() for name, value in row.items()})
             ended = step.ended.numpy()
             final = None if step.final_frame is None or not ended.any() else step.final_frame.numpy().copy()
             finals.append(final)
-            self._return += rows["reward"][-1]
+            self._return += rows[-1]["reward"]
             self._length += 1
             returns += self._return[ended].tolist()
             lengths += self._length[ended].tolist()
             self._return[ended], self._length[ended] = 0, 0
-        goes_on = ~ended
-        finals[-1] = stack.frame.numpy().copy() if finals[-1] is None else finals[-1]
-        finals[-1][goes_on] = stack.frame.numpy()[goes_on]
-        rows["truncated"][-1] |= goes_on
-        steps = {name: pack(np.stack(each)) for name, each in rows.items()}
+        goes_on, newest = ~ended, stack.frame.numpy()
+        finals[-1] = newest.copy() if final is None else final
+        finals[-1][goes_on] = newest[goes_on]
+        rows[-1]["truncated"] |= goes_on
+        steps = {name: pack(np.stack([row[name] for row in rows])) for name in rows[0]}
         return Chunk({**steps, "final_obs": [pack(each) for each in finals]}, returns, lengths)
 
 
@@ -144,7 +142,7 @@ def check_actors(actors: str) -> None:
     """Raise UserError unless `--actors` is a number or a cluster's address, and the packages it needs are installed."""
     if not re.fullmatch(r"[1-9]\d*|ray://[^/:]+:\d+", actors):
         raise UserError(f"--actors must be a number such as 4, or ray://HOST:PORT; found {actors!r}.")
-    require("ray", "zstandard", purpose="--actors", extra=EXTRA)
+    require("ray", "zstandard", purpose="--actors", extra=EXTRA.replace("training", "training,ray"))
 
 
 class Fleet:
@@ -166,38 +164,34 @@ class Fleet:
         self._ray, on_sigterm = ray, signal.getsignal(signal.SIGTERM)
         # a Ray that runs already is not shut down by `close`
         self._started = not ray.is_initialized()
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        remote, quiet = where.startswith("ray://"), {"log_to_driver": False, "logging_level": "ERROR"}
+        local = {"address": "local", "num_cpus": 1 if remote else int(where), "num_gpus": 0, "include_dashboard": False}
         try:
             with warnings.catch_warnings():
                 # Ray's own messages are hidden: the errors below say what matters
                 warnings.simplefilter("ignore")
-                if self._started and where.startswith("ray://"):
-                    ray.init(where, **quiet)
-                elif self._started:
-                    ray.init("local", num_cpus=int(where), num_gpus=0, include_dashboard=False, **quiet)
+                if self._started:
+                    ray.init(**quiet, **({"address": where} if remote else local))
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"--actors {where}: Ray cannot be reached: {' '.join(str(error).split())[:300]} For a "
-                "cluster with a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
-            ) from None
+            found = " ".join(str(error).split())[:300]
+            token = "a token set RAY_AUTH_MODE=token, with the token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            raise UserError(f"--actors {where}: Ray cannot be reached: {found} For a cluster with {token}.") from None
         finally:
             # Ray's handler would end the process at once, before the run's files are written
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)
         cpus = int(ray.cluster_resources().get("CPU", 1))
-        self.count = max(1, min(settings.num_envs, cpus)) if where.startswith("ray://") else int(where)
+        self.count = max(1, min(settings.num_envs, cpus)) if remote else int(where)
         self.num_envs = num_envs or max(1, settings.num_envs // self.count)
         self.restarts = 0
         self._make = ray.remote(num_cpus=1, num_gpus=0, max_restarts=0)(Collector).remote
-        self._of = environment, settings, self.num_envs
-        self._seed = seed
+        self._of, self._seed = (environment, settings, self.num_envs), seed
         # by actor number: the actor, its generation, and its deaths since its last chunk
         self._actors: list[Any] = [None] * self.count
         self._lives, self._deaths = [-1] * self.count, [0] * self.count
         self._pending: dict[Any, tuple[int, int]] = {}
         # the newest weights, and when they were sent
-        self._weights: Any = None
-        self._sent = -WEIGHTS_SECONDS
+        self._weights, self._sent = None, -WEIGHTS_SECONDS
 
     def receive(self, agent: Agent, epsilon: float, wait: float = PATIENCE) -> list[Chunk]:
         """Return the chunks that have arrived, waiting at most `wait` seconds; their actors go on with this epsilon.

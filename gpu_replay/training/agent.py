@@ -94,10 +94,17 @@ class Explorer(nn.Module):
         self.generator.set_state(state)
 
 
+Mean = Callable[[Sequence[Tensor]], None]
+
+
+def alone(weights: Sequence[Tensor]) -> None:
+    """Leave the gradients of a run of one rank as they are."""
+
+
 class Agent(nn.Module):
     """The online network, its target copy, the averaged network, and the optimiser.
 
-    average: replaces the gradients of these weights by their mean over all ranks, in place; None in a run of one rank.
+    average: replaces the gradients of these weights by their mean over all ranks, in place.
     judged:  the network to evaluate and to save: the average of the online network over the last updates, if the
              settings ask for one. Near a plateau the policy of the online network changes from update to update, and
              that of the average does not (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
@@ -116,7 +123,7 @@ class Agent(nn.Module):
         device: torch.device,
         num_envs: int,
         seed: int,
-        average: Callable[[Sequence[Tensor]], None] | None = None,
+        average: Mean = alone,
     ) -> None:
         super().__init__()
         self.online = network.to(device)
@@ -169,8 +176,7 @@ class Agent(nn.Module):
         loss = (batch.weight * functional.smooth_l1_loss(chosen, target, reduction="none")).mean()
         for weight, gradient in zip(self._weights, torch.autograd.grad(loss, self._weights), strict=True):
             weight.grad = gradient
-        if self._average_gradients is not None:
-            self._average_gradients(self._weights)
+        self._average_gradients(self._weights)
         nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM)
         self._optimizer.step()
         with torch.no_grad():
@@ -192,10 +198,8 @@ class Agent(nn.Module):
     def follow(self, learning_rate: float, epsilon: float) -> None:
         """Set the learning rate and the share of random actions, for captured graphs too."""
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(learning_rate)
-            else:
-                group["lr"] = learning_rate
+            rate = group["lr"]
+            group["lr"] = rate.fill_(learning_rate) if isinstance(rate, Tensor) else learning_rate
         self.explorer.set_epsilon(epsilon)
 
     def means(self) -> tuple[float, float, float]:

@@ -20,32 +20,25 @@ state: they are reset with new seeds, and their running episodes are dropped.
 `--from DIR` branches a new run with other settings off the checkpoint in DIR, to compare them from a common start.
 
 `torchrun --nproc-per-node=2 -m gpu_replay train ENV` trains data-parallel: environments, batches, capacity and warm-up
-are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Such a run has no checkpoints.
+are divided among the ranks, gradients are averaged, and rank 0 evaluates and writes. Each rank writes its part of a
+checkpoint, which counts when all parts are there. With `--max-restarts=3` a run that lost a rank goes on from its last
+checkpoint by itself; ranks on several machines need one `--rdzv-id`, and --output in a file system that they share.
+Another number of ranks may resume: the replay buffers are divided anew, and all environments begin new episodes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import torch
-
-from gpu_replay import CheckpointError, Field, ReplayBuffer
 from gpu_replay.console.arguments import natural, positive_float, whole, widths
-from gpu_replay.console.errors import UserError, require
-from gpu_replay.training.actors import check_actors
-from gpu_replay.training.checkpoints import latest
-from gpu_replay.training.records import CHECKPOINT, SUMMARY, RunDir, read_rows
-from gpu_replay.training.registry import identify
-from gpu_replay.training.run import Plan, carry_out
+from gpu_replay.training.run import new, run
 from gpu_replay.training.settings import PRESETS, TYPES, Settings, without_none
-from gpu_replay.training.team import Team, join, launched_together
+
+__all__ = ["DESCRIPTION", "add_arguments", "new", "run"]
 
 DESCRIPTION = __doc__
 FAMILIES = (
@@ -54,10 +47,6 @@ FAMILIES = (
 )
 # the parser of a flag's values, and their placeholder in --help
 READERS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (whole, "N"), float: (float, "X"), tuple: (widths, "N,N")}
-# saved networks, statistics and environments depend on these settings: a continued run cannot change them
-SHAPES = ("network", "hidden", "layer_norm", "whiten", "num_envs", "return_window", "frame_size", "frame_stack")
-# the saved replay buffer depends on these settings: with another value a new buffer is filled
-BUFFER = ("capacity", "n_step", "gamma", "sampler", "alpha", "beta_start", "beta_end", "clip_reward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,21 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--from", dest="source", type=Path, metavar="DIR", help=branch)
     interval = "seconds between checkpoints, longer if writing takes over a fortieth of the time (default: 300)"
     run.add_argument("--checkpoint-every", type=positive_float, metavar="X", help=interval)
-    run.add_argument(
-        "--checkpoint-replay",
-        action=argparse.BooleanOptionalAction,
-        help="include the replay buffer in checkpoints (default: on); without it a resumed run fills a new one before "
-        "it continues to learn. The disk needs room for two checkpoints",
-    )
-    actors = "step the environments in Ray actors, which share --num-envs and are replaced when they die: the number "
-    actors += "of actors of a local Ray, or ray://HOST:PORT of a cluster (one actor for each CPU); needs "
-    actors += "the extra ray (default: environments in this process)"
+    replay = "include the replay buffer in checkpoints, for two of which the disk needs room (default: on); without it "
+    replay += "a resumed run fills a new one before it continues to learn"
+    run.add_argument("--checkpoint-replay", action=argparse.BooleanOptionalAction, help=replay)
+    actors = "step the environments in Ray actors, which share --num-envs and are replaced when they die: their number "
+    actors += "on a local Ray, or ray://HOST:PORT of a cluster (one for each CPU); needs the extra ray"
     run.add_argument("--actors", metavar="N", help=actors)
     agent = parser.add_argument_group("the agent", FAMILIES)
     for field in dataclasses.fields(Settings):
         kind = without_none(TYPES[field.name])
-        text = f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")
-        options: dict[str, Any] = {"default": None, "help": text}
+        options: dict[str, Any] = {"help": f"{field.metadata['reason']} ({_defaults(field)})".replace("%", "%%")}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
@@ -113,171 +97,7 @@ def _defaults(field: dataclasses.Field[Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None:
-        return "auto"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value}"
-
-
-def run(options: argparse.Namespace) -> int:
-    """Train as the flags say; returns the exit code. Raises UserError for bad input."""
-    began = time.perf_counter()
-    require("tqdm", "matplotlib", "safetensors", purpose="gpu-replay train")
-    if options.actors is not None:
-        if options.source is not None:
-            raise UserError("--from does not go with --actors, whose games have no common start.")
-        check_actors(options.actors)
-    goes_on = options.resume or options.source is not None
-    together = launched_together()
-    if together and (goes_on or options.actors is not None):
-        raise UserError("--resume, --from and --actors cannot be used under torchrun: its runs have no checkpoints.")
-    if options.resume and options.output is None:
-        raise UserError("--resume needs --output DIR, the directory of the run to continue.")
-    with ExitStack() as stack:
-        run_dir = None
-        if options.resume:
-            if not options.output.is_dir():
-                raise UserError(f"--output {options.output} holds no run to resume: there is no such folder.")
-            run_dir = stack.enter_context(closing(RunDir(options.output, "resume")))
-        plan = continued(options) if goes_on else new(options)
-        done = "" if run_dir is None else _finished(run_dir, plan.settings.steps)
-        if done:
-            print(done)
-            return 0
-        team = None
-        if together:
-            plan = dataclasses.replace(plan, device=join(plan.device))
-            team = Team(plan.settings)
-        if run_dir is None and (team is None or team.rank == 0):
-            run_dir = stack.enter_context(closing(RunDir(plan.output, "replace" if options.overwrite else "refuse")))
-        return carry_out(plan, run_dir, team, options.max_seconds, began)
-
-
-def new(options: argparse.Namespace) -> Plan:
-    """The plan of a new run."""
-    if options.env is None:
-        raise UserError("the following arguments are required: ENV, such as pong, or --resume --output DIR.")
-    device = given_device(options.device)
-    environment, seed = identify(options.env), 0 if options.seed is None else options.seed
-    settings = environment.settings(device, **given_settings(options))
-    if settings.bfloat16 is None:
-        half = settings.convolutional and (device.type == "cuda" or cpu_computes_in_bfloat16())
-        settings = dataclasses.replace(settings, bfloat16=half)
-    default = f"{environment.name.replace('/', '-')}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Plan(
-        environment,
-        settings,
-        seed,
-        device,
-        output=options.output or Path("runs") / default,
-        actors=options.actors,
-        checkpoint_every=300.0 if options.checkpoint_every is None else options.checkpoint_every,
-        checkpoint_replay=options.checkpoint_replay is not False,
-    )
-
-
-def continued(options: argparse.Namespace) -> Plan:
-    """The plan that continues from a checkpoint: the same run with `--resume`, a new one with `--from`.
-
-    A resumed run keeps its own settings, and may get more steps. A branch takes the settings that are given, and the
-    others from the checkpoint. Step, networks, optimiser, replay buffer, rows and seconds continue from the
-    checkpoint; the best network is chosen anew.
-
-    Raises UserError if there is no checkpoint, or if flags contradict it.
-    """
-    flag, source = ("--resume", options.output) if options.resume else ("--from", options.source)
-    try:
-        saved = latest(source / CHECKPOINT)
-        if saved is None:
-            raise UserError(f"{flag}: {source} holds no checkpoint, from which a run could go on. Start one anew.")
-        state, before = saved.state, Settings.from_dict(saved.state["settings"])
-    except (CheckpointError, KeyError) as error:
-        raise UserError(f"{flag}: {error}") from None
-    identity, progress, given = state["identity"], state["trainer"]["progress"], given_settings(options)
-    fixed = TYPES.keys() - {"steps"} if options.resume else set(SHAPES)
-    device = identity["device"] if options.device is None else str(given_device(options.device))
-    # each flag, the value given, and the value of the run
-    flags = [
-        (f"--{name.replace('_', '-')}", value, getattr(before, name)) for name, value in given.items() if name in fixed
-    ]
-    flags.append(("ENV", options.env and identify(options.env).name, identity["env"]))
-    if options.resume:
-        steps = given["steps"] if given.get("steps", before.steps) < before.steps else None
-        actors = None if "actors" in identity else options.actors
-        flags += [("--seed", options.seed, identity["seed"]), ("--device", device, identity["device"])]
-        flags += [("--steps", steps, f"{before.steps}, which can only be raised"), ("--actors", actors, "none")]
-    elif "actors" in identity:
-        raise UserError(f"--from {source} is a run with --actors, whose games have no common start to branch from.")
-    contradictions = [
-        f"{flag} {value} (it has {had})" for flag, value, had in flags if value is not None and value != had
-    ]
-    if contradictions:
-        raise UserError(
-            f"{flag} goes on from the run in {source}; these flags contradict it: {', '.join(contradictions)}. Leave "
-            "them out, or start another run."
-        )
-    settings = dataclasses.replace(before, **given)
-    if options.source is not None and settings.steps <= progress["step"]:
-        raise UserError(f"--steps {settings.steps} are done: {source} is at step {progress['step']}. Raise it.")
-    if options.max_seconds is not None and options.max_seconds <= progress["seconds"]:
-        raise UserError(
-            f"--max-seconds {options.max_seconds:g} is used up: the run has taken {progress['seconds']:.1f} s so far, "
-            "all its parts together. Raise it, or leave it out."
-        )
-    refilled = [name for name in BUFFER if getattr(settings, name) != getattr(before, name)]
-    if refilled and saved.replay is not None:
-        print(f"{flag}: a new replay buffer is filled, for another {', '.join(refilled)}", file=sys.stderr)
-        saved = dataclasses.replace(saved, replay=None)
-    actors = options.actors or identity.get("actors")
-    if actors is not None:
-        check_actors(actors)
-    output, seed = options.output, identity["seed"] if options.seed is None else options.seed
-    if options.source is not None:
-        # evaluations under other settings do not compare with the coming ones
-        progress["solved"], state["evaluator"]["best"] = False, None
-        output = output or Path("runs") / f"{source.name}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    every, replay = options.checkpoint_every, options.checkpoint_replay
-    return Plan(
-        identify(identity["env"]),
-        settings,
-        seed,
-        given_device(device),
-        output,
-        actors,
-        checkpoint_every=state["checkpoint_every"] if every is None else every,
-        checkpoint_replay=state["checkpoint_replay"] if replay is None else replay,
-        saved=saved,
-        rows=read_rows(source, progress["logged"]),
-    )
-
-
-def _finished(run_dir: RunDir, steps: int) -> str:
-    """A message if the run is complete and `steps` adds nothing to it."""
-    summary = run_dir.read_json(SUMMARY)
-    if summary.get("stopped_by") == "solved":
-        return f"the run in {run_dir.path} is finished: solved after {summary.get('steps'):,} steps."
-    if summary.get("stopped_by") == "steps" and summary.get("steps", 0) >= steps:
-        return f"the run in {run_dir.path} is finished: all {steps:,} steps are done. Raise --steps to go on."
-    return ""
-
-
-def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the agent that were given as flags."""
-    return {name: value for name in TYPES if (value := getattr(options, name)) is not None}
-
-
-def given_device(name: str | None) -> torch.device:
-    """The device of `--device`, by default a GPU if one is available. Raises UserError if the device is not."""
-    try:
-        # the buffer's own check names what is wrong with a device
-        return ReplayBuffer(1, {"x": Field((), torch.bool)}, device=name).device
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"--device: {error}") from None
-
-
-def cpu_computes_in_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; others only emulate it, at half the speed of float32."""
-    # new in torch 2.11
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    words = {True: "on", False: "off", None: "auto"}
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -45,18 +45,11 @@ class Catch(Environment):
     column: Tensor
     paddle: Tensor
     on_device = True
-    spec = EnvironmentSpec(
-        name="catch",
-        observation=Field((SIDE, SIDE), torch.uint8, torch.float32, 1.0),
-        num_actions=3,
-        reward_threshold=0.95,
-        bounds=None,
-    )
+    spec = EnvironmentSpec("catch", Field((SIDE, SIDE), torch.uint8, torch.float32, 1.0), 3, 0.95, bounds=None)
 
     def __init__(self, num_envs: int, device: torch.device) -> None:
         super().__init__()
-        self.num_envs = num_envs
-        self.device = device
+        self.num_envs, self.device = num_envs, device
         self._generator = torch.Generator(device=device)
         self.generators = (self._generator,)
         self._environments = torch.arange(num_envs, device=device)
@@ -71,10 +64,6 @@ class Catch(Environment):
         for mine, new in zip((self.column, self.paddle), self._new_games(), strict=True):
             mine.copy_(new)
         return self._board()
-
-    def send(self, actions: Tensor) -> None:
-        """Keep actions (E,) int64 for the next step."""
-        self._actions = actions
 
     def recv(self) -> Step:
         """Step with the actions of `send`."""
@@ -138,16 +127,9 @@ class DevicePong(Environment):
 
     def __init__(self, num_envs: int, device: torch.device, side: int = 84, stack: int = 4) -> None:
         super().__init__()
-        self.spec = EnvironmentSpec(
-            name="device-pong",
-            observation=Field((side, side), torch.uint8, torch.float32, 1 / 255),
-            num_actions=3,
-            reward_threshold=PONG_WON,
-            bounds=None,
-            stack=stack,
-        )
-        self.num_envs = num_envs
-        self.device = device
+        frame = Field((side, side), torch.uint8, torch.float32, 1 / 255)
+        self.spec = EnvironmentSpec("device-pong", frame, 3, PONG_WON, bounds=None, stack=stack)
+        self.num_envs, self.device = num_envs, device
         self._edges = torch.arange(side + 1, device=device) * COURT // side
         self._numbers = torch.arange(num_envs, device=device)
         # for the agent's paddle and the opponent's: the direction away from it, and where along it the ball touches it
@@ -159,8 +141,7 @@ class DevicePong(Environment):
         self._most = torch.tensor([[COURT - COURT // 8], [SERVE_SPEED // 2], [MOST_AIM]], device=device)
         # sizes for the state's rows from BALL_Y to OPPONENT
         self._heights = torch.tensor([BALL, HEIGHT, HEIGHT], device=device)[:, None, None]
-        columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)
-        self._columns = columns[:, None, None]
+        self._columns = self._covered(torch.tensor([RIGHT, LEFT], device=device), WIDTH, ACROSS)[:, None, None]
         self.register_buffer("games", torch.zeros((ROWS, num_envs), dtype=torch.int64, device=device))
         self.register_buffer("seeds", torch.zeros(num_envs, dtype=torch.int64, device=device))
 
@@ -171,14 +152,11 @@ class DevicePong(Environment):
         state.copy_(self._served(state, torch.ones_like(self._numbers, dtype=torch.bool), self._numbers % 2 == 0))
         return self._picture()
 
-    def send(self, actions: Tensor) -> None:
-        """Keep actions (E,) int64 for the next step."""
-        self._actions = actions
-
     def recv(self) -> Step:
         """Step with the actions of `send`."""
         state = self.games
-        state[AGENT] = (state[AGENT] + _direction(self._actions) * AGENT_SPEED).clamp(0, COURT - HEIGHT)
+        direction = (self._actions == 2).long() - (self._actions == 1).long()
+        state[AGENT] = (state[AGENT] + direction * AGENT_SPEED).clamp(0, COURT - HEIGHT)
         state[OPPONENT] = (state[OPPONENT] + self._opponent_moves(state)).clamp(0, COURT - HEIGHT)
         won, lost = self._move_ball(state)
         state[AGENT_SCORE] += won
@@ -190,13 +168,7 @@ class DevicePong(Environment):
             state.copy_(self._served(state, points, lost))
         if self._needed(terminated):
             state[AGENT_SCORE : OPPONENT_SCORE + 1].masked_fill_(terminated, 0)
-        return Step(
-            frame=self._picture(),
-            reward=won.float() - lost.float(),
-            terminated=terminated,
-            truncated=torch.zeros_like(terminated),
-            final_frame=final_frame,
-        )
+        return Step(self._picture(), won.float() - lost.float(), terminated, torch.zeros_like(terminated), final_frame)
 
     def _opponent_moves(self, state: Tensor) -> Tensor:
         """The opponent follows the ball with a part of its paddle that changes with each hit."""
@@ -274,11 +246,6 @@ class DevicePong(Environment):
         for paddle, columns in zip(paddles, self._columns, strict=True):
             shown = torch.maximum(shown, paddle * columns)
         return shown
-
-
-def _direction(actions: Tensor) -> Tensor:
-    """-1 for up, 1 for down, 0 for stay."""
-    return (actions == 2).long() - (actions == 1).long()
 
 
 def _mixed(bits: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ episode is bootstrapped. Environments return single frames; `Actors` stacks them
 from __future__ import annotations
 
 import dataclasses
+import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,25 +76,22 @@ class Environment(nn.Module):
     on_device:  whether a step runs on the agent's device alone and changes its memory in place, so that it can be
                 captured in a CUDA graph.
     generators: the random generators that such steps use.
+    resumable:  whether the `state_dict` is complete: simulators may not expose their state.
     """
 
     spec: EnvironmentSpec
     num_envs: int
     on_device: bool = False
     generators: Sequence[torch.Generator] = ()
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the `state_dict` is complete: simulators may not expose their state."""
-        return True
+    resumable: bool = True
 
     @abstractmethod
     def reset(self, seed: int) -> Tensor:
         """First frames (E, *shape); the same seed gives the same episodes."""
 
-    @abstractmethod
     def send(self, actions: Tensor) -> None:
-        """Start a step with actions (E,) int64."""
+        """Start a step with actions (E,) int64, or keep them for `recv`."""
+        self._actions = actions
 
     @abstractmethod
     def recv(self) -> Step:
@@ -101,6 +99,26 @@ class Environment(nn.Module):
 
     def close(self) -> None:
         """Release what the environments hold."""
+
+
+Graphs = dict[str, Callable[[], Any]]
+
+
+def replayed(graphs: Graphs, name: str) -> bool:
+    """Replay the CUDA graph of this name; returns whether there is one and it was replayed.
+
+    If it cannot be captured, standard error says so, and its work is done by ordinary calls from then on.
+    """
+    if name not in graphs:
+        return False
+    try:
+        graphs[name]()
+    except RuntimeError as error:
+        # an error of the call itself is raised again by the ordinary calls
+        print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
+        del graphs[name]
+        return False
+    return True
 
 
 class FrameStack(nn.Module):
@@ -185,8 +203,7 @@ class EpisodeStatistics(nn.Module):
         rows = self.finished[: min(count, self._window)]
         if not len(rows):
             return 0, float("nan"), float("nan")
-        mean_return, mean_length = rows.mean(0).tolist()
-        return count, mean_return, mean_length
+        return count, *rows.mean(0).tolist()
 
 
 class Actors:

@@ -52,9 +52,8 @@ def _stored(found: EnvironmentId, side: int) -> dict[str, Field]:
 
 def _of_trainer(found: EnvironmentId, options: argparse.Namespace, capacity: int, device: torch.device) -> str:
     """A sentence: the bytes that the trainer would take with this capacity, or why it could not start."""
-    changes = {"frame_size": options.frame_size, "num_envs": options.num_envs}
-    if options.stack != 1:
-        changes["frame_stack"] = options.stack
+    stack = None if options.stack == 1 else options.stack
+    changes = {"frame_size": options.frame_size, "num_envs": options.num_envs, "frame_stack": stack}
     given = {name: value for name, value in changes.items() if value is not None}
     try:
         with closing(found.make(1, found.settings(device, **given), CPU)) as environment:

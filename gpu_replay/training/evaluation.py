@@ -7,11 +7,11 @@ long ones. A step of environments on the device is captured as one CUDA graph, w
 from __future__ import annotations
 
 import copy
-import sys
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.console.seeds import Stream, stream_seed
 from gpu_replay.training.agent import greedy_actions
-from gpu_replay.training.environments import Actors, Environment
+from gpu_replay.training.environments import Actors, Environment, Graphs, replayed
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
 
@@ -27,14 +27,13 @@ from gpu_replay.training.settings import Settings
 LOOK_EVERY = 64
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Undiscounted returns and lengths of whole episodes."""
 
-    return_mean: float
-    return_std: float
-    length_mean: float
-    episodes: int
+    return_mean: float = math.nan
+    return_std: float = math.nan
+    length_mean: float = math.nan
+    episodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ class Evaluator:
         self.seconds = 0.0
         stop_at = settings.stop_at
         self.threshold = environment.spec.reward_threshold if stop_at is None else stop_at
-        self._stop = stop
+        self._settings, self._seed, self._stop = settings, seed, stop
         self._actors = Actors(environment, device)
-        self._settings = settings
-        self._seed = seed
         self._count = 0
         self._generator = torch.Generator(device=device)
         self._returns = torch.zeros(environment.num_envs, device=device)
@@ -84,14 +81,14 @@ class Evaluator:
         self._running = torch.ones_like(self._returns, dtype=torch.bool)
         # the network that plays: weights are copied into it, since a graph reads them where they were at its capture
         self._player: QNetwork | None = None
-        self._graph: Callable[[], Any] | None = None
+        self._graphs: Graphs = {}
 
     def capture(self, buffer: TrajectoryReplayBuffer) -> None:
         """Capture steps of environments on the buffer's device, after a few more calls; on a CPU they stay calls."""
         environment = self._actors.environment
         if environment.on_device:
             generators = (self._generator, *environment.generators)
-            self._graph = buffer.capture(None, self._step, generators=generators)
+            self._graphs["an evaluation"] = buffer.capture(None, self._step, generators=generators)
 
     def evaluate(self, network: QNetwork, step: int) -> tuple[Evaluation, bool]:
         """Evaluate `network` and keep a copy if it is the best so far; also returns whether the environment is solved.
@@ -113,17 +110,13 @@ class Evaluator:
 
     def final(self) -> Evaluation | None:
         """Evaluate the best network on episodes that were not used to choose it; None without a best network."""
-        if self.best is None or self.best.fresh is not None:
-            return None if self.best is None else self.best.fresh
-        return self._play(self.best.network, "final", 0)
+        if self.best is None:
+            return None
+        return self.best.fresh or self._play(self.best.network, "final", 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of evaluations, and the best network."""
-        best = None
-        if self.best is not None:
-            fresh = None if self.best.fresh is None else asdict(self.best.fresh)
-            network, evaluation = self.best.network.state_dict(), asdict(self.best.evaluation)
-            best = {"network": network, "step": self.best.step, "evaluation": evaluation, "fresh": fresh}
+        best = self.best and vars(self.best) | {"network": self.best.network.state_dict()}
         return {"count": self._count, "seconds": self.seconds, "best": best}
 
     def load_state_dict(self, state: Mapping[str, Any], network: QNetwork) -> None:
@@ -132,8 +125,8 @@ class Evaluator:
         if best is not None:
             copied = copy.deepcopy(network)
             copied.load_state_dict(best["network"])
-            fresh = None if best["fresh"] is None else Evaluation(**best["fresh"])
-            self.best = Best(copied, best["step"], Evaluation(**best["evaluation"]), fresh)
+            fresh = best["fresh"] and Evaluation(*best["fresh"])
+            self.best = Best(copied, best["step"], Evaluation(*best["evaluation"]), fresh)
 
     def _reaches(self, evaluation: Evaluation) -> bool:
         return self.threshold is not None and evaluation.return_mean >= self.threshold
@@ -153,28 +146,15 @@ class Evaluator:
         try:
             for played in range(1, self._settings.eval_max_steps + 1):
                 self._stop.check()
-                self._advance()
-                if (self._graph is None or played % LOOK_EVERY == 0) and not self._running.any():
+                captured = replayed(self._graphs, "an evaluation")
+                if not captured:
+                    self._step()
+                if (not captured or played % LOOK_EVERY == 0) and not self._running.any():
                     break
-            return Evaluation(
-                return_mean=float(self._returns.mean()),
-                return_std=float(self._returns.std(correction=0)),
-                length_mean=float(self._lengths.mean()),
-                episodes=len(self._returns),
-            )
+            mean, deviation = float(self._returns.mean()), float(self._returns.std(correction=0))
+            return Evaluation(mean, deviation, float(self._lengths.mean()), len(self._returns))
         finally:
             self.seconds += time.perf_counter() - began
-
-    def _advance(self) -> None:
-        """Make a step, as a graph where there is one; if it cannot be captured, standard error says so once."""
-        try:
-            (self._graph or self._step)()
-        except RuntimeError as error:
-            if self._graph is None:
-                raise
-            print(f"an evaluation cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
-            self._graph = None
-            self._step()
 
     def _step(self) -> None:
         """Choose actions, step all environments, and sum what the first episodes return; steps after them add 0."""

@@ -26,6 +26,7 @@ from gpu_replay.training.settings import Settings
 # positions of NOOP, RIGHT and LEFT among Pong's minimal actions; the other three are duplicates
 PONG_ACTIONS = (0, 2, 3)
 DEFAULT_FPS = 30.0
+Axes = tuple[int, ...] | None
 
 
 class HostEnvironment(Environment):
@@ -34,31 +35,23 @@ class HostEnvironment(Environment):
     actions:      maps the agent's actions to the environment's.
     layout:       permutation of an observation's axes for storage, or None.
     asynchronous: whether the environment has `send` and `recv` of its own, as ALE's has.
+
+    fps: steps per second at natural speed, if the environment states it.
     """
 
     def __init__(
-        self,
-        vector: Any,
-        spec: EnvironmentSpec,
-        actions: np.ndarray,
-        layout: tuple[int, ...] | None = None,
-        asynchronous: bool = False,
+        self, vector: Any, spec: EnvironmentSpec, actions: np.ndarray, layout: Axes = None, asynchronous: bool = False
     ) -> None:
         super().__init__()
         self.spec = spec
         self.num_envs = int(vector.num_envs)
-        self._vector = vector
-        self._actions = actions
+        self._vector, self._meanings, self._asynchronous = vector, actions, asynchronous
+        self.fps = float((vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
         self._axes = None if layout is None else (0, *(axis + 1 for axis in layout))
-        self._asynchronous = asynchronous
         games = [_game(environment) for environment in getattr(vector, "envs", ())]
-        # games whose state can be set
+        # games whose state can be set: Gymnasium's classic control
         self._games = [game for game in games if game is not None]
-
-    @property
-    def resumable(self) -> bool:
-        """Whether all games are Gymnasium's classic control, whose state can be set."""
-        return len(self._games) == self.num_envs
+        self.resumable = len(self._games) == self.num_envs
 
     def reset(self, seed: int) -> Tensor:
         """First frames; each environment has its own seed, derived from `seed`."""
@@ -68,7 +61,7 @@ class HostEnvironment(Environment):
 
     def send(self, actions: Tensor) -> None:
         """Start a step; this copies the actions to the host."""
-        self._pending = self._actions[actions.cpu().numpy()]
+        self._pending = self._meanings[actions.cpu().numpy()]
         if self._asynchronous:
             self._vector.send(self._pending)
 
@@ -77,13 +70,9 @@ class HostEnvironment(Environment):
         result = self._vector.recv() if self._asynchronous else self._vector.step(self._pending)
         obs, reward, terminated, truncated, info = result
         ended = np.flatnonzero(terminated | truncated)
-        return Step(
-            frame=self._tensor(obs),
-            reward=torch.from_numpy(np.asarray(reward, dtype=np.float32)),
-            terminated=torch.from_numpy(np.asarray(terminated, dtype=np.bool_)),
-            truncated=torch.from_numpy(np.asarray(truncated, dtype=np.bool_)),
-            final_frame=self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None,
-        )
+        terminated, truncated = (torch.from_numpy(np.asarray(flag, np.bool_)) for flag in (terminated, truncated))
+        final = self._tensor(_filled(info["final_obs"], ended, obs)) if len(ended) else None
+        return Step(self._tensor(obs), torch.from_numpy(np.asarray(reward, np.float32)), terminated, truncated, final)
 
     def get_extra_state(self) -> dict[str, Any]:
         """State, step count and random stream of each game; empty unless every game exposes them."""
@@ -106,11 +95,6 @@ class HostEnvironment(Environment):
         """Pictures of the first environment since the last call, if it was made with `rendered`."""
         found: list[Any] = self._vector.render()[0]
         return found
-
-    @property
-    def fps(self) -> float:
-        """Steps per second at natural speed, if the environment states it."""
-        return float((self._vector.metadata or {}).get("render_fps") or DEFAULT_FPS)
 
     def close(self) -> None:
         """Release the environments."""
@@ -214,21 +198,15 @@ def make_gymnasium(name: str, num_envs: int, *, rendered: bool = False) -> HostE
     # typed wider by gymnasium than what is checked here
     observation: Any = vector.single_observation_space
     action: Any = vector.single_action_space
-    if not isinstance(action, Discrete):
-        vector.close()
-        raise UserError(f"{name} has actions {action}; this agent needs Discrete ones, as CartPole-v1 has.")
-    if not isinstance(observation, Box):
-        vector.close()
-        raise UserError(f"{name} has observations {observation}; this agent needs a Box, as CartPole-v1 has.")
+    for what, space, kind in (("actions", action, Discrete), ("observations", observation, Box)):
+        if not isinstance(space, kind):
+            vector.close()
+            raise UserError(f"{name} has {what} {space}; this agent needs {kind.__name__} ones, as CartPole-v1 has.")
     field, layout = _field(observation)
     low, high = (torch.from_numpy(np.asarray(bound)) for bound in (observation.low, observation.high))
-    spec = EnvironmentSpec(
-        name=name,
-        observation=field,
-        num_actions=int(action.n),
-        reward_threshold=None if vector.spec is None else vector.spec.reward_threshold,
-        bounds=(low, high) if field.dtype == torch.float32 else None,
-    )
+    threshold = None if vector.spec is None else vector.spec.reward_threshold
+    bounds = (low, high) if field.dtype == torch.float32 else None
+    spec = EnvironmentSpec(name, field, int(action.n), threshold, bounds)
     return HostEnvironment(vector, spec, np.arange(spec.num_actions) + int(action.start), layout)
 
 
@@ -252,7 +230,7 @@ def _one_line_errors(name: str) -> Iterator[None]:
         raise UserError(f"Gymnasium cannot make {name!r}: {' '.join(str(error).split())}") from None
 
 
-def _field(space: Any) -> tuple[Field, tuple[int, ...] | None]:
+def _field(space: Any) -> tuple[Field, Axes]:
     """The field that stores observations of a Box (bytes as bytes, all else as float32), and the order of its axes."""
     shape = tuple(space.shape)
     if space.dtype != np.uint8:

@@ -71,24 +71,16 @@ class Conv(nn.Conv2d):
 
 
 class Hidden(nn.Linear):
-    """A linear layer that computes in the dtype `computes`, whatever its input's dtype."""
+    """A linear layer that computes in the dtype `computes`, whatever its input's dtype, and returns float32."""
 
     def __init__(self, features: int, width: int, computes: torch.dtype) -> None:
         super().__init__(features, width)
         self.computes = computes
 
     def forward(self, features: Tensor) -> Tensor:
-        """features: (B, features); returns (B, width)."""
+        """features: (B, features); returns (B, width) float32."""
         weight, bias = self.weight.to(self.computes), self.bias.to(self.computes)
-        return functional.linear(features.to(self.computes), weight, bias)
-
-
-class Norm(nn.LayerNorm):
-    """LayerNorm that computes in float32, whatever its input's dtype."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        """features: (B, width); returns (B, width) float32."""
-        return super().forward(features.float())
+        return functional.linear(features.to(self.computes), weight, bias).float()
 
 
 class QNetwork(nn.Module):
@@ -137,7 +129,7 @@ class QNetwork(nn.Module):
         self.normalises = bounds is not None and not self.whitens
         layers: list[nn.Module] = []
         for width in settings.hidden:
-            norm: list[nn.Module] = [Norm(width)] if settings.layer_norm else []
+            norm: list[nn.Module] = [nn.LayerNorm(width)] if settings.layer_norm else []
             layers += [Hidden(features, width, self.dtype), *norm, nn.ReLU(inplace=True)]
             features = width
         self.hidden = nn.Sequential(*layers)
@@ -155,7 +147,7 @@ class QNetwork(nn.Module):
 
     def values(self, prepared: Tensor) -> Tensor:
         """prepared: from `prepare`; returns (B, actions) float32."""
-        found = self.last(self.hidden(self.convolutions(prepared).flatten(1)).float())
+        found = self.last(self.hidden(self.convolutions(prepared).flatten(1)))
         value, advantage = found[:, :1], found[:, 1:]
         return value + advantage - advantage.mean(1, keepdim=True)
 
@@ -246,9 +238,7 @@ def _convolutions(name: str, shape: tuple[int, ...]) -> tuple[nn.Sequential, int
     layers: list[nn.Module] = []
     for out_channels, kernel, stride in stack:
         if min(height, width) < kernel:
-            raise UserError(
-                f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use a smaller one or mlp."
-            )
+            raise UserError(f"--network {name} is too deep for images of {shape[1]}x{shape[2]}. Use another or mlp.")
         layers += [Conv(channels, out_channels, kernel, stride), nn.ReLU(inplace=True)]
         channels, height, width = out_channels, (height - kernel) // stride + 1, (width - kernel) // stride + 1
     return nn.Sequential(*layers), channels * height * width

@@ -134,10 +134,10 @@ class Video:
 
 def check_output(path: Path) -> None:
     """Raise UserError unless a video can be written there with what is installed."""
-    if path.suffix.lower() not in (".gif", ".mp4"):
-        raise UserError(f"--output {path} must end in .gif or .mp4.")
     if path.suffix.lower() == ".mp4":
         require("imageio", "imageio_ffmpeg", purpose="an .mp4", extra='pip install "imageio[ffmpeg]", or write a .gif')
+    elif path.suffix.lower() != ".gif":
+        raise UserError(f"--output {path} must end in .gif or .mp4.")
     if not path.parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.parent}.")
 

@@ -6,17 +6,19 @@ import csv
 import importlib.util
 import json
 import math
-import os
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-from gpu_replay import TrajectoryReplayBuffer
+from gpu_replay import CheckpointError, TrajectoryReplayBuffer
+from gpu_replay.checkpoint.fsync import replace, save_lock
 from gpu_replay.console import figures
-from gpu_replay.console.atomic_files import replace, write_text
+from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import progress_bar
 from gpu_replay.training.environments import EnvironmentSpec
@@ -24,20 +26,15 @@ from gpu_replay.training.evaluation import Evaluation
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import Settings
 
-PROGRESS = "progress.csv"
-CURVE = "curve.png"
-BUFFER = "buffer.png"
-NETWORK = "network.safetensors"
-SETTINGS = "settings.json"
-SUMMARY = "summary.json"
-TENSORBOARD = "tensorboard"
-CHECKPOINT = "checkpoint"
-FILES = (PROGRESS, CURVE, BUFFER, NETWORK, SETTINGS, SUMMARY)
+FILES = ("progress.csv", "curve.png", "buffer.png", "network.safetensors", "settings.json", "summary.json")
+PROGRESS, CURVE, BUFFER, NETWORK, SETTINGS, SUMMARY = FILES
+FOLDERS = TENSORBOARD, CHECKPOINT = ("tensorboard", "checkpoint")
 # columns of progress.csv with statistics of the replay buffer
 REPLAY_STATS = (
     *("effective_sample_size", "entropy", "mean_priority", "max_priority", "mean_age", "max_age"),
     *("mean_times_sampled", "stale_updates", "rejected_priorities", "saturated_priorities"),
 )
+Row = Mapping[str, float]
 # columns of whole numbers
 COUNTS = frozenset({"step", "episodes", "updates", "stored"})
 # plotting takes about half a second, so the curve is plotted rarely
@@ -53,10 +50,9 @@ class RunDir:
     """
 
     def __init__(self, path: Path, existing: Literal["refuse", "replace", "resume"]) -> None:
-        self.path = path
-        self._existing = existing
-        self._lock: int | None = None
-        if path.is_dir():
+        self.path, self._existing, self._new = path, existing, not path.is_dir()
+        self._lock = ExitStack()
+        if not self._new:
             self._enter()
 
     def open(self) -> None:
@@ -66,55 +62,35 @@ class RunDir:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._enter()
-            (self.path / SUMMARY).unlink(missing_ok=True)
-            if self._existing != "resume":
-                for name in FILES:
-                    (self.path / name).unlink(missing_ok=True)
-                for name in (TENSORBOARD, CHECKPOINT):
-                    shutil.rmtree(self.path / name, ignore_errors=True)
+            if self._new:
+                self._enter()
+            for name in FILES if self._existing != "resume" else (SUMMARY,):
+                (self.path / name).unlink(missing_ok=True)
+            for name in FOLDERS if self._existing != "resume" else ():
+                shutil.rmtree(self.path / name, ignore_errors=True)
         except OSError as error:
             raise UserError(f"--output {self.path} cannot be written: {error.strerror or error}.") from None
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file; non-finite numbers become null, which JSON has no other way to write."""
-        write_text(self.path / name, json.dumps(_finite(values), indent=2) + "\n")
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Read what `write_json` wrote; empty if the file is missing or holds something else."""
-        try:
-            return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return {}
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+        write_text(self.path / name, json.dumps(finite, indent=2) + "\n")
 
     def _enter(self) -> None:
         """Lock the folder until the process ends in whatever way (not on Windows), and check what is in it."""
-        if self._lock is None and sys.platform != "win32":
-            import fcntl
-
-            self._lock = os.open(self.path, os.O_RDONLY)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                # the file system has no locks: continue without one
-                if isinstance(error, BlockingIOError):
-                    self.close()
-                    raise UserError(
-                        f"--output {self.path}: a run in it is still going on. Wait for its end, or choose another."
-                    ) from None
+        try:
+            self._lock.enter_context(save_lock(self.path.resolve(), self.path))
+        except CheckpointError:
+            raise UserError(f"--output {self.path}: a run in it is still going on. Wait for its end.") from None
         present = [name for name in (*FILES, CHECKPOINT) if (self.path / name).exists()]
         if present and self._existing == "refuse":
             self.close()
-            raise UserError(
-                f"--output {self.path} already holds a run ({', '.join(present)}). Continue it with --resume, replace "
-                "it with --overwrite, or choose another directory."
-            )
+            advice = "Continue it with --resume, replace it with --overwrite, or choose another directory"
+            raise UserError(f"--output {self.path} already holds a run ({', '.join(present)}). {advice}.")
 
 
 class Recorder:
@@ -128,19 +104,13 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        spec: EnvironmentSpec,
-        settings: Settings,
-        seed: int,
-        *,
-        rows: Sequence[Mapping[str, float]] = (),
-        step: int = 0,
+        self, folder: Path, spec: EnvironmentSpec, settings: Settings, seed: int, rows: Sequence[Row], step: int
     ) -> None:
         self.rows = list(rows)
         self._folder, self._spec, self._settings = folder, spec, settings
         self._title = f"{spec.name}, seed {seed}"
-        replace(folder / PROGRESS, self._write_rows)
+        self._threshold = spec.reward_threshold if settings.stop_at is None else settings.stop_at
+        replace(folder / PROGRESS, partial(_write, rows=self.rows, mode="w"))
         self._events = _summary_writer(folder, int(self.rows[-1]["step"]) + 1 if self.rows else 0)
         self._bar = progress_bar(settings.steps, unit="step", initial=min(step, settings.steps))
         self._drawn = time.perf_counter()
@@ -155,32 +125,28 @@ class Recorder:
         """Update the bar."""
         self._bar.update(min(step, self._settings.steps) - self._bar.n)
 
-    def row(self, row: Mapping[str, float]) -> None:
+    def row(self, row: Row) -> None:
         """Write the row, show it beside the bar, and plot the curve if it is out of date."""
         self.rows.append(row)
-        with (self._folder / PROGRESS).open("a", newline="", encoding="utf-8") as file:
-            _write(file, [row], header=len(self.rows) == 1)
+        _write(self._folder / PROGRESS, self.rows[-1:], mode="a" if len(self.rows) > 1 else "w")
         if self._events is not None:
             for name, value in row.items():
                 # TensorBoard has no use for NaN
                 if name != "step" and not math.isnan(value):
                     tag = f"replay/{name}" if name in REPLAY_STATS else name
                     self._events.add_scalar(tag, value, int(row["step"]))
-        self._bar.set_postfix_str(
-            f"return {row['return_mean']:.4g} at ε {row['epsilon']:.2g}, length {row['length_mean']:.4g}, "
-            f"{row['updates_per_second']:.0f} upd/s",
-            refresh=False,
-        )
+        shown = f"return {row['return_mean']:.4g} at ε {row['epsilon']:.2g}, length {row['length_mean']:.4g}, "
+        self._bar.set_postfix_str(f"{shown}{row['updates_per_second']:.0f} upd/s", refresh=False)
         if time.perf_counter() - self._drawn > CURVE_SECONDS:
             self.draw()
 
     def evaluated(self, step: int, evaluation: Evaluation, best: QNetwork | None) -> None:
         """Print the evaluation above the bar, and save the network if it is the best so far."""
-        self._bar.write(
-            f"step {step:>9,}: evaluation return {evaluation.return_mean:.2f} ± {evaluation.return_std:.2f}, "
-            f"length {evaluation.length_mean:.0f}{', best so far' if best is not None else ''}",
-            file=sys.stderr,
+        shown = (
+            f"return {evaluation.return_mean:.2f} ± {evaluation.return_std:.2f}, length {evaluation.length_mean:.0f}"
         )
+        better = "" if best is None else ", best so far"
+        self._bar.write(f"step {step:>9,}: evaluation {shown}{better}", file=sys.stderr)
         if best is not None:
             self.save(best, step)
 
@@ -201,18 +167,20 @@ class Recorder:
 
     def draw(self) -> None:
         """Write the learning curve so far."""
-        stop_at = self._settings.stop_at
-        threshold = self._spec.reward_threshold if stop_at is None else stop_at
-        draw_curve(self._folder / CURVE, self._title, self.rows, threshold, self._settings)
+        draw_curve(self._folder / CURVE, self._title, self.rows, self._threshold, self._settings)
         self._drawn = time.perf_counter()
 
     def draw_buffer(self, buffer: TrajectoryReplayBuffer) -> None:
         """Plot the replay buffer to a file."""
         replace(self._folder / BUFFER, buffer.plot)
 
-    def _write_rows(self, path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            _write(file, self.rows, header=True)
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; empty if the file is missing or holds something else."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
@@ -224,21 +192,14 @@ def read_rows(folder: Path, last: int) -> list[dict[str, float]]:
     return [row for row in rows if row["step"] <= last]
 
 
-def _write(file: IO[str], rows: Sequence[Mapping[str, float]], header: bool) -> None:
-    """Write rows of progress.csv."""
-    out = csv.DictWriter(file, rows[0] if rows else ())
-    if header and rows:
-        out.writeheader()
-    for row in rows:
-        out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+def _write(path: Path, rows: Sequence[Row], mode: Literal["a", "w"]) -> None:
+    """Append rows to progress.csv, or begin it with its header."""
+    with path.open(mode, newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, rows[0] if rows else ())
+        if mode == "w" and rows:
+            out.writeheader()
+        for row in rows:
+            out.writerow({name: int(value) if name in COUNTS else f"{value:.6g}" for name, value in row.items()})
 
 
 def _summary_writer(folder: Path, purge_step: int) -> Any:
@@ -259,38 +220,27 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
     return SummaryWriter(str(events), purge_step=purge_step or None)
 
 
-def closing_lines(summary: Mapping[str, Any], folder: Path) -> str:
+def closing_lines(summary: dict[str, Any], folder: Path) -> str:
     """The closing lines of a run: evaluation, training return, speed, actors if any, and the output folder."""
     solved = f"solved, the mean return reached {summary['reward_threshold']}"
-    reason = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}.get(
-        summary["stopped_by"], f"interrupted by {summary['stopped_by']}"
-    )
-    quality = "not evaluated yet"
-    if summary["eval_return_mean"] is not None:
-        kind = "fresh" if summary["eval_fresh"] else "evaluation"
-        quality = (
-            f"return {summary['eval_return_mean']:.2f} ± {summary['eval_return_std']:.2f} over "
-            f"{summary['eval_episodes']} {kind} episodes, network of step {summary['best_step']:,}"
-        )
-    persistence = summary["persistence"]
-    persisting = f", each repeated with probability {persistence:g}" if persistence and summary["epsilon"] else ""
-    actors = ""
+    reasons = {"steps": "all steps done", "max_seconds": "time is up", "solved": solved}
+    reason = reasons.get(summary["stopped_by"], f"interrupted by {summary['stopped_by']}")
+    kind = "fresh" if summary["eval_fresh"] else "evaluation"
+    quality = "return {eval_return_mean:.2f} ± {eval_return_std:.2f} over {eval_episodes} "
+    quality += f"{kind} episodes, network of step {{best_step:,}}"
+    lines = [
+        f"{{env}}, {reason}: {quality if summary['eval_episodes'] else 'not evaluated yet'}",
+        "training episodes explore: return {train_return_mean:.2f} with {epsilon:.3g} of the actions random"
+        + ", each repeated with probability {persistence:g}" * (summary["persistence"] > 0),
+        "{steps:,} steps and {updates:,} updates in {wall_seconds:.1f} s: {steps_per_second:,.0f} steps/s, "
+        "{updates_per_second:,.0f} updates/s, replay {replay_share:.1%} of the learning loop",
+    ]
     if "actors" in summary:
-        actors = f"{summary['actors']} actor{'s' * (summary['actors'] > 1)}, {summary['actor_restarts']} replaced\n"
-    return (
-        f"{summary['env']}, {reason}: {quality}\n"
-        f"training episodes explore: return {summary['train_return_mean']:.2f} with "
-        f"{summary['epsilon']:.3g} of the actions random{persisting}\n"
-        f"{summary['steps']:,} steps and {summary['updates']:,} updates in {summary['wall_seconds']:.1f} s: "
-        f"{summary['steps_per_second']:,.0f} steps/s, {summary['updates_per_second']:,.0f} updates/s, "
-        f"replay {summary['replay_share']:.1%} of the learning loop\n"
-        f"{actors}written to {folder}"
-    )
+        lines.append(f"{{actors}} actor{'s' * (summary['actors'] > 1)}, {{actor_restarts}} replaced")
+    return "\n".join(lines).format_map(summary) + f"\nwritten to {folder}"
 
 
-def draw_curve(
-    path: Path, title: str, rows: Sequence[Mapping[str, float]], threshold: float | None, settings: Settings
-) -> None:
+def draw_curve(path: Path, title: str, rows: Sequence[Row], threshold: float | None, settings: Settings) -> None:
     """Plot return, episode length and exploration rate over environment steps, as a PNG.
 
     rows:      the rows of progress.csv.
@@ -304,27 +254,29 @@ def draw_curve(
     figure.set_layout_engine("none")
     returns, lengths, random = axes[:, 0]
     greedy = f"{settings.eval_epsilon:g} of the actions random" if settings.eval_epsilon else "greedy"
-    names = f"training, which explores: mean of the last {settings.return_window} episodes", f"evaluation, {greedy}"
-    steps = [row["step"] for row in rows]
-    judged = [row for row in rows if not math.isnan(row["eval_return_mean"])]
-    panels = ((returns, "return_mean", "return of an episode"), (lengths, "length_mean", "steps in an episode"))
-    for axes, column, label in panels:
-        axes.plot(steps, [row[column] for row in rows], color="tab:blue", label=names[0])
-        if judged:
-            points = [row["step"] for row in judged], [row[f"eval_{column}"] for row in judged]
-            axes.plot(*points, "o-", color="tab:orange", markersize=4, linewidth=1, label=names[1])
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
+    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
+    training = f"training, which explores: mean of the last {settings.return_window} episodes"
+    point = {"marker": "o", "markersize": 4, "linewidth": 1}
+    lines = [
+        (returns, "return_mean", "tab:blue", training, {}),
+        (returns, "eval_return_mean", "tab:orange", f"evaluation, {greedy}", point),
+        (lengths, "length_mean", "tab:blue", training, {}),
+        (lengths, "eval_length_mean", "tab:orange", f"evaluation, {greedy}", point),
+        (random, "epsilon", "tab:purple", f"random actions{repeated}", {}),
+    ]
+    for axes, column, color, label, style in lines:
+        points = [(row["step"], row[column]) for row in rows if style == {} or not math.isnan(row[column])]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
     if threshold is not None:
         returns.axhline(threshold, color="tab:green", linestyle="--", linewidth=1, label=f"solved at {threshold:g}")
+    for axes, label in ((returns, "return of an episode"), (lengths, "steps in an episode"), (random, "ε of training")):
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
     returns.set_title(title)
     returns.legend(loc="best", fontsize="small")
-    repeated = f", repeated with probability {settings.persistence:g}" if settings.persistence else ""
-    random.plot(steps, [row["epsilon"] for row in rows], color="tab:purple", label=f"random actions{repeated}")
-    random.set(ylim=(0, 1.05), ylabel="ε of training")
     random.legend(loc="upper right", fontsize="small")
-    random.grid(alpha=0.3)
-    random.set_xlabel("environment steps")
+    random.set(ylim=(0, 1.05), xlabel="environment steps")
     random.xaxis.set_major_formatter(EngFormatter())
     lengths.yaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     figure.align_ylabels()

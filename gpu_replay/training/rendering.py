@@ -105,7 +105,7 @@ class RenderedAtari(RenderedEnvironment):
         for name in ("reward", "terminated", "truncated"):
             if not torch.equal(getattr(step, name), getattr(shown, name)):
                 raise RuntimeError(
-                    f"the two emulators of {self.spec.name} differ in {name}; the video would show another game."
+                    f"the two emulators of {self.spec.name} differ in {name}: this would be another game."
                 )
         self.picture = _last_frame(shown)[0].numpy()
         return step

@@ -33,29 +33,20 @@ class Settings:
     warmup: int = setting(1_000, "transitions stored before learning starts, so that the first batches are diverse", 1)
     batch_size: int = setting(64, "transitions of one update", 1)
     updates: int = setting(2, "updates per step of all environments; more cost time and gain little", 0)
-    shared_draw: bool = setting(
-        False, "one call of sample returns the batches of all updates of a step: less work, but older priorities"
-    )
+    shared_draw: bool = setting(False, "one call of sample for all updates of a step: less work, but older priorities")
     learning_rate: float = setting(1e-3, "Adam's step size at the start; a small MLP tolerates a large one", 0)
     learning_rate_end: float = setting(1e-3, "Adam's step size at the end of --steps, reached linearly", 0)
     adam_eps: float = setting(1.5e-4, "Rainbow's value: prevents huge steps on rare gradients", 0)
     gamma: float = setting(0.99, "discount per step", 0, 1)
     n_step: int = setting(3, "steps until bootstrapping: rewards propagate faster, and the bias stays small", 1)
     network: Literal["mlp", "cosine", "fine", "nature"] = setting(
-        "mlp",
-        "mlp for vectors; for images cosine (an MLP on low frequencies), fine (conv 16/32, the second without a "
-        "stride) or nature (conv 32/64/64)",
+        "mlp", "mlp for vectors; for images cosine (an MLP on low frequencies), fine or nature (convolutions)"
     )
     hidden: tuple[int, ...] = setting((128, 128), "widths of the fully connected layers")
     layer_norm: bool = setting(False, "LayerNorm before each ReLU of the fully connected layers, as in PQN")
-    whiten: bool = setting(
-        False,
-        "images: subtract the mean of the warm-up and scale all pixels, or each frequency, to a deviation of 1",
-    )
+    whiten: bool = setting(False, "images: subtract the warm-up's mean and scale to a deviation of 1")
     target_every: int = setting(200, "updates between copies to the target network", 1)
-    ema_updates: int = setting(
-        0, "updates over which the weights that are evaluated and saved are averaged, exponentially; 0: the latest", 0
-    )
+    ema_updates: int = setting(0, "updates over which evaluated weights are averaged, exponentially; 0: the latest", 0)
     epsilon_start: float = setting(1.0, "share of random actions at the start", 0, 1)
     epsilon_end: float = setting(0.02, "share of random actions after --epsilon-steps", 0, 1)
     epsilon_steps: int = setting(10_000, "environment steps over which epsilon falls", 1)
@@ -63,37 +54,25 @@ class Settings:
     epsilon_late_steps: int = setting(1_000_000, "environment steps until then; linear after --epsilon-steps", 1)
     persistence: float = setting(0.0, "probability that a random action is repeated: swings build up", 0, 1)
     sampler: Literal["proportional", "uniform", "combined", "rank"] = setting(
-        "proportional", "how the replay buffer draws"
+        "proportional", "how the replay buffer samples"
     )
     alpha: float = setting(0.6, "exponent of priorities: 0 is uniform, 1 fully proportional", 0)
     beta_start: float = setting(0.4, "importance-sampling exponent at the start", 0)
     beta_end: float = setting(1.0, "importance-sampling exponent at the end of --steps: unbiased near convergence", 0)
     clip_reward: bool = setting(False, "learn from the sign of rewards; reported returns are never clipped")
-    bfloat16: bool | None = setting(
-        False,
-        "convolutions and hidden layers in bfloat16, the last layer in float32; auto: on a GPU, and on a CPU with "
-        "instructions for it",
-    )
+    bfloat16: bool | None = setting(False, "all but the last layer in bfloat16; auto: where the device has it")
     graph: bool = setting(True, "CUDA: an update, or a whole step of games on the device, is one graph of launches")
-    threads: int = setting(
-        1, "torch threads on the CPU; more are slower on shared cores, where their barriers spin", 1, 1024
-    )
+    threads: int = setting(1, "torch threads on the CPU; more are slower on shared cores", 1, 1024)
     frame_size: int = setting(84, "side of an Atari frame in pixels", 36)
     frame_stack: int = setting(1, "newest frames of Atari or device-pong stacked into one observation", 1)
     sticky: float = setting(0.0, "Atari: probability that the emulator repeats an action (ALE's v5 ids: 0.25)", 0, 1)
     eval_every: int = setting(5_000, "environment steps between evaluations, which choose the best network", 1)
-    eval_from: float | None = setting(
-        None, "mean training return from which evaluations are played; auto: 8 for pong, 12 for device-pong on CUDA"
-    )
+    eval_from: float | None = setting(None, "mean training return from which evaluations are played; auto: 8 for pong")
     eval_episodes: int = setting(256, "episodes of one evaluation, on seeds that training never uses", 1)
     eval_epsilon: float = setting(0.0, "share of random actions in evaluations", 0, 1)
     eval_max_steps: int = setting(10_000, "limit on the steps of an evaluation episode", 1)
-    early_stop: bool = setting(
-        True, "stop when the environment is solved: two evaluations reach its threshold, the second on fresh seeds"
-    )
-    stop_at: float | None = setting(
-        None, "mean return at which the environment is solved; auto: what the environment itself says"
-    )
+    early_stop: bool = setting(True, "stop when solved: two evaluations reach the threshold, one on fresh seeds")
+    stop_at: float | None = setting(None, "mean return at which it is solved; auto: what the environment itself says")
     return_window: int = setting(100, "finished training episodes in the reported means of return and length", 1)
     log_every: int = setting(500, "environment steps between rows of progress.csv", 1)
 
@@ -108,30 +87,20 @@ class Settings:
         # steps whose windows are incomplete, or whose stacks are partly overwritten
         unusable = (self.n_step + self.frame_stack) * self.num_envs
         if self.warmup + unusable > self.capacity:
-            raise UserError(
-                f"--warmup {self.warmup} does not fit in --capacity {self.capacity}: with --num-envs {self.num_envs}, "
-                f"--n-step {self.n_step} and --frame-stack {self.frame_stack} up to {unusable} steps cannot be sampled."
+            given = f"--num-envs {self.num_envs}, --n-step {self.n_step} and --frame-stack {self.frame_stack}"
+            problem = (
+                f"does not fit in --capacity {self.capacity}: with {given} up to {unusable} steps cannot be sampled"
             )
+            raise UserError(f"--warmup {self.warmup} {problem}.")
         drawn = self.batch_size * self.updates_a_sample
         if self.warmup < drawn:
             what = "--batch-size" if drawn == self.batch_size else "--batch-size times --updates, with --shared-draw,"
             raise UserError(f"--warmup {self.warmup} must be at least {what} {drawn}.")
 
     @property
-    def convolutional(self) -> bool:
-        """Whether the network has convolutions."""
-        return self.network not in ("mlp", "cosine")
-
-    @property
     def updates_a_sample(self) -> int:
         """Updates that share one call of `sample`."""
         return max(1, self.updates) if self.shared_draw else 1
-
-    @property
-    def planned_updates(self) -> int:
-        """Updates of a run of `steps`."""
-        learning_steps = max(0, self.steps - self.warmup)
-        return max(1, learning_steps // self.num_envs * self.updates)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a JSON file."""
@@ -144,7 +113,7 @@ class Settings:
         if unknown:
             raise UserError(f"unknown settings: {', '.join(unknown)}.")
         # JSON has no tuples
-        plain: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+        plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
         return cls(**plain)
 
     @classmethod
@@ -181,6 +150,19 @@ def _wanted(value: Any, kind: Any, low: float | None, high: float | None) -> str
 
 
 # what each family changes, and why
+_PIXELS: dict[str, Any] = {
+    "capacity": 200_000,  # two hundred games; more does not help Pong
+    "layer_norm": True,  # the step sizes were tuned with it
+    "whiten": True,  # Pong's moving pixels have a deviation of 0.034 around its mean image
+    "adam_eps": 1e-5,  # 1.5e-4 exceeded the root of the second moment of all weights of Pong's largest layer
+}
+_SMALL: dict[str, Any] = {
+    "shared_draw": True,  # three draws took 8% of the loop, one shared draw 5%
+    "frame_size": 42,  # a third of the work of 84, and the ball is still visible
+    "eval_episodes": 30,  # of ten the luckiest network was chosen, not the best
+    "return_window": 30,  # games; a hundred would lag too far behind
+    "log_every": 5_000,  # every few seconds
+}
 _IMAGES: dict[str, Any] = {
     "hidden": (512,),  # as in DQN (Mnih et al. 2015)
     "bfloat16": None,  # the best action differs in 2% of states, where values nearly tie
@@ -191,35 +173,27 @@ _IMAGES: dict[str, Any] = {
 }
 _ATARI: dict[str, Any] = {
     **_IMAGES,
+    **_PIXELS,
     "steps": 1_500_000,  # twenty minutes of Pong on two cores, which needs half of them
     "frame_stack": 4,  # as in DQN
     "clip_reward": True,  # one step size for all games (Mnih et al. 2015)
-    "capacity": 200_000,  # more does not help Pong
     "learning_rate": 2.5e-4,  # with 5e-4 Pong stayed between +6 and +10 until it fell below 8e-5
     "learning_rate_end": 2e-5,  # with 3e-4 after a million steps Pong fluctuated between +4 and +12
-    "adam_eps": 1e-5,  # 1.5e-4 exceeded the root of the second moment of all weights of Pong's largest layer
     "ema_updates": 1_000,  # about 10,000 steps: single networks of the same minute differ by ten points
     "n_step": 10,  # a point is scored twenty steps after the stroke that decides it
-    "layer_norm": True,  # the step size was tuned with it
-    "whiten": True,  # Pong's moving pixels have a deviation of 0.034 around its mean image
     "target_every": 200,  # and with this
     "epsilon_late": 0.2,  # the last 0.04 cost the network of 800,000 steps about four points
     "eval_max_steps": 6_000,  # ends the long rallies of an agent that cannot score yet
 }
 _DEVICE_PONG: dict[str, Any] = {
-    "capacity": 200_000,  # about two hundred games
+    **_PIXELS,
     "network": "cosine",  # +15 after 30,000 updates where an MLP on pixels had -4, and networks of convolutions less
     "hidden": (256, 128),  # twice as many learned no faster in a test with known values
-    "whiten": True,  # frequencies differ a hundredfold in size
     "frame_stack": 2,  # older frames add nothing
-    "layer_norm": True,  # the step size was tuned with it
     "n_step": 5,  # half of a slow ball's flight from paddle to paddle
-    "adam_eps": 1e-5,  # Rainbow's value is above most gradients of a network of this size
     "learning_rate_end": 5e-5,  # less noise at the end
     "ema_updates": 500,  # single networks of the same minute differ by six points
-    "epsilon_end": 0.02,  # a random step can cost a rally of fifty
     "eval_max_steps": 4_000,  # a perfect player needs a thousand
-    "return_window": 30,  # games
 }
 PRESETS: dict[Family, dict[str, Any]] = {
     "catch": {
@@ -227,15 +201,12 @@ PRESETS: dict[Family, dict[str, Any]] = {
     },
     "device-pong": {
         **_DEVICE_PONG,
+        **_SMALL,
         "steps": 400_000,  # some four minutes on one core
         "num_envs": 16,  # stepping them takes a tenth of the loop
         "warmup": 5_000,  # a dozen games
-        "shared_draw": True,  # as for Atari
-        "frame_size": 42,  # a quarter of the pixels of 84
         "epsilon_steps": 50_000,  # the first balls are returned from then on
         "eval_every": 50_000,  # every half minute
-        "eval_episodes": 30,  # the reported mean is over thirty games
-        "log_every": 5_000,  # every few seconds
     },
     "vector": {
         "steps": 200_000,  # five seeds of CartPole needed 10,000 to 50,000, MountainCar up to 100,000
@@ -266,17 +237,13 @@ PRESETS: dict[Family, dict[str, Any]] = {
     },
     "atari": {
         **_ATARI,
+        **_SMALL,
         "warmup": 10_000,  # ten games of Pong
         "updates": 3,  # six samples a step: with fewer learning starts later, more only cost time
-        "shared_draw": True,  # three draws took 8% of the loop, one shared draw 5%
         "network": "fine",  # with a stride of 2 it left 3x3 cells of 42 pixels, and Pong stayed near +10
         "hidden": (256,),  # half the parameters of the largest layer
-        "frame_size": 42,  # a third of the work of 84, and the ball is still visible
         "epsilon_steps": 100_000,  # games get longer from then on
         "eval_every": 100_000,  # a minute or two
-        "eval_episodes": 30,  # of ten the luckiest network was chosen, not the best
-        "return_window": 30,  # games; a hundred would lag too far behind
-        "log_every": 5_000,  # every few seconds
     },
     # not tried yet
     "atari-cuda": {
@@ -304,7 +271,7 @@ PRESETS: dict[Family, dict[str, Any]] = {
         "epsilon_steps": 400_000,  # a tenth of the run
         "eval_every": 500_000,  # eight times in a run
         "eval_from": 12.0,  # a weak player's games are long
-        "eval_episodes": 256,  # they run in parallel
+        "return_window": 30,  # games
         "log_every": 500_000,  # a row takes 10 to 15 ms by calculation, and an eager step after it
     },
 }

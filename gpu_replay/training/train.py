@@ -9,7 +9,6 @@ stacks and the network.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from gpu_replay.console.seeds import stream_seed
 from gpu_replay.training.actors import Fleet
 from gpu_replay.training.agent import Agent
 from gpu_replay.training.checkpoints import CheckpointManager
-from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Step
-from gpu_replay.training.evaluation import Evaluator
+from gpu_replay.training.environments import Actors, Environment, EpisodeStatistics, Graphs, Step, replayed
+from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.records import REPLAY_STATS, Recorder
 from gpu_replay.training.settings import Settings
-from gpu_replay.training.team import Team
+from gpu_replay.training.team import SAVE, Team
 
 # number of batches on which the whitening of images is fitted
 WHITENING_BATCHES = 16
@@ -108,14 +107,14 @@ class Progress:
     seconds: float = 0.0
     checkpoint_seconds: float = 0.0
     mark: tuple[int, int, float] = (0, 0, 0.0)
-    evaluation: dict[str, float] | None = None
+    evaluation: dict[str, Any] | None = None
 
 
 class Trainer:
     """One run of the agent; `evaluator` plays in environments of its own.
 
     buffer: the run's replay buffer, empty or filled by an earlier part of the run.
-    team:   the ranks that share the run; `settings` are then this rank's share. None for a run of one process.
+    team:   the ranks that share the run, with its settings; `settings` are this rank's share of them.
     fleet:  the Ray actors that step the environments; `environment` then only describes theirs.
 
     Raises UserError if the network does not fit the environment.
@@ -126,44 +125,37 @@ class Trainer:
         environment: Environment,
         evaluator: Evaluator,
         buffer: TrajectoryReplayBuffer,
-        settings: Settings,
+        team: Team,
         *,
         seed: int,
-        team: Team | None = None,
         fleet: Fleet | None = None,
     ) -> None:
-        spec, count, device = environment.spec, environment.num_envs, buffer.device
+        settings, spec, count, device = team.share(), environment.spec, environment.num_envs, buffer.device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "network"))
             network = QNetwork(spec.stacked, spec.num_actions, settings, spec.bounds)
-        average = None
-        if team is not None:
-            # all ranks start with the same network; all other randomness is their own
-            seed, average = team.seed(seed), team.average
+        # all ranks start with the same network; all other randomness is their own
+        seed = team.seed(seed)
         self.settings, self.device, self.environment, self.evaluator = settings, device, environment, evaluator
         self.buffer, self.fleet = buffer, fleet
-        self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), average)
-        self.watch = Stopwatch(device)
-        self._beta = beta_schedule(settings if team is None else team.settings)
+        self.watch, self._seed, self._team = Stopwatch(device), seed, team
+        self.agent = Agent(network, settings, device, count, stream_seed(seed, "actions"), team.average)
+        self._beta = beta_schedule(team.settings)
         self._rate = LinearSchedule(settings.learning_rate, settings.learning_rate_end, settings.steps)
         self._early = LinearSchedule(settings.epsilon_start, settings.epsilon_end, settings.epsilon_steps)
-        least = settings.epsilon_end * settings.epsilon_late
-        late_steps = max(settings.epsilon_late_steps - settings.epsilon_steps, 1)
-        self._late = LinearSchedule(settings.epsilon_end, least, late_steps)
+        late = max(settings.epsilon_late_steps - settings.epsilon_steps, 1)
+        self._late = LinearSchedule(settings.epsilon_end, settings.epsilon_end * settings.epsilon_late, late)
         self.progress = Progress(next_evaluation=settings.eval_every, next_row=settings.log_every)
         self.statistics = EpisodeStatistics(count, settings.return_window, device)
-        self._seed, self._team = seed, team
         self._actors = Actors(environment, device, self.statistics)
         self._actions = torch.zeros(count, dtype=torch.int64, device=device)
         self._arrived: Step
         # updates that share one call of `sample`, rows of such a call, and calls per step
         self._together = settings.updates_a_sample
         self._draw_size, self._draws = settings.batch_size * self._together, settings.updates // self._together
-        self._graphs: dict[str, Callable[[], Any]] = {}
+        self._graphs: Graphs = {}
         self.last_row: Mapping[str, float] = {}
         self._began = time.perf_counter()
-        self._records: Recorder | None = None
-        self._checkpoints: CheckpointManager | None = None
         self._begin(stream_seed(seed, "training"))
         if settings.graph and device.type == "cuda":
             self.capture()
@@ -204,16 +196,15 @@ class Trainer:
         self._records, self._stop, self._limit, self._checkpoints = records, stop, max_seconds, checkpoints
         if records is not None and records.rows:
             self.last_row = records.rows[-1]
-        if checkpoints is not None:
-            checkpoints.seconds = self.progress.checkpoint_seconds
         while True:
             try:
                 reason = self._between_steps()
             except Stopped as stopped:
                 reason = stopped.reason
-            if self._team is not None:
-                reason = self._team.agree(reason)
-            if reason:
+            reason = self._team.agree(reason)
+            if reason == SAVE:
+                self._save()
+            elif reason:
                 break
             self.advance()
             if records is not None:
@@ -230,7 +221,7 @@ class Trainer:
         return reason
 
     def _between_steps(self) -> str:
-        """Evaluate, log and save if due; returns why the run ends, or ""."""
+        """Evaluate and log if due; returns why the run ends, SAVE if a checkpoint is due, or ""."""
         progress, settings = self.progress, self.settings
         # an evaluation or row that an interruption skipped comes first
         if progress.step >= progress.next_evaluation and self.agent.updates:
@@ -247,15 +238,13 @@ class Trainer:
             return "steps"
         if self._limit is not None and self.seconds >= self._limit:
             return "max_seconds"
-        if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due:
-            self._save()
         self._stop.check()
-        return ""
+        return SAVE if self._checkpoints is not None and time.perf_counter() >= self._checkpoints.due else ""
 
     def advance(self) -> None:
         """Step all environments once, with the updates; with a fleet, take its chunks or make the updates owed."""
         progress, settings, agent = self.progress, self.settings, self.agent
-        stride = self.environment.num_envs * (1 if self._team is None else self._team.size)
+        stride = self.environment.num_envs * self._team.size
         # the warm-up is counted on the host: asking the buffer would synchronise with the device
         learns = progress.added - progress.lost - self._open_windows >= settings.warmup and settings.updates > 0
         self.watch.begin()
@@ -287,15 +276,10 @@ class Trainer:
     def _answer(self) -> None:
         """Store the step that arrived, and choose the next actions."""
         step, stack = self._arrived, self._actors.stack
-        self.buffer.add(
-            # the frame in which the actions were chosen
-            obs=stack.frame,
-            action=self._actions,
-            reward=step.reward.sign() if self.settings.clip_reward else step.reward,
-            terminated=step.terminated,
-            truncated=step.truncated,
-            final_obs=step.final_frame,
-        )
+        reward = step.reward.sign() if self.settings.clip_reward else step.reward
+        flags = {"terminated": step.terminated, "truncated": step.truncated}
+        # the frame in which the actions were chosen
+        self.buffer.add(obs=stack.frame, action=self._actions, reward=reward, final_obs=step.final_frame, **flags)
         self.watch.lap("replay")
         self._actors.push(step)
         self.watch.lap("env")
@@ -350,21 +334,8 @@ class Trainer:
                 self._graphs["acting and adding"] = capture(None, self._answer, generators=generators)
 
     def _replayed(self, name: str) -> bool:
-        """Replay the graph of this name, except in a timed step; returns whether there is one and it was replayed.
-
-        If it cannot be captured, standard error says so, and its work is done by ordinary calls from then on.
-        """
-        step = self._graphs.get(name)
-        if step is None or self.watch.looks_inside:
-            return False
-        try:
-            step()
-        except RuntimeError as error:
-            # an error of the call itself is raised again by the ordinary calls
-            print(f"{name} cannot be captured as a CUDA graph and runs without: {error}", file=sys.stderr)
-            del self._graphs[name]
-            return False
-        return True
+        """Replay the graph of this name, except in a timed step; returns whether there is one and it was replayed."""
+        return not self.watch.looks_inside and replayed(self._graphs, name)
 
     # actors in processes of their own
 
@@ -405,15 +376,14 @@ class Trainer:
 
     def _fit_whitening(self) -> None:
         """Fit the whitening to the warm-up, before the first update."""
-        batches = [self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)]
-        obs = torch.cat(batches)
-        self.agent.whiten(obs if self._team is None else self._team.of_first(obs))
+        obs = torch.cat([self.buffer.sample(self.settings.batch_size).obs for _ in range(WHITENING_BATCHES)])
+        self.agent.whiten(self._team.of_first(obs))
 
     def _evaluate(self) -> None:
         progress, records = self.progress, self._records
         if records is not None:
             evaluation, progress.solved = self.evaluator.evaluate(self.agent.judged, progress.step)
-            progress.evaluation = dataclasses.asdict(evaluation)
+            progress.evaluation = evaluation._asdict()
             best = self.evaluator.best
             improved = best is not None and best.step == progress.step
             records.evaluated(progress.step, evaluation, best.network if best is not None and improved else None)
@@ -429,7 +399,7 @@ class Trainer:
         loop_seconds = seconds - self.evaluator.seconds - progress.checkpoint_seconds
         elapsed = max(loop_seconds - last_seconds, 1e-9)
         progress.mark, progress.logged = (progress.step, updates, loop_seconds), progress.step
-        evaluation, progress.evaluation = progress.evaluation or {}, None
+        evaluation, progress.evaluation = Evaluation(**(progress.evaluation or {})), None
         # this synchronises with the device, as reading the mean losses already did
         stats = self.buffer.stats()
         self.last_row = {
@@ -448,9 +418,7 @@ class Trainer:
             "value_mean": value,
             "learning_rate": self._rate(progress.step),
             "stored": min(progress.added, self.buffer.capacity),
-            "eval_return_mean": evaluation.get("return_mean", NAN),
-            "eval_return_std": evaluation.get("return_std", NAN),
-            "eval_length_mean": evaluation.get("length_mean", NAN),
+            **{f"eval_{name}": getattr(evaluation, name) for name in ("return_mean", "return_std", "length_mean")},
             **{name: float(getattr(stats, name)) for name in REPLAY_STATS},
             "actor_restarts": NAN if self.fleet is None else self.fleet.restarts,
         }
@@ -459,8 +427,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save()
-            self.progress.checkpoint_seconds = self._checkpoints.seconds
+            self.progress.checkpoint_seconds += self._checkpoints.save()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs except the content of the replay buffer; tensors are not copied."""
@@ -477,25 +444,30 @@ class Trainer:
             "actors": games,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, filled: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another trainer.
 
-        filled: whether this trainer was made with the other's replay buffer. Otherwise the warm-up of the buffer is
-                repeated, with the agent as it is.
+        With a replay buffer that is not the other's, the warm-up ends when it holds enough, with the agent as it is.
 
-        Environments that expose their state continue in mid-episode. Others start new episodes on unused seeds, and
-        the last steps of their unfinished episodes are never sampled.
+        Environments that expose their state continue in mid-episode, if both trainers have the same number of them.
+        Others start new episodes on unused seeds, and the last steps of their unfinished episodes are never sampled.
         """
         self.progress = progress = Progress(**state["progress"])
         progress.resumed += 1
-        if not filled:
-            progress.added = progress.lost = 0
-        self.agent.load_state_dict(state["agent"])
-        self.statistics.load_state_dict(state["statistics"])
+        if progress.added != self.buffer.added:
+            progress.added, progress.lost = self.buffer.added, 0
+        agent, statistics, games = state["agent"], state["statistics"], state["actors"]
+        if len(state["actions"]) != len(self._actions):
+            # what belongs to single environments stays this trainer's own
+            own, games = self.agent.state_dict(), None
+            agent = agent | {name: own[name] for name in own if name.startswith("explorer.")}
+            statistics = self.statistics.state_dict() | {name: statistics[name] for name in ("finished", "count")}
+        self.agent.load_state_dict(agent)
+        self.statistics.load_state_dict(statistics)
         self.watch.seconds = dict(state["part_seconds"])
         self._began = time.perf_counter()
-        if state["actors"] is not None:
-            self._actors.load_state_dict(state["actors"])
+        if games is not None:
+            self._actors.load_state_dict(games)
             self._actions.copy_(state["actions"])
             return
         self._begin(stream_seed(self._seed, "training", progress.resumed))
@@ -507,5 +479,6 @@ class Trainer:
 
 def beta_schedule(settings: Settings) -> LinearSchedule:
     """The importance-sampling exponent: it moves one step with each sample and ends with the planned number of them."""
-    samples = max(1, settings.planned_updates // settings.updates_a_sample)
+    updates = max(0, settings.steps - settings.warmup) // settings.num_envs * settings.updates
+    samples = max(1, updates // settings.updates_a_sample)
     return LinearSchedule(settings.beta_start, settings.beta_end, samples)

@@ -25,6 +25,7 @@ from gpu_replay.training.records import Recorder
 from gpu_replay.training.registry import identify
 from gpu_replay.training.run import make_buffer
 from gpu_replay.training.settings import Settings
+from gpu_replay.training.team import Team
 from gpu_replay.training.train import Trainer, beta_schedule
 
 for package in ("tqdm", "matplotlib", "safetensors"):
@@ -69,7 +70,7 @@ def trainer_of(
     if buffer is None:
         beta, replay = beta_schedule(settings), stream_seed(seed, "replay")
         buffer = make_buffer(games.spec, settings, beta, device, replay, settings.num_envs)
-    return Trainer(games, evaluator, buffer, settings, seed=seed)
+    return Trainer(games, evaluator, buffer, Team(settings), seed=seed)
 
 
 def make_trainer(name: str = "catch", device: torch.device = CPU, **changes: Any) -> Trainer:
@@ -101,9 +102,9 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seconds: float = 90.0) -> None:
     """Until the condition holds; the process must not end before."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

@@ -38,6 +38,8 @@ pytestmark = [
 ]
 SETTINGS = Settings.for_family("catch", num_envs=8)
 AGENT = Agent(QNetwork(Catch.spec.stacked, 3, SETTINGS), SETTINGS, CPU, 1, seed=0)
+# where other programs use all cores, Ray takes half a minute to start an actor
+PATIENCE = 300.0
 CARTPOLE = ["CartPole-v1", "--device", "cpu", "--num-envs", "16"]
 
 
@@ -68,7 +70,7 @@ def collectors() -> list[int]:
     return sorted(found)
 
 
-def receive(fleet: Fleet, count: int, seconds: float = 60.0) -> list[Chunk]:
+def receive(fleet: Fleet, count: int, seconds: float = PATIENCE) -> list[Chunk]:
     """At least so many chunks."""
     found: list[Chunk] = []
     deadline = time.monotonic() + seconds
@@ -120,9 +122,9 @@ def test_an_actor_that_cannot_begin_ends_the_run_with_its_reason(fleets: Any) ->
 def test_cartpole_is_learned_through_actors_that_are_killed_and_resumed(tmp_path: Path) -> None:
     process = start(tmp_path, *CARTPOLE, "--actors", "2", "--no-early-stop", "--steps", "60000", "--log-every", "1000")
     for rows in (3, 8):
-        wait_for(process, lambda rows=rows: len(read_rows(tmp_path)) >= rows)  # type: ignore[misc]
+        wait_for(process, lambda rows=rows: len(read_rows(tmp_path)) >= rows, PATIENCE)  # type: ignore[misc]
         os.kill(collectors()[0], signal.SIGKILL)
-    wait_for(process, lambda: len(read_rows(tmp_path)) >= 20)
+    wait_for(process, lambda: len(read_rows(tmp_path)) >= 20, PATIENCE)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
@@ -151,13 +153,17 @@ def test_pong_is_learned_from_chunks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["updates"] > 500, err
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def test_a_cluster_is_reached_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # as Ray begins one where the user has a token
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", "0"]
     command += ["--num-cpus", "2"]
     command += ["--ray-client-server-port", str(port), "--include-dashboard", "false"]
@@ -184,3 +190,41 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.
     arguments = ["train", "catch", "--device", "cpu", "--actors", "ray://127.0.0.1:9", "--output", str(tmp_path)]
     assert main(arguments) == 2
     assert "--actors ray://127.0.0.1:9: Ray cannot be reached" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_up_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")
+    port = free_port()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "ray_client_server_port": port})
+    try:
+        first, second = (cluster.add_node(num_cpus=1) for _ in range(2))
+        flags = [*CARTPOLE, "--steps", "1e8", "--no-early-stop", "--log-every", "500", "--eval-every", "100000000"]
+        process = start(tmp_path, *flags, "--actors", f"ray://127.0.0.1:{port}")
+        try:
+            wait_for(process, lambda: len(read_rows(tmp_path)) >= 3 and len(collectors()) == 2, PATIENCE)
+            cluster.remove_node(second, allow_graceful=False)
+            wait_for(process, lambda: read_rows(tmp_path)[-1]["actor_restarts"] >= 1, PATIENCE)
+            seen = len(read_rows(tmp_path))
+            wait_for(process, lambda: len(read_rows(tmp_path)) >= seen + 5, PATIENCE)
+            (left,) = collectors()
+            cluster.add_node(num_cpus=1)
+            wait_for(process, lambda: len(collectors()) == 2, PATIENCE)
+            # the new node works alone when the first one goes as well
+            cluster.remove_node(first, allow_graceful=False)
+            wait_for(process, lambda: left not in collectors(), PATIENCE)
+            seen = len(read_rows(tmp_path))
+            wait_for(process, lambda: len(read_rows(tmp_path)) >= seen + 5, PATIENCE)
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 143, err
+            # one for each node that went, and more if Ray placed one there before it knew
+            assert read_rows(tmp_path)[-1]["actor_restarts"] >= 2
+            assert "2 actors, " in out
+        finally:
+            process.kill()
+    finally:
+        cluster.shutdown()

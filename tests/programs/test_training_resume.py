@@ -21,8 +21,11 @@ from gpu_replay import CheckpointError, TrajectoryReplayBuffer
 from gpu_replay.cli import main
 from gpu_replay.console.interrupt import Stopped, StopRequest
 from gpu_replay.training.checkpoints import COST, CheckpointManager, flatten, latest, save_run, unflatten
+from gpu_replay.training.settings import Settings
+from gpu_replay.training.team import Team
 from gpu_replay.training.train import Trainer, beta_schedule
 
+ALONE = Team(Settings())
 pytestmark = pytest.mark.usefixtures("no_pictures")
 Capture = pytest.CaptureFixture[str]
 
@@ -51,42 +54,41 @@ def check_only(folder: Path, step: int, number: int | None = None) -> None:
     """The folder holds a checkpoint of this step, whose buffer has this number."""
     saved = latest(folder)
     assert saved is not None
-    assert saved.replay is not None
     assert int(saved.state["inner"].pop("step")) == step
     assert saved.state == {"inner": {"none": None}, "empty": {}, "note": [1.5, "a state"]}
-    assert int((saved.replay / "number").read_text()) == (step if number is None else number)
+    assert int((saved.replays[0] / "number").read_text()) == (step if number is None else number)
 
 
 def test_a_folder_has_one_whole_checkpoint_whatever_happens(tmp_path: Path) -> None:
     assert latest(tmp_path / "none") is None
     for step in (640, 1_280, 10**13):
-        save_run(tmp_path, step, state(step), Buffer(step))
+        save_run(tmp_path, step, state(step), Buffer(step), ALONE)
         check_only(tmp_path, step)
         assert len(list(tmp_path.iterdir())) == 1
     # a complete checkpoint of the same step is not written twice
-    save_run(tmp_path, step, state(step), Buffer(6, fails=True))
+    save_run(tmp_path, step, state(step), Buffer(6, fails=True), ALONE)
     check_only(tmp_path, step)
     # one that fails leaves the one before
     with pytest.raises(OSError, match="no space"):
-        save_run(tmp_path, step + 1, state(6), Buffer(6, fails=True))
+        save_run(tmp_path, step + 1, state(6), Buffer(6, fails=True), ALONE)
     with pytest.raises(ValueError, match="cannot hold"):
-        save_run(tmp_path, step + 2, state(7) | {"bad": torch.zeros(2, dtype=torch.complex64)}, Buffer(7))
+        save_run(tmp_path, step + 2, state(7) | {"bad": torch.zeros(2, dtype=torch.complex64)}, Buffer(7), ALONE)
     assert len(list(tmp_path.iterdir())) == 1
     check_only(tmp_path, step)
 
 
 def test_what_a_crash_left_counts_for_nothing_and_goes_with_the_next_save(tmp_path: Path) -> None:
-    save_run(tmp_path, 5, state(5), Buffer(5))
+    save_run(tmp_path, 5, state(5), Buffer(5), ALONE)
     # died after the buffer was written, in this step and in one that comes again
     for step in (7, 9):
         (tmp_path / f"{step:012d}").mkdir()
         Buffer(step).save(tmp_path / f"{step:012d}" / "replay")
     check_only(tmp_path, 5)
-    save_run(tmp_path, 7, state(7), Buffer(77))
+    save_run(tmp_path, 7, state(7), Buffer(77), ALONE)
     assert [path.name for path in tmp_path.iterdir()] == ["000000000007"]
     check_only(tmp_path, 7, 77)
     # died after the new one was complete, before the old one went
-    save_run(tmp_path / "other", 8, state(8), Buffer(8))
+    save_run(tmp_path / "other", 8, state(8), Buffer(8), ALONE)
     (tmp_path / "other" / "000000000008").rename(tmp_path / "000000000008")
     check_only(tmp_path, 8)
     # of another version
@@ -104,19 +106,17 @@ def test_saving_takes_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pyt
         now[0] += takes[0]
         return int(now[0]), {}, None
 
-    manager = CheckpointManager(tmp_path, 60.0, collect)
+    manager = CheckpointManager(tmp_path, 60.0, collect, ALONE)
     assert manager.due == 160
     now[0] = 160.0
-    manager.save()
-    assert (manager.seconds, manager.due) == (0.5, 160.5 + 60)
+    assert (manager.save(), manager.due) == (0.5, 160.5 + 60)
     # a large buffer on a slow disk
     takes[0] = 10.0
-    manager.save()
-    assert (manager.seconds, manager.due) == (10.5, now[0] + COST * 10.0)
+    assert (manager.save(), manager.due) == (10.0, now[0] + COST * 10.0)
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: Capture) -> None:
-    manager = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)))
+    manager = CheckpointManager(tmp_path, 60.0, lambda: (3, state(3), Buffer(3, fails=True)), ALONE)
     manager.save()
     (line,) = capsys.readouterr().err.splitlines()
     assert "no checkpoint was written" in line
@@ -163,7 +163,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def last_state(folder: Path) -> dict[str, Any]:
     saved = latest(folder / "checkpoint")
     assert saved is not None
-    return saved.state | {"replay": saved.replay}
+    return saved.state | {"replay": saved.replays}
 
 
 def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -182,7 +182,7 @@ def check_same_run(one: Path, other: Path) -> None:
     for folder in (one, other):
         values, tensors = flatten(last_state(folder))
         progress = values["trainer"]["progress"]
-        replay = TrajectoryReplayBuffer.load(values["replay"], "cpu").state_dict()
+        replay = TrajectoryReplayBuffer.load(values["replay"][0], "cpu").state_dict()
         counts = [value for name, value in progress.items() if isinstance(value, int) and name != "resumed"]
         with safe_open(str(folder / "network.safetensors"), "pt") as file:
             metadata = file.metadata()
@@ -227,7 +227,7 @@ def restored(before: Trainer, folder: Path, name: str, **settings: Any) -> Train
     """A trainer that goes on from a checkpoint of another one."""
     before.buffer.save(folder / "replay")
     after = make_trainer(name, seed=1, buffer=TrajectoryReplayBuffer.load(folder / "replay", "cpu"), **settings)
-    after.load_state_dict(unflatten(*snapshot(before)), filled=True)
+    after.load_state_dict(unflatten(*snapshot(before)))
     return after
 
 
@@ -294,7 +294,7 @@ def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(folder, [*CATCH, "--no-checkpoint-replay"], 66) == 130
     before = last_state(folder)
-    assert before["replay"] is None
+    assert before["replay"] == []
     updates, done = before["trainer"]["agent"]["_extra_state"]["updates"], before["trainer"]["progress"]["step"] // 32
     assert updates > 0
     assert train(folder, [*RESUME, "--checkpoint-replay"]) == 0
@@ -304,7 +304,7 @@ def test_without_its_replay_buffer_a_run_warms_up_again(tmp_path: Path) -> None:
     assert after["agent"]["_extra_state"]["updates"] == updates + 2 * max(94 - done - 35, 0)
     assert after["samples"] == after["agent"]["_extra_state"]["updates"]
     # the schedule of beta goes on where it was
-    sampler: Any = TrajectoryReplayBuffer.load(last_state(folder)["replay"], "cpu").sampler
+    sampler: Any = TrajectoryReplayBuffer.load(last_state(folder)["replay"][0], "cpu").sampler
     whole = beta_schedule(make_trainer(eval_episodes=1, steps=3_000).settings)
     steps = (0, 5, 999)
     assert [sampler.beta(step) for step in steps] == pytest.approx([whole(updates + step) for step in steps])

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,17 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from ranks import ranks_of  # noqa: E402
+from training_runs import ROOT, read_rows, wait_for  # noqa: E402
 
+from gpu_replay import Field, TrajectoryReplayBuffer  # noqa: E402
+from gpu_replay.cli import main  # noqa: E402
 from gpu_replay.console.errors import UserError  # noqa: E402
+from gpu_replay.training.checkpoints import latest, save_run  # noqa: E402
+from gpu_replay.training.environments import EnvironmentSpec  # noqa: E402
+from gpu_replay.training.run import make_buffer, refill  # noqa: E402
 from gpu_replay.training.settings import Settings  # noqa: E402
 from gpu_replay.training.team import Team  # noqa: E402
+from gpu_replay.training.train import beta_schedule  # noqa: E402
 
 
 def team_of(size: int, rank: int, **changes: Any) -> Team:
@@ -63,40 +70,180 @@ def test_gradients_are_averaged_and_ends_agreed_on() -> None:
             assert found == ([[0.5] * 2, [10.5] * 3], ["", "SIGTERM", "solved"], [0.0, 0.0])
 
 
-def torchrun(output: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gpu_replay", "train"]
-    options = ["CartPole-v1", "--device", "cpu", "--output", str(output), *more]
-    return subprocess.Popen(command + options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+# checkpoints of several ranks
+
+
+class Alone(Team):
+    """One of several ranks, in a process of its own; `others_failed` is what they say of their work."""
+
+    others_failed = False
+
+    def largest(self, number: int) -> int:
+        return max(number, self.others_failed)
+
+
+def rank_of(rank: int, others_failed: bool = False) -> Team:
+    team = Alone(Settings.for_family("vector"))
+    team.rank, team.size, team.others_failed = rank, 2, others_failed
+    return team
+
+
+def test_a_checkpoint_counts_when_all_ranks_have_written_their_parts(tmp_path: Path) -> None:
+    def save(step: int, rank: int, others_failed: bool = False) -> None:
+        state = {"ranks": 2, "trainer": {"place": torch.tensor([step, rank])}}
+        save_run(tmp_path, step, state, None, rank_of(rank, others_failed))
+
+    def check(step: int) -> None:
+        saved = latest(tmp_path)
+        assert saved is not None
+        assert [saved.trainer(rank)["place"].tolist() for rank in range(2)] == [[step, 0], [step, 1]]
+
+    save(5, 1)
+    assert latest(tmp_path) is None
+    save(5, 0)
+    check(5)
+    # the disk of rank 1 is full, or rank 0 died before it could say that all is there
+    with pytest.raises(OSError, match="another rank"):
+        save(6, 0, others_failed=True)
+    save(7, 1)
+    check(5)
+    save(7, 0)
+    check(7)
+    assert [path.name for path in tmp_path.iterdir()] == ["000000000007"]
+
+
+SMALL = {"hidden": (8,), "capacity": 240, "num_envs": 8, "warmup": 64, "n_step": 2, "frame_stack": 2}
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "uniform"])
+def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path, sampler: Any) -> None:
+    settings = Settings.for_family("catch", **SMALL, sampler=sampler)
+    spec, beta, made = (
+        EnvironmentSpec("numbers", Field((2,), torch.float32), 2, None, None, 2),
+        beta_schedule(settings),
+        [],
+    )
+    for rank in range(2):
+        buffer = make_buffer(spec, replace(settings, capacity=120), beta, torch.device("cpu"), rank, 4)
+        for step in range(70):
+            envs = torch.arange(4) + 4 * rank
+            obs = torch.stack((envs, torch.full_like(envs, step)), 1).float()
+            ended = (envs + step) % 7 == 0
+            buffer.add(obs=obs, action=envs % 2, reward=obs.sum(1), terminated=ended, truncated=torch.zeros(4).bool())
+        if sampler == "proportional":
+            keys = buffer.keys()
+            buffer.update_priorities(keys, keys % 11 + 1.0)
+        buffer.save(tmp_path / str(rank))
+        made.append(buffer)
+    parts = [tmp_path / str(rank) for rank in range(2)]
+    for size in (1, 4):
+        count = 8 // size
+        for rank in range(size):
+            buffer = make_buffer(spec, settings, beta, torch.device("cpu"), 0, count)
+            refill(buffer, parts, rank)
+            # the rings of both ranks hold 30 steps of their four environments
+            assert len(buffer) == 30 * count
+            rows = torch.cat([batch.obs for batch in buffer.batches(64)]).view(30, count, 2)
+            assert rows[..., 0].unique(dim=0).tolist() == [list(range(rank * count, (rank + 1) * count))]
+            assert torch.equal(rows[:, 0, 1], torch.arange(40.0, 70.0))
+            if sampler == "uniform":
+                continue
+            masses = {(float(env), float(step)): mass for old in made for env, step, mass in marked(old)}
+            found = [(masses[env, step], mass) for env, step, mass in marked(buffer)]
+            # the oldest steps had no complete stack and begin an episode now; windows past the newest are not complete
+            assert [mass for was, mass in found[count:]] == [was for was, mass in found[count:]]
+            assert all(mass > 0 and was in (0, mass) for was, mass in found[:count])
+
+
+def marked(buffer: TrajectoryReplayBuffer) -> list[tuple[float, float, int]]:
+    """Environment, step and mass of all that is stored."""
+    masses = buffer.masses()
+    (batch,) = buffer.batches(1_000)
+    slots = batch.key % buffer.capacity
+    return [(float(obs[0]), float(obs[1]), int(masses[slot])) for obs, slot in zip(batch.obs, slots, strict=True)]
+
+
+# runs
+
+
+def torchrun(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A run on two ranks, in `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3"]
+    command += ["-m", "gpu_replay", "train", *more]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, **output)
+
+
+def told(folder: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((folder / f"{name}.json").read_text()))
+
+
+CARTPOLE = ["CartPole-v1", "--device", "cpu"]
 
 
 @pytest.mark.slow
-def test_torchrun_trains_one_run_on_two_ranks(tmp_path: Path) -> None:
+def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    process = torchrun(tmp_path / "run", "--steps", "2000", "--eval-episodes", "4")
+    folder, quick = tmp_path / "run", ["--output", "run", "--eval-episodes", "4"]
+    process = torchrun(tmp_path, *CARTPOLE, *quick, "--steps", "2000")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    summary, settings = told(folder, "summary"), told(folder, "settings")
     assert (settings["ranks"], settings["num_envs"], settings["batch_size"]) == (2, 16, 128)
     assert summary["steps"] == 2000
     # as many as of one process: two for each 16 steps after the warm-up, whose windows take some more
     assert 80 <= summary["updates"] <= 126
     assert said.count("written to") == 1
-    assert not (tmp_path / "run" / "checkpoint").exists()
+    # alone: learning goes on at once with the steps of both ranks
+    assert main(["train", "--resume", "--output", str(folder), "--steps", "4000"]) == 0
+    after = told(folder, "summary")
+    assert (after["steps"], after["resumed"]) == (4000, 1)
+    assert after["updates"] - summary["updates"] == pytest.approx(2 * 2000 / 16, abs=2 * 12)
+    assert read_rows(folder)[-1]["stored"] == 4000
+    # and together again
+    process = torchrun(tmp_path, "--resume", "--output", "run", "--steps", "6000")
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert told(folder, "summary")["resumed"] == 2
+    rows = read_rows(folder)
+    assert (rows[-1]["step"], rows[-1]["stored"]) == (6000, 3000)
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+
+
+def killed(tmp_path: Path, *flags: str) -> tuple[Path, str]:
+    """A run in a folder of its own choice, a rank of which is killed after the first checkpoint; and what it said."""
+    process = torchrun(tmp_path, *flags, "--log-every", "500")
+    try:
+        wait_for(process, lambda: any(tmp_path.glob("runs/*/checkpoint/*/state/manifest.json")))
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
+        said, _ = process.communicate(timeout=900)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    (folder,) = tmp_path.glob("runs/*")
+    assert told(folder, "summary")["resumed"] >= 1
+    return folder, said
+
+
+def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
+    folder, said = killed(
+        tmp_path, "catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "32", "--checkpoint-every", "0.2"
+    )
+    assert "exitcode: -9" in said
+    rows = read_rows(folder)
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    summary = told(folder, "summary")
+    assert (summary["steps"], summary["stopped_by"]) == (5024, "steps")
+    # none of the updates is lost or made twice: the first 35 of 157 steps of all games fill the warm-up
+    assert summary["updates"] == 2 * (157 - 35)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+def test_a_killed_run_ends_solved(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    process = torchrun(tmp_path / "run", "--steps", "100000000", "--no-early-stop")
-    try:
-        progress, began = tmp_path / "run" / "progress.csv", time.monotonic()
-        while not (progress.exists() and progress.read_text().count("\n") > 1):
-            assert time.monotonic() - began < 120
-            time.sleep(0.2)
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-        os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
-        process.communicate(timeout=90)
-        assert process.returncode != 0
-    finally:
-        process.kill()
+    folder, _ = killed(tmp_path, *CARTPOLE, "--checkpoint-every", "5")
+    summary = told(folder, "summary")
+    assert (summary["stopped_by"], summary["solved"]) == ("solved", True)
+    assert summary["eval_return_mean"] >= 475
