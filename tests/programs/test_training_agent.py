@@ -20,7 +20,7 @@ from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.console.seeds import stream_seed
 from gpu_replay.study.agent import Explorer as ExplorerOfTheStudy
 from gpu_replay.training import command, run
-from gpu_replay.training.agent import Agent, Explorer
+from gpu_replay.training.agent import Agent, Explorer, alone
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
@@ -44,7 +44,7 @@ def make_network(field: Field = PIXELS, **changes: Any) -> QNetwork:
         return QNetwork(field, 3, Settings(**changes))
 
 
-def make_agent(field: Field = VECTORS, average: Any = None, **changes: Any) -> Agent:
+def make_agent(field: Field = VECTORS, average: Any = alone, **changes: Any) -> Agent:
     return Agent(make_network(field, **changes), Settings(**changes), CPU, 1, seed=0, average=average)
 
 
@@ -119,10 +119,15 @@ def test_bfloat16_is_for_convolutions_and_hidden_layers_alone() -> None:
     torch.testing.assert_close(agent.online(pictures(3)), plain(pictures(3)), rtol=0.02, atol=0.02)
     seen = {}
     for name, layer in agent.online.named_modules():
-        layer.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+        layer.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].clone(), out.clone())}))
     agent.online(pictures(3))
-    assert seen["convolutions.0"] == seen["convolutions.2"] == seen["hidden.0"] == (torch.bfloat16, torch.bfloat16)
-    assert (seen["hidden.1"][1], seen["last"]) == (torch.float32, (torch.float32, torch.float32))
+    dtypes = {name: (given.dtype, out.dtype) for name, (given, out) in seen.items()}
+    assert dtypes["convolutions.0"] == dtypes["convolutions.2"] == (torch.bfloat16, torch.bfloat16)
+    # the hidden layer returns float32, of numbers that were computed in bfloat16
+    hidden = seen["hidden.0"][1]
+    assert dtypes["hidden.0"] == (torch.bfloat16, torch.float32)
+    assert torch.equal(hidden, hidden.bfloat16().float())
+    assert dtypes["last"] == (torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
