@@ -158,9 +158,7 @@ class ReplayBuffer(Buffer):
         try:
             with self._lock:
                 self._check_enough(batch)
-                if not self._on_host:
-                    # on the host a sample changes the state of the buffer only in its last step
-                    mark = self._draws.mark()
+                mark = self._draws.mark()
                 return Batch(self._engine.sample(batch, exponent))
         except BaseException:
             self._take_back(mark)

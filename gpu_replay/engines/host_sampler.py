@@ -237,11 +237,12 @@ class HostSampler:
         """Give live keys the masses of their priorities; the last of a repeated key wins, others are counted."""
         if not keys.size:
             return
+        # the last line of each branch changes all that changes: an exception comes before it or after
         if self._tree is None:
             first, added = self.span()
             self.counters[Counter.STALE] += np.count_nonzero((keys < first) | (keys >= added))
-            return
-        rule, given = self.state.rule, np.ascontiguousarray(keys)
-        settings = rule.limit, self._capacity, self.state.tracks_eligibility
-        # no signal is handled within this one call, so an exception comes before or after all of it
-        tree_loops.update.ready()(given, rule.uncut(priorities), *settings, self.counters, *self._tree.host)
+        else:
+            rule, contiguous = self.state.rule, np.ascontiguousarray(keys)
+            settings = rule.limit, self._capacity, self.state.tracks_eligibility
+            masses = rule.uncut(priorities)
+            tree_loops.update.ready()(contiguous, masses, *settings, self.counters, *self._tree.host)
