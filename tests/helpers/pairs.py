@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +39,7 @@ def loaded(buffer: Any) -> Any:
 
 RENEWED: dict[str, Callable[[Any], Any]] = {
     "copy": copy.deepcopy,
+    "shallow copy": copy.copy,
     "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)),
     "checkpoint": loaded,
 }
@@ -89,13 +90,17 @@ class Pair:
 
     def renew(self, way: str) -> None:
         """Go on with what was copied, or saved and loaded."""
+        old = self.buffer
         if way == "state":
             # what another buffer held before is forgotten
-            other = self.empty(seed=77)
-            other.load_state_dict(self.buffer.state_dict())
-            self.buffer = other
+            self.buffer = self.empty(seed=77)
+            self.buffer.load_state_dict(old.state_dict())
         else:
-            self.buffer = RENEWED[way](self.buffer)
+            self.buffer = RENEWED[way](old)
+            known = ("device", "seed", "fields", "sampler", "capacity")
+            assert [getattr(self.buffer, name) for name in known] == [getattr(old, name) for name in known]
+        # a copy is independent
+        old.clear()
 
     def empty(self, seed: int) -> Any:
         """Another buffer with these settings."""
@@ -103,6 +108,13 @@ class Pair:
     def placed(self) -> dict[str, Any]:
         """The settings of a new buffer that say where its fields lie."""
         return {} if self.folder is None else {"storage_path": self.folder / str(next(NUMBERS))}
+
+    def walk(self, size: int = 29) -> Iterator[Batch]:
+        """All that is stored; fails unless it comes in the order of keys."""
+        live = list(self.model.live())
+        for first, batch in zip(range(0, len(live), size), self.buffer.batches(size), strict=True):
+            assert batch.key.tolist() == live[first : first + size]
+            yield batch
 
     def check_counts(self) -> None:
         """Compare what costs little: counts, keys and masses."""
@@ -187,6 +199,6 @@ class RowPair(Pair):
         live = self.model.live()
         batch = self.buffer[list(live)]
         assert batch.key.tolist() == list(live)
-        if live:
-            check_rows(batch)
+        for each in (batch, *self.walk()):
+            check_rows(each)
         self.check_refused((live.start - 1, live.stop))

@@ -15,7 +15,7 @@ import torch
 from devices import INTERPRETED
 from hindsight_oracle import GOALS, check_batch, goal_step, hindsight
 from model import UNIT, Step
-from pairs import Pair, RowPair
+from pairs import RENEWED, Pair, RowPair
 from refusals import REFUSALS, whole_state
 from trajectory_pair import Pair as StepPair
 from trajectory_pair import lettered
@@ -44,9 +44,9 @@ FIELDS = [
     {"obs": Field((), torch.int64), "action": Field((), torch.int64)},
     {"obs": Field((2,), torch.float32), "action": Field((), torch.int64), "note": Field((2,), torch.float32)},
     {
-        "obs.image": Field((2, 3), torch.int16),
-        "obs.vector": Field((2,), torch.float64),
-        "action": Field((2,), torch.float32),
+        "obs.image": Field((2, 3), torch.int16, torch.float32, 0.5),
+        "obs.vector": Field((2,), torch.float64, torch.float32),
+        "action": Field((2,), torch.float32, torch.float16),
     },
 ]
 Call = tuple[Any, ...]
@@ -121,7 +121,7 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
     if chance < 0.92:
         return "refused", draw.randrange(1000)
     if chance < 0.95:
-        return "renew", draw.choice(("state", "copy", "pickle", "checkpoint"))
+        return "renew", draw.choice(("state", *RENEWED))
     if chance < 0.97 or kind == "rows":
         return ("clear",)
     return "begin", draw.choice((None, [draw.random() < 0.5 for _ in range(envs)]))

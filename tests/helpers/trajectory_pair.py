@@ -22,7 +22,9 @@ from transitions import EXACT
 from gpu_replay import Batch, Field, TrajectoryReplayBuffer
 
 FIELDS = {"obs": Field((2,), torch.int16), "action": Field((), torch.int64), "note": Field((2,), torch.float32)}
-RESULTS = {"reward", "discount", "terminated", "truncated", "key"}
+# what is beside the fields, and its type
+RESULTS = {name: torch.float32 for name in ("reward", "discount")} | {"key": torch.int64}
+RESULTS |= dict.fromkeys(("terminated", "truncated", "mask"), torch.bool)
 
 
 def numbered(number: int, env: int, fields: Mapping[str, Field], **more: Any) -> Step:
@@ -30,7 +32,7 @@ def numbered(number: int, env: int, fields: Mapping[str, Field], **more: Any) ->
     step: Step = {"reward": 0.0, "terminated": False, "truncated": False}
     for name, kind in fields.items():
         # one number says both as far as it can
-        place = [number + 1, env + 1] if kind.elements > 1 else [number + 1 + 1000 * env]
+        place = [number + 1, env + 1] if kind.elements > 1 else [number + 1 + 100 * env]
         values = np.resize(place, kind.shape)
         if kind.dtype is torch.bool:
             values = values % 2 == 0
@@ -132,7 +134,11 @@ class Pair(Both):
         return TrajectoryReplayBuffer(**self.arguments, seed=seed, **self.placed())
 
     def add(self, steps: Sequence[Step]) -> list[int]:
-        keys = self.buffer.add(**taken_by(self.buffer, steps, self.fields))
+        given = taken_by(self.buffer, steps, self.fields)
+        keys = self.buffer.add(**given)
+        for value in given.values():
+            # vector environments hand out the same arrays at every step
+            value[...] = 0
         expected = self.model.add(steps)
         assert keys.dtype == torch.int64
         assert keys.tolist() == expected
@@ -145,7 +151,8 @@ class Pair(Both):
         assert keys.tolist() == [self.model.add(steps) for steps in many]
 
     def begin_episodes(self, mask: Sequence[bool] | None = None) -> None:
-        self.buffer.begin_episodes(*([] if mask is None else [np.array(mask)]))
+        form = (np.array, torch.tensor, list)[self.model.count % 3]
+        self.buffer.begin_episodes(*([] if mask is None else [form(mask)]))
         self.model.begin_episodes(mask)
 
     def sample_sequences(
@@ -172,23 +179,25 @@ class Pair(Both):
     def check_contents(self) -> None:
         """Compare every row, every step that is stored, and what is refused."""
         view = self.check()
-        live = list(view.live())
-        self.check_refusals(view)
-        walked = 0
-        for batch in self.buffer.batches(29):
-            assert batch.key.tolist() == live[walked : walked + 29]
-            walked += 29
+        self.check_refused({-1, *range(view.live().start - 1, self.model.added + 2)} - set(view.eligible()))
+        for batch in self.walk():
             for name in (*self.fields, "terminated", "truncated"):
                 # of a dead step only the observation counts
-                for row, (env, number) in zip(batch[name].tolist(), map(view.place, batch.key.tolist()), strict=True):
+                for row, (env, number) in zip(
+                    self.stored(batch, name), map(view.place, batch.key.tolist()), strict=True
+                ):
                     if is_observation(name) or not view.marks[env][number][1]:
                         assert row == self.model.steps[env][number][name], f"{name} of step {number}"
-        assert walked >= len(live)
 
-    def check_refusals(self, view: View) -> None:
-        """Fail unless every key that is not eligible is refused by name."""
-        around = {-1, *range(self.model.added - self.model.capacity - 1, self.model.added + 2)}
-        self.check_refused(around - set(view.eligible()))
+    def stored(self, batch: Batch, name: str) -> list[Any]:
+        """Values of a batch as they were stored; fails unless they left in the type that was asked for."""
+        found, field = batch[name].cpu(), self.fields.get(name.removeprefix("next_"))
+        assert found.dtype == (RESULTS[name] if field is None else field.sample_dtype or field.dtype), name
+        if name.startswith("next_"):
+            # perhaps unspecified, but `discount * value(next_obs)` must be 0
+            assert bool(found.isfinite().all()), name
+        scaled = field is not None and field.scale is not None
+        return (found.double() / field.scale if scaled else found).tolist()  # type: ignore[union-attr, operator]
 
     def check(self) -> View:
         """Compare the sizes, the masses and every eligible row."""
@@ -198,7 +207,7 @@ class Pair(Both):
         if eligible:
             batch = self.buffer[eligible]
             after = {f"next_{name}" for name in self.fields if is_observation(name)}
-            assert set(batch) == RESULTS | set(self.fields) | after
+            assert set(batch) == RESULTS.keys() - {"mask"} | self.fields.keys() | after
             self.check_rows(batch, view)
             assert batch.key.tolist() == eligible
         return view
@@ -209,13 +218,8 @@ class Pair(Both):
         assert set(keys) <= set(view.eligible())
         rows = [view.row(key) for key in keys]
         for name in rows[0]:
-            found = batch[name].cpu()
-            values = found.tolist()
-            expected = [row[name] for row in rows]
-            if name.startswith("next_"):
-                # unspecified, but `discount * value(next_obs)` must be 0
-                assert bool(found.isfinite().all()), name
-                expected = [one if two is None else two for one, two in zip(values, expected, strict=True)]
+            values = self.stored(batch, name)
+            expected = [value if row[name] is None else row[name] for value, row in zip(values, rows, strict=True)]
             assert values == expected, f"field {name} of keys {keys}"
 
     def check_sequences(self, batch: Batch, view: View, length: int) -> None:
@@ -225,7 +229,7 @@ class Pair(Both):
         after = ["discount", *(f"next_{name}" for name in self.fields if is_observation(name))]
         names = [*self.fields, "reward", "terminated", "truncated", *after]
         assert set(batch) == {*names, "mask", "key", "probability", "weight"}
-        found = {name: batch[name].cpu().tolist() for name in [*names, "mask"]}
+        found = {name: self.stored(batch, name) for name in [*names, "mask"]}
         for row, key in enumerate(keys):
             sequence = view.sequence(key, length)
             assert found["mask"][row] == [step["mask"] for step in sequence], f"mask of key {key}"
