@@ -63,6 +63,15 @@ def test_what_names_no_rows_is_refused(index: Any) -> None:
             made()[other]
 
 
+def test_what_has_no_such_name_says_so() -> None:
+    batch = made()
+    assert batch.key is batch["key"]
+    with pytest.raises(KeyError, match=r"nothing.*obs"):
+        batch["nothing"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = batch.nothing
+
+
 def test_cat_puts_rows_after_rows() -> None:
     parts = [made(2), made(0), made(3, first=2)]
     same(Batch.cat(parts), made(5))

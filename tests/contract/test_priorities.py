@@ -7,6 +7,7 @@ its own; an update can change it from then on and until something that it needs 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_priorities_that_cannot_be_read_are_refused(device: str) -> None:
     for sampler in (Uniform(), Latest(), Combined(Uniform()), Proportional(alpha=0.0)):
         with pytest.raises(RuntimeError, match="no priorities"):
             make(4, sampler, device=device).priorities([])
+        assert math.isnan(made("rows", sampler, [None] * 3, device).buffer.stats().mean_priority)
 
 
 # what is done, and the masses that follow in units of priority 1, in slot order up to the last that is not 0: a text

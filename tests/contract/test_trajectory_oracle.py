@@ -150,6 +150,7 @@ def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[A
         assert (row["reward"], row["discount"]) == (reward, discount)
         assert (row["terminated"], row["truncated"]) == flags
 
+
 SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
     "dead steps are not covered, nor what comes after": ("..T....", 3, {}, {0: "111", 1: "110", 2: "100", 4: "111"}),
     "same step: what comes after an ending is not covered": (

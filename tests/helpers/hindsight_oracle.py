@@ -6,7 +6,6 @@ those of the episode, which no achieved goal equals, so that a rewritten row can
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from model import Step, View
 from torch import Tensor
-from trajectory_pair import Pair, final_of, numbered
+from trajectory_pair import final_of, numbered
 
 from gpu_replay import Batch, Field, Hindsight
 
@@ -24,12 +23,6 @@ GOALS = {
     ACHIEVED: Field((2,), torch.int16),
     DESIRED: Field((2,), torch.int16),
     "action": Field((), torch.int64),
-}
-MODES: dict[str, dict[str, Any]] = {
-    "next_step": {"autoreset": "next_step"},
-    "same_step": {"autoreset": "same_step"},
-    "disabled, few finals": {"autoreset": "disabled", "final_capacity": 2},
-    "no finals": {"autoreset": "same_step", "final_capacity": 0},
 }
 Goal = tuple[int, ...]
 
@@ -53,20 +46,6 @@ def goal_step(
     step[DESIRED] = [2000 + number, 3000 + env]
     step |= {"terminated": "T" in end, "truncated": "U" in end}
     return step | ({"final": final_of(step, bool(end))} if final else {})
-
-
-def live_with_goals(pair: Pair, steps: int, draw: random.Random, *, end: float, final: float = 0.7) -> None:
-    """Random steps of all environments; now and then a `clear` or streams that are broken off."""
-    for _ in range(steps):
-        chance = draw.random()
-        if chance < 0.02:
-            pair.clear()
-        elif chance < 0.08:
-            mask = [draw.random() < 0.4 for _ in range(pair.model.num_envs)]
-            pair.begin_episodes(draw.choice((None, mask)))
-        with_final = draw.random() < final
-        ends = [draw.choice(("T", "U", "TU")) if draw.random() < end else "" for _ in range(pair.model.num_envs)]
-        pair.add([goal_step(pair.model.count, env, end=each, final=with_final) for env, each in enumerate(ends)])
 
 
 def after(view: View, env: int, number: int) -> Goal | None:

@@ -138,6 +138,7 @@ def any_program(
     style = "equal" if "rank" in sampler else draw.choice(("tiny", "wide", "wide"))
     size = capacity or draw.choice((1, 2, 3, 5, 7, 8, 13, 21, 40))
     settings: dict[str, Any] = {"sampler": sampler, "seed": draw.choice((draw.getrandbits(16), 0, -7, 2**64 - 1))}
+    settings["place"] = draw.choice(("memory", "memory", "memory", "file"))
     if kind == "steps":
         envs = draw.randint(1, 4)
         settings |= {
@@ -158,7 +159,6 @@ def any_program(
         settings |= known
     else:
         settings |= {"capacity": size} | known
-    settings["place"] = draw.choice(("memory", "memory", "memory", "file"))
     turn, largest = settings["capacity"] // envs * envs, draw.choice((5, 12, 40))
     # first something that can be drawn
     made = [any_call(draw, kind, turn, envs, end, style, largest) for _ in range(calls)]

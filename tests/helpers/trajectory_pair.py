@@ -23,7 +23,7 @@ from gpu_replay import Batch, Field, TrajectoryReplayBuffer
 
 FIELDS = {"obs": Field((2,), torch.int16), "action": Field((), torch.int64), "note": Field((2,), torch.float32)}
 # what is beside the fields, and its type
-RESULTS = {name: torch.float32 for name in ("reward", "discount")} | {"key": torch.int64}
+RESULTS = dict.fromkeys(("reward", "discount"), torch.float32) | {"key": torch.int64}
 RESULTS |= dict.fromkeys(("terminated", "truncated", "mask"), torch.bool)
 
 
@@ -53,7 +53,9 @@ def final_of(step: Step, wanted: bool) -> dict[str, Any]:
 
 def columns(steps: Sequence[Step], fields: Mapping[str, Field]) -> dict[str, Any]:
     """The arguments of `add` for one step of each environment, as NumPy arrays."""
-    dtypes = {name: torch.empty(0, dtype=kind.dtype).numpy().dtype for name, kind in fields.items()}
+    # NumPy has no bfloat16
+    kinds = {name: torch.float32 if kind.dtype is torch.bfloat16 else kind.dtype for name, kind in fields.items()}
+    dtypes = {name: torch.empty(0, dtype=kind).numpy().dtype for name, kind in kinds.items()}
     given: dict[str, Any] = {
         name: np.array([step[name] for step in steps], dtype=dtypes[name]).reshape(-1, *kind.shape)
         for name, kind in fields.items()
@@ -129,6 +131,7 @@ class Pair(Both):
         self.buffer = self.empty(seed)
         self.model = StepModel(capacity, num_envs, sampler, seed, **settings)
         assert self.buffer.capacity == self.model.capacity
+        assert f"num_envs={num_envs}" in repr(self.buffer)
 
     def empty(self, seed: int) -> TrajectoryReplayBuffer:
         return TrajectoryReplayBuffer(**self.arguments, seed=seed, **self.placed())
