@@ -49,7 +49,7 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, devic
     for seed in range(scale(60, 6) if full else scale(8, 2)):
         draw = random.Random(f"{strategy} {seed} {full}")
         known = {"fields": "goals", "n_step": 1, "relabel": strategy, "place": "memory"}
-        program = any_program(draw, "steps", "replacement", calls=15, capacity=draw.choice((1, 2, 5, 9)), **known)
+        program = any_program(draw, "steps", "replacement", calls=25, capacity=draw.choice((1, 3, 5, 9)), **known)
         pair = run(program, device)
         view = pair.model.view()  # type: ignore[attr-defined]
         if eligible := view.eligible():

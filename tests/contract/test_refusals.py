@@ -1,12 +1,12 @@
 """What is refused, and says why: errors are for people, and nothing is stored or changed by a call that raised.
 
-Calls that any buffer must refuse, in whatever state, are `REFUSALS` of refusals.py; random programs make them too.
+Calls that any buffer must refuse, in whatever state, are `REFUSALS` of refusals.py; random programs make them too, name
+the one that changed something, and ask for more than there is and for keys that are not live.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import multiprocessing
 import pickle  # noqa: TID251
 import re
@@ -21,7 +21,7 @@ from devices import device_fixture as device_fixture
 from devices import host_only, scale
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, hindsight, reward_of
 from refusals import LOSSY, REFUSALS, whole_state
-from trajectory_pair import Pair, live_through, play
+from trajectory_pair import Pair, live_through
 from transitions import EXACT, NUMBER, fill, make
 
 from gpu_replay import (
@@ -65,7 +65,7 @@ def test_a_refused_call_names_what_is_wrong_and_changes_nothing(sampler: Any, ki
         assert len(known) > 90
         for refusal in known:
             refusal.check(buffer)
-            assert whole_state(buffer) == before, refusal.name
+        assert whole_state(buffer) == before
 
 
 @pytest.mark.slow
@@ -110,21 +110,6 @@ def test_values_that_do_not_fit_are_refused(stored: torch.dtype, values: torch.T
         with pytest.raises(LOSSY, match="value"):
             buffer.add(good=torch.arange(2), value=given)
         assert (len(buffer), buffer.added) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "keys, named",
-    # not yet, never, overwritten, dead, still open
-    [([4, 99, 98], 99), ([4, -1], -1), ([4, 2**62, 3], 2**62), ([4, 1], 1), ([4, 9, 99], 9), ([10, 12], 12)],
-)
-def test_the_first_key_that_cannot_be_read_is_named(keys: list[int], named: int, device: str) -> None:
-    # t = 1 to 4 are stored; key 9 (t = 3 of the first environment) is dead
-    pair = Pair(12, 3, fields=STEP, device=device)
-    play(pair, "..T..", ".....", ".....", fields=STEP)
-    assert pair.buffer[[4, 10]].key.tolist() == [4, 10]
-    # what is stored but cannot be drawn is not said to be gone
-    with pytest.raises(KeyError, match=rf"(?<![\d-]){named}\b.*{'eligible' if named in (9, 12) else ''}"):
-        pair.buffer[torch.tensor(keys)]
 
 
 # settings: what the message names is the setting and its value
@@ -264,45 +249,6 @@ def test_what_does_not_fit_is_refused_with_a_table_of_fields(sampler: Any, devic
         TrajectoryReplayBuffer(2**31 - 1, 64, fields, sampler=sampler, stack=4, device=device)
     for name in ("obs", "action", "reward"):
         assert re.search(rf"(?m)^.*\b{name}\b.*\d", str(refused.value)), f"no line for {name}"
-
-
-# what is asked of buffers of too little; when that is so for each sampler is in test_programs.py
-
-
-def test_nothing_to_draw_says_so_however_much_is_stored(device: str) -> None:
-    with pytest.raises(RuntimeError, match="holds no transitions"):
-        make(5, Uniform(), device=device).sample(2)
-    pair = Pair(12, 2, fields=STEP, device=device, n_step=5)
-    play(pair, ".....", ".....", fields=STEP)
-    with pytest.raises(RuntimeError, match="holds no eligible"):
-        pair.buffer.sample(2)
-    # longer than the ring
-    with pytest.raises(RuntimeError, match=r"sample_sequences\(2, 4, 3\)"):
-        pair.buffer.sample_sequences(2, 4, burn_in=3)
-
-
-TOO_MANY = [
-    (Uniform(), 99, r"needs 99 .* holds {found}.*draw with Uniform\(replacement=True\)"),
-    (Latest(), 99, r"newest needs 99 .* holds {found}.*lower the batch size\.$"),
-    (Combined(EXACT, newest=3), 2, r"newest=3.*at least 3"),
-    (Combined(EXACT, newest=40), 50, "needs 40 .* holds {found}"),
-]
-
-
-def test_more_than_there_is_says_how_many_there_are_and_what_to_do(device: str) -> None:
-    for kind, (sampler, count, message) in itertools.product(("rows", "steps"), TOO_MANY):
-        buffer = filled(kind, 2, sampler, device)
-        with pytest.raises(ValueError, match=message.format(found=buffer.stats().eligible)):
-            buffer.sample(count)
-    pair = Pair(20, 2, sampler=Uniform(), fields=STEP, device=device)
-    play(pair, ".....", ".....", fields=STEP)
-    with pytest.raises(ValueError, match=r"sample_sequences\(5, 4, 0\).*needs 5.*holds 4"):
-        pair.buffer.sample_sequences(5, 4)
-    with pytest.raises(ValueError, match=r"stride=2.*needs 5.*holds 2"):
-        pair.buffer.sample_sequences(5, 4, stride=2)
-    play(pair, "T.T.", "T.T.", fields=STEP)
-    with pytest.raises(RuntimeError, match="strict=True"):
-        pair.buffer.sample_sequences(1, 9, strict=True)
 
 
 # processes, instances, spaces and transforms

@@ -70,8 +70,9 @@ class Pair:
 
     def sample(self, count: int, beta: float | None = None) -> list[int]:
         """The keys that were drawn; none where the sample is refused as it must be."""
-        error = self.model.refusal(count, len(self.model.eligible()))
-        with pytest.raises(error, match=f"sample\\({count}\\)") if error else nullcontext():
+        found = len(self.model.eligible())
+        error = self.model.refusal(count, found)
+        with self.refusing(f"sample({count})", error, found):
             batch = self.buffer.sample(count, beta=beta)
         if error:
             return []
@@ -80,6 +81,14 @@ class Pair:
         self.check_drawn(batch, draw(count, beta))
         self.contents(batch)
         return batch.key.tolist()
+
+    def refusing(self, call: str, error: type[Exception] | None, found: int) -> Any:
+        """What expects this error of a draw from what was found: it says how much there is and what to do."""
+        least = rf"a batch of at least {self.model.newest}\. Raise"
+        words = "the buffer holds .*Add more"
+        if error is ValueError:
+            words = rf"{least}|the buffer holds {found}\. Add more or lower the batch size"
+        return pytest.raises(error, match=f"{re.escape(call)}.*({words})") if error else nullcontext()
 
     def check_drawn(self, batch: Batch, drawn: Drawn) -> None:
         assert (batch.key.dtype, batch.probability.dtype, batch.weight.dtype) == (torch.int64, *[torch.float32] * 2)
@@ -158,11 +167,12 @@ class Pair:
         return max((self.model.mass(key) / 2**20) ** (1 / base.alpha) - base.eps, 0.0)
 
     def check_refused(self, keys: Iterable[int]) -> None:
-        """Fail unless every one of these keys is refused by name."""
-        for key in keys:
-            with pytest.raises(KeyError) as refused:
-                self.buffer[[key]]
-            assert re.search(rf"(?<![\d-]){key}(?!\d)", str(refused.value)), refused.value
+        """Fail unless each of these keys is refused by name, after one that is not and before another one."""
+        good, all_of_them = self.model.eligible()[:1], list(keys)
+        for key, other in zip(all_of_them, [*all_of_them[1:], 2**62], strict=True):
+            wrong = "stored but not eligible" if key in self.model.live() else "not live"
+            with pytest.raises(KeyError, match=rf"key {key} is {wrong}"):
+                self.buffer[[*good, key, other]]
 
 
 class RowPair(Pair):

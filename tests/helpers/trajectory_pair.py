@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from model import Step, StepModel, View, is_observation
 from pairs import Pair as Both
@@ -167,7 +165,7 @@ class Pair(Both):
         error = model.refusal(count, len(starts))
         if len(model.live()) < total * model.num_envs:
             error = RuntimeError
-        with pytest.raises(error, match=r"sample_sequences\(") if error else nullcontext():
+        with self.refusing(f"sample_sequences({count}, {length}, {burn_in})", error, len(starts)):
             batch = self.buffer.sample_sequences(count, length, burn_in, beta=beta, strict=strict, stride=stride)
         if error:
             return []
