@@ -23,6 +23,7 @@ T, U, B, NO = (True, False), (False, True), (True, True), (False, False)  # term
 
 
 SAME, THREE, STACK, ZEROS = {"autoreset": "same_step"}, {"n_step": 3}, {"stack": 3}, {"padding": "zero"}
+TWO, PAIRS = {"stack": 2}, {"n_step": 2}
 SEEN, ROW = SAME | {"final": True}, {"final_capacity": 1}
 
 
@@ -32,83 +33,57 @@ def of(capacity: int) -> dict[str, Any]:
 
 def case(settings: dict[str, Any], streams: str, eligible: list[int], rows: Any = None) -> tuple[Any, ...]:
     """A text for each environment, what can be drawn then, and some of it: obs, next_obs (None where it is
-    unspecified), reward, discount and flags.
+    unspecified), how many steps its window has, and flags.
     """
     return {"gamma": 0.5, "capacity": 100} | settings, streams.split(), eligible, rows or {}
 
 
 CASES = {
-    "next step: the one after a termination is dead": case(
-        {}, "..T..", [0, 1, 2], {1: (2, 3, 2, 0.5, NO), 2: (3, None, 4, 0, T)}
-    ),
-    "next step: the one after a truncation is its last observation": case(
-        {}, "..U..", [0, 1, 2], {2: (3, 4, 4, 0.5, U)}
-    ),
+    "next step: after a termination it is dead": case({}, "..T..", [0, 1, 2], {1: (2, 3, 1, NO), 2: (3, None, 1, T)}),
+    "next step: after a truncation comes its last observation": case({}, "..U..", [0, 1, 2], {2: (3, 4, 1, U)}),
     "next step: a termination needs nothing after it": case({}, "..T", [0, 1, 2]),
     "next step: a truncation waits for the observation after it": case({}, "..U", [0, 1]),
-    "next step: flags of a dead step mean nothing": case({}, ".TTU..", [0, 1, 3], {3: (4, 5, 8, 0.5, U)}),
-    "next step: terminated and truncated is a termination": case({}, "..B..", [0, 1, 2], {2: (3, None, 4, 0, B)}),
-    "same step: the next one begins an episode": case(
-        SAME, "..T..", [0, 1, 2, 3], {2: (3, None, 4, 0, T), 3: (4, 5, 8, 0.5, NO)}
-    ),
-    "same step: a truncation that was not seen is not drawn": case(SAME, "..U..", [0, 1, 3], {1: (2, 3, 2, 0.5, NO)}),
-    "same step: terminated and truncated needs no final observation": case(
-        SAME, "..B..", [0, 1, 2, 3], {2: (3, None, 4, 0, B)}
-    ),
-    "final: a truncation has its own": case(SEEN, "..U..", [0, 1, 2, 3], {2: (3, -3, 4, 0.5, U)}),
-    "final: at once": case(SEEN, "..U", [0, 1, 2], {2: (3, -3, 4, 0.5, U)}),
+    "next step: flags of a dead step mean nothing": case({}, ".TTU..", [0, 1, 3], {3: (4, 5, 1, U)}),
+    "next step: terminated and truncated is a termination": case({}, "..B..", [0, 1, 2], {2: (3, None, 1, B)}),
+    "same step: an episode begins": case(SAME, "..T..", [0, 1, 2, 3], {2: (3, None, 1, T), 3: (4, 5, 1, NO)}),
+    "same step: a truncation that was not seen is not drawn": case(SAME, "..U..", [0, 1, 3], {1: (2, 3, 1, NO)}),
+    "same step: terminated and truncated is a termination": case(SAME, "..B..", [0, 1, 2, 3], {2: (3, None, 1, B)}),
+    "final: a truncation has its own": case(SEEN, "..U..", [0, 1, 2, 3], {2: (3, -3, 1, U)}),
+    "final: at once": case(SEEN, "..U", [0, 1, 2], {2: (3, -3, 1, U)}),
     "disabled: as same step": case({"autoreset": "disabled"}, "..U..T.", [0, 1, 3, 4, 5]),
-    "three steps: cut short by a termination": case(
-        THREE, "...T...", [0, 1, 2, 3], {0: (1, 4, 3, 0.125, NO), 1: (2, None, 6, 0, T), 3: (4, None, 8, 0, T)}
+    "three steps: ended": case(
+        THREE, "...T...", [0, 1, 2, 3], {0: (1, 4, 3, NO), 1: (2, None, 3, T), 3: (4, None, 1, T)}
     ),
-    "three steps: cut short by a truncation": case(
-        THREE, "...U.", [0, 1, 2, 3], {1: (2, 5, 6, 0.125, U), 3: (4, 5, 8, 0.5, U)}
-    ),
+    "three steps: a truncation": case(THREE, "...U.", [0, 1, 2, 3], {1: (2, 5, 3, U), 3: (4, 5, 1, U)}),
     "three steps: a window waits for its last observation": case(THREE, "...", []),
     "three steps: and is there with it": case(THREE, "....", [0]),
-    "three steps, same step: none holds a truncation that was not seen": case(
-        THREE | SAME, "...U....", [0, 4], {4: (5, 8, 48, 0.125, NO)}
+    "three steps, same step: not seen": case(THREE | SAME, "...U....", [0, 4], {4: (5, 8, 3, NO)}),
+    "three steps, final: windows": case(
+        THREE | SEEN, "...U....", [0, 1, 2, 3, 4], {1: (2, -4, 3, U), 3: (4, -4, 1, U)}
     ),
-    "three steps, final: they end windows": case(
-        THREE | SEEN, "...U....", [0, 1, 2, 3, 4], {1: (2, -4, 6, 0.125, U), 3: (4, -4, 8, 0.5, U)}
+    "stack, next step": case(
+        STACK, ".U...", [0, 1, 3], {1: ([1, 1, 2], [1, 2, 3], 1, U), 3: ([4, 4, 4], [4, 4, 5], 1, NO)}
     ),
-    "stack: a dead step belongs to the episode that ended": case(
-        STACK, ".U...", [0, 1, 3], {1: ([1, 1, 2], [1, 2, 3], 2, 0.5, U), 3: ([4, 4, 4], [4, 4, 5], 8, 0.5, NO)}
+    "stack, same step": case(
+        STACK | SAME, "..T...", [0, 1, 2, 3, 4], {2: ([1, 2, 3], None, 1, T), 3: ([4, 4, 4], [4, 4, 5], 1, NO)}
     ),
-    "stack, same step: filled with the first frame": case(
-        STACK | SAME, "..T...", [0, 1, 2, 3, 4], {2: ([1, 2, 3], None, 4, 0, T), 3: ([4, 4, 4], [4, 4, 5], 8, 0.5, NO)}
+    "stack, final: next_obs ends with it": case(STACK | SEEN, ".U.", [0, 1], {1: ([1, 1, 2], [1, 2, -2], 1, U)}),
+    "stack, final: an episode of one step": case(STACK | SEEN, "U", [0], {0: ([1, 1, 1], [1, 1, -1], 1, U)}),
+    "stack, zeros: second episode": case(
+        STACK | SEEN | ZEROS, "..T...", [0, 1, 2, 3, 4], {3: ([0, 0, 4], [0, 4, 5], 1, NO)}
     ),
-    "stack, final: next_obs ends with it": case(STACK | SEEN, ".U.", [0, 1], {1: ([1, 1, 2], [1, 2, -2], 2, 0.5, U)}),
-    "stack, final: an episode of one step": case(STACK | SEEN, "U", [0], {0: ([1, 1, 1], [1, 1, -1], 1, 0.5, U)}),
-    "stack, zeros: in the second episode": case(
-        STACK | SEEN | ZEROS, "..T...", [0, 1, 2, 3, 4], {3: ([0, 0, 4], [0, 4, 5], 8, 0.5, NO)}
-    ),
-    "stack, zeros: an episode of one step": case(
-        STACK | SEEN | ZEROS, "U", [0], {0: ([0, 0, 1], [0, 1, -1], 1, 0.5, U)}
-    ),
-    "ring: a start goes with its oldest frame": case(
-        STACK | SAME | of(4), ".......", [5], {5: ([4, 5, 6], [5, 6, 7], 32, 0.5, NO)}
-    ),
-    "ring: a first step needs no frame before it": case(
-        STACK | SAME | of(4), "...T...", [4, 5], {4: ([5, 5, 5], [5, 5, 6], 16, 0.5, NO)}
-    ),
-    "ring as long as the stack: long episodes": case({"stack": 2} | SAME | of(2), "..T.....", []),
-    "ring as long as the stack: short episodes": case(
-        {"stack": 2} | SAME | of(2), ".T.T", [2, 3], {3: ([3, 4], None, 8, 0, T)}
-    ),
-    "ring of one step: only what needs nothing else": case(of(1), "..T", [2], {2: (3, None, 4, 0, T)}),
+    "stack, zeros: an episode of one step": case(STACK | SEEN | ZEROS, "U", [0], {0: ([0, 0, 1], [0, 1, -1], 1, U)}),
+    "ring: goes with its oldest frame": case(STACK | SAME | of(4), ".......", [5], {5: ([4, 5, 6], [5, 6, 7], 1, NO)}),
+    "ring: a first step needs none": case(STACK | SAME | of(4), "...T...", [4, 5], {4: ([5, 5, 5], [5, 5, 6], 1, NO)}),
+    "ring as long as the stack: long ones": case(TWO | SAME | of(2), "..T.....", []),
+    "ring as long as the stack: short ones": case(TWO | SAME | of(2), ".T.T", [2, 3], {3: ([3, 4], None, 1, T)}),
+    "ring of one step: only what needs nothing else": case(of(1), "..T", [2], {2: (3, None, 1, T)}),
     "ring of one step: nothing while the episode goes on": case(of(1), "...", []),
-    "ring of three: the window must be stored as well": case({"n_step": 2} | of(3), "......", [3]),
-    "two environments: keys alternate": case(
-        of(5), "... ...", [2, 3], {2: (2, 3, 2, 0.5, NO), 3: (102, 103, 2, 0.5, NO)}
-    ),
-    "two environments: an end in one": case(
-        {}, ".T.. ..U.", [0, 1, 2, 3, 5], {2: (2, None, 2, 0, T), 5: (103, 104, 4, 0.5, U)}
-    ),
-    "clear: stacks do not reach back": case({"stack": 2}, "...c....", [4, 5], {4: ([4, 5], [5, 6], 16, 0.5, NO)}),
-    "clear: after an ending a step is dead all the same": case(
-        {"stack": 2}, "..Tc...", [4], {4: ([5, 5], [5, 6], 16, 0.5, NO)}
-    ),
+    "ring of three: the window must be stored as well": case(PAIRS | of(3), "......", [3]),
+    "two environments: keys alternate": case(of(5), "... ...", [2, 3], {2: (2, 3, 1, NO), 3: (102, 103, 1, NO)}),
+    "two environments: one ends": case({}, ".T.. ..U.", [0, 1, 2, 3, 5], {2: (2, None, 1, T), 5: (103, 104, 1, U)}),
+    "clear: stacks do not reach back": case(TWO, "...c....", [4, 5], {4: ([4, 5], [5, 6], 1, NO)}),
+    "clear: a dead step is dead all the same": case(TWO, "..Tc...", [4], {4: ([5, 5], [5, 6], 1, NO)}),
     "clear: the first step after it can be drawn": case({}, "...c....", [3, 4, 5]),
     "clear: windows begun before it are gone": case({}, "...c..", [3]),
     "begin_episodes: after an ending no step is dead": case({}, "..T|..", [0, 1, 2, 3]),
@@ -116,19 +91,14 @@ CASES = {
     "begin_episodes: it had come": case({}, "..U.|..", [0, 1, 2, 4]),
     "begin_episodes: before the first step": case({}, "|...", [0, 1]),
     "begin_episodes: twice is once": case({}, "..||..", [0, 2]),
-    "begin_episodes: open ones stay open": case(
-        {"stack": 2, "n_step": 2},
-        "...|...",
-        [0, 3],
-        {0: ([1, 1], [2, 3], 2, 0.25, NO), 3: ([4, 4], [5, 6], 16, 0.25, NO)},
+    "begin_episodes: open ones": case(
+        TWO | PAIRS, "...|...", [0, 3], {0: ([1, 1], [2, 3], 2, NO), 3: ([4, 4], [5, 6], 2, NO)}
     ),
     "side ring: one that is taken is not overwritten": case(SEEN | ROW | of(4), "U.U.", [0, 1]),
-    "side ring: it is free when its step is overwritten": case(
-        SEEN | ROW | of(2), "U.U.", [2], {2: (3, -3, 4, 0.5, U)}
-    ),
+    "side ring: it is free when its step is overwritten": case(SEEN | ROW | of(2), "U.U.", [2], {2: (3, -3, 1, U)}),
     "side ring: by the very step that needs it": case(SEEN | ROW | of(2), "U.U", [1, 2]),
     "side ring: terminations take none": case(SEEN | ROW, "TBTU.", [0, 1, 2, 3]),
-    "side ring of two: a clear frees them": case(SEEN | {"final_capacity": 2}, "UUcU.", [2], {2: (3, -3, 4, 0.5, U)}),
+    "side ring of two: a clear frees them": case(SEEN | {"final_capacity": 2}, "UUcU.", [2], {2: (3, -3, 1, U)}),
     "side ring of two: in the order of the environments": case(SEEN | {"final_capacity": 2}, "U. U. U.", [0, 1]),
 }
 
@@ -143,11 +113,11 @@ def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[A
     pair.check_contents()
     view = pair.model.view()
     assert view.eligible() == eligible
-    for key, (obs, after, reward, discount, flags) in rows.items():
-        row = view.row(key)
+    for key, (obs, after, steps, flags) in rows.items():
+        row, reward = view.row(key), steps * 2 ** (key // len(streams))
         assert row["obs"] == obs
         assert after is None or row["next_obs"] == after
-        assert (row["reward"], row["discount"]) == (reward, discount)
+        assert (row["reward"], row["discount"]) == (reward, 0 if flags[0] else 0.5**steps)
         assert (row["terminated"], row["truncated"]) == flags
 
 
