@@ -162,39 +162,31 @@ def test_what_comes_out_holds_no_backward_pass() -> None:
     assert torch.equal(found.parts[0], output["batch"][0].number.float())
 
 
-@pytest.mark.parametrize(
-    ("returned", "error", "message"),
-    [
-        (torch.ones(ROWS, 1), ValueError, r"tensor of shape \[8\] on cpu, .* found shape \[8, 1\] on cpu"),
-        (torch.ones(3), ValueError, r"found shape \[3\] on cpu"),
-        (torch.ones(ROWS, device="meta"), ValueError, r"found shape \[8\] on meta"),
-        (0.5, TypeError, r"or a tuple \(priorities, output\); found float"),
-        ((torch.ones(ROWS),) * 3, TypeError, "found tuple"),
-        ((torch.ones(ROWS), 0.5), TypeError, "so that must be tensors; found float"),
-        ((None, [torch.ones(1), {"loss": "low"}]), TypeError, "found str"),
-        (torch.ones(ROWS, dtype=torch.bool), TypeError, "priorities must be real numbers"),
-    ],
-)
-def test_what_learn_must_not_return(returned: Any, error: type[Exception], message: str) -> None:
+ONES = torch.ones(ROWS)
+# what learns, or what it returns
+WRONG: list[tuple[Any, Any, dict[str, Any], Any, str]] = [
+    (8, ONES[:, None], {}, ValueError, r"tensor of shape \[8\] on cpu, .* found shape \[8, 1\] on cpu"),
+    (8, ONES[:3], {}, ValueError, r"found shape \[3\] on cpu"),
+    (8, ONES.to("meta"), {}, ValueError, r"found shape \[8\] on meta"),
+    (8, 0.5, {}, TypeError, r"or a tuple \(priorities, output\); found float"),
+    (8, (ONES,) * 3, {}, TypeError, "found tuple"),
+    (8, (ONES, 0.5), {}, TypeError, "so that must be tensors; found float"),
+    (8, (None, [ONES, {"loss": "low"}]), {}, TypeError, "found str"),
+    (8, ONES.bool(), {}, TypeError, "priorities must be real numbers"),
+    (0, powers, {}, ValueError, "the batch size must be at least 1; found 0"),
+    ("8", powers, {}, TypeError, "the batch size must be an int; found '8'"),
+    (8, None, {}, TypeError, "needs a function that learns from a batch; found NoneType"),
+    (8, powers, {"beta": -1}, ValueError, "beta must be finite and at least 0; found -1"),
+    (8, powers, {"warm_ups": 0}, ValueError, "warm_ups must be at least 1; found 0"),
+    (8, powers, {"warm_ups": 1.5}, TypeError, "warm_ups must be an int; found 1.5"),
+    (8, powers, {"generators": [0]}, TypeError, "generators must be of type torch.Generator; found int"),
+]
+
+
+@pytest.mark.parametrize("rows, learn, named, error, message", WRONG)
+def test_steps_that_make_no_sense(rows: Any, learn: Any, named: dict[str, Any], error: Any, message: str) -> None:
     buffer = filled("transitions", SAMPLERS["annealed"])
     before = buffer.masses()
     with pytest.raises(error, match=message):
-        buffer.capture(ROWS, lambda batch: returned)()
+        buffer.capture(rows, learn if learn is None or callable(learn) else lambda batch: learn, **named)()
     assert torch.equal(buffer.masses(), before)
-
-
-@pytest.mark.parametrize(
-    ("rows", "learn", "named", "error", "message"),
-    [
-        (0, powers, {}, ValueError, "the batch size must be at least 1; found 0"),
-        ("8", powers, {}, TypeError, "the batch size must be an int; found '8'"),
-        (8, None, {}, TypeError, "needs a function that learns from a batch; found NoneType"),
-        (8, powers, {"beta": -1}, ValueError, "beta must be finite and at least 0; found -1"),
-        (8, powers, {"warm_ups": 0}, ValueError, "warm_ups must be at least 1; found 0"),
-        (8, powers, {"warm_ups": 1.5}, TypeError, "warm_ups must be an int; found 1.5"),
-        (8, powers, {"generators": [0]}, TypeError, "generators must be of type torch.Generator; found int"),
-    ],
-)
-def test_arguments_that_make_no_sense(rows: Any, learn: Any, named: dict[str, Any], error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        BUFFERS["transitions"](Uniform(), "cpu").capture(rows, learn, **named)
