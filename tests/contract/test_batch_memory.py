@@ -59,7 +59,7 @@ def test_batches_of_a_buffer_stay_what_they_were_while_others_are_drawn(make: Ca
             buffer.sample(128)
 
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(draw, [30] * 3))
+        list(pool.map(draw, [6] * 3))
     for batch, (obs, after) in zip(kept, copies, strict=False):
         assert torch.equal(batch.obs, obs)
         assert torch.equal(batch.next_obs, after)

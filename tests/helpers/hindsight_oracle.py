@@ -20,8 +20,9 @@ from gpu_replay import Batch, Field, Hindsight
 ACHIEVED, DESIRED = "obs.achieved_goal", "obs.desired_goal"
 GOALS = {
     "obs.observation": Field((), torch.int32),
-    ACHIEVED: Field((2,), torch.int16),
-    DESIRED: Field((2,), torch.int16),
+    # they leave halved, and so reward functions see them
+    ACHIEVED: Field((2,), torch.int16, torch.float32, 0.5),
+    DESIRED: Field((2,), torch.int16, torch.float32, 0.5),
     "action": Field((), torch.int64),
 }
 Goal = tuple[int, ...]
@@ -72,8 +73,9 @@ def goals_of(view: View, key: int, strategy: str) -> list[Goal]:
 
 
 def frames(batch: Batch, name: str) -> list[tuple[Goal, ...]]:
-    """The goals in the frames of each row."""
-    return [tuple(map(tuple, row)) for row in batch[name].cpu().reshape(len(batch), -1, 2).tolist()]
+    """The goals in the frames of each row, as they are stored."""
+    stored = batch[name].cpu().double() * 2
+    return [tuple(map(tuple, row)) for row in stored.long().reshape(len(batch), -1, 2).tolist()]
 
 
 def rewritten(batch: Batch, view: View) -> list[bool]:
@@ -106,7 +108,7 @@ def check_batch(batch: Batch, view: View, strategy: str) -> dict[int, Counter[Go
             assert goal in goals_of(view, key, strategy), f"key {key}"
             # what the step itself achieved, final observations of terminated episodes included
             assert shown == after(view, env, number), f"key {key}"
-            expected[0] = reward_of(torch.tensor([shown]), torch.tensor([goal])).item()
+            expected[0] = reward_of(torch.tensor([shown]) / 2, torch.tensor([goal]) / 2).item()
             seen.setdefault(key, Counter())[goal] += count
         assert list(values) == expected, f"{names} of key {key}"
     return seen
