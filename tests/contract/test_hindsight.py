@@ -206,10 +206,10 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_rewards_come_in_every_form(form: Any, device: str) -> None:
-    asked: list[torch.Size] = []
+    asked = []
 
     def plain(achieved: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
-        asked.append(achieved.shape)
+        asked.append((tuple(achieved.shape), achieved.dtype, desired.dtype))
         return torch.as_tensor(form(achieved.clone(), desired.clone()), device=device).detach().float()
 
     ended = {"ratio": 0.5, "terminated_fn": lambda a, d: (a == d).all(dim=1)}
@@ -217,8 +217,8 @@ def test_rewards_come_in_every_form(form: Any, device: str) -> None:
     batch = other.sample(9)
     assert (batch.reward.dtype, batch.reward.requires_grad) == (torch.float32, False)
     same(one.sample(9), batch)
-    # 4.5 rounds to the even number
-    assert asked == [torch.Size([4, 2])]
+    # 4.5 rounds to the even number, and goals come as they leave
+    assert asked == [((4, 2), torch.float32, torch.float32)]
 
 
 def test_another_thread_adds_while_a_reward_function_works(device: str) -> None:
