@@ -19,7 +19,7 @@ pytestmark = pytest.mark.contract
 
 def wrapped(device: str) -> ReplayBuffer:
     """A ring of 8 that holds keys 5 to 12."""
-    buffer = make(8, device=device)
+    buffer = make(8, EXACT, device=device)
     fill(buffer, 13)
     return buffer
 
@@ -64,13 +64,18 @@ FORMS["unsigned"] = lambda keys: torch.tensor(keys).to(torch.uint16)
 
 
 @pytest.mark.parametrize("form", [*FORMS, "tensor", "device tensor"])
-def test_stored_transitions_come_back_by_key(form: str, device: str) -> None:
+def test_keys_come_in_every_form(form: str, device: str) -> None:
     buffer, wanted = wrapped(device), [12] if form == "int" else [12, 5, 10, 10]
     tensor = torch.tensor(wanted, device=device if form == "device tensor" else "cpu")
-    batch = buffer[FORMS[form](wanted) if form in FORMS else tensor]
+    keys = FORMS[form](wanted) if form in FORMS else tensor
+    batch = buffer[keys]
     assert (batch.key.tolist(), batch.key.dtype) == (wanted, torch.int64)
     assert all(tensor.device.type == device for tensor in batch.values())
     check_rows(batch)
+    buffer.update_priorities(keys, [2.0] * len(wanted))
+    found = buffer.priorities(keys)
+    assert (found.tolist(), found.dtype, found.device.type) == ([2.0] * len(wanted), torch.float64, device)
+    assert buffer.total_mass() == (8 + len(set(wanted))) * 2**20
 
 
 # what a buffer says of itself

@@ -13,11 +13,13 @@ import pytest
 import torch
 from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
+from pairs import RowPair
+from programs import SAMPLERS
 from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
 from trajectory_pair import Pair, play
-from transitions import EXACT, check_rows, fill, make, same, same_draws, transitions
+from transitions import EXACT, check_rows, fill, make, same, transitions
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
 
@@ -281,10 +283,7 @@ def default_device(name: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-SAMPLERS = [Proportional(normalize="buffer"), RankBased(), Combined(Proportional())]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+@pytest.mark.parametrize("sampler", [Proportional(normalize="buffer"), RankBased(), Combined(Proportional())], ids=repr)
 def test_a_default_device_changes_nothing(sampler: Any, tmp_path: Any) -> None:
     """All of a life of both buffers where torch makes tensors elsewhere."""
     flags = {"terminated": np.zeros(2, bool), "truncated": np.ones(2, bool), "reward": np.ones(2, np.float32)}
@@ -307,20 +306,17 @@ def test_a_default_device_changes_nothing(sampler: Any, tmp_path: Any) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
-def test_a_buffer_made_in_inference_mode_works_outside(sampler: Any, device: str) -> None:
+@pytest.mark.parametrize("name", ["annealed", "rank", "combined-proportional"])
+def test_a_buffer_made_in_inference_mode_works_outside(name: str, device: str) -> None:
     with torch.inference_mode():
-        buffer = make(4, sampler, device=device)
-        fill(buffer, 6)
-        buffer.sample(2)
-    state = buffer.state_dict()
-    buffer.clear()
-    buffer.load_state_dict(state)
-    twin = make(4, sampler, device=device)
-    twin.load_state_dict(state)
-    for each in (buffer, twin):
-        fill(each, 1)
-    same_draws(buffer, twin, 3)
+        pair = RowPair(4, SAMPLERS[name], device=device)
+        pair.add(6)
+        pair.sample(4)
+    for _ in range(2):
+        pair.add(1)
+        pair.sample(3)
+        pair.check_all()
+        pair.renew("state")
 
 
 CALLS: dict[str, Callable[[ReplayBuffer], Any]] = {

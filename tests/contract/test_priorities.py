@@ -11,7 +11,6 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from devices import device_fixture as device_fixture
@@ -52,15 +51,6 @@ def made(kind: str, sampler: Any, priorities: list[float | None], device: str, c
 def units(pair: Any) -> list[float]:
     """The masses in units of priority 1, in slot order."""
     return [mass / UNIT for mass in pair.buffer.masses().tolist()]
-
-
-@pytest.mark.parametrize("form", [torch.tensor, lambda keys: np.array(keys, dtype=np.int32), list])
-def test_keys_come_in_every_form(form: Any, device: str) -> None:
-    pair = made("rows", EXACT, [None] * 6, device, capacity=4)
-    pair.buffer.update_priorities(form([5, 2]), [2.0, 4.0])
-    assert (units(pair), pair.buffer.priorities(5).tolist()) == ([1, 2, 4, 1], [2])
-    found = pair.buffer.priorities(form([5, 2]))
-    assert (found.tolist(), found.dtype, found.device.type) == ([2, 4], torch.float64, device)
 
 
 @pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])

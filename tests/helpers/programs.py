@@ -124,7 +124,7 @@ def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: floa
         return "renew", draw.choice(("state", *RENEWED))
     if chance < 0.97 or kind == "rows":
         return ("clear",)
-    return "begin", draw.choice((None, [draw.random() < 0.5 for _ in range(envs)]))
+    return "begin_episodes", draw.choice((None, [draw.random() < 0.5 for _ in range(envs)]))
 
 
 def any_program(
@@ -204,8 +204,9 @@ class Player:
                 self.pair.check_all()
                 self.pair.check_contents()
 
-    def add(self, count: int, priority: list[float] | None) -> None:
-        self.pair.add(count, priority)
+    def __getattr__(self, name: str) -> Any:
+        """Calls that a pair takes as they are."""
+        return getattr(self.pair, name)
 
     def made(self, step: str, number: int, final: bool, own: list[float] | None) -> list[Step]:
         model = self.pair.model
@@ -243,15 +244,6 @@ class Player:
 
     def update(self, keys: list[int], numbers: list[float]) -> None:
         self.pair.update([self.pair.model.added + key for key in keys], numbers)
-
-    def clear(self) -> None:
-        self.pair.clear()
-
-    def begin(self, mask: list[bool] | None) -> None:
-        self.pair.begin_episodes(mask)
-
-    def renew(self, way: str) -> None:
-        self.pair.renew(way)
 
     def refused(self, number: int) -> None:
         """A call that means nothing changes nothing."""

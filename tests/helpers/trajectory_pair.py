@@ -274,9 +274,7 @@ class Script:
             call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
             self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
 
-    def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> list[Any]:
-        """Make these calls; returns all that came back from samples."""
-        found: list[Any] = []
+    def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> None:
         for call, argument in self.calls[first:last]:
             if call == "add":
                 buffer.add(**taken_by(buffer, argument, FIELDS))
@@ -285,7 +283,7 @@ class Script:
                 buffer.update_priorities(keys, [argument + key % 7 / 2 for key in keys])
             elif call == "sample":
                 count = min(argument, buffer.stats().eligible)
-                found += [buffer.sample(count)] if count >= getattr(buffer.sampler, "newest", 1) else []
+                if count >= getattr(buffer.sampler, "newest", 1):
+                    buffer.sample(count)
             else:
                 getattr(buffer, call)(*([np.array(argument)] if call == "begin_episodes" else []))
-        return found
