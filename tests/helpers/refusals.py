@@ -216,6 +216,10 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
     *((ANY, lambda b, _, keys=keys: b.update_priorities(keys, ONES), error, words) for keys, error, words in KEYS),
     *((ANY, lambda b, _, keys=keys: b[keys], error, words) for keys, error, words in KEYS),
+    *(
+        (ANY, lambda b, _, keys=keys: b.priorities(keys), (error, RuntimeError), f"{words}|no priorities")
+        for keys, error, words in [*KEYS, (-1, KeyError, "key -1 is not live")]
+    ),
     *((ANY, lambda b, _, p=wrong: b.update_priorities(TWO, p), error, "(?i:priorit)") for wrong, error in PRIORITIES),
     *(
         (ANY, lambda b, _, of=NOT_DENSE[kind]: b.update_priorities(TWO, of(ONES)), TypeError, "priorit.*found")
