@@ -20,6 +20,7 @@ import pytest
 import torch
 from devices import scale
 from hindsight_oracle import GOALS, goal_step, hindsight
+from programs import SAMPLERS
 from refusals import whole_state
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,25 +30,17 @@ from transitions import fill, transitions
 
 from gpu_replay import (
     Batch,
-    Combined,
     Field,
     Latest,
     LinearSchedule,
     Proportional,
-    RankBased,
     ReplayBuffer,
     TrajectoryReplayBuffer,
-    Uniform,
 )
 
 Replay = ReplayBuffer | TrajectoryReplayBuffer
 SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))
-SAMPLERS = {
-    "uniform": Uniform(),
-    "rank": RankBased(normalize="buffer"),
-    "combined": Combined(SCHEDULED, newest=2),
-    "latest": Latest(),
-}
+SAMPLED = ("uniform", "rank-annealed", "combined-proportional", "latest")
 # what leaves is of other types than what is stored
 FIELDS = NUMBERED | {
     "obs": Field((2, 3), torch.float32, torch.float16, 1 / 64),
@@ -279,8 +272,8 @@ def with_goals() -> TrajectoryReplayBuffer:
 
 
 MADE: dict[str, Callable[[], Replay]] = {
-    **{f"transitions-{name}": partial(filled, sampler) for name, sampler in SAMPLERS.items()},
-    "streams": partial(streamed, SAMPLERS["combined"]),
+    **{f"transitions-{name}": partial(filled, SAMPLERS[name]) for name in SAMPLED},
+    "streams": partial(streamed, SAMPLERS["combined-proportional"]),
     "goals": with_goals,
 }
 

@@ -452,11 +452,6 @@ class View:
         number, env = divmod(key, self.model.num_envs)
         return env, number
 
-    def dead(self) -> list[int]:
-        """Keys of stored steps that only carry a final observation."""
-        places = {key: self.place(key) for key in self.live()}
-        return [key for key, (env, number) in places.items() if self.marks[env][number][1]]
-
     def next_is_dead(self, env: int) -> bool:
         """Whether the step that this environment gives next will only carry a final observation."""
         if not self.count or self.model.autoreset != "next_step" or (env, self.count) in self.model.broken:

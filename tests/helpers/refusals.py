@@ -159,36 +159,53 @@ NOT_DENSE: dict[str, Callable[[Tensor], Any]] = {
 }
 DENSE_PRIORITIES = [kind for kind in NOT_DENSE if kind not in ("csr", "nested")]
 DENSE_KEYS = ("coo", "mkldnn", "quantized", "float8")
+
+
+def alike(error: Any, words: str, *values: Any) -> list[tuple[Any, Any, str]]:
+    """Values that are refused by one error."""
+    return [(value, error, words) for value in values]
+
+
 SIZES = [
-    *((value, ValueError, str(value)) for value in (0, -3)),
+    *alike(ValueError, "at least 1; found (0|-3)", 0, -3),
     (10**400, ValueError, "must be at most"),
-    *((value, TypeError, f"(?i:{value})") for value in (True, 2.0, None)),
-    ("4", TypeError, "4"),
+    *((value, TypeError, f"(?i:{value})") for value in (True, 2.0, None, "4")),
 ]
 ONES, TWO = torch.ones(2), torch.tensor([0, 1])
 KEYS: list[tuple[Any, Any, str]] = [
     (torch.tensor([0.0, 1.0]), TypeError, "(?i:key).*float"),
-    (np.array([0.5, 1]), TypeError, "(?i:key)"),
     (torch.tensor([True, False]), TypeError, "(?i:key).*bool"),
     (torch.zeros(2, 1, dtype=torch.int64), ValueError, "(?i:key)"),
-    *((key, TypeError, "(?i:key)") for key in ("01", None, True, 1.0, [0.5])),
-    *(
-        (key, TypeError, "keys must be integers of 64 bits.*list.*found")
-        for key in (2**63, 2**70, -(2**70), slice(0, 3), slice(None), [2**70])
+    *alike(TypeError, "(?i:key)", "01", None, True, 1.0, [0.5], np.array([0.5, 1])),
+    *alike(
+        *(TypeError, "keys must be integers of 64 bits.*list.*found"),
+        *(2**63, 2**70, -(2**70), slice(0, 3), slice(None), [2**70]),
     ),
 ]
-PRIORITIES: list[tuple[Any, Any]] = [
-    *((wrong, ValueError) for wrong in (ONES[:1], torch.ones(3), ONES[:, None], torch.tensor(1.0))),
-    *((wrong, LOSSY) for wrong in (ONES.cfloat(), "ab", [np.ma.masked, 1.0])),
+PRIORITIES_OF = [(keys, (error, RuntimeError), f"{words}|no priorities") for keys, error, words in KEYS]
+PRIORITIES_OF += [(-1, (KeyError, RuntimeError), "key -1 is not live|no priorities")]
+PRIORITIES: list[tuple[Any, Any, str]] = [
+    *alike(ValueError, "(?i:priorit)", ONES[:1], torch.ones(3), ONES[:, None], torch.tensor(1.0)),
+    *alike(LOSSY, "(?i:priorit)", ONES.cfloat(), "ab", [np.ma.masked, 1.0]),
 ]
 # arguments of `sample_sequences`
-WINDOWS: dict[str, list[tuple[Any, Any]]] = {
-    "length": [(0, ValueError), (-3, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)],
-    "burn_in": [(-1, ValueError), (0.5, TypeError), (True, TypeError)],
-    "beta": [(-1.0, ValueError), ("high", TypeError)],
-    "stride": [(0, ValueError), (1.5, TypeError)],
-    "strict": [("yes", TypeError), (1, TypeError)],
-}
+WINDOWS: list[tuple[Any, Any, str]] = [
+    ({name: value}, error, f"{name}.*{value}")
+    for name, error, values in (
+        *(("length", ValueError, (0, -3)), ("length", TypeError, (1.5, True, None))),
+        *(("burn_in", ValueError, (-1,)), ("burn_in", TypeError, (0.5, True))),
+        *(("beta", ValueError, (-1.0,)), ("beta", TypeError, ("high",))),
+        *(("stride", ValueError, (0,)), ("stride", TypeError, (1.5,)), ("strict", TypeError, ("yes", 1))),
+    )
+    for value in values
+]
+
+
+def calls(
+    kinds: tuple[str, ...], call: Callable[[Any, Any], Any], table: list[tuple[Any, Any, str]]
+) -> list[tuple[tuple[str, ...], Call, Any, str]]:
+    """A call for each row of a table."""
+    return [(kinds, lambda b, _, v=value: call(b, v), error, words) for value, error, words in table]
 
 
 def without(name: str) -> Call:
@@ -210,56 +227,46 @@ CALLS: list[tuple[tuple[str, ...], Call, Any, str]] = [
     (ANY, lambda b, given: b.add(**each_of(given, lambda v: v[:0])), ValueError, "0"),
     (STEPS, lambda b, given: b.add(**each_of(given, lambda v: v.repeat_interleave(2, 0))), ValueError, "needs"),
     (STEPS, lambda b, given: b.extend(**each_of(given, lambda v: v[None][:0])), ValueError, "at least one step"),
-    *((ANY, lambda b, _, size=size: b.sample(size), error, words) for size, error, words in SIZES),
-    *((STEPS, lambda b, _, size=size: b.sample_sequences(size, 3), error, words) for size, error, words in SIZES),
-    *((ANY, lambda b, _, beta=beta: b.sample(2, beta=beta), ValueError, "beta") for beta in (-0.5, math.nan, 10**400)),
+    *calls(ANY, lambda b, size: b.sample(size), SIZES),
+    *calls(STEPS, lambda b, size: b.sample_sequences(size, 3), SIZES),
+    *calls(ANY, lambda b, beta: b.sample(2, beta=beta), alike(ValueError, "beta", -0.5, math.nan, 10**400)),
     (ANY, lambda b, _: b.sample(2, beta="0.5"), TypeError, "beta"),
-    *((ANY, lambda b, _, keys=keys: b.update_priorities(keys, ONES), error, words) for keys, error, words in KEYS),
-    *((ANY, lambda b, _, keys=keys: b[keys], error, words) for keys, error, words in KEYS),
-    *(
-        (ANY, lambda b, _, keys=keys: b.priorities(keys), (error, RuntimeError), f"{words}|no priorities")
-        for keys, error, words in [*KEYS, (-1, KeyError, "key -1 is not live")]
+    *calls(ANY, lambda b, keys: b.update_priorities(keys, ONES), KEYS),
+    *calls(ANY, lambda b, keys: b[keys], KEYS),
+    *calls(ANY, lambda b, keys: b.priorities(keys), PRIORITIES_OF),
+    *calls(ANY, lambda b, priorities: b.update_priorities(TWO, priorities), PRIORITIES),
+    *calls(
+        *(ANY, lambda b, kind: b.update_priorities(TWO, NOT_DENSE[kind](ONES))),
+        alike(TypeError, "priorit.*found", *DENSE_PRIORITIES),
     ),
-    *((ANY, lambda b, _, p=wrong: b.update_priorities(TWO, p), error, "(?i:priorit)") for wrong, error in PRIORITIES),
-    *(
-        (ANY, lambda b, _, of=NOT_DENSE[kind]: b.update_priorities(TWO, of(ONES)), TypeError, "priorit.*found")
-        for kind in DENSE_PRIORITIES
-    ),
-    *((ANY, lambda b, _, of=NOT_DENSE[kind]: b[of(ONES)], TypeError, "keys.*found") for kind in DENSE_KEYS),
-    *(
-        (STEPS, lambda b, _, n=name, v=value: b.sample_sequences(**{"batch_size": 2, "length": 3, n: v}), error, words)
-        for name, wrong in WINDOWS.items()
-        for value, error in wrong
-        for words in [f"{name}.*{value}"]
-    ),
+    *calls(ANY, lambda b, kind: b[NOT_DENSE[kind](ONES)], alike(TypeError, "keys.*found", *DENSE_KEYS)),
+    *calls(STEPS, lambda b, given: b.sample_sequences(**{"batch_size": 2, "length": 3} | given), WINDOWS),
     (STEPS, lambda b, _: b.begin_episodes(np.ones(b.num_envs + 1, bool)), ValueError, "environments; found"),
-    *((STEPS, lambda b, _, of=of: b.begin_episodes(of(b.num_envs)), LOSSY, "(?i:bool)") for of in (np.ones, np.arange)),
-    *((ANY, lambda b, _, size=size: b.batches(size), LOSSY, "size") for size in (0, 1.5, None)),
+    *calls(STEPS, lambda b, of: b.begin_episodes(of(b.num_envs)), alike(LOSSY, "(?i:bool)", np.ones, np.arange)),
+    *calls(ANY, lambda b, size: b.batches(size), alike(LOSSY, "size", 0, 1.5, None)),
     (ANY, lambda b, _: iter(b), TypeError, r"batches\(size\)"),
     (ANY, lambda b, _: b.load_state_dict({}), (TypeError, ValueError, KeyError), "."),
-    *(
-        (ANY, lambda b, _, key=key: key in b, TypeError, "needs a key, an int")
-        for key in ("5", 5.0, True, None, torch.tensor(5.0), [5])
+    *calls(
+        ANY,
+        lambda b, key: key in b,
+        alike(TypeError, "needs a key", "5", 5.0, True, None, torch.tensor(5.0), [5]),
     ),
 ]
 REFUSALS = [
     *(Refusal(f"add {one[:2]}", kinds_of(one[0]), changed(*one[:2]), *one[2:]) for one in GIVEN),
     *(Refusal(f"extend {one[:2]}", STEPS, changed(*one[:2], 2), *one[2:]) for one in EXTENDED),
     *(
-        Refusal(
-            f"{name} {kind}", ANY, changed(name, lambda v, of=NOT_DENSE[kind]: of(torch.ones(v.shape))), TypeError, name
-        )
+        Refusal(f"{name} {kind}", ANY, changed(name, lambda v, of=of: of(torch.ones(v.shape))), TypeError, name)
         for name, kinds in (("obs", NOT_DENSE), ("priority", DENSE_PRIORITIES))
-        for kind in kinds
+        for kind, of in NOT_DENSE.items()
+        if kind in kinds
     ),
     *(Refusal(f"call {number}: {words}", *one, words) for number, (*one, words) in enumerate(CALLS)),
     *(
-        Refusal(
-            f"update with {value}",
-            ANY,
-            lambda b, _, v=value: b.update_priorities([max(b.added - 1, 0), 0], [2.0, v]),
-            *(ValueError, "finite", on_the_host),
+        Refusal(f"call: {words}", *one, words, on_the_host)
+        for *one, words in calls(
+            *(ANY, lambda b, value: b.update_priorities([max(b.added - 1, 0), 0], [2.0, value])),
+            alike(ValueError, "finite", *NOT_FINITE),
         )
-        for value in NOT_FINITE
     ),
 ]
