@@ -13,12 +13,11 @@ import pytest
 import torch
 from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
-from pairs import RowPair
 from programs import SAMPLERS
 from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
-from trajectory_pair import Pair, play
+from trajectory_pair import Pair, RowPair, play
 from transitions import EXACT, check_rows, fill, make, same, transitions
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform

@@ -15,10 +15,9 @@ import torch
 from devices import INTERPRETED
 from hindsight_oracle import GOALS, check_batch, goal_step, hindsight
 from model import UNIT, Step
-from pairs import RENEWED, Pair, RowPair
 from refusals import REFUSALS, whole_state
+from trajectory_pair import RENEWED, RowPair, lettered
 from trajectory_pair import Pair as StepPair
-from trajectory_pair import lettered
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
 
@@ -191,7 +190,7 @@ class Player:
                 settings["relabel"] = hindsight(self.strategy, 0.5)
         self.pair: Any = (StepPair if program.kind == "steps" else RowPair)(**settings, device=device)
         if self.strategy:
-            self.pair.check_rows = lambda batch, view: check_batch(batch, view, self.strategy)
+            self.pair.contents = lambda batch: check_batch(batch, self.pair.model.view(), self.strategy)
         self.kind, self.often = program.kind, often
         # the keys that were drawn last
         self.drawn: list[int] = []
@@ -254,7 +253,7 @@ class Player:
         assert whole_state(self.pair.buffer) == before, call.name
 
 
-def run(program: Program, device: str = "cpu", often: int | None = None) -> Pair:
+def run(program: Program, device: str = "cpu", often: int | None = None) -> Any:
     """Play a program to its end; fails with the program in its message."""
     with tempfile.TemporaryDirectory() as folder:
         player = Player(program, device, often or (8 if INTERPRETED else 4), Path(folder))
