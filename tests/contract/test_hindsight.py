@@ -47,7 +47,7 @@ EACH = scale(120, 4)
 def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, device: str, full: bool) -> None:
     """After random programs; what they draw themselves is compared row by row."""
     played = 0
-    for seed in range(scale(60, 6) if full else scale(8, 2)):
+    for seed in range(scale(60, 6) if full else scale(5, 2)):
         draw = random.Random(f"{strategy} {seed} {full}")
         known = {"fields": "goals", "n_step": 1, "relabel": strategy, "place": "memory"}
         program = any_program(draw, "steps", "replacement", calls=25, capacity=draw.choice((1, 3, 5, 9)), **known)
@@ -60,7 +60,7 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, devic
             found = {key: set(goals) for key, goals in seen.items()}
             known_goals = {key: goals for key in eligible if (goals := set(goals_of(view, key, strategy)))}
             assert found == known_goals or (EACH < 100 and found.keys() <= known_goals.keys())
-    assert played >= scale(3, 1)
+    assert played >= scale(2, 1)
 
 
 def stream(letters: str, device: str = "cpu", *, envs: int = 1, capacity: int = 12, **settings: Any) -> Pair:
@@ -83,7 +83,7 @@ def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) 
     """Of the 12 steps that are stored, two end an episode whose first steps are overwritten; the next one runs."""
     pair = stream(".....T..........", device, relabel=hindsight(strategy))
     view = pair.model.view()
-    seen = check_batch(pair.buffer.sample(6_000), view, strategy)
+    seen = check_batch(pair.buffer.sample(3_000), view, strategy)
     assert sorted(seen) == view.eligible() == [4, 5, *range(7, 15)]
     for key, counts in seen.items():
         allowed = goals_of(view, key, strategy)
@@ -93,7 +93,7 @@ def test_goals_are_uniform(strategy: str, first: int, middle: int, device: str) 
     assert (len(seen[7]), len(seen[10])) == (first, middle)
 
 
-@pytest.mark.parametrize("ratio", scale([0.0, 0.1, 0.25, 0.5, 0.8, 1.0], [0.5]))
+@pytest.mark.parametrize("ratio", scale([0.0, 0.1, 0.25, 0.8, 1.0], [0.5]))
 def test_exactly_the_share_is_rewritten(ratio: float, device: str) -> None:
     pair = stream("." * 12, device, relabel=hindsight(ratio=ratio))
     view = pair.model.view()
@@ -106,7 +106,7 @@ def test_exactly_the_share_is_rewritten(ratio: float, device: str) -> None:
 def test_rows_are_a_random_set(device: str) -> None:
     pair = stream("." * 12, device, relabel=hindsight("final", 0.5), sampler=Proportional())
     view = pair.model.view()
-    chosen = Counter(tuple(rewritten(pair.buffer.sample(6), view)) for _ in range(1500))
+    chosen = Counter(tuple(rewritten(pair.buffer.sample(6), view)) for _ in range(800))
     # each of the 20 sets of three rows
     check_counts(chosen, dict.fromkeys(chosen, 1))
     assert len(chosen) == 20

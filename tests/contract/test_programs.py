@@ -12,7 +12,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from devices import INTERPRETED, scale
+from devices import INTERPRETED, scale, thinned
 from devices import device_fixture as device_fixture
 from model import UNIT, place, stratum
 from programs import KINDS, SAMPLERS, Program, any_program, run
@@ -34,8 +34,7 @@ def test_programs(kind: str, name: str, device: str, full: bool) -> None:
         run(any_program(draw, kind, name, calls=scale(40, 15)), device)
 
 
-@pytest.mark.parametrize("name", ["uniform", "independent", "annealed", "rank-annealed"])
-@pytest.mark.parametrize("capacity", [97, 129, 1009, scale(4099, 300)])
+@thinned("capacity, name", [97, 129, 1009, scale(4099, 300)], ["uniform", "rank-annealed", "annealed", "independent"])
 def test_programs_in_larger_buffers(capacity: int, name: str, device: str) -> None:
     draw = random.Random(f"{capacity} {name}")
     run(any_program(draw, "rows", name, calls=scale(25, 8), capacity=capacity), device, often=25)
@@ -62,7 +61,7 @@ def test_found_programs(name: str, device: str) -> None:
 
 
 @hypothesis.settings(
-    max_examples=scale(40, 4),
+    max_examples=scale(25, 4),
     deadline=None,
     derandomize=True,
     database=None,

@@ -27,7 +27,7 @@ def test_stacks_of_games_that_end_equal_those_of_the_environment(autoreset: str,
     vector = pytest.importorskip("ale_py.vector_env", reason="needs ale-py, in the extra `training`")
     settings: dict[str, Any] = {"stack_num": 4, "img_height": SIDE, "img_width": SIDE, "noop_max": 12}
     settings["autoreset_mode"] = vector.AutoresetMode[autoreset.upper()]
-    frames, steps, kept = 4 * scale(150, 15), scale(400, 60), scale(134, 40)
+    frames, steps, kept = 4 * scale(150, 15), scale(240, 60), scale(134, 40)
     game = vector.AtariVectorEnv("breakout", ENVS, num_threads=1, max_num_frames_per_episode=frames, **settings)
     buffer = TrajectoryReplayBuffer(
         kept * ENVS, ENVS, FIELDS, stack=4, padding="zero", autoreset=autoreset, sampler=Latest(), device=device
