@@ -8,6 +8,7 @@ copied, what nobody needs is left out.
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 import threading
 import weakref
@@ -19,12 +20,11 @@ import numpy as np
 import pytest
 import torch
 from devices import scale
-from hindsight_oracle import GOALS, goal_step, hindsight
-from programs import SAMPLERS
+from programs import any_program, run
 from refusals import whole_state
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from trajectory_pair import Pair, columns, lettered
+from trajectory_pair import columns, lettered
 from transitions import FIELDS as NUMBERED
 from transitions import fill, transitions
 
@@ -40,7 +40,6 @@ from gpu_replay import (
 
 Replay = ReplayBuffer | TrajectoryReplayBuffer
 SCHEDULED = Proportional(beta=LinearSchedule(0.4, 1.0, 4))
-SAMPLED = ("uniform", "rank-annealed", "combined-proportional", "latest")
 # what leaves is of other types than what is stored
 FIELDS = NUMBERED | {
     "obs": Field((2, 3), torch.float32, torch.float16, 1 / 64),
@@ -74,9 +73,9 @@ def filled(sampler: Any = SCHEDULED, seed: int = 5, capacity: int = scale(61, 23
     return buffer
 
 
-def streamed(sampler: Any = SCHEDULED, *, stack: int = 2, n_step: int = 3) -> TrajectoryReplayBuffer:
+def streamed(stack: int = 2, n_step: int = 3) -> TrajectoryReplayBuffer:
     """Streams of steps in a ring that has turned."""
-    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": sampler, "seed": 5}
+    settings: dict[str, Any] = {"stack": stack, "n_step": n_step, "sampler": SCHEDULED, "seed": 5}
     buffer = TrajectoryReplayBuffer(STEPS * ENVS, ENVS, STEP_FIELDS, **settings)
     for number in range(TURNED):
         buffer.add(**step_of(number))
@@ -263,29 +262,24 @@ def test_what_another_thread_adds_meanwhile_is_kept() -> None:
     assert buffer.added == start + count
 
 
-def with_goals() -> TrajectoryReplayBuffer:
-    """Streams of steps whose goals are rewritten in hindsight."""
-    pair = Pair(9 * ENVS, ENVS, fields=GOALS, sampler=SCHEDULED, relabel=hindsight(), stack=2)
-    for number in range(9):
-        pair.add([goal_step(number, env) for env in range(ENVS)])
-    return pair.buffer
+GOALS: dict[str, Any] = {"fields": "goals", "n_step": 1, "relabel": "future"}
+LIVED: list[tuple[str, str, dict[str, Any]]] = [
+    *(("rows", name, {}) for name in ("uniform", "rank-annealed", "combined-proportional", "latest")),
+    ("steps", "combined-proportional", {"fields": 2, "relabel": None}),
+    ("steps", "annealed", GOALS),
+]
 
 
-MADE: dict[str, Callable[[], Replay]] = {
-    **{f"transitions-{name}": partial(filled, SAMPLERS[name]) for name in SAMPLED},
-    "streams": partial(streamed, SAMPLERS["combined-proportional"]),
-    "goals": with_goals,
-}
+@pytest.mark.parametrize("kind, name, known", LIVED)
+def test_draws_of_every_sampler_are_those_of_eager_calls(kind: str, name: str, known: dict[str, Any]) -> None:
+    program = any_program(random.Random(2), kind, name, calls=25, capacity=scale(40, 20), place="memory", **known)
 
-
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_draws_of_every_sampler_are_those_of_eager_calls(make: Callable[[], Replay]) -> None:
     def step(replay: Replay) -> Batch:
         # a call whose result is not used is made once
         replay.sample(3)
         return replay.sample(6)
 
-    check_alike(make, step, [()] * 2)
+    check_alike(lambda: run(program).buffer, step, [()] * 2)
 
 
 # inductor imports setuptools, which looks for distutils and takes another one where a warning is an error
