@@ -161,6 +161,12 @@ class Model:
     def mass(self, key: int) -> int:
         return mass_of(self.held[key], self.base, self.capacity)
 
+    def told(self, key: int) -> float:
+        """The priority of a key as the buffer tells it: of a mass what its power was."""
+        if self.by_rank:
+            return self.held[key]
+        return max((self.mass(key) / UNIT) ** (1 / self.base.alpha) - self.base.eps, 0.0)
+
     def masses(self) -> list[int]:
         """In slot order."""
         masses = [0] * self.capacity
@@ -240,11 +246,9 @@ class Model:
 
     def stats(self) -> dict[str, float]:
         live, shares = self.live(), self.shares()
-        priorities, times = list(self.held.values()), [self.times[key] for key in live]
-        if self.by_mass:
-            powers = [(self.mass(key) / UNIT) ** (1 / self.base.alpha) for key in self.held] if self.base.alpha else []
-            priorities = [max(power - self.base.eps, 0.0) for power in powers]
-        known = bool(priorities) and (self.by_mass or self.by_rank)
+        times = [self.times[key] for key in live]
+        known = bool(self.held) and (self.by_rank or (self.by_mass and self.base.alpha > 0))
+        priorities = [self.told(key) for key in self.held] if known else []
         return {
             "size": len(live),
             "added": self.added,
@@ -377,12 +381,12 @@ class StepModel(Model):
             self._view = View(self)
         return self._view
 
-    def draw_relabelled(self, count: int, beta: float | None = None) -> Drawn:
-        """The rows of a sample with hindsight, which takes random words after those of its draw: of a permutation that
+    def draw(self, count: int, beta: float | None = None, **windows: Any) -> Drawn:
+        """The rows of a sample; with hindsight it takes random words after those of its draw: of a permutation that
         chooses rows, and of a number for each of them.
         """
-        drawn, chosen = self.draw(count, beta), round(self.relabel.ratio * count)
-        if chosen:
+        drawn = super().draw(count, beta, **windows)
+        if chosen := round(self.relabel.ratio * count) if self.relabel is not None else 0:
             self.words(64)
             self.words(0 if self.relabel.strategy == "final" else chosen)
         return drawn

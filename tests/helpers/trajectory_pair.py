@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model import UNIT, Drawn, Model, RowModel, Step, StepModel, View, is_observation
+from model import Drawn, Model, RowModel, Step, StepModel, View, is_observation
 from tolerances import close
 from transitions import EXACT, STORED, check_rows, fill
 
@@ -171,9 +171,7 @@ class Both:
             batch = self.buffer.sample(count, beta=beta)
         if error:
             return []
-        relabelled = getattr(self.model, "relabel", None) is not None
-        draw = self.model.draw_relabelled if relabelled else self.model.draw  # type: ignore[attr-defined]
-        self.check_drawn(batch, draw(count, beta))
+        self.check_drawn(batch, self.model.draw(count, beta))
         self.contents(batch)
         return batch.key.tolist()
 
@@ -245,11 +243,8 @@ class Both:
             kind = "priority" if "priority" in name else "statistic"
             assert close([found[name]], [value], kind) or (math.isnan(value) and math.isnan(found[name])), name
         if (model.by_mass or model.by_rank) and model.base.alpha:
-            wanted, given = [model.held.get(key, 0.0) for key in live], buffer.priorities(list(live))
-            if model.by_mass:
-                # as its mass says it
-                masses = {key: (model.mass(key) / UNIT) ** (1 / model.base.alpha) for key in model.held}
-                wanted = [max(masses[key] - model.base.eps, 0.0) if key in masses else 0.0 for key in live]
+            wanted = [model.told(key) if key in model.held else 0.0 for key in live]
+            given = buffer.priorities(list(live))
             assert close(given, wanted, "priority") if model.by_mass else given.tolist() == wanted
         else:
             with pytest.raises(RuntimeError, match="no priorities"):
