@@ -381,7 +381,7 @@ class Pair(Both):
             # perhaps unspecified, but `discount * value(next_obs)` must be 0
             assert bool(found.isfinite().all()), name
         scaled = field is not None and field.scale is not None
-        return (found.double() / field.scale if scaled else found).tolist()  # type: ignore[union-attr, operator]
+        return (found.double() / field.scale if scaled else found).tolist()  # type: ignore[union-attr]
 
     def check(self) -> View:
         """Compare the sizes, the masses and every eligible row."""
