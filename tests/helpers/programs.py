@@ -16,7 +16,7 @@ from devices import INTERPRETED
 from hindsight_oracle import GOALS, check_batch, goal_step, hindsight
 from model import UNIT, Step
 from refusals import REFUSALS, whole_state
-from trajectory_pair import RENEWED, RowPair, lettered
+from trajectory_pair import RENEWED, RowPair, lettered, letters
 from trajectory_pair import Pair as StepPair
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
@@ -87,11 +87,6 @@ def any_keys(draw: random.Random, capacity: int) -> list[int]:
     keys += draw.choices(gone, k=draw.randint(0, 3))
     draw.shuffle(keys)
     return keys
-
-
-def letters(draw: random.Random, envs: int, end: float) -> str:
-    """What a step of each environment is: T terminated, U truncated, B both, a full stop none of them."""
-    return "".join(draw.choice("TUB") if draw.random() < end else "." for _ in range(envs))
 
 
 def any_call(draw: random.Random, kind: str, capacity: int, envs: int, end: float, style: str, largest: int) -> Call:

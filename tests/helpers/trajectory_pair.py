@@ -430,17 +430,17 @@ class Pair(Both):
                         assert value == expected, f"field {name} of key {key}"
 
 
-def any_letters(draw: random.Random, envs: int, end: float) -> list[str]:
-    """Letters of one step, of which a share `end` ends an episode."""
-    return [draw.choice("TU") if draw.random() < end else "." for _ in range(envs)]
+def letters(draw: random.Random, envs: int, end: float) -> str:
+    """What a step of each environment is: T terminated, U truncated, B both, a full stop none of them."""
+    return "".join(draw.choice("TUB") if draw.random() < end else "." for _ in range(envs))
 
 
 def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
     draw = random.Random(seed)
     for _ in range(steps):
-        letters = any_letters(draw, pair.model.num_envs, end)
-        play(pair, *letters, fields=pair.fields, final=draw.random() < final)
+        ends = letters(draw, pair.model.num_envs, end)
+        play(pair, *ends, fields=pair.fields, final=draw.random() < final)
     return pair
 
 
@@ -452,7 +452,7 @@ class Script:
         self.calls: list[tuple[str, Any]] = []
         for number in range(calls):
             own = {"priority": draw.uniform(0.1, 9)} if draw.random() < 0.5 else {}
-            steps = lettered(number, any_letters(draw, num_envs, end), final=draw.random() < 0.7, **own)
+            steps = lettered(number, letters(draw, num_envs, end), final=draw.random() < 0.7, **own)
             mask = [draw.random() < 0.5 for _ in range(num_envs)]
             call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
             self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
