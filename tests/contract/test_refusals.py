@@ -227,11 +227,10 @@ def test_calls_within_a_transform_of_torch_are_refused(transform: str, given: to
     """There tensors have no memory that could be read."""
     buffer = make(4, EXACT, device="cpu", a=SCALAR)
     keys = buffer.add(a=torch.ones(3))
-    calls: list[Callable[[torch.Tensor], Any]] = [
+    for call in (
         lambda value: buffer.add(a=value.reshape(1)),
         lambda value: buffer.update_priorities(keys[:1], value.reshape(1)),
-    ]
-    for call in calls:
+    ):
         with pytest.raises(TypeError, match=r"memory.*torch\.func"):
             getattr(torch.func, transform)(call)(given)
     assert buffer.added == 3

@@ -156,12 +156,3 @@ def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> 
     (window,) = pair.buffer.sample_sequences(1, 3)[:1].next_obs.tolist()
     # of steps 6 to 8, where 9 is to come; the frame of step t is t + 1
     assert window == [[8, 9], [8, 9], [8, 9]]
-    cut = Pair(12, 1, sampler=Latest(), device=device, fields=FIELDS, gamma=0.5, autoreset="same_step")
-    play(cut, "..U...", fields=FIELDS)
-    batch = cut.buffer[[0, 1]]
-    assert batch.next_obs.tolist() == [2, 3]
-    batch = cut.buffer.sample_sequences(3, 3)
-    row = batch.key.tolist().index(1)
-    assert batch.next_obs[row].tolist()[:2] == [3, 3]
-    assert batch.discount[row].tolist()[:2] == [0.5, 0.5]
-    assert batch.truncated[row].tolist() == [False, True, False]
