@@ -250,7 +250,7 @@ def test_a_buffer_that_was_compiled_for_is_freed() -> None:
 
 
 def test_what_another_thread_adds_meanwhile_is_kept() -> None:
-    buffer, count = filled(capacity=1000), scale(300, 20)
+    buffer, count = filled(capacity=1000), scale(100, 20)
     start = buffer.added
     step = compiled(lambda: buffer.update_priorities(buffer.sample(8).key, torch.ones(8)))
     step()

@@ -61,7 +61,7 @@ def test_found_programs(name: str, device: str) -> None:
 
 
 @hypothesis.settings(
-    max_examples=scale(25, 4),
+    max_examples=scale(16, 4),
     deadline=None,
     derandomize=True,
     database=None,

@@ -22,7 +22,7 @@ ENVS, SIDE = 3, 42
 FIELDS = {"obs": Field((SIDE, SIDE), torch.uint8), "action": Field((), torch.int64)}
 
 
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("autoreset", ["next_step", pytest.param("same_step", marks=pytest.mark.slow)])
 def test_stacks_of_games_that_end_equal_those_of_the_environment(autoreset: str, device: str) -> None:
     vector = pytest.importorskip("ale_py.vector_env", reason="needs ale-py, in the extra `training`")
     settings: dict[str, Any] = {"stack_num": 4, "img_height": SIDE, "img_width": SIDE, "noop_max": 12}
