@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CATCH, make_trainer, read_rows, start, wait_for, without_times
+from training_runs import CATCH, make_trainer, read_rows, start, summary, wait_for, without_times
 from transitions import same_draws
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
@@ -154,10 +153,6 @@ def train(folder: Path, arguments: Any, looks: int | None = None) -> int:
 
 
 RESUME = ("train", "--resume")
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
 
 
 def last_state(folder: Path) -> dict[str, Any]:
@@ -360,24 +355,6 @@ def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: P
 # processes
 
 
-def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path, capsys: Capture) -> None:
-    process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8", "--eval-episodes", "4")
-    try:
-        wait_for(process, lambda: len(read_rows(tmp_path)) >= 1)
-        for flags in (["--resume"], ["catch", "--device", "cpu", "--overwrite"]):
-            assert main(["train", *flags, "--output", str(tmp_path)]) == 2
-            (line,) = capsys.readouterr().err.splitlines()
-            assert "still going on" in line
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == 130, err
-        # the lock is gone with the process
-        assert main([*RESUME, "--output", str(tmp_path), "--steps", "100000001", "--max-seconds", "0.001"]) == 2
-        assert "is used up" in capsys.readouterr().err
-    finally:
-        process.kill()
-
-
 def steps_saved(folder: Path) -> int:
     names = [path.parent.parent.name for path in (folder / "checkpoint").glob("*/state/manifest.json")]
     return max(map(int, names), default=0)
@@ -400,27 +377,3 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path, name: str
     check_same_run(folder, whole)
     seconds = [row["seconds"] for row in read_rows(folder)]
     assert seconds == sorted(seconds)
-
-
-@pytest.mark.slow
-def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
-    pytest.importorskip("ale_py")
-    flags = ["--num-envs", "4", "--capacity", "4000", "--warmup", "200", "--batch-size", "8", "--log-every", "100"]
-    flags += ["--eval-episodes", "1", "--eval-max-steps", "30", "--device", "cpu"]
-    process = start(tmp_path, "pong", "--steps", "1e7", *flags)
-    wait_for(process, lambda: len(read_rows(tmp_path)) >= 3)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert "interrupted by SIGTERM" in out
-    stopped = summary(tmp_path)
-    assert steps_saved(tmp_path) == stopped["steps"]
-    process = start(tmp_path, "--resume", "--max-seconds", str(stopped["loop_seconds"] + 1))
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    after = summary(tmp_path)
-    assert (after["stopped_by"], steps_saved(tmp_path)) == ("max_seconds", after["steps"])
-    for name in ("steps", "updates", "wall_seconds"):
-        assert after[name] > stopped[name] > 0
-    found = [row["step"] for row in read_rows(tmp_path)]
-    assert found == sorted(set(found))

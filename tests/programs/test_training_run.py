@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_twins import waiting_is_an_error
-from training_runs import CPU, Events, advanced, make_trainer, read_rows, start, train, wait_for
+from training_runs import CPU, Events, advanced, make_trainer, read_rows, start, summary, train, wait_for
 
 from gpu_replay import Batch
 from gpu_replay.cli import main
@@ -31,10 +31,6 @@ PROMISED_SUMMARY = {
     *("env", "seed", "device", "steps", "wall_seconds", "eval_return_mean", "eval_return_std", "eval_episodes"),
     *("best_step", "steps_per_second", "updates_per_second", "replay_share"),
 }
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -214,12 +210,21 @@ def test_the_saved_network_is_the_one_that_was_evaluated(catch_run: Path) -> Non
 @pytest.mark.parametrize(
     "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_run_that_is_going_on_is_not_resumed_and_ends_with_everything_written(
+    tmp_path: Path, number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     # a run that would take hours
-    process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8")
-    wait_for(process, lambda: len(read_rows(tmp_path)) >= 2)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8", "--eval-episodes", "4")
+    try:
+        wait_for(process, lambda: len(read_rows(tmp_path)) >= 2)
+        for flags in (["--resume"], ["catch", "--device", "cpu", "--overwrite"]):
+            assert main(["train", *flags, "--output", str(tmp_path)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert "still going on" in line
+        process.send_signal(number)
+        out, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
     assert process.returncode == code, err
     assert "Traceback" not in err
     assert f"interrupted by {number.name}" in out
@@ -230,6 +235,9 @@ def test_an_interrupted_run_ends_with_everything_written(tmp_path: Path, number:
     for file in ("network.safetensors", "curve.png", "buffer.png"):
         assert (tmp_path / file).stat().st_size > 10_000
     assert not list(tmp_path.glob(".*"))
+    # the lock is gone with the process
+    assert main(["train", "--resume", "--output", str(tmp_path), "--max-seconds", "0.001"]) == 2
+    assert "is used up" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +255,7 @@ DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     # the limit falls between two evaluations, and no row is written just before it, whose time would be the loop's
     "time": (
         "catch",
-        ["--max-seconds", "0.5", "--eval-every", "25000", "--log-every", "25000", "--eval-episodes", "16"],
+        ["--max-seconds", "0.3", "--eval-every", "25000", "--log-every", "25000", "--eval-episodes", "16"],
         {"stopped_by": "max_seconds", "eval_episodes": 16},
     ),
     "CartPole": ("CartPole-v1", ["--steps", "3000", "--eval-episodes", "3"], {"reward_threshold": 475}),
@@ -259,6 +267,7 @@ DOORS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", DOORS)
 def test_runs_of_all_kinds_end_with_their_figures(name: str, tmp_path: Path) -> None:
     environment, flags, told = DOORS[name]
@@ -270,7 +279,7 @@ def test_runs_of_all_kinds_end_with_their_figures(name: str, tmp_path: Path) -> 
     assert {name: found[name] for name in told} == told
     if name == "time":
         assert found["steps"] < 25_000
-        assert found["loop_seconds"] >= 0.5
+        assert found["loop_seconds"] >= 0.3
         return
     assert found["updates"] > 20
     assert math.isfinite(last["loss"])
