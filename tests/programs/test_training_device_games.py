@@ -29,18 +29,8 @@ STAY, UP, DOWN = 0, 1, 2
 SPEED, MIDDLE = rules.SERVE_SPEED, (COURT - HEIGHT) // 2
 # where a paddle returns the ball level
 LEVEL = COURT // 2 - (HEIGHT - BALL) // 2
-STATE = (
-    "AGENT",
-    "OPPONENT",
-    "BALL_X",
-    "BALL_Y",
-    "SPEED_X",
-    "SPEED_Y",
-    "HITS",
-    "SERVES",
-    "AGENT_SCORE",
-    "OPPONENT_SCORE",
-)
+STATE = ["AGENT", "OPPONENT", "BALL_X", "BALL_Y", "SPEED_X", "SPEED_Y", "HITS", "SERVES"]
+STATE += ["AGENT_SCORE", "OPPONENT_SCORE"]
 
 
 def stepped(action: int = STAY, steps: int = 1, **state: int) -> tuple[Step, Any]:
@@ -58,13 +48,10 @@ def stepped(action: int = STAY, steps: int = 1, **state: int) -> tuple[Step, Any
 
 # what is set up, and what it becomes in one step
 RALLIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "the upper wall": (
-        {"BALL_Y": 300, "SPEED_Y": -700},
-        {"BALL_Y": 400, "SPEED_Y": 700, "BALL_X": COURT // 2 + SPEED},
-    ),
+    "the upper wall": ({"BALL_Y": 300, "SPEED_Y": -700}, {"BALL_Y": 400, "SPEED_Y": 700, "BALL_X": COURT // 2 + SPEED}),
     "the lower wall": (
         {"BALL_Y": COURT - BALL - 300, "SPEED_Y": 700},
-        {"BALL_Y": COURT - BALL - 400, "SPEED_Y": -700, "BALL_X": COURT // 2 + SPEED},
+        {"BALL_Y": COURT - BALL - 400, "SPEED_Y": -700},
     ),
     # the loser receives, and a rally begins with both paddles in the middle
     "missed by the agent": (

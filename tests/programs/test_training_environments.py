@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from host_games import Sums
 
 from gpu_replay import Field
-from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import Actors
 from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
 from gpu_replay.training.settings import PRESETS, Settings
@@ -159,45 +159,13 @@ def test_names_are_recognised(name: str) -> None:
     assert tuple(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True)) == FAMILIES[found.kind]
 
 
-# frames
-
-IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
-
-
-def numbered(t: int) -> Tensor:
-    """Frames of three environments, whose every pixel says at which step it was seen and where."""
-    return (torch.arange(3, dtype=torch.uint8) + 10 * t)[:, None, None].expand(3, 3, 2).contiguous()
-
-
-class Scripted(Environment):
-    """Three environments in host memory whose frames say when they were; two end at each fifth and third step."""
-
-    num_envs = 3
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=depth)
-
-    def reset(self, seed: int) -> Tensor:
-        self.t = 0
-        return numbered(0)
-
-    def send(self, actions: Tensor) -> None:
-        self.t += 1
-
-    def recv(self) -> Step:
-        over, cut = torch.tensor([self.t % 5 == 0, False, False]), torch.tensor([False, self.t % 3 == 0, False])
-        final = numbered(self.t + 100) if bool((over | cut).any()) else None
-        return Step(numbered(self.t), torch.full((3,), float(self.t)), over, cut, final)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
-    actors = Actors(Scripted(depth), torch.device(device))
-    actors.reset(0)
-    histories = [[each] for each in numbered(0)]
-    for t in range(1, 20):
+    games, actors = Sums(5, depth), Actors(Sums(5, depth), torch.device(device))
+    actors.reset(3)
+    histories, endings = [[each] for each in games.reset(3)], torch.zeros(2, 5)
+    for t in range(1, 40):
         obs = actors.stack.obs
         assert obs.device.type == device
         for env, history in enumerate(histories):
@@ -206,15 +174,20 @@ def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, devi
             assert torch.equal(obs[env].cpu(), torch.stack(newest) if depth > 1 else newest[0])
         if t == 11:
             # others continue from the state of these
-            saved = actors.state_dict()
-            actors = Actors(actors.environment, torch.device(device))
+            saved, environment = actors.state_dict(), actors.environment
+            actors = Actors(environment, torch.device(device))
             actors.load_state_dict(saved)
-        actors.environment.send(torch.zeros(3, dtype=torch.int64))
-        step, frame = actors.recv(), numbered(t)
-        flags = [step.terminated.tolist(), step.truncated.tolist()]
-        assert (step.reward.tolist(), flags) == ([t] * 3, [[t % 5 == 0, False, False], [False, t % 3 == 0, False]])
-        ended = step.ended.tolist()
-        assert not any(ended) or torch.equal(step.final_frame.cpu(), numbered(t + 100))
+        for each in (games, actors.environment):
+            each.send((torch.arange(5) + t) % 3)
+        step, expected = actors.recv(), games.recv()
+        for name in ("frame", "reward", "terminated", "truncated"):
+            assert torch.equal(getattr(step, name).cpu(), getattr(expected, name))
+        over = expected.terminated | expected.truncated
+        endings += torch.stack((expected.terminated, expected.truncated))
+        assert torch.equal(step.ended.cpu(), over)
+        assert not over.any() or torch.equal(step.final_frame.cpu(), expected.final_frame)
         actors.push(step)
+        frame = expected.frame
         assert torch.equal(actors.stack.frame.cpu(), frame)
-        histories = [[frame[env]] if ended[env] else [*histories[env], frame[env]] for env in range(3)]
+        histories = [[frame[env]] if over[env] else [*histories[env], frame[env]] for env in range(5)]
+    assert bool((endings.sum(1) > 3).all())
