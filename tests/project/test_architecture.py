@@ -170,13 +170,9 @@ def test_a_cycle_is_seen(tmp_path: Path) -> None:
             ("gpu_replay__ops__gather", line, "ops.gather imports gpu_replay.buffer, which lies above")
             for line in ("from gpu_replay.buffer import B", "from .. import buffer", "from ..buffer import B")
         ),
-        ("gpu_replay__ops__gather", "from gpu_replay import ReplayBuffer", "ops.gather imports gpu_replay, "),
-        ("gpu_replay__fields", "import gpu_replay.ops.gather", "fields imports gpu_replay.ops.gather"),
+        ("gpu_replay__ops__gather", "import gpu_replay", "ops.gather imports gpu_replay, "),
         ("gpu_replay__buffer", "def f():\n    from gpu_replay.training import agent", "which lies above it"),
-        ("gpu_replay__buffer", "from gpu_replay.bench.measure import Plan", "which lies above it"),
         ("gpu_replay__training__agent", "from gpu_replay.bench import measure", "the programs do not know"),
-        ("gpu_replay__training__agent", "from gpu_replay.cli import main", "which lies above it"),
-        ("kernels__gather", "import torch", "kernels are leaves"),
         ("gpu_replay__loops__gather", "import torch", "loops are leaves"),
         ("kernels__gather", "from gpu_replay.fields import Field", "kernels are leaves"),
         ("gpu_replay__helpers", "", "helpers has no place in LAYERS"),
