@@ -102,8 +102,7 @@ def test_recorded_runs_give_the_recorded_report(tmp_path, monkeypatch):
 
 
 def test_command_writes_runs_picture_and_report(tmp_path, monkeypatch):
-    for name in ("matplotlib", "scipy", "tqdm"):
-        pytest.importorskip(name)
+    pytest.importorskip("scipy")
     # in threads of this process: no other one need load torch
     monkeypatch.setattr("gpu_replay.study.workers.ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
     arguments = ["study", "cliffwalk", "--states-max", "3", "--seeds", "2", "--max-updates", "60"]

@@ -27,12 +27,7 @@ from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer  # noqa: E402
-from gpu_replay.integrations.sb3 import (  # noqa: E402
-    PrioritizedDQN,
-    PrioritizedSAC,
-    PrioritizedTD3,
-    SB3ReplayBuffer,
-)
+from gpu_replay.integrations.sb3 import PrioritizedDQN, PrioritizedSAC, PrioritizedTD3, SB3ReplayBuffer  # noqa: E402
 
 SMALL: dict[str, Any] = {"learning_starts": 20, "buffer_size": 200, "batch_size": 8, "device": "cpu", "seed": 0}
 BOX, ENVS = spaces.Box(-9, 9, (2,), np.float64), 3
@@ -229,9 +224,8 @@ def test_a_saved_buffer_goes_on(tmp_path: Path, n_steps: int) -> None:
 
 
 def test_dictionaries_and_normalized_environments_are_learned_from() -> None:
-    env = VecNormalize(
-        make_vec_env(SimpleMultiObsEnv, n_envs=2, env_kwargs={"channel_last": False}), norm_obs_keys=["vec"]
-    )
+    games = make_vec_env(SimpleMultiObsEnv, n_envs=2, env_kwargs={"channel_last": False})
+    env = VecNormalize(games, norm_obs_keys=["vec"])
     model = sb3.DQN("MultiInputPolicy", env, replay_buffer_class=SB3ReplayBuffer, **SMALL)
     model.learn(30)
     batch = model.replay_buffer.sample(8, env)

@@ -132,11 +132,7 @@ def test_curves_are_trailing_means_over_the_runs_with_their_standard_error() -> 
 
 
 def part_of_the_study(
-    folder: Path,
-    environments: Sequence[str] = ENVIRONMENTS,
-    seeds: int = 2,
-    episodes: int = 8,
-    quick: bool = False,
+    folder: Path, environments: Sequence[str] = ENVIRONMENTS, seeds: int = 2, episodes: int = 8, quick: bool = False
 ) -> Path:
     """Write the settings and the episodes of some runs of the recorded study, and return the folder."""
     folder.mkdir(exist_ok=True)

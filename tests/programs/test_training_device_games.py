@@ -49,10 +49,7 @@ def stepped(action: int = STAY, steps: int = 1, **state: int) -> tuple[Step, Any
 # what is set up, and what it becomes in one step
 RALLIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "the upper wall": ({"BALL_Y": 300, "SPEED_Y": -700}, {"BALL_Y": 400, "SPEED_Y": 700, "BALL_X": COURT // 2 + SPEED}),
-    "the lower wall": (
-        {"BALL_Y": COURT - BALL - 300, "SPEED_Y": 700},
-        {"BALL_Y": COURT - BALL - 400, "SPEED_Y": -700},
-    ),
+    "the lower wall": ({"BALL_Y": COURT - BALL - 300, "SPEED_Y": 700}, {"BALL_Y": COURT - BALL - 400, "SPEED_Y": -700}),
     # the loser receives, and a rally begins with both paddles in the middle
     "missed by the agent": (
         {"BALL_X": COURT - BALL - 1, "AGENT": 0},
