@@ -148,13 +148,8 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     command: str, said: str, catch_run: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     # Ray is asked for before a checkpoint is read
-    for package in (
-        "gymnasium",
-        "ale_py",
-        "pandas",
-        "scipy",
-        *["ray"] * ("--resume" in command and "--actors" in command),
-    ):
+    asked = ["ray"] if command.startswith("train --resume") and "--actors" in command else []
+    for package in ("gymnasium", "ale_py", "pandas", "scipy", *asked):
         pytest.importorskip(package)
     from safetensors.torch import save_file
 

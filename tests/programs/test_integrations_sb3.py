@@ -84,14 +84,11 @@ DICT = spaces.Dict({"a": BOX, "b": spaces.Discrete(4)})
 OF_CLEANRL = {"handle_timeout_termination": False}
 
 
-@pytest.mark.parametrize(
-    "theirs, space, action, more",
-    [
-        (DictReplayBuffer, DICT, spaces.Discrete(2), {}),
-        (PlainReplayBuffer, BOX, spaces.Discrete(2), OF_CLEANRL),
-        (PlainReplayBuffer, BOX, spaces.Box(-1, 1, (1,)), OF_CLEANRL),
-    ],
-)
+CASES = [(DictReplayBuffer, DICT, spaces.Discrete(2), {})]
+CASES += [(PlainReplayBuffer, BOX, action, OF_CLEANRL) for action in (spaces.Discrete(2), spaces.Box(-1, 1, (1,)))]
+
+
+@pytest.mark.parametrize("theirs, space, action, more", CASES)
 def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, action: Any, more: dict[str, Any]) -> None:
     buffers = [kind(60, space, action, torch.device("cpu"), ENVS, **more) for kind in (SB3ReplayBuffer, theirs)]
     play(buffers, 9, space, gymnasium_infos=bool(more))
@@ -275,17 +272,9 @@ def test_what_cannot_be_says_what_to_do() -> None:
 
 PRIORITIZED = {"replay_buffer_kwargs": {"sampler": Proportional(alpha=0.6, beta=0.4)}}
 # the settings that Stable-Baselines3's own zoo has for CartPole
-CARTPOLE: dict[str, Any] = {
-    "learning_rate": 2.3e-3,
-    "batch_size": 64,
-    "learning_starts": 1_000,
-    "target_update_interval": 10,
-    "train_freq": 256,
-    "gradient_steps": 128,
-    "exploration_fraction": 0.16,
-    "exploration_final_eps": 0.04,
-    "policy_kwargs": {"net_arch": [256, 256]},
-}
+CARTPOLE: dict[str, Any] = {"learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1_000}
+CARTPOLE |= {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128, "exploration_fraction": 0.16}
+CARTPOLE |= {"exploration_final_eps": 0.04, "policy_kwargs": {"net_arch": [256, 256]}}
 PENDULUM = {"learning_rate": 1e-3, "learning_starts": 500}
 RUNS: dict[str, tuple[Any, str, int, dict[str, Any], float]] = {
     "PrioritizedDQN": (PrioritizedDQN, "CartPole-v1", 50_000, CARTPOLE | PRIORITIZED, 475),
