@@ -19,7 +19,7 @@ from gpu_replay.study.methods import Minibatch
 from gpu_replay.study.network import Parameters
 from gpu_replay.study.settings import AgentSettings
 from gpu_replay.training.agent import Agent
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import FREQUENCIES, QNetwork
 from gpu_replay.training.settings import Settings
 
 Columns = dict[str, Tensor]
@@ -82,8 +82,14 @@ def of_training(field: Field, **changes: Any) -> Subject:
 
     def values(network: QNetwork, obs: Tensor) -> Tensor:
         seen = obs.float() * (network.scale if images else 1.0)
-        if network.cosines is not None:
-            seen = network.cosines(seen)
+        if changes.get("network") == "cosine":
+            # low frequencies of differences and of the newest image
+            waves = [
+                torch.cos(torch.pi * torch.outer(torch.arange(count), (torch.arange(side) + 0.5) / side))
+                for count, side in zip(FREQUENCIES, field.shape[1:], strict=True)
+            ]
+            low = torch.einsum("ky,nfyx,mx->nfkm", waves[0], seen, waves[1]).flatten(2)
+            seen = torch.cat([low[:, 1:] - low[:, :-1], low[:, -1:]], 1).flatten(1)
         if network.whitens:
             seen = (seen - network.centre) * network.stretch
         out = network.last(network.hidden(network.convolutions(seen).flatten(1)))

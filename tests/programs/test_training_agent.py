@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -24,7 +23,7 @@ from gpu_replay.training.agent import Agent, Explorer, alone
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
-from gpu_replay.training.networks import FREQUENCIES, QNetwork
+from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import PRESETS, Settings
 from gpu_replay.training.train import SAMPLED, Stopwatch, beta_schedule
 
@@ -147,18 +146,6 @@ def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str, as_sampl
     # what never changes stays finite
     network.whiten(torch.full_like(obs, 87))
     assert bool(network(obs).isfinite().all())
-
-
-def test_a_cosine_network_sees_low_frequencies_of_the_newest_image_and_of_differences() -> None:
-    field = Field((3, 8, 16), torch.uint8, torch.float32, 1 / 255)
-    network, frames = make_network(field, network="cosine", hidden=(8,)), pictures(2, field)
-    down, across = (
-        torch.tensor([[math.cos(math.pi * k * (place + 0.5) / side) for place in range(side)] for k in range(count)])
-        for count, side in zip(FREQUENCIES, (8, 16), strict=True)
-    )
-    one, two, three = torch.einsum("ky,nfyx,mx->fnkm", down, frames.float() / 255, across).flatten(2)
-    expected = torch.cat([two - one, three - two, three], 1)
-    torch.testing.assert_close(network.prepare(frames), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
