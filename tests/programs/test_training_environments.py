@@ -13,68 +13,44 @@ from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
 from gpu_replay.training.settings import Settings
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 CPU = torch.device("cpu")
 
 
-def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> None:
-    import gymnasium
-
-    environment = make_gymnasium("CartPole-v1", 3)
-    obs = environment.reset(11)
-    # single ones, stepped by hand
-    alone = [gymnasium.make("CartPole-v1") for _ in range(3)]
+@pytest.mark.parametrize("name, steps", [("CartPole-v1", 40), ("MountainCar-v0", 201)])
+def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode(name: str, steps: int) -> None:
+    """As single environments that are stepped and reset by hand: poles fall, cars run out of time."""
+    environment, alone, seen = make_gymnasium(name, 3), [gymnasium.make(name) for _ in range(3)], 0
     seeds = np.random.SeedSequence(11).generate_state(3, np.uint32).astype(np.int64) >> 1
     firsts = [each.reset(seed=int(seed))[0].tolist() for each, seed in zip(alone, seeds, strict=True)]
-    assert obs.tolist() == firsts
-    over: set[int] = set()
-    # pushing one way lets the pole fall within a dozen steps
-    for _ in range(14):
+    assert environment.reset(11).tolist() == firsts
+    for _ in range(steps):
         environment.send(torch.ones(3, dtype=torch.int64))
         step = environment.recv()
-        for env in set(range(3)) - over:
-            expected, _, ended, *_ = alone[env].step(1)
-            assert bool(step.terminated[env]) == ended
-            assert (step.frame[env].tolist() == expected.tolist()) != ended
-            if ended:
-                over.add(env)
-                assert step.final_frame[env].tolist() == expected.tolist()
-                # a new episode starts near zero
-                assert step.frame[env].abs().max() <= 0.05
-    assert (over, step.reward.dtype) == ({0, 1, 2}, torch.float32)
+        assert (step.final_frame is None) == (not step.ended.any())
+        for env, single in enumerate(alone):
+            last, reward, *ended, _ = single.step(1)
+            assert [bool(step.terminated[env]), bool(step.truncated[env])] == ended
+            assert step.reward[env] == reward
+            if any(ended):
+                seen += 1
+                assert step.final_frame[env].tolist() == last.tolist()
+                last, _ = single.reset()
+            assert step.frame[env].tolist() == last.tolist()
+    assert (seen >= 3, step.reward.dtype) == (True, torch.float32)
     environment.close()
 
 
-def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
-    environment = make_gymnasium("MountainCar-v0", 2)
-    obs = environment.reset(0)
-    for t in range(1, 202):
-        environment.send(torch.tensor([0, 1]))
-        step = environment.recv()
-        assert not step.terminated.any()
-        assert (step.truncated.tolist(), step.final_frame is None) == ([t == 200] * 2, t != 200)
-        if step.final_frame is not None:
-            # it moved on by one step, and did not start anew
-            assert (step.final_frame - obs).abs().max() < 0.1
-            assert not torch.equal(step.final_frame, step.frame)
-        obs = step.frame
-    environment.close()
+# what is no picture goes to the MLP
+SHAPES = [((40, 50, 3), (3, 40, 50), "nature"), *(((*shape,), (*shape,), "mlp") for shape in ([8, 8, 3], [5]))]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "field", "network"),
-    [
-        ((40, 50, 3), np.uint8, Field((3, 40, 50), torch.uint8, torch.float32, 1 / 255), "nature"),
-        # what is no picture goes to the MLP
-        ((8, 8, 3), np.uint8, Field((8, 8, 3), torch.uint8, torch.float32, 1 / 255), "mlp"),
-        ((5,), np.float64, Field((5,), torch.float32), "mlp"),
-    ],
-)
+@pytest.mark.parametrize("shape, stored, network", SHAPES)
 def test_observations_are_stored_for_their_network_and_actions_may_start_anywhere(
-    shape: tuple[int, ...], dtype: type, field: Field, network: str
+    shape: tuple[int, ...], stored: tuple[int, ...], network: str
 ) -> None:
-    import gymnasium
-
+    dtype = np.uint8 if len(shape) == 3 else np.float64
+    field = Field(stored, torch.uint8, torch.float32, 1 / 255) if len(shape) == 3 else Field(stored, torch.float32)
     shown = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
 
     class Paying(gymnasium.Env):  # type: ignore[type-arg]
