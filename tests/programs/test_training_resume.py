@@ -251,9 +251,9 @@ def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_pat
     if UNKNOWN not in gymnasium.registry:
         # of another module, so that nobody knows what its state is made of
         gymnasium.register(UNKNOWN, type("Unknown", (kind,), {"__module__": "elsewhere"}), max_episode_steps=500)
-    before = make_trainer(UNKNOWN, seed=1, steps=3_200, **CARTPOLE)
+    before = make_trainer(UNKNOWN, seed=1, steps=1_600, **CARTPOLE)
     assert before.run(None, StopRequest()) == "steps"
-    after = restored(before, tmp_path, UNKNOWN, steps=4_800, **CARTPOLE)
+    after = restored(before, tmp_path, UNKNOWN, steps=2_400, **CARTPOLE)
     (values, tensors), (found, same) = snapshot(before), snapshot(after)
     # running episodes are given up, finished ones count
     for name in ("statistics/returns", "statistics/lengths"):
