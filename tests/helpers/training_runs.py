@@ -30,7 +30,7 @@ from gpu_replay.training.settings import Settings
 from gpu_replay.training.team import Team
 from gpu_replay.training.train import Trainer, beta_schedule
 
-for package in ("tqdm", "matplotlib", "safetensors"):
+for package in ("gymnasium", "tqdm", "matplotlib", "safetensors", "tensorboard"):
     pytest.importorskip(package)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +121,15 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
 def summary(folder: Path) -> dict[str, Any]:
     """What a run says of itself at its end."""
     return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def tensorboard_of(folder: Path) -> Any:
+    """What TensorBoard reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
 
 
 def without_times(folder: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CATCH, make_trainer, read_rows, start, summary, wait_for, without_times
+from training_runs import CATCH, make_trainer, read_rows, start, summary, tensorboard_of, wait_for, without_times
 from transitions import same_draws
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
@@ -204,10 +204,8 @@ def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(
     assert str(stopped_at) in [row["step"] for row in without_times(folder)]
     assert train(folder, RESUME) == 0
     check_same_run(folder, catch_run)
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    assert [str(event.step) for event in events.Scalars("epsilon")] == [row["step"] for row in without_times(folder)]
+    told = tensorboard_of(folder).Scalars("epsilon")
+    assert [str(event.step) for event in told] == [row["step"] for row in without_times(folder)]
 
 
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -229,7 +227,6 @@ OTHERS = ("MountainCar-v0", "Acrobot-v1")
 
 @pytest.mark.parametrize("name", ["CartPole-v1", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_games_whose_state_can_be_set_go_on_in_mid_episode(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
     whole, before = (make_trainer(name, seed=1, steps=1_120, **CLASSIC) for _ in range(2))
     whole.run(None, StopRequest())
     for _ in range(40):
@@ -246,11 +243,12 @@ CARTPOLE = {"warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every
 
 
 def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_path: Path) -> None:
-    gymnasium = pytest.importorskip("gymnasium")
-    kind = pytest.importorskip("gymnasium.envs.classic_control").CartPoleEnv
+    import gymnasium
+    from gymnasium.envs.classic_control import CartPoleEnv
+
     if UNKNOWN not in gymnasium.registry:
         # of another module, so that nobody knows what its state is made of
-        gymnasium.register(UNKNOWN, type("Unknown", (kind,), {"__module__": "elsewhere"}), max_episode_steps=500)
+        gymnasium.register(UNKNOWN, type("Unknown", (CartPoleEnv,), {"__module__": "elsewhere"}), max_episode_steps=500)
     before = make_trainer(UNKNOWN, seed=1, steps=1_600, **CARTPOLE)
     assert before.run(None, StopRequest()) == "steps"
     after = restored(before, tmp_path, UNKNOWN, steps=2_400, **CARTPOLE)

@@ -165,7 +165,6 @@ def torchrun(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
     folder, quick = tmp_path / "run", ["--output", "run", "--eval-episodes", "4"]
     process = torchrun(tmp_path, "CartPole-v1", "--device", "cpu", *quick, "--steps", "2000")
     said, _ = process.communicate(timeout=240)
