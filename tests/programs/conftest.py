@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,9 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a test draw nothing: half a second each. Those that are shared are made before, with their pictures."""
     for name in ("draw", "draw_buffer"):
         monkeypatch.setattr(f"gpu_replay.training.records.Recorder.{name}", lambda *_: None)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of the study are made by threads of this process, where no other one need load torch."""
+    monkeypatch.setattr("gpu_replay.study.workers.ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))

@@ -167,9 +167,7 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("command", ["train catch --actors 2", "play {done} --output video.mp4"])
-def test_what_is_not_installed_is_named_with_what_brings_it(
-    command: str, catch_run: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_what_is_not_installed_is_named(command: str, catch_run: Path, capsys: Capture, monkeypatch: Patch) -> None:
     hidden = {"train": "ray", "play": "imageio"}[command.split()[0]]
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name.startswith(hidden) else find_spec(name) or object()
@@ -278,9 +276,7 @@ def test_info_names_versions_devices_and_code(capsys: Capture) -> None:
     assert lines["default"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def test_bench_hands_over_to_the_benchmarks_and_errors_of_ours_are_shown_as_such(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
+def test_bench_hands_over_and_errors_of_ours_are_shown_as_such(monkeypatch: Patch) -> None:
     import gpu_replay.bench.main as bench
 
     seen: list[list[str]] = []

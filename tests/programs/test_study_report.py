@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,6 @@ PICTURES = [f"{name}.png" for name in NAMES]
 def undrawn(monkeypatch: Patch) -> None:
     """Reports name their pictures, which take seconds and have a test of their own."""
     monkeypatch.setattr("gpu_replay.study.report.draw_all", lambda folder, *_: [folder / name for name in PICTURES])
-
-
-@pytest.fixture
-def threads(monkeypatch: Patch) -> None:
-    """Runs are made by threads of this process, where no other one need load torch."""
-    monkeypatch.setattr("gpu_replay.study.workers.ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
 
 
 # estimators
@@ -131,7 +124,7 @@ def test_curves_are_trailing_means_over_the_runs_with_their_standard_error() -> 
 # the report
 
 
-def part_of_the_study(
+def part_of_it(
     folder: Path, environments: Sequence[str] = ENVIRONMENTS, seeds: int = 2, episodes: int = 8, quick: bool = False
 ) -> Path:
     """Write the settings and the episodes of some runs of the recorded study, and return the folder."""
@@ -167,21 +160,19 @@ def test_recorded_episodes_give_the_recorded_report(name: str, tmp_path: Path) -
 
 @pytest.mark.usefixtures("undrawn")
 def test_reports_of_little_say_so(tmp_path: Path) -> None:
-    text = report(part_of_the_study(tmp_path / "quick", seeds=1, quick=True))
+    text = report(part_of_it(tmp_path / "quick", seeds=1, quick=True))
     assert "**A smoke run** (`--quick`)" in text
     # one seed has no intervals, and what does not differ no correlation
     assert "| no memory | 22.8 [n/a] | -341 [n/a] | -200 [n/a] |" in text
     assert "MountainCar-v0, mean TD error: 6 of 6 runs end with the same return (-200)." in text
     # nor have runs without updates
-    text = report(part_of_the_study(tmp_path / "short", ["CartPole-v1"], episodes=1))
+    text = report(part_of_it(tmp_path / "short", ["CartPole-v1"], episodes=1))
     assert "CartPole-v1, mean TD error: a run has no batches." in text
     assert "| mean TD error | positive | – | 12 | – | undefined | – |" in text
 
 
 @pytest.mark.parametrize("places", [pytest.param(ENVIRONMENTS[::2], marks=pytest.mark.slow), ENVIRONMENTS[:1]])
-def test_every_picture_is_shown_and_its_titles_and_legends_are_whole(
-    tmp_path: Path, monkeypatch: Patch, places: Sequence[str]
-) -> None:
+def test_every_picture_is_shown_and_whole(tmp_path: Path, monkeypatch: Patch, places: Sequence[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.image import imread
@@ -189,7 +180,7 @@ def test_every_picture_is_shown_and_its_titles_and_legends_are_whole(
     drawn: list[Any] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **how: (drawn.append(self), save(self, path, **how)))
-    written = write_report(part_of_the_study(tmp_path, places))
+    written = write_report(part_of_it(tmp_path, places))
     assert [path.name for path in written] == [*PICTURES, "report.md"]
     assert not list(tmp_path.glob(".*"))
     for path, figure in zip(written[:-1], drawn, strict=True):
@@ -207,7 +198,7 @@ def test_every_picture_is_shown_and_its_titles_and_legends_are_whole(
 
 @pytest.mark.slow
 def test_pictures_of_very_little(tmp_path: Path) -> None:
-    little = part_of_the_study(tmp_path, ["MountainCar-v0"], seeds=1, episodes=1)
+    little = part_of_it(tmp_path, ["MountainCar-v0"], seeds=1, episodes=1)
     assert len(write_report(little)) == len(PICTURES) + 1
 
 
@@ -250,7 +241,7 @@ def test_a_folder_goes_on_with_the_same_settings_alone(tmp_path: Path) -> None:
 
 
 def test_a_study_is_read_in_the_order_of_the_tables_and_damaged_files_are_named(tmp_path: Path) -> None:
-    table = part_of_the_study(tmp_path) / "episodes.csv"
+    table = part_of_it(tmp_path) / "episodes.csv"
     _, episodes = read_study(tmp_path)
     assert [place for place, _ in episodes.groupby("environment", observed=True)] == list(ENVIRONMENTS)
     whole, packed = table.read_bytes(), gzip.compress(table.read_bytes(), mtime=0)
@@ -282,9 +273,7 @@ def figures(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.usefixtures("undrawn", "threads")
-def test_a_study_leaves_its_table_settings_and_report_and_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_study_leaves_its_files_and_goes_on_where_it_stopped(tmp_path: Path, capsys: Capture) -> None:
     arguments = [*TINY, "--output", str(tmp_path)]
     assert main(arguments) == 0
     rows = figures(tmp_path)

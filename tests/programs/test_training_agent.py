@@ -195,9 +195,7 @@ def of_the_study(persistence: float, epsilon: float) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize("explorer", [of_training, of_the_study])
 @pytest.mark.parametrize("persistence, epsilon", [(0.9, 0.0), (0.0, 0.1), (0.5, 0.5), (0.9, 0.1), (0.9, 1.0)])
-def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(
-    explorer: Callable[[float, float], Callable[[], Tensor]], persistence: float, epsilon: float
-) -> None:
+def test_epsilon_is_the_share_of_random_actions(explorer: Any, persistence: float, epsilon: float) -> None:
     choose = explorer(persistence, epsilon)
     chosen = torch.stack([choose() for _ in range(150)])[50:]
     random = chosen >= 0
@@ -333,9 +331,7 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
 
 
 @pytest.mark.parametrize("instructions", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}, {}])
-def test_the_precision_follows_from_the_machine_alone(
-    instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_follows_from_the_machine(instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)
     assert plan_of("pong").settings.bfloat16 is any(instructions.values())

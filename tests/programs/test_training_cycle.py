@@ -89,9 +89,7 @@ def test_all_that_a_step_changes_stays_where_it_is(name: str, changes: dict[str,
 
 
 @pytest.mark.parametrize(("name", "place"), [("catch", 0), ("catch", 1), ("sums", 0), ("sums", 1)])
-def test_a_step_that_cannot_be_captured_is_named_and_made_of_calls(
-    name: str, place: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_captured_is_made_of_calls(name: str, place: int, capsys: pytest.CaptureFixture[str]) -> None:
     changes = GAMES[0][1] if name == "catch" else {}
     plain, trainer = played(name, 30, **changes), played(name, 12, **changes)
     capture, made = trainer.buffer.capture, 0

@@ -46,7 +46,7 @@ SHAPES = [((40, 50, 3), (3, 40, 50), "nature"), *(((*shape,), (*shape,), "mlp") 
 
 
 @pytest.mark.parametrize("shape, stored, network", SHAPES)
-def test_observations_are_stored_for_their_network_and_actions_may_start_anywhere(
+def test_observations_are_stored_for_their_network(
     shape: tuple[int, ...], stored: tuple[int, ...], network: str
 ) -> None:
     dtype = np.uint8 if len(shape) == 3 else np.float64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +102,7 @@ def test_the_best_network_is_kept_as_it_was() -> None:
     ],
 )
 @pytest.mark.parametrize("stop_at", [None, 18.0])
-def test_solved_is_what_two_evaluations_reach(
-    payments: list[list[float]], solved: bool, final: float, stop_at: float | None
-) -> None:
+def test_solved_is_what_two_evaluations_reach(payments: Any, solved: bool, final: float, stop_at: float | None) -> None:
     lengths = torch.arange(1.0, 3.0)
     threshold = 18.0 if stop_at is None else 1.0
     environment = Scripted([(torch.tensor(each) / lengths).tolist() for each in payments], threshold)

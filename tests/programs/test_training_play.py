@@ -100,9 +100,7 @@ def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     rendered.close()
 
 
-def test_an_episode_of_a_run_becomes_a_video_that_depends_on_the_seed_alone(
-    catch_run: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_video_of_a_run_depends_on_the_seed_alone(catch_run: Path, tmp_path: Path, capsys: Capture) -> None:
     contents, target = [], tmp_path / "video.gif"
     for seed in ("1", "1", "2"):
         assert main(["play", str(catch_run), "--episodes", "2", "--seed", seed, "--output", str(target)]) == 0

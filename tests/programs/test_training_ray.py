@@ -146,9 +146,7 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.
     assert "RAY_AUTH_MODE=token" in said
 
 
-def test_through_the_address_of_a_cluster_a_run_goes_on_with_the_nodes_that_are_left_and_takes_up_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_the_nodes_of_its_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")

@@ -191,9 +191,7 @@ STOPS = [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 50, 
 
 
 @pytest.mark.parametrize("looks", STOPS)
-def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(
-    tmp_path: Path, catch_run: Path, looks: list[int]
-) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: Path, looks: list[int]) -> None:
     folder = tmp_path / "run"
     assert train(folder, CATCH, looks[0]) == 130
     for look in looks[1:]:
