@@ -116,9 +116,8 @@ def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, actio
 def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
-    for begin in (0, 6):
-        for step in range(begin, begin + 5):
-            buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+    for step in (*range(5), *range(6, 11)):
+        buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
     assert isinstance(buffer.storage, TrajectoryReplayBuffer)
     # windows of three steps and the observation after them: two in each part
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]

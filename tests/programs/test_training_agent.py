@@ -32,9 +32,9 @@ VECTORS = Field((6,), torch.float32)
 NATURE: dict[str, Any] = {"network": "nature", "hidden": (8,), "layer_norm": True}
 
 
-def pictures(count: int, field: Field = PIXELS, seed: int = 0) -> Tensor:
+def pictures(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count, *field.shape), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, *PIXELS.shape), dtype=torch.uint8, generator=generator)
 
 
 def make_network(field: Field = PIXELS, **changes: Any) -> QNetwork:
