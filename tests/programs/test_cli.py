@@ -83,6 +83,7 @@ train catch --steps many => --steps: must be a whole number | 1e6 | 'many'
 train catch --steps 0 => --steps must be at least 1; found 0
 train catch --capacity 3e9 => --capacity must be from 1 to 2,147,483,647; found 3000000000
 train catch --max-seconds 0 => --max-seconds: must be above 0
+train catch --seed -1 => --seed: must be at least 0
 train catch --device abacus => --device: device 'abacus' | torch knows
 train catch --device mps => --device: device 'mps' is not supported
 train catch --device cuda => --device: device 'cuda' | no CUDA device
@@ -95,6 +96,7 @@ train CartPoel-v1 => unknown environment 'CartPoel-v1'. Did you mean CartPole-v1
 train pongg => unknown environment 'pongg' | pong
 train ALE/Pnog-v5 => unknown environment 'ALE/Pnog-v5' | Pong
 train Pendulum-v1 => actions Box | needs Discrete ones
+train FrozenLake-v1 => observations Discrete
 train catch --output {here}/file/run => cannot be written: Not a directory
 train catch --actors 0 => --actors must be a number | ray://HOST:PORT
 train catch --output {done} => already holds a run | --overwrite
@@ -114,6 +116,7 @@ train --from {done} --steps 960 => --steps 960 are done | at step 3008
 train --from {done} --actors 2 => --from does not go with --actors
 train --from {done} CartPole-v1 => CartPole-v1 (it has catch)
 play run --epsilon 2 => --epsilon: must be from 0 to 1; found 2
+play run --episodes 0 => --episodes: must be at least 1; found 0
 play nowhere => nowhere is not there
 play file => cannot be read
 play {done} --output video.avi => must end in .gif or .mp4
@@ -127,9 +130,12 @@ estimate --capacity 1 --field a=0x3:int64 => sides of at least 1
 estimate --capacity 1 --field key=int64 => 'key' is reserved
 estimate --capacity 1 --field a=int64 --field a=int8 => --field a is given twice
 estimate --capacity 9 --env catch --stack 0 => --stack: must be at least 1
+estimate --capacity 9 --env catch --num-envs 0 => --num-envs: must be at least 1
 estimate --capacity 9 --field a=int8 --frame-size 42 => --frame-size is of Atari's frames
 study Pong-v5 --output new => ENV: 'Pong-v5' is not part | CartPole-v1, Acrobot-v1, MountainCar-v0
 study --methods uniform,best --output new => --methods: 'best' is not part | none, uniform
+study --episodes 0 --output new => --episodes: must be at least 1; found 0
+study --jobs many --output new => --jobs: must be a whole number
 study --output file/study => cannot be written: Not a directory
 study cliffwalk --output file/below => cannot be written
 """
@@ -141,7 +147,7 @@ def test_bad_input_is_one_line_and_exit_2_and_leaves_nothing(
     command: str, said: str, catch_run: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     # Ray is asked for before a checkpoint is read
-    asked = ["ray"] if command.startswith("train --resume") and "--actors" in command else []
+    asked = ["ray", "zstandard"] if command.startswith("train --resume") and "--actors" in command else []
     for package in ("gymnasium", "ale_py", "pandas", "scipy", *asked):
         pytest.importorskip(package)
     from safetensors.torch import save_file
