@@ -13,20 +13,9 @@ from gpu_replay.training.environments import Environment, EnvironmentSpec, Step
 from gpu_replay.training.settings import Settings
 from gpu_replay.training.train import Trainer
 
-SETTINGS: dict[str, Any] = {
-    "num_envs": 6,
-    "capacity": 400,
-    "warmup": 40,
-    "batch_size": 8,
-    "hidden": (16,),
-    "frame_stack": 3,
-    "n_step": 2,
-    "target_every": 5,
-    "eval_episodes": 2,
-    "learning_rate_end": 1e-5,
-    "epsilon_steps": 90,
-    "clip_reward": True,
-}
+SETTINGS: dict[str, Any] = {"num_envs": 6, "capacity": 400, "warmup": 40, "batch_size": 8, "hidden": (16,), "n_step": 2}
+SETTINGS |= {"frame_stack": 3, "target_every": 5, "eval_episodes": 2, "learning_rate_end": 1e-5, "epsilon_steps": 90}
+SETTINGS["clip_reward"] = True
 
 
 class Sums(Environment):

@@ -6,6 +6,7 @@ Modules that import this are skipped where the packages of training are not inst
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import torch
 from gpu_replay import TrajectoryReplayBuffer
 from gpu_replay.console.interrupt import StopRequest
 from gpu_replay.console.seeds import stream_seed
+from gpu_replay.training import records
 from gpu_replay.training.environments import Environment
 from gpu_replay.training.evaluation import Evaluation, Evaluator
 from gpu_replay.training.records import Recorder
@@ -28,7 +30,7 @@ from gpu_replay.training.settings import Settings
 from gpu_replay.training.team import Team
 from gpu_replay.training.train import Trainer, beta_schedule
 
-for package in ("tqdm", "matplotlib", "safetensors"):
+for package in ("gymnasium", "tqdm", "matplotlib", "safetensors", "tensorboard"):
     pytest.importorskip(package)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,11 +115,21 @@ def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool], seco
 
 def read_rows(folder: Path) -> list[dict[str, float]]:
     """The rows of progress.csv; none where there is no such file."""
-    path = folder / "progress.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return records.read_rows(folder, sys.maxsize)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a run says of itself at its end."""
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def tensorboard_of(folder: Path) -> Any:
+    """What TensorBoard reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
 
 
 def without_times(folder: Path) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -101,11 +100,9 @@ def test_recorded_runs_give_the_recorded_report(tmp_path, monkeypatch):
     assert "- time: an hour" in found[1]
 
 
-def test_command_writes_runs_picture_and_report(tmp_path, monkeypatch):
-    for name in ("matplotlib", "scipy", "tqdm"):
-        pytest.importorskip(name)
-    # in threads of this process: no other one need load torch
-    monkeypatch.setattr("gpu_replay.study.workers.ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
+@pytest.mark.usefixtures("threads")
+def test_command_writes_runs_picture_and_report(tmp_path):
+    pytest.importorskip("scipy")
     arguments = ["study", "cliffwalk", "--states-max", "3", "--seeds", "2", "--max-updates", "60"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cliffwalk.csv", "cliffwalk.md", "cliffwalk.png"]

@@ -19,7 +19,7 @@ from gpu_replay.study.methods import Minibatch
 from gpu_replay.study.network import Parameters
 from gpu_replay.study.settings import AgentSettings
 from gpu_replay.training.agent import Agent
-from gpu_replay.training.networks import QNetwork
+from gpu_replay.training.networks import FREQUENCIES, QNetwork
 from gpu_replay.training.settings import Settings
 
 Columns = dict[str, Tensor]
@@ -82,8 +82,14 @@ def of_training(field: Field, **changes: Any) -> Subject:
 
     def values(network: QNetwork, obs: Tensor) -> Tensor:
         seen = obs.float() * (network.scale if images else 1.0)
-        if network.cosines is not None:
-            seen = network.cosines(seen)
+        if changes.get("network") == "cosine":
+            # low frequencies of differences and of the newest image
+            waves = [
+                torch.cos(torch.pi * torch.outer(torch.arange(count), (torch.arange(side) + 0.5) / side))
+                for count, side in zip(FREQUENCIES, field.shape[1:], strict=True)
+            ]
+            low = torch.einsum("ky,nfyx,mx->nfkm", waves[0], seen, waves[1]).flatten(2)
+            seen = torch.cat([low[:, 1:] - low[:, :-1], low[:, -1:]], 1).flatten(1)
         if network.whitens:
             seen = (seen - network.centre) * network.stretch
         out = network.last(network.hidden(network.convolutions(seen).flatten(1)))
@@ -167,13 +173,10 @@ def of_sb3(**settings: Any) -> Subject:
     return plain, updates(), lambda: model.q_net
 
 
-PIXELS = Field((4, 44, 40), torch.uint8, torch.float32, 1 / 255)
+PIXELS, COLOURS = (Field((depth, 44, 40), torch.uint8, torch.float32, 1 / 255) for depth in (4, 3))
 SUBJECTS: dict[str, tuple[Callable[..., Subject], dict[str, Any]]] = {
     "pong": (of_training, {"field": PIXELS, "network": "fine", "hidden": (32,), "whiten": True}),
-    "three channels": (
-        of_training,
-        {"field": Field((3, 44, 40), torch.uint8, torch.float32, 1 / 255), "network": "fine", "hidden": (16,)},
-    ),
+    "three channels": (of_training, {"field": COLOURS, "network": "fine", "hidden": (16,)}),
     "cosine": (of_training, {"field": PIXELS, "network": "cosine", "hidden": (32,), "whiten": True}),
     "vectors": (of_training, {"field": Field((6,), torch.float32), "hidden": (16, 16)}),
     # hidden layers whose products are computed by NumPy, by torch, and by both

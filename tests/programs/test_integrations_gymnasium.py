@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,24 +21,14 @@ LIMIT, ENVS = 12, 3
 
 
 def made(mode: AutoresetMode) -> Any:
-    return gymnasium.make_vec(
-        "CartPole-v1",
-        ENVS,
-        vectorization_mode="sync",
-        vector_kwargs={"autoreset_mode": mode},
-        max_episode_steps=LIMIT,
-    )
+    given = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": mode}, "max_episode_steps": LIMIT}
+    return gymnasium.make_vec("CartPole-v1", ENVS, **given)
 
 
-class Policy:
-    """Random pushes, mostly to one side: some episodes fall over, others meet the limit of their time."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(0)
-
-    def __call__(self, obs: np.ndarray) -> np.ndarray:
-        assert obs.shape == (ENVS, 4)
-        return (self.generator.random(ENVS) < [0.95, 0.5, 0.5]).astype(np.int64)
+def pushes() -> Callable[[np.ndarray], np.ndarray]:
+    """A random policy, mostly to one side: some episodes fall over, others meet the limit of their time."""
+    generator = np.random.default_rng(0)
+    return lambda obs: (generator.random(len(obs)) < [0.95, 0.5, 0.5]).astype(np.int64)
 
 
 def check_physics(batch: Any) -> None:
@@ -57,7 +48,7 @@ def test_transitions_are_those_of_the_physics(mode: AutoresetMode) -> None:
     env = made(mode)
     fields = ReplayBuffer.from_spaces(1, env.single_observation_space, env.single_action_space, device="cpu").fields
     buffer = ReplayBuffer(500, {**fields, "truncated": Field((), torch.bool)}, device="cpu")
-    progress = collect(env, Policy(), buffer, 50, seed=1)
+    progress = collect(env, pushes(), buffer, 50, seed=1)
     assert progress.obs.shape == (ENVS, 4)
     (batch,) = buffer.batches(500)
     check_physics(batch)
@@ -75,12 +66,10 @@ def test_transitions_are_those_of_the_physics(mode: AutoresetMode) -> None:
 def test_streams_are_those_of_the_physics_also_over_several_calls(mode: AutoresetMode) -> None:
     env = made(mode)
     both = env.single_observation_space, env.single_action_space
-    buffers = [
-        TrajectoryReplayBuffer.from_env(env, 600, device="cpu"),
-        TrajectoryReplayBuffer.from_spaces(600, ENVS, *both, autoreset=mode, device="cpu"),
-    ]
-    whole = collect(env, Policy(), buffers[0], 60, seed=1)
-    policy, parts = Policy(), None
+    buffers = [TrajectoryReplayBuffer.from_env(env, 600, device="cpu")]
+    buffers += [TrajectoryReplayBuffer.from_spaces(600, ENVS, *both, autoreset=mode, device="cpu")]
+    whole = collect(env, pushes(), buffers[0], 60, seed=1)
+    policy, parts = pushes(), None
     for steps in (1, 7, 12, 40):
         parts = collect(env, policy, buffers[1], steps, after=parts, seed=1)
     one, other = (next(buffer.batches(600)) for buffer in buffers)
@@ -97,7 +86,7 @@ def test_streams_are_those_of_the_physics_also_over_several_calls(mode: Autorese
         assert cut.sum() > 2
         assert bool((batch.discount[cut] > 0).all())
     # a call without `after` begins anew, and joins nothing
-    collect(env, Policy(), buffers[0], 20, seed=2)
+    collect(env, pushes(), buffers[0], 20, seed=2)
     again = buffers[0].sample(buffers[0].stats().eligible)
     check_physics(again[again.discount > 0])
 
@@ -106,7 +95,7 @@ def test_a_buffer_for_another_mode_is_refused() -> None:
     env = made(AutoresetMode.SAME_STEP)
     buffer = TrajectoryReplayBuffer.from_env(made(AutoresetMode.NEXT_STEP), 30, device="cpu")
     with pytest.raises(ValueError, match=r"next_step.*same_step.*from_env"):
-        collect(env, Policy(), buffer, 1)
+        collect(env, pushes(), buffer, 1)
     assert len(buffer) == 0
 
 
@@ -135,7 +124,6 @@ def test_observations_in_parts_are_stored_by_name(kind: type, mode: AutoresetMod
         collect(env, lambda _: torch.arange(ENVS) % 2, each, 40, seed=3)
         batch = each.sample(60)
         batch = batch[~batch.terminated]
-        joined = {
-            name: torch.cat([batch[f"{name}.{cart}"], batch[f"{name}.{pole}"]], 1) for name in ("obs", "next_obs")
-        }
+        ways = {name: [batch[f"{name}.{part}"] for part in (cart, pole)] for name in ("obs", "next_obs")}
+        joined = {name: torch.cat(each, 1) for name, each in ways.items()}
         check_physics(type(batch)(joined | {name: batch[name] for name in ("action", "reward", "terminated")}))

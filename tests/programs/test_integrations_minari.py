@@ -31,18 +31,15 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
 
 
+def recorded(observations: Any, actions: Any, rewards: list[float], ending: str) -> EpisodeBuffer:
+    flags = {name: [False] * (len(rewards) - 1) + [ending == name] for name in ("terminations", "truncations")}
+    return EpisodeBuffer(observations=observations, actions=actions, rewards=rewards, infos={}, **flags)
+
+
 def episode(first: int, steps: int, ending: str) -> EpisodeBuffer:
     rows = np.arange(first, first + steps + 1, dtype=np.float32)
     place = np.stack([rows, -rows], 1)
-    ended = [step == steps - 1 for step in range(steps)]
-    return EpisodeBuffer(
-        observations={"place": place, "speed": 10 * place},
-        actions=np.arange(steps) % 5,
-        rewards=rows[:-1].tolist(),
-        terminations=[each and ending == "terminated" for each in ended],
-        truncations=[each and ending == "truncated" for each in ended],
-        infos={},
-    )
+    return recorded({"place": place, "speed": 10 * place}, np.arange(steps) % 5, rows[:-1].tolist(), ending)
 
 
 def lists(found: Any) -> list[Any]:
@@ -52,7 +49,7 @@ def lists(found: Any) -> list[Any]:
 
 def small_dataset() -> Any:
     """A dataset of three episodes, on the disk."""
-    episodes = [episode(0, 4, "terminated"), episode(10, 1, "truncated"), episode(20, 7, "terminated")]
+    episodes = [episode(0, 4, "terminations"), episode(10, 1, "truncations"), episode(20, 7, "terminations")]
     return minari.create_dataset_from_buffers("test/first-v0", episodes, **SPACES)
 
 
@@ -85,43 +82,26 @@ def test_episodes_are_written_as_far_as_they_are_stored() -> None:
         if step == 8:
             buffer.begin_episodes(np.array([True, False]))
         number = np.float32([step, 100 + step])
-        buffer.add(
-            obs=np.stack([number, number], 1),
-            action=np.array([step % 5, 0]),
-            reward=number,
-            terminated=np.array([False, step == 5]),
-            truncated=np.zeros(2, bool),
-        )
+        ends = {"terminated": np.array([False, step == 5]), "truncated": np.zeros(2, bool)}
+        buffer.add(obs=np.stack([number, number], 1), action=np.array([step % 5, 0]), reward=number, **ends)
     to_minari(buffer, "test/parts-v0", observation_space=BOX, action_space=SPACES["action_space"])
     found = list(minari.load_dataset("test/parts-v0").iterate_episodes())
     observed = [each.observations[:, 0].tolist() for each in found]
     # the step after an ending carries the last observation of the episode
-    assert observed == [
-        [3.0, 4.0, 5.0, 6.0, 7.0],
-        [8.0, 9.0, 10.0, 11.0, 12.0],
-        [103.0, 104.0, 105.0, 106.0],
-        [107.0, 108.0, 109.0, 110.0, 111.0, 112.0],
-    ]
+    wanted = ((3, 8), (8, 13), (103, 107), (107, 113))
+    assert observed == [[float(number) for number in range(*ends)] for ends in wanted]
     assert [each.terminations[-1] for each in found] == [False, False, True, False]
     assert [each.truncations[-1] for each in found] == [True, True, False, True]
     assert [len(each.rewards) for each in found] == [4, 4, 3, 5]
 
 
 def test_tuples_come_back_as_tuples() -> None:
-    both = {
-        "observation_space": spaces.Tuple((BOX, spaces.Dict({"speed": BOX}))),
-        "action_space": spaces.Tuple((spaces.Discrete(5), BOX)),
-    }
+    observed, acted = spaces.Tuple((BOX, spaces.Dict({"speed": BOX}))), spaces.Tuple((spaces.Discrete(5), BOX))
+    both = {"observation_space": observed, "action_space": acted}
     place = np.arange(10, dtype=np.float32).reshape(5, 2)
-    recorded = EpisodeBuffer(
-        observations=(place, {"speed": 10 * place}),
-        actions=(np.arange(4), -place[:4]),
-        rewards=[0.0, 1.0, 2.0, 3.0],
-        terminations=[False, False, False, True],
-        truncations=[False] * 4,
-        infos={},
-    )
-    buffer = from_minari(minari.create_dataset_from_buffers("test/tuple-v0", [recorded], **both), device="cpu")
+    given = (place, {"speed": 10 * place}), (np.arange(4), -place[:4]), [0.0, 1.0, 2.0, 3.0], "terminations"
+    dataset = minari.create_dataset_from_buffers("test/tuple-v0", [recorded(*given)], **both)
+    buffer = from_minari(dataset, device="cpu")
     (found,) = to_minari(buffer, "test/tuple-v1", **both).iterate_episodes()
     assert np.array_equal(found.observations[0], place)
     assert np.array_equal(found.observations[1]["speed"], 10 * place)
@@ -139,11 +119,7 @@ def test_spaces_of_something_else_are_refused_before_anything_is_written() -> No
         to_minari(buffer, "test/second-v0", env="CartPole-v1")
     # the name is still free
     assert to_minari(buffer, "test/second-v0", **SPACES).total_episodes == 3
-
-
-def test_what_cannot_be_written_says_why() -> None:
     fields = {"obs": Field((2,), torch.float32), "action": Field((), torch.int64)}
-    with pytest.raises(ValueError, match="next_step"):
-        to_minari(TrajectoryReplayBuffer(20, 2, fields, device="cpu", autoreset="same_step"), "test/x-v0", **SPACES)
-    with pytest.raises(RuntimeError, match="no steps"):
-        to_minari(TrajectoryReplayBuffer(20, 2, fields, device="cpu"), "test/x-v0", **SPACES)
+    for mode, message in (("same_step", "next_step"), ("next_step", "no steps")):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            to_minari(TrajectoryReplayBuffer(20, 2, fields, device="cpu", autoreset=mode), "test/x-v0", **SPACES)

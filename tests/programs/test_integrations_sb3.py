@@ -27,12 +27,7 @@ from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
 from stable_baselines3.common.vec_env import VecNormalize  # noqa: E402
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer  # noqa: E402
-from gpu_replay.integrations.sb3 import (  # noqa: E402
-    PrioritizedDQN,
-    PrioritizedSAC,
-    PrioritizedTD3,
-    SB3ReplayBuffer,
-)
+from gpu_replay.integrations.sb3 import PrioritizedDQN, PrioritizedSAC, PrioritizedTD3, SB3ReplayBuffer  # noqa: E402
 
 SMALL: dict[str, Any] = {"learning_starts": 20, "buffer_size": 200, "batch_size": 8, "device": "cpu", "seed": 0}
 BOX, ENVS = spaces.Box(-9, 9, (2,), np.float64), 3
@@ -89,14 +84,11 @@ DICT = spaces.Dict({"a": BOX, "b": spaces.Discrete(4)})
 OF_CLEANRL = {"handle_timeout_termination": False}
 
 
-@pytest.mark.parametrize(
-    "theirs, space, action, more",
-    [
-        (DictReplayBuffer, DICT, spaces.Discrete(2), {}),
-        (PlainReplayBuffer, BOX, spaces.Discrete(2), OF_CLEANRL),
-        (PlainReplayBuffer, BOX, spaces.Box(-1, 1, (1,)), OF_CLEANRL),
-    ],
-)
+CASES = [(DictReplayBuffer, DICT, spaces.Discrete(2), {})]
+CASES += [(PlainReplayBuffer, BOX, action, OF_CLEANRL) for action in (spaces.Discrete(2), spaces.Box(-1, 1, (1,)))]
+
+
+@pytest.mark.parametrize("theirs, space, action, more", CASES)
 def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, action: Any, more: dict[str, Any]) -> None:
     buffers = [kind(60, space, action, torch.device("cpu"), ENVS, **more) for kind in (SB3ReplayBuffer, theirs)]
     play(buffers, 9, space, gymnasium_infos=bool(more))
@@ -124,9 +116,8 @@ def test_single_steps_are_those_of_its_own_buffer(theirs: Any, space: Any, actio
 def test_a_reset_between_two_calls_of_learn_ends_what_was_open() -> None:
     buffer = SB3ReplayBuffer(60, BOX, spaces.Discrete(2), "cpu", 1, n_steps=3, gamma=0.99)
     rows = np.arange(24, dtype=np.float64).reshape(12, 1, 2)
-    for begin in (0, 6):
-        for step in range(begin, begin + 5):
-            buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
+    for step in (*range(5), *range(6, 11)):
+        buffer.add(rows[step], rows[step + 1], np.zeros(1, int), np.ones(1), np.zeros(1, bool), [{}])
     assert isinstance(buffer.storage, TrajectoryReplayBuffer)
     # windows of three steps and the observation after them: two in each part
     assert sorted(set(buffer.storage.sample(200).key.tolist())) == [0, 1, 5, 6]
@@ -229,9 +220,8 @@ def test_a_saved_buffer_goes_on(tmp_path: Path, n_steps: int) -> None:
 
 
 def test_dictionaries_and_normalized_environments_are_learned_from() -> None:
-    env = VecNormalize(
-        make_vec_env(SimpleMultiObsEnv, n_envs=2, env_kwargs={"channel_last": False}), norm_obs_keys=["vec"]
-    )
+    games = make_vec_env(SimpleMultiObsEnv, n_envs=2, env_kwargs={"channel_last": False})
+    env = VecNormalize(games, norm_obs_keys=["vec"])
     model = sb3.DQN("MultiInputPolicy", env, replay_buffer_class=SB3ReplayBuffer, **SMALL)
     model.learn(30)
     batch = model.replay_buffer.sample(8, env)
@@ -281,17 +271,9 @@ def test_what_cannot_be_says_what_to_do() -> None:
 
 PRIORITIZED = {"replay_buffer_kwargs": {"sampler": Proportional(alpha=0.6, beta=0.4)}}
 # the settings that Stable-Baselines3's own zoo has for CartPole
-CARTPOLE: dict[str, Any] = {
-    "learning_rate": 2.3e-3,
-    "batch_size": 64,
-    "learning_starts": 1_000,
-    "target_update_interval": 10,
-    "train_freq": 256,
-    "gradient_steps": 128,
-    "exploration_fraction": 0.16,
-    "exploration_final_eps": 0.04,
-    "policy_kwargs": {"net_arch": [256, 256]},
-}
+CARTPOLE: dict[str, Any] = {"learning_rate": 2.3e-3, "batch_size": 64, "learning_starts": 1_000}
+CARTPOLE |= {"target_update_interval": 10, "train_freq": 256, "gradient_steps": 128, "exploration_fraction": 0.16}
+CARTPOLE |= {"exploration_final_eps": 0.04, "policy_kwargs": {"net_arch": [256, 256]}}
 PENDULUM = {"learning_rate": 1e-3, "learning_starts": 500}
 RUNS: dict[str, tuple[Any, str, int, dict[str, Any], float]] = {
     "PrioritizedDQN": (PrioritizedDQN, "CartPole-v1", 50_000, CARTPOLE | PRIORITIZED, 475),

@@ -182,8 +182,8 @@ def test_its_collector_and_its_dqn_learn_from_it() -> None:
     buffer = TensorDictReplayBuffer(5000, sampler=Proportional(0.6, beta=0.4), batch_size=64, device="cpu")
     loss = DQNLoss(actor, action_space=env.action_spec, delay_value=True)
     target, optimizer = SoftUpdate(loss, eps=0.99), torch.optim.Adam(loss.parameters(), 1e-3)
-    policy, frames = TensorDictSequential(actor, greedy), {"frames_per_batch": 50, "total_frames": 3000}
-    collector = Collector(env, policy, **frames, auto_register_policy_transforms=True)
+    given = {"frames_per_batch": 50, "total_frames": 3000, "auto_register_policy_transforms": True}
+    collector = Collector(env, TensorDictSequential(actor, greedy), **given)
     for data in collector:
         greedy.step(50)
         buffer.extend(data)

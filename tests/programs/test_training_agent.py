@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -24,7 +23,7 @@ from gpu_replay.training.agent import Agent, Explorer, alone
 from gpu_replay.training.device_games import Catch
 from gpu_replay.training.environments import EpisodeStatistics
 from gpu_replay.training.evaluation import Evaluator
-from gpu_replay.training.networks import FREQUENCIES, QNetwork
+from gpu_replay.training.networks import QNetwork
 from gpu_replay.training.settings import PRESETS, Settings
 from gpu_replay.training.train import SAMPLED, Stopwatch, beta_schedule
 
@@ -33,9 +32,9 @@ VECTORS = Field((6,), torch.float32)
 NATURE: dict[str, Any] = {"network": "nature", "hidden": (8,), "layer_norm": True}
 
 
-def pictures(count: int, field: Field = PIXELS, seed: int = 0) -> Tensor:
+def pictures(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count, *field.shape), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, *PIXELS.shape), dtype=torch.uint8, generator=generator)
 
 
 def make_network(field: Field = PIXELS, **changes: Any) -> QNetwork:
@@ -130,26 +129,6 @@ def test_bfloat16_is_for_convolutions_and_hidden_layers_alone() -> None:
     assert dtypes["last"] == (torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_nothing_is_transposed_on_the_way_through_convolutions_and_back(device: str) -> None:
-    # cuDNN computes channels last where images or kernels are, and so does oneDNN
-    network, seen = make_network(bfloat16=device == "cuda", **NATURE).to(device), []
-
-    def look(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seen.extend((args[0], out))
-        # of the last layer the gradient comes as numbers did to the first hidden layer
-        if layer is not network.convolutions[-1]:
-            out.register_hook(seen.append)
-
-    for layer in network.convolutions:
-        layer.register_forward_hook(look)
-    network.values(network.prepare(pictures(5).to(device))).square().sum().backward()
-    kernels = [weight for weight in network.convolutions.parameters() if weight.dim() == 4]
-    assert (len(kernels), len(seen)) == (3, 6 * 2 + 5)
-    for each in (*seen, *kernels, *(weight.grad for weight in kernels)):
-        assert each.is_contiguous(memory_format=torch.channels_last)
-
-
 @pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", ["fine", "cosine"])
 def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str, as_sampled: torch.dtype) -> None:
@@ -167,18 +146,6 @@ def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str, as_sampl
     # what never changes stays finite
     network.whiten(torch.full_like(obs, 87))
     assert bool(network(obs).isfinite().all())
-
-
-def test_a_cosine_network_sees_low_frequencies_of_the_newest_image_and_of_differences() -> None:
-    field = Field((3, 8, 16), torch.uint8, torch.float32, 1 / 255)
-    network, frames = make_network(field, network="cosine", hidden=(8,)), pictures(2, field)
-    down, across = (
-        torch.tensor([[math.cos(math.pi * k * (place + 0.5) / side) for place in range(side)] for k in range(count)])
-        for count, side in zip(FREQUENCIES, (8, 16), strict=True)
-    )
-    one, two, three = torch.einsum("ky,nfyx,mx->fnkm", down, frames.float() / 255, across).flatten(2)
-    expected = torch.cat([two - one, three - two, three], 1)
-    torch.testing.assert_close(network.prepare(frames), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bounded_components_are_mapped_and_unbounded_ones_are_not() -> None:
@@ -228,9 +195,7 @@ def of_the_study(persistence: float, epsilon: float) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize("explorer", [of_training, of_the_study])
 @pytest.mark.parametrize("persistence, epsilon", [(0.9, 0.0), (0.0, 0.1), (0.5, 0.5), (0.9, 0.1), (0.9, 1.0)])
-def test_the_share_of_random_actions_is_epsilon_whatever_the_persistence(
-    explorer: Callable[[float, float], Callable[[], Tensor]], persistence: float, epsilon: float
-) -> None:
+def test_epsilon_is_the_share_of_random_actions(explorer: Any, persistence: float, epsilon: float) -> None:
     choose = explorer(persistence, epsilon)
     chosen = torch.stack([choose() for _ in range(150)])[50:]
     random = chosen >= 0
@@ -277,26 +242,19 @@ def test_settings_survive_a_trip_through_json(family: str) -> None:
 
 # of other types, and without sense: what settings.json says, and a pattern of the error
 REFUSED = """
-"steps": null => --steps must
 "steps": true => --steps must
-"steps": [3] => --steps must
 "sampler": "bogus" => --sampler must
-"network": true => --network must
 "whiten": "no" => --whiten must
 "bfloat16": "auto" => --bfloat16 must
 "num_envs": 2.5 => --num-envs must
-"gamma": "0.9" => --gamma must
 "gamma": 1.5 => --gamma .*0 to 1.* 1.5
 "hidden": "wide" => --hidden must
-"hidden": [1.5] => --hidden must
 "hidden": [true] => --hidden must
-"hidden": [] => --hidden .*widths
 "lr": 1, "gama": 2 => gama, lr
 "persistence": 1.0 => --persistence .*less than 1
 "learning_rate": NaN => --learning-rate .*nan
 "eval_from": Infinity => --eval-from .*finite.*inf
 "threads": 100000 => --threads .*1 to 1,024.*100000
-"warmup": 100, "capacity": 99 => --warmup 100 .*--capacity 99
 "batch_size": 64, "warmup": 63 => --warmup 63 .*--batch-size 64
 """
 
@@ -321,12 +279,9 @@ def test_schedules_go_from_start_to_end_and_stay() -> None:
 def test_sampler_setting_makes_that_sampler_with_beta_annealed_over_the_planned_updates() -> None:
     beta = LinearSchedule(0.4, 1.0, steps=(3_200 - 64) // 32 * 2)
     prioritized = Proportional(alpha=0.6, beta=beta)
-    for name, sampler in {
-        "proportional": prioritized,
-        "uniform": Uniform(),
-        "combined": Combined(prioritized),
-        "rank": RankBased(alpha=0.6, beta=beta),
-    }.items():
+    samplers = {"proportional": prioritized, "uniform": Uniform(), "combined": Combined(prioritized)}
+    samplers["rank"] = RankBased(alpha=0.6, beta=beta)
+    for name, sampler in samplers.items():
         settings = Settings(sampler=name, steps=3_200, num_envs=32, updates=2, warmup=64)
         assert run.make_buffer(Catch.spec, settings, beta_schedule(settings), CPU, 0, 32).sampler == sampler
 
@@ -366,11 +321,8 @@ def plan_of(*flags: str) -> run.Plan:
 
 def test_pong_ends_at_18_and_other_games_do_not() -> None:
     pytest.importorskip("ale_py")
-    for flags, threshold, eval_from in (
-        ("pong", 18.0, 8.0),
-        ("pong --stop-at 5 --eval-from -21", 5.0, -21.0),
-        ("breakout", None, None),
-    ):
+    changed = "pong --stop-at 5 --eval-from -21"
+    for flags, threshold, eval_from in (("pong", 18.0, 8.0), (changed, 5.0, -21.0), ("breakout", None, None)):
         plan = plan_of(*flags.split())
         settings = plan.settings
         with closing(plan.environment.make(1, settings, CPU)) as games:
@@ -379,9 +331,7 @@ def test_pong_ends_at_18_and_other_games_do_not() -> None:
 
 
 @pytest.mark.parametrize("instructions", [{"avx512_bf16": True}, {"amx_bf16": True}, {"avx512_bf16": False}, {}])
-def test_the_precision_follows_from_the_machine_alone(
-    instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_follows_from_the_machine(instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions, raising=False)
     assert plan_of("pong").settings.bfloat16 is any(instructions.values())

@@ -5,77 +5,52 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from host_games import Sums
 
 from gpu_replay import Field
-from gpu_replay.training.environments import Actors, Environment, EnvironmentSpec, Step
+from gpu_replay.training.environments import Actors
 from gpu_replay.training.host_envs import make_gymnasium
 from gpu_replay.training.registry import KINDS, identify
-from gpu_replay.training.settings import PRESETS, Settings
+from gpu_replay.training.settings import Settings
 
-pytest.importorskip("gymnasium")
+gymnasium = pytest.importorskip("gymnasium")
 CPU = torch.device("cpu")
 
 
-def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode() -> None:
-    import gymnasium
-
-    environment = make_gymnasium("CartPole-v1", 3)
-    obs = environment.reset(11)
-    # single ones, stepped by hand
-    alone = [gymnasium.make("CartPole-v1") for _ in range(3)]
+@pytest.mark.parametrize("name, steps", [("CartPole-v1", 40), ("MountainCar-v0", 201)])
+def test_an_ending_keeps_its_final_observation_and_starts_a_new_episode(name: str, steps: int) -> None:
+    """As single environments that are stepped and reset by hand: poles fall, cars run out of time."""
+    environment, alone, seen = make_gymnasium(name, 3), [gymnasium.make(name) for _ in range(3)], 0
     seeds = np.random.SeedSequence(11).generate_state(3, np.uint32).astype(np.int64) >> 1
     firsts = [each.reset(seed=int(seed))[0].tolist() for each, seed in zip(alone, seeds, strict=True)]
-    assert obs.tolist() == firsts
-    over: set[int] = set()
-    # pushing one way lets the pole fall within a dozen steps
-    for _ in range(14):
+    assert environment.reset(11).tolist() == firsts
+    for _ in range(steps):
         environment.send(torch.ones(3, dtype=torch.int64))
         step = environment.recv()
-        for env in set(range(3)) - over:
-            expected, _, ended, *_ = alone[env].step(1)
-            assert bool(step.terminated[env]) == ended
-            assert (step.frame[env].tolist() == expected.tolist()) != ended
-            if ended:
-                over.add(env)
-                assert step.final_frame[env].tolist() == expected.tolist()
-                # a new episode starts near zero
-                assert step.frame[env].abs().max() <= 0.05
-    assert (over, step.reward.dtype) == ({0, 1, 2}, torch.float32)
+        assert (step.final_frame is None) == (not step.ended.any())
+        for env, single in enumerate(alone):
+            last, reward, *ended, _ = single.step(1)
+            assert [bool(step.terminated[env]), bool(step.truncated[env])] == ended
+            assert step.reward[env] == reward
+            if any(ended):
+                seen += 1
+                assert step.final_frame[env].tolist() == last.tolist()
+                last, _ = single.reset()
+            assert step.frame[env].tolist() == last.tolist()
+    assert (seen >= 3, step.reward.dtype) == (True, torch.float32)
     environment.close()
 
 
-def test_truncation_is_told_apart_and_keeps_its_observation() -> None:
-    environment = make_gymnasium("MountainCar-v0", 2)
-    obs = environment.reset(0)
-    for t in range(1, 202):
-        environment.send(torch.tensor([0, 1]))
-        step = environment.recv()
-        assert not step.terminated.any()
-        assert (step.truncated.tolist(), step.final_frame is None) == ([t == 200] * 2, t != 200)
-        if step.final_frame is not None:
-            # it moved on by one step, and did not start anew
-            assert (step.final_frame - obs).abs().max() < 0.1
-            assert not torch.equal(step.final_frame, step.frame)
-        obs = step.frame
-    environment.close()
+# what is no picture goes to the MLP
+SHAPES = [((40, 50, 3), (3, 40, 50), "nature"), *(((*shape,), (*shape,), "mlp") for shape in ([8, 8, 3], [5]))]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "field", "network"),
-    [
-        ((40, 50, 3), np.uint8, Field((3, 40, 50), torch.uint8, torch.float32, 1 / 255), "nature"),
-        # what is no picture goes to the MLP
-        ((128,), np.uint8, Field((128,), torch.uint8, torch.float32, 1 / 255), "mlp"),
-        ((8, 8, 3), np.uint8, Field((8, 8, 3), torch.uint8, torch.float32, 1 / 255), "mlp"),
-        ((5,), np.float64, Field((5,), torch.float32), "mlp"),
-    ],
-)
-def test_observations_are_stored_for_their_network_and_actions_may_start_anywhere(
-    shape: tuple[int, ...], dtype: type, field: Field, network: str
+@pytest.mark.parametrize("shape, stored, network", SHAPES)
+def test_observations_are_stored_for_their_network(
+    shape: tuple[int, ...], stored: tuple[int, ...], network: str
 ) -> None:
-    import gymnasium
-
+    dtype = np.uint8 if len(shape) == 3 else np.float64
+    field = Field(stored, torch.uint8, torch.float32, 1 / 255) if len(shape) == 3 else Field(stored, torch.float32)
     shown = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
 
     class Paying(gymnasium.Env):  # type: ignore[type-arg]
@@ -133,18 +108,6 @@ def test_a_pong_game_ends_at_twenty_one_and_the_next_one_starts_anew() -> None:
     environment.close()
 
 
-@pytest.mark.parametrize("name", ["catch", "device-pong", "CartPole-v1", "pong"])
-def test_every_kind_has_settings_environments_and_pictures(name: str) -> None:
-    pytest.importorskip("ale_py")
-    found = identify(name)
-    assert found.kind in KINDS
-    settings = found.settings(CPU, eval_episodes=3)
-    assert settings == Settings(**{**PRESETS[KINDS[found.kind].family(found.name, False)], **vars(settings)})
-    environment = found.make(2, settings, CPU)
-    assert environment.reset(0).shape == (2, *environment.spec.observation.shape)
-    environment.close()
-
-
 NAMES = dict.fromkeys(("pong", "Pong", "ALE/Pong-v5", "Pong-v4", "PongNoFrameskip-v4"), ("pong", "atari"))
 NAMES |= dict.fromkeys(("ALE/MsPacman-v5", "MsPacman", "ms_pacman"), ("ms_pacman", "atari"))
 NAMES |= {"catch": ("catch", "catch"), "Acrobot-v1": ("Acrobot-v1", "gymnasium")}
@@ -159,45 +122,13 @@ def test_names_are_recognised(name: str) -> None:
     assert tuple(KINDS[found.kind].family(found.name, cuda) for cuda in (False, True)) == FAMILIES[found.kind]
 
 
-# frames
-
-IMAGE = Field((3, 2), torch.uint8, torch.float32, 1 / 255)
-
-
-def numbered(t: int) -> Tensor:
-    """Frames of three environments, whose every pixel says at which step it was seen and where."""
-    return (torch.arange(3, dtype=torch.uint8) + 10 * t)[:, None, None].expand(3, 3, 2).contiguous()
-
-
-class Scripted(Environment):
-    """Three environments in host memory whose frames say when they were; two end at each fifth and third step."""
-
-    num_envs = 3
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.spec = EnvironmentSpec("scripted", IMAGE, 2, None, None, stack=depth)
-
-    def reset(self, seed: int) -> Tensor:
-        self.t = 0
-        return numbered(0)
-
-    def send(self, actions: Tensor) -> None:
-        self.t += 1
-
-    def recv(self) -> Step:
-        over, cut = torch.tensor([self.t % 5 == 0, False, False]), torch.tensor([False, self.t % 3 == 0, False])
-        final = numbered(self.t + 100) if bool((over | cut).any()) else None
-        return Step(numbered(self.t), torch.full((3,), float(self.t)), over, cut, final)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, device: str) -> None:
-    actors = Actors(Scripted(depth), torch.device(device))
-    actors.reset(0)
-    histories = [[each] for each in numbered(0)]
-    for t in range(1, 20):
+    games, actors = Sums(5, depth), Actors(Sums(5, depth), torch.device(device))
+    actors.reset(3)
+    histories, endings = [[each] for each in games.reset(3)], torch.zeros(2, 5)
+    for t in range(1, 40):
         obs = actors.stack.obs
         assert obs.device.type == device
         for env, history in enumerate(histories):
@@ -206,15 +137,20 @@ def test_actors_hand_over_steps_and_stacks_of_the_newest_frames(depth: int, devi
             assert torch.equal(obs[env].cpu(), torch.stack(newest) if depth > 1 else newest[0])
         if t == 11:
             # others continue from the state of these
-            saved = actors.state_dict()
-            actors = Actors(actors.environment, torch.device(device))
+            saved, environment = actors.state_dict(), actors.environment
+            actors = Actors(environment, torch.device(device))
             actors.load_state_dict(saved)
-        actors.environment.send(torch.zeros(3, dtype=torch.int64))
-        step, frame = actors.recv(), numbered(t)
-        flags = [step.terminated.tolist(), step.truncated.tolist()]
-        assert (step.reward.tolist(), flags) == ([t] * 3, [[t % 5 == 0, False, False], [False, t % 3 == 0, False]])
-        ended = step.ended.tolist()
-        assert not any(ended) or torch.equal(step.final_frame.cpu(), numbered(t + 100))
+        for each in (games, actors.environment):
+            each.send((torch.arange(5) + t) % 3)
+        step, expected = actors.recv(), games.recv()
+        for name in ("frame", "reward", "terminated", "truncated"):
+            assert torch.equal(getattr(step, name).cpu(), getattr(expected, name))
+        over = expected.terminated | expected.truncated
+        endings += torch.stack((expected.terminated, expected.truncated))
+        assert torch.equal(step.ended.cpu(), over)
+        assert not over.any() or torch.equal(step.final_frame.cpu(), expected.final_frame)
         actors.push(step)
+        frame = expected.frame
         assert torch.equal(actors.stack.frame.cpu(), frame)
-        histories = [[frame[env]] if ended[env] else [*histories[env], frame[env]] for env in range(3)]
+        histories = [[frame[env]] if over[env] else [*histories[env], frame[env]] for env in range(5)]
+    assert bool((endings.sum(1) > 3).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from gpu_replay.training.registry import identify
 from gpu_replay.training.rendering import RenderedAtari
 from gpu_replay.training.settings import Settings
 
-Image = pytest.importorskip("PIL.Image")
+Image, ImageSequence = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageSequence")
 pytest.importorskip("tqdm")
 pytest.importorskip("safetensors")
 Capture = pytest.CaptureFixture[str]
@@ -23,24 +24,20 @@ Capture = pytest.CaptureFixture[str]
 
 def frames(path: Path) -> tuple[list[np.ndarray], list[int]]:
     """The pictures of a GIF as RGB, and how long each is shown, in milliseconds."""
-    pictures, delays = [], []
     with Image.open(path) as video:
-        for place in range(video.n_frames):
-            video.seek(place)
-            pictures.append(np.asarray(video.convert("RGB")))
-            delays.append(video.info["duration"])
-    return pictures, delays
+        found = [(np.asarray(each.convert("RGB")), each.info["duration"]) for each in ImageSequence.Iterator(video)]
+    return [picture for picture, _ in found], [delay for _, delay in found]
 
 
-def written(path: Path, pictures: list[np.ndarray], fps: float, scale: int = 1, hold: bool = False) -> Path:
-    """A video of them."""
+def shown(path: Path, pictures: list[np.ndarray], fps: float, scale: int = 1, hold: bool = False) -> Any:
+    """What a video of them shows."""
     video = Video(fps, scale)
     for picture in pictures:
         video.add(picture)
     if hold:
         video.hold()
     video.write(path)
-    return path
+    return frames(path)
 
 
 def noise(count: int, colours: int) -> list[np.ndarray]:
@@ -51,17 +48,17 @@ def noise(count: int, colours: int) -> list[np.ndarray]:
 
 def test_a_gif_shows_the_pictures_as_they_were_at_their_speed(tmp_path: Path) -> None:
     pictures = noise(31, 90)
-    shown, delays = frames(written(tmp_path / "video.gif", pictures, 15.0, 3))
-    assert np.array_equal(np.stack(shown), np.stack(pictures).repeat(3, 1).repeat(3, 2))
+    found, delays = shown(tmp_path / "video.gif", pictures, 15.0, 3)
+    assert np.array_equal(np.stack(found), np.stack(pictures).repeat(3, 1).repeat(3, 2))
     # 31 pictures at 15 a second, in hundredths of a second
     assert (sum(delays), set(delays)) == (round(3100 / 15) * 10, {60, 70})
     # of many colours the best are kept
     many = noise(5, 5_000)
-    error = np.abs(np.stack(frames(written(tmp_path / "many.gif", many, 50.0))[0]).astype(int) - np.stack(many))
+    error = np.abs(np.stack(shown(tmp_path / "many.gif", many, 50.0)[0]).astype(int) - np.stack(many))
     assert 0 < error.mean() < 20
     # the end is held: pictures that do not change are one picture, shown longer
-    shown, delays = frames(written(tmp_path / "held.gif", noise(3, 9), 10.0, hold=True))
-    assert (len(shown), delays) == (3, [100, 100, 800])
+    found, delays = shown(tmp_path / "held.gif", noise(3, 9), 10.0, hold=True)
+    assert (len(found), delays) == (3, [100, 100, 800])
 
 
 def test_colours_of_pong_are_what_the_agent_sees_in_grey() -> None:
@@ -103,9 +100,7 @@ def test_gymnasium_environments_are_drawn_by_themselves() -> None:
     rendered.close()
 
 
-def test_an_episode_of_a_run_becomes_a_video_that_depends_on_the_seed_alone(
-    catch_run: Path, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_video_of_a_run_depends_on_the_seed_alone(catch_run: Path, tmp_path: Path, capsys: Capture) -> None:
     contents, target = [], tmp_path / "video.gif"
     for seed in ("1", "1", "2"):
         assert main(["play", str(catch_run), "--episodes", "2", "--seed", seed, "--output", str(target)]) == 0
@@ -127,8 +122,8 @@ def test_an_episode_of_a_run_becomes_a_video_that_depends_on_the_seed_alone(
     flags = ["--max-steps", "5", "--scale", "3", "--epsilon", "1"]
     assert main(["play", str(tmp_path / "network.safetensors"), *flags]) == 0
     assert "length 5, cut off" in capsys.readouterr().out
-    shown, _ = frames(tmp_path / "episode.gif")
-    assert (len(shown), shown[0].shape) == (6, (720, 720, 3))
+    longer, _ = frames(tmp_path / "episode.gif")
+    assert (len(longer), longer[0].shape) == (6, (720, 720, 3))
 
 
 # pipes that imageio-ffmpeg leaves to the collector
@@ -137,10 +132,10 @@ def test_an_mp4_shows_the_pictures(catch_run: Path, tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio")
     pytest.importorskip("imageio_ffmpeg")
     assert main(["play", str(catch_run), "--output", str(tmp_path / "video.mp4")]) == 0
-    shown = imageio.mimread(tmp_path / "video.mp4", memtest=False)
+    film = imageio.mimread(tmp_path / "video.mp4", memtest=False)
     # twelve pictures, and the last one for a moment more
-    assert 12 <= len(shown) <= 20
+    assert 12 <= len(film) <= 20
     assert main(["play", str(catch_run), "--output", str(tmp_path / "video.gif")]) == 0
     first = frames(tmp_path / "video.gif")[0][0].astype(int)
-    assert shown[0].shape == first.shape
-    assert np.abs(shown[0].astype(int) - first).mean() < 12
+    assert film[0].shape == first.shape
+    assert np.abs(film[0].astype(int) - first).mean() < 12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CATCH, make_trainer, read_rows, start, wait_for, without_times
+from training_runs import CATCH, make_trainer, read_rows, start, summary, tensorboard_of, wait_for, without_times
 from transitions import same_draws
 
 from gpu_replay import CheckpointError, TrajectoryReplayBuffer
@@ -156,10 +155,6 @@ def train(folder: Path, arguments: Any, looks: int | None = None) -> int:
 RESUME = ("train", "--resume")
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
-
-
 def last_state(folder: Path) -> dict[str, Any]:
     saved = latest(folder / "checkpoint")
     assert saved is not None
@@ -174,24 +169,21 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def check_same_run(one: Path, other: Path) -> None:
     """Rows, networks, figures and all of the last checkpoint but times, the replay buffer included."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    assert without_times(one) == without_times(other)
     found: list[Any] = []
     for folder in (one, other):
         values, tensors = flatten(last_state(folder))
-        progress = values["trainer"]["progress"]
+        progress, told = values["trainer"]["progress"], summary(folder)
         replay = TrajectoryReplayBuffer.load(values["replay"][0], "cpu").state_dict()
         counts = [value for name, value in progress.items() if isinstance(value, int) and name != "resumed"]
-        with safe_open(str(folder / "network.safetensors"), "pt") as file:
-            metadata = file.metadata()
         names = ("steps", "updates", "episodes", "best_step", "eval_return_mean", "eval_fresh", "stopped_by")
-        told = [summary(folder)[name] for name in names]
-        found.append((told, counts, progress["mark"][:2], replay["counters"], metadata))
-        found.append(tensors | replay["tensors"] | load_file(folder / "network.safetensors"))
-    assert found[0] == found[2]
-    check_same(found[1], found[3])
+        # the order of its metadata is by chance
+        network = (folder / "network.safetensors").read_bytes()
+        size = 8 + int.from_bytes(network[:8], "little")
+        counts += [without_times(folder), [told[name] for name in names], progress["mark"][:2], replay["counters"]]
+        found.append(([*counts, json.loads(network[8:size]), network[size:]], tensors | replay["tensors"]))
+    (told, tensors), (wanted, same) = found
+    assert told == wanted
+    check_same(tensors, same)
 
 
 # in the warm-up, while learning, within an evaluation, one step before the end
@@ -199,9 +191,7 @@ STOPS = [*(pytest.param([look], marks=pytest.mark.slow) for look in (3, 40, 50, 
 
 
 @pytest.mark.parametrize("looks", STOPS)
-def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(
-    tmp_path: Path, catch_run: Path, looks: list[int]
-) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: Path, looks: list[int]) -> None:
     folder = tmp_path / "run"
     assert train(folder, CATCH, looks[0]) == 130
     for look in looks[1:]:
@@ -212,10 +202,8 @@ def test_a_resumed_run_of_catch_is_the_run_that_never_stopped(
     assert str(stopped_at) in [row["step"] for row in without_times(folder)]
     assert train(folder, RESUME) == 0
     check_same_run(folder, catch_run)
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    assert [str(event.step) for event in events.Scalars("epsilon")] == [row["step"] for row in without_times(folder)]
+    told = tensorboard_of(folder).Scalars("epsilon")
+    assert [str(event.step) for event in told] == [row["step"] for row in without_times(folder)]
 
 
 def snapshot(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -237,7 +225,6 @@ OTHERS = ("MountainCar-v0", "Acrobot-v1")
 
 @pytest.mark.parametrize("name", ["CartPole-v1", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_games_whose_state_can_be_set_go_on_in_mid_episode(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
     whole, before = (make_trainer(name, seed=1, steps=1_120, **CLASSIC) for _ in range(2))
     whole.run(None, StopRequest())
     for _ in range(40):
@@ -254,14 +241,15 @@ CARTPOLE = {"warmup": 500, "eval_every": 1_000, "eval_max_steps": 30, "log_every
 
 
 def test_games_that_cannot_be_saved_begin_anew_and_all_else_is_as_it_was(tmp_path: Path) -> None:
-    gymnasium = pytest.importorskip("gymnasium")
-    kind = pytest.importorskip("gymnasium.envs.classic_control").CartPoleEnv
+    import gymnasium
+    from gymnasium.envs.classic_control import CartPoleEnv
+
     if UNKNOWN not in gymnasium.registry:
         # of another module, so that nobody knows what its state is made of
-        gymnasium.register(UNKNOWN, type("Unknown", (kind,), {"__module__": "elsewhere"}), max_episode_steps=500)
-    before = make_trainer(UNKNOWN, seed=1, steps=3_200, **CARTPOLE)
+        gymnasium.register(UNKNOWN, type("Unknown", (CartPoleEnv,), {"__module__": "elsewhere"}), max_episode_steps=500)
+    before = make_trainer(UNKNOWN, seed=1, steps=1_600, **CARTPOLE)
     assert before.run(None, StopRequest()) == "steps"
-    after = restored(before, tmp_path, UNKNOWN, steps=4_800, **CARTPOLE)
+    after = restored(before, tmp_path, UNKNOWN, steps=2_400, **CARTPOLE)
     (values, tensors), (found, same) = snapshot(before), snapshot(after)
     # running episodes are given up, finished ones count
     for name in ("statistics/returns", "statistics/lengths"):
@@ -360,24 +348,6 @@ def test_a_branch_with_another_buffer_fills_it_anew(catch_run: Path, tmp_path: P
 # processes
 
 
-def test_a_run_that_is_going_on_is_not_resumed(tmp_path: Path, capsys: Capture) -> None:
-    process = start(tmp_path, "catch", "--device", "cpu", "--steps", "1e8", "--eval-episodes", "4")
-    try:
-        wait_for(process, lambda: len(read_rows(tmp_path)) >= 1)
-        for flags in (["--resume"], ["catch", "--device", "cpu", "--overwrite"]):
-            assert main(["train", *flags, "--output", str(tmp_path)]) == 2
-            (line,) = capsys.readouterr().err.splitlines()
-            assert "still going on" in line
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == 130, err
-        # the lock is gone with the process
-        assert main([*RESUME, "--output", str(tmp_path), "--steps", "100000001", "--max-seconds", "0.001"]) == 2
-        assert "is used up" in capsys.readouterr().err
-    finally:
-        process.kill()
-
-
 def steps_saved(folder: Path) -> int:
     names = [path.parent.parent.name for path in (folder / "checkpoint").glob("*/state/manifest.json")]
     return max(map(int, names), default=0)
@@ -400,27 +370,3 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path, name: str
     check_same_run(folder, whole)
     seconds = [row["seconds"] for row in read_rows(folder)]
     assert seconds == sorted(seconds)
-
-
-@pytest.mark.slow
-def test_pong_goes_on_after_a_signal_with_new_games(tmp_path: Path) -> None:
-    pytest.importorskip("ale_py")
-    flags = ["--num-envs", "4", "--capacity", "4000", "--warmup", "200", "--batch-size", "8", "--log-every", "100"]
-    flags += ["--eval-episodes", "1", "--eval-max-steps", "30", "--device", "cpu"]
-    process = start(tmp_path, "pong", "--steps", "1e7", *flags)
-    wait_for(process, lambda: len(read_rows(tmp_path)) >= 3)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    assert "interrupted by SIGTERM" in out
-    stopped = summary(tmp_path)
-    assert steps_saved(tmp_path) == stopped["steps"]
-    process = start(tmp_path, "--resume", "--max-seconds", str(stopped["loop_seconds"] + 1))
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    after = summary(tmp_path)
-    assert (after["stopped_by"], steps_saved(tmp_path)) == ("max_seconds", after["steps"])
-    for name in ("steps", "updates", "wall_seconds"):
-        assert after[name] > stopped[name] > 0
-    found = [row["step"] for row in read_rows(tmp_path)]
-    assert found == sorted(set(found))

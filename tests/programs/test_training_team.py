@@ -18,7 +18,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from ranks import ranks_of  # noqa: E402
-from training_runs import ROOT, read_rows, wait_for  # noqa: E402
+from training_runs import ROOT, read_rows, summary, wait_for  # noqa: E402
 
 from gpu_replay import Field, TrajectoryReplayBuffer  # noqa: E402
 from gpu_replay.cli import main  # noqa: E402
@@ -31,48 +31,6 @@ from gpu_replay.training.team import Team  # noqa: E402
 from gpu_replay.training.train import beta_schedule  # noqa: E402
 
 
-def team_of(size: int, rank: int, **changes: Any) -> Team:
-    team = object.__new__(Team)
-    team.settings, team.rank, team.size = Settings.for_family("vector", **changes), rank, size
-    return team
-
-
-def test_settings_are_those_of_all_ranks_together() -> None:
-    team = team_of(4, 1)
-    share, whole = team.share(), team.settings
-    assert (share.num_envs, share.batch_size, share.capacity, share.warmup) == (4, 32, 25_000, 250)
-    assert (share.steps, share.epsilon_steps, share.eval_every) == (whole.steps, whole.epsilon_steps, whole.eval_every)
-    assert team_of(4, 0).seed(7) == 7
-    assert len({team_of(4, rank).seed(7) for rank in range(4)}) == 4
-    with pytest.raises(UserError, match="--num-envs 16 cannot be divided among 3 ranks"):
-        team_of(3, 0).share()
-
-
-def together(group: Any) -> tuple[list[list[float]], list[str], list[float]]:
-    team = Team(Settings.for_family("vector"))
-    weights = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 3))]
-    for place, weight in enumerate(weights):
-        weight.grad = torch.full_like(weight, float(team.rank + 10 * place))
-    team.average(weights)
-    reasons = [
-        team.agree(""),
-        team.agree("SIGTERM" if team.rank == 1 else ""),
-        team.agree("solved" if team.rank else ""),
-    ]
-    gradients = [weight.grad.flatten().tolist() for weight in weights if weight.grad is not None]
-    return gradients, reasons, team.of_first(torch.full((2,), float(team.rank))).tolist()
-
-
-@pytest.mark.slow
-def test_gradients_are_averaged_and_ends_agreed_on() -> None:
-    with ranks_of(2) as ranks:
-        for found in ranks.run(2, together):
-            assert found == ([[0.5] * 2, [10.5] * 3], ["", "SIGTERM", "solved"], [0.0, 0.0])
-
-
-# checkpoints of several ranks
-
-
 class Alone(Team):
     """One of several ranks, in a process of its own; `others_failed` is what they say of their work."""
 
@@ -82,16 +40,49 @@ class Alone(Team):
         return max(number, self.others_failed)
 
 
-def rank_of(rank: int, others_failed: bool = False) -> Team:
+def rank_of(rank: int, size: int) -> Alone:
     team = Alone(Settings.for_family("vector"))
-    team.rank, team.size, team.others_failed = rank, 2, others_failed
+    team.rank, team.size = rank, size
     return team
+
+
+def test_settings_are_those_of_all_ranks_together() -> None:
+    ranks = [rank_of(rank, 4) for rank in range(4)]
+    share, whole = ranks[1].share(), ranks[1].settings
+    assert (share.num_envs, share.batch_size, share.capacity, share.warmup) == (4, 32, 25_000, 250)
+    assert (share.steps, share.epsilon_steps, share.eval_every) == (whole.steps, whole.epsilon_steps, whole.eval_every)
+    assert ranks[0].seed(7) == 7
+    assert len({each.seed(7) for each in ranks}) == 4
+    with pytest.raises(UserError, match="--num-envs 16 cannot be divided among 3 ranks"):
+        rank_of(0, 3).share()
+
+
+def together(group: Any) -> tuple[list[list[float]], list[str], list[float]]:
+    team = Team(Settings.for_family("vector"))
+    weights = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 3))]
+    for place, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight, float(team.rank + 10 * place))
+    team.average(weights)
+    reasons = [team.agree(each if team.rank else "") for each in ("", "SIGTERM")]
+    gradients = [weight.grad.flatten().tolist() for weight in weights if weight.grad is not None]
+    return gradients, reasons, team.of_first(torch.full((2,), float(team.rank))).tolist()
+
+
+@pytest.mark.slow
+def test_gradients_are_averaged_and_ends_agreed_on() -> None:
+    with ranks_of(2) as ranks:
+        for found in ranks.run(2, together):
+            assert found == ([[0.5] * 2, [10.5] * 3], ["", "SIGTERM"], [0.0, 0.0])
+
+
+# checkpoints of several ranks
 
 
 def test_a_checkpoint_counts_when_all_ranks_have_written_their_parts(tmp_path: Path) -> None:
     def save(step: int, rank: int, others_failed: bool = False) -> None:
-        state = {"ranks": 2, "trainer": {"place": torch.tensor([step, rank])}}
-        save_run(tmp_path, step, state, None, rank_of(rank, others_failed))
+        state, team = {"ranks": 2, "trainer": {"place": torch.tensor([step, rank])}}, rank_of(rank, 2)
+        team.others_failed = others_failed
+        save_run(tmp_path, step, state, None, team)
 
     def check(step: int) -> None:
         saved = latest(tmp_path)
@@ -118,11 +109,8 @@ SMALL = {"hidden": (8,), "capacity": 240, "num_envs": 8, "warmup": 64, "n_step":
 @pytest.mark.parametrize("sampler", ["proportional", "uniform"])
 def test_replay_buffers_are_divided_among_another_number_of_ranks(tmp_path: Path, sampler: Any) -> None:
     settings = Settings.for_family("catch", **SMALL, sampler=sampler)
-    spec, beta, made = (
-        EnvironmentSpec("numbers", Field((2,), torch.float32), 2, None, None, 2),
-        beta_schedule(settings),
-        [],
-    )
+    spec = EnvironmentSpec("numbers", Field((2,), torch.float32), 2, None, None, 2)
+    beta, made = beta_schedule(settings), []
     for rank in range(2):
         buffer = make_buffer(spec, replace(settings, capacity=120), beta, torch.device("cpu"), rank, 4)
         for step in range(70):
@@ -175,45 +163,38 @@ def torchrun(folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, **output)
 
 
-def told(folder: Path, name: str) -> dict[str, Any]:
-    return dict(json.loads((folder / f"{name}.json").read_text()))
-
-
-CARTPOLE = ["CartPole-v1", "--device", "cpu"]
-
-
 @pytest.mark.slow
 def test_torchrun_trains_one_run_on_two_ranks_and_any_number_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
     folder, quick = tmp_path / "run", ["--output", "run", "--eval-episodes", "4"]
-    process = torchrun(tmp_path, *CARTPOLE, *quick, "--steps", "2000")
+    process = torchrun(tmp_path, "CartPole-v1", "--device", "cpu", *quick, "--steps", "2000")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    summary, settings = told(folder, "summary"), told(folder, "settings")
+    before, settings = summary(folder), json.loads((folder / "settings.json").read_text())
     assert (settings["ranks"], settings["num_envs"], settings["batch_size"]) == (2, 16, 128)
-    assert summary["steps"] == 2000
+    assert before["steps"] == 2000
     # as many as of one process: two for each 16 steps after the warm-up, whose windows take some more
-    assert 80 <= summary["updates"] <= 126
+    assert 80 <= before["updates"] <= 126
     assert said.count("written to") == 1
     # alone: learning goes on at once with the steps of both ranks
     assert main(["train", "--resume", "--output", str(folder), "--steps", "4000"]) == 0
-    after = told(folder, "summary")
+    after = summary(folder)
     assert (after["steps"], after["resumed"]) == (4000, 1)
-    assert after["updates"] - summary["updates"] == pytest.approx(2 * 2000 / 16, abs=2 * 12)
+    assert after["updates"] - before["updates"] == pytest.approx(2 * 2000 / 16, abs=2 * 12)
     assert read_rows(folder)[-1]["stored"] == 4000
     # and together again
     process = torchrun(tmp_path, "--resume", "--output", "run", "--steps", "6000")
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert told(folder, "summary")["resumed"] == 2
+    assert summary(folder)["resumed"] == 2
     rows = read_rows(folder)
     assert (rows[-1]["step"], rows[-1]["stored"]) == (6000, 3000)
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
 
 
-def killed(tmp_path: Path, *flags: str) -> tuple[Path, str]:
-    """A run in a folder of its own choice, a rank of which is killed after the first checkpoint; and what it said."""
-    process = torchrun(tmp_path, *flags, "--log-every", "500")
+def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
+    """In a folder of its own choice; the rank is killed after the first checkpoint."""
+    catch = ["catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "4", "--log-every", "500"]
+    process = torchrun(tmp_path, *catch, "--checkpoint-every", "0.2")
     try:
         wait_for(process, lambda: any(tmp_path.glob("runs/*/checkpoint/*/state/manifest.json")))
         found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
@@ -222,28 +203,11 @@ def killed(tmp_path: Path, *flags: str) -> tuple[Path, str]:
     finally:
         process.kill()
     assert process.returncode == 0, said
-    (folder,) = tmp_path.glob("runs/*")
-    assert told(folder, "summary")["resumed"] >= 1
-    return folder, said
-
-
-def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
-    folder, said = killed(
-        tmp_path, "catch", "--device", "cpu", "--steps", "5000", "--eval-episodes", "32", "--checkpoint-every", "0.2"
-    )
     assert "exitcode: -9" in said
+    (folder,) = tmp_path.glob("runs/*")
     rows = read_rows(folder)
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    summary = told(folder, "summary")
-    assert (summary["steps"], summary["stopped_by"]) == (5024, "steps")
+    told = summary(folder)
+    assert (told["steps"], told["stopped_by"], told["resumed"] >= 1) == (5024, "steps", True)
     # none of the updates is lost or made twice: the first 35 of 157 steps of all games fill the warm-up
-    assert summary["updates"] == 2 * (157 - 35)
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_solved(tmp_path: Path) -> None:
-    pytest.importorskip("gymnasium")
-    folder, _ = killed(tmp_path, *CARTPOLE, "--checkpoint-every", "5")
-    summary = told(folder, "summary")
-    assert (summary["stopped_by"], summary["solved"]) == ("solved", True)
-    assert summary["eval_return_mean"] >= 475
+    assert told["updates"] == 2 * (157 - 35)

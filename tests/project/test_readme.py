@@ -58,9 +58,8 @@ def test_the_examples_print_what_they_say(device: str, code: str, printed: str) 
 
 def test_every_python_block_is_run() -> None:
     # the others: a program of several ranks, and the two that the tests below run with what their readers have
-    blocks = [
-        code for page in PAGES for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    ]
+    texts = ((ROOT / page).read_text() for page in PAGES)
+    blocks = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
     assert len(examples()) >= 10
     assert len(blocks) - len(examples()) == 3
     for code in blocks:
@@ -96,16 +95,14 @@ def test_the_recipes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("side", ["-", "+"], ids=["before", "after"])
-@pytest.mark.parametrize(
-    ("library", "heading"),
-    [("stable_baselines3", "## Stable-Baselines3"), ("tensordict", "## TorchRL"), ("cpprb", "## cpprb")],
-)
-def test_the_changes_run_before_and_after(side: str, library: str, heading: str) -> None:
+@pytest.mark.parametrize("name", ["Stable-Baselines3", "TorchRL", "cpprb"])
+def test_the_changes_run_before_and_after(side: str, name: str) -> None:
+    library = {"Stable-Baselines3": "stable_baselines3", "TorchRL": "tensordict"}.get(name, name)
     if side == "-" or library != "cpprb":
         pytest.importorskip(library)
     if (side, library) == ("-", "tensordict"):
         pytest.skip("the trees of the wheel of TorchRL load with one version of torch only")
-    lines = block((ROOT / "docs" / "coming-from.md").read_text(), "diff", heading).splitlines()
+    lines = block((ROOT / "docs" / "coming-from.md").read_text(), "diff", f"## {name}").splitlines()
     code = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", side))
     names: dict[str, Any] = {"obs": np.zeros((40, 4), np.float32), "next_obs": np.ones((40, 4), np.float32)}
     names |= {"action": np.zeros(40, np.int64), "reward": np.ones(40, np.float32), "terminated": np.zeros(40, bool)}
