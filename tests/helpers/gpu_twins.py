@@ -53,6 +53,15 @@ CASES = [
 ]
 
 
+# kernels are interpreted there, see rehearsal.py
+REHEARSED = torch.cuda.is_available() and "rehearsal" in torch.cuda.get_device_name()
+
+
+def amount(on_a_gpu: int, rehearsed: int) -> int:
+    """How much to do."""
+    return rehearsed if REHEARSED else on_a_gpu
+
+
 def powers(keys: Tensor) -> Tensor:
     """A priority for each key, a power of two from 2**-4 to 2**11, without waiting."""
     return torch.bitwise_left_shift(torch.ones_like(keys), (keys * 7919) % 16).double() / 16
