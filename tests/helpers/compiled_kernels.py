@@ -134,7 +134,7 @@ def test_an_atomic_with_an_order_of_its_own_would_be_seen() -> None:
 
 def test_whole_words_are_moved_as_such(full: bool) -> None:
     looked_at = 0
-    for name in WHOLE_WORDS if full else ("vectors of 4", "frames to half"):
+    for name in WHOLE_WORDS if full else ("frames", "brain floats"):
         for kernel, call in (("write_kernel", "add"), ("gather_kernel", "sample")):
             # fields that differ in nothing but their scale are written by the same code
             case = f"{kernel}: {name}, latest: {call}"

@@ -237,9 +237,7 @@ SLOW = ("starts", "starts in the middle", "goals")
 
 
 @here
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_kernels_reach_all_of_the_largest_ring(name: str) -> None:
     with sparse() as memory:
         before = resident_bytes()

@@ -269,9 +269,23 @@ def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured
     """Tests of `test_gpu.py` in a rehearsal, in small: there a capture refuses what the driver refuses, a kernel that is
     launched for the first time, and outside of graphs too what would wait for the device is refused."""
     root = Path(__file__).parents[2]
-    places = [*(str(root / place) for place in ("", "tests/helpers", "tests/contract")), os.environ.get("PYTHONPATH", "")]
+    places = [
+        *(str(root / place) for place in ("", "tests/helpers", "tests/contract")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     chosen = f"notices or {KINDS.format(*('kind', 'kind', 'kind') if full else SOME)}"
-    command = [sys.executable, "-m", "rehearsal", "pytest", "-q", "-p", "no:cacheprovider", str(root / TESTS), "-k", chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "rehearsal",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(root / TESTS),
+        "-k",
+        chosen,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -62,7 +62,7 @@ def play(program: Program, device: str, folder: Path) -> tuple[Any, Any]:
     return host, tested
 
 
-@thinned("name, kind, seed", SAMPLERS, ["rows", "steps"], range(3), times=2)
+@thinned("name, kind, seed", SAMPLERS, ["rows", "steps"], range(3))
 def test_programs_leave_the_same_integers(name: str, kind: str, seed: int, device: str, tmp_path: Path) -> None:
     draw = random.Random(f"{name} {kind} {seed}")
     with guarded() as guards:
