@@ -2,8 +2,8 @@
 that exists only where it is touched.
 
 The same calls are made of a small buffer of the host and of the largest one there can be. What comes back, relative to
-the first key, is the same. Also that these tests can fail, on a machine whose offsets have 32 bits; kernels that compute
-in 32 bits are among the planted faults.
+the first key, is the same. Also that these tests can fail, on a machine whose offsets have 32 bits; kernels that do so
+in theirs are among the planted faults.
 """
 
 from __future__ import annotations

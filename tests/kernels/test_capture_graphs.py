@@ -6,9 +6,6 @@ Streams and graphs only remember what they were given (fake_cuda.py).
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from launches import recorded
-from test_capture import filled
+from interpreted import run_apart
 from torch import Tensor
 
-from gpu_replay import Batch, Uniform
+from gpu_replay import Batch
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.graphs.learning_step import LearningStep
 from gpu_replay.graphs.stream_order import StreamOrder
 
 CUDA = torch.device("cuda")
-TESTS = "tests/kernels/test_gpu.py"
+ROOT, TESTS = Path(__file__).parents[2], "tests/kernels/test_gpu.py"
 
 
 class Engine:
@@ -226,15 +221,6 @@ def test_generators_that_learn_draws_from_are_captured_and_come_back(cuda: FakeC
     assert cuda.is_clean()
 
 
-def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded():
-        draws: Any = filled("transitions", Uniform())._draws
-        value = torch.ones(3, device="meta")
-        monkeypatch.setattr(DeviceSampler, "capturing", lambda self: True)
-        with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
-            draws.moved(value)
-
-
 def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) -> None:
     """torch has 32, so that with a new one each time another thread's capture would soon be on one of them."""
 
@@ -257,36 +243,24 @@ def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) ->
     assert len(cuda.streams) == 2 * 2
 
 
-KINDS = "(no_call_waits and ({})) or (captured_steps and ({})) or (replayed_cycle and ({})) or (cannot_be and item)"
-SOME = (
-    "transitions-everything or same_step-combined-rank",
-    "transitions-uniform or next_step-uniform",
-    "goals-combined-rank",
-)
+# tests of a GPU, and which of their cases are rehearsed by default
+REHEARSED = {
+    "notices": "wait",
+    "cannot_be_captured": "item or host",
+    "no_call_waits": "transitions-everything or same_step-combined-rank",
+    "captured_steps": "transitions-uniform or next_step-uniform",
+    "replayed_cycle": "goals-combined-rank",
+}
 
 
 def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured(full: bool) -> None:
-    """Tests of `test_gpu.py` in a rehearsal, in small: there a capture refuses what the driver refuses, a kernel that is
-    launched for the first time, and outside of graphs too what would wait for the device is refused."""
-    root = Path(__file__).parents[2]
+    """Tests of `test_gpu.py` in a rehearsal, in small: there a capture refuses what the driver refuses, a kernel that
+    is launched for the first time, and outside of graphs too what would wait for the device is refused."""
     places = [
-        *(str(root / place) for place in ("", "tests/helpers", "tests/contract")),
+        *(str(ROOT / place) for place in ("", "tests/helpers", "tests/contract")),
         os.environ.get("PYTHONPATH", ""),
     ]
-    chosen = f"notices or {KINDS.format(*('kind', 'kind', 'kind') if full else SOME)}"
-    command = [
-        sys.executable,
-        "-m",
-        "rehearsal",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(root / TESTS),
-        "-k",
-        chosen,
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= (60 if full else 7)
+    # in a rehearsal masks and copies are not refused
+    chosen = " or ".join(f"({name} and ({'not (mask or copy)' if full else case}))" for name, case in REHEARSED.items())
+    passed = run_apart(TESTS, "-k", chosen, before=["rehearsal"], PYTHONPATH=os.pathsep.join(places))
+    assert passed >= (60 if full else 8)
