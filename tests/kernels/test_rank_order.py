@@ -168,6 +168,25 @@ def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -
     assert work["sorted"] == 2
 
 
+def test_a_draw_that_was_interrupted_leaves_an_order_that_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, work: Counter[str]
+) -> None:
+    ring = Ring(200, "interrupted", 0)
+    ring.add(200)
+    ring.check()
+    ring.give(list(range(20)))
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.loops.insert, "ready", lambda: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ring.order.draw(np.zeros(1), stratified=True)
+    ring.check()
+    assert work["sorted"] == 2
+
+
 @pytest.mark.parametrize("slots", [1, 64, 1000, 100_003])
 def test_bytes(slots: int) -> None:
     order = HostRanks(np.zeros(slots, dtype=np.int64), np.zeros(Count.COUNT, dtype=np.int64), 0.7)
