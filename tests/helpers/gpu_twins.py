@@ -133,6 +133,13 @@ class OnGpu(Twins):
             for buffer in self.both:
                 buffer.add(**self.given(buffer.added, buffer.device, own=own, rows=rows))
 
+    def fill(self, times: int) -> Tensor:
+        """The same of the host alone, whose state the GPU then takes over; the next key, on the GPU."""
+        for _ in range(times):
+            self.host.add(**self.given(self.host.added, "cpu"))
+        self.gpu.load_state_dict(self.host.state_dict())
+        return scalar(self.host.added)
+
     def update_drawn(self, keys: Tensor) -> None:
         """The host's part of a step that updates what it drew."""
         self.host.update_priorities(keys, powers(keys))

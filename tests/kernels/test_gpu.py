@@ -26,7 +26,6 @@ from gpu_twins import (
     amount,
     graph_of,
     powers,
-    scalar,
     waiting_is_an_error,
 )
 from test_compile import inductor_warns
@@ -70,8 +69,8 @@ def test_torch_notices_a_wait() -> None:
 @pytest.mark.parametrize("kind, name", CASES)
 def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> None:
     rows = amount(16, 4)
-    both = OnGpu(amount(4096, 72), rows, SAMPLERS[name], kind)
-    buffer, first = both.gpu, scalar(0)
+    both = OnGpu(amount(4096, 120), rows, SAMPLERS[name], kind)
+    buffer, first = both.gpu, both.fill(amount(260, 33))
     some = torch.arange(rows, device="cuda") == 3
     late = torch.tensor([-1, 5, 5, 10**12], device="cuda")
     given = torch.tensor([1.0, 2.0, float("nan"), 1.0], device="cuda")
@@ -100,12 +99,10 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
             buffer.add(**doubles)
             buffer.add(**{field: value[::2] for field, value in both.given(0, own=False).items()})
 
-    for _ in range(amount(260, 19)):
-        add(True)
     for _ in range(amount(3, 1)):
         cycle()
     # the host asks once more, now that the ring is full
-    assert buffer._engine.count_at_least(10**9, 0) > amount(1500, 16)
+    assert buffer._engine.count_at_least(10**9, 0) > amount(1500, 30)
     before, memory = buffer.added, torch.cuda.memory_allocated()
     with waiting_is_an_error():
         for _ in range(cycles := amount(8, 2)):
@@ -121,8 +118,7 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
 @pytest.mark.parametrize("kind, name", CASES)
 def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None:
     both = OnGpu(amount(1000, 80), rows := amount(8, 4), SAMPLERS[name], kind)
-    both.add(steps := amount(75, 20))
-    first = scalar(steps * rows)
+    first = both.fill(amount(75, 20))
 
     def cycle(buffer: Any) -> list[Batch]:
         buffer.add(**both.given(first.to(buffer.device), buffer.device))
@@ -136,7 +132,7 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
         return batches
 
     graph, batches = graph_of(moving)
-    first.fill_(steps * rows)
+    first.fill_(both.host.added)
     seen = set()
     for time in range(times := amount(150, 4)):
         expected = cycle(both.host)
@@ -166,8 +162,7 @@ def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None
 @pytest.mark.parametrize("kind, name", CASES)
 def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, name: str) -> None:
     both = OnGpu(amount(1000, 80), rows := amount(8, 4), SAMPLERS[name], kind)
-    both.add(steps := amount(40, 20))
-    gpu, host, first = both.gpu, both.host, scalar(steps * rows)
+    gpu, host, first = both.gpu, both.host, both.fill(amount(40, 20))
 
     def learn(batch: Batch) -> tuple[Tensor, Batch]:
         gpu.add(**both.given(first))
