@@ -67,7 +67,6 @@ def test_machine_code_of_other_sources_is_never_run(package: Path) -> None:
     waiting = started(package, "print('loaded', flush=True)\nsys.stdin.readline()\n" + PRINT)
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "loaded\n"
-    assert printed(package, PRINT) == [str(2**63 - 1)]
     change(package)
     out, _ = waiting.communicate("\n", timeout=120)
     assert out.split() == [str(2**63 - 1)]
@@ -106,7 +105,6 @@ for delay in (0.02, 0.2, 1.0):
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
         tree.update.ready()
-        tree.draw.ready()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         raised += 1

@@ -185,7 +185,7 @@ def test_every_place_of_the_oldest_key_and_of_the_last_one_in_reach(
     "slots", [1, 2, 3, 7, 40, 127, 129, *(pytest.param(each, marks=pytest.mark.slow) for each in (128, 1000))]
 )
 def test_the_largest_code_comes_first_and_equal_ones_by_age(slots: int, device: str, guards: Guards) -> None:
-    for seed, head in enumerate({0, 1, slots // 2, slots - 1}):
+    for seed, head in enumerate({0, slots // 2, slots - 1}):
         both = Drawn(device, ALL_RANKS, some_codes(slots, seed), 3 * slots + head % slots)
         both.compare(both.eligible)
         for skipped in {0, 1, slots // 3} - {slots}:
