@@ -6,8 +6,10 @@ Without a GPU the tests' own processes interpret (see conftest.py); what compile
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,10 @@ kernel_device = pytest.fixture(
 )(lambda request: request.param)
 
 
-def run_compiled(file: str, *options: str) -> None:
-    """Run a test file in a process in which Triton compiles kernels."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, file]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+def run_apart(*arguments: str, before: Sequence[str] = (), **environment: str) -> int:
+    """Run tests in a process of their own, by pytest alone or by a module that runs it; how many passed."""
+    command = [sys.executable, "-m", *before, "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    return int(re.findall(r"(\d+) passed", done.stdout)[0])

@@ -72,6 +72,12 @@ def _kind(argument: Any) -> str:
     return str(getattr(argument, "dtype", type(argument).__name__)).removeprefix("torch.")
 
 
+def every_kernel() -> set[str]:
+    """The names of all kernels that are launched."""
+    files = (Path(__file__).parents[2] / "kernels").glob("*.py")
+    return {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)}
+
+
 def kernel_class() -> Any:
     """The class of all kernels of this process, whose method `run` launches."""
     from triton import knobs

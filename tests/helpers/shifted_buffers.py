@@ -190,7 +190,7 @@ def play_steps(buffers: Shifted) -> Twins:
         buffers.moved(twins)
     add(3)
     look()
-    add(9)
+    add(6)
     look()
     check_stored(twins, firsts, 12 * envs)
     check_masses(twins, firsts, 48)

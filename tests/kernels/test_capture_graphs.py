@@ -6,8 +6,6 @@ Streams and graphs only remember what they were given (fake_cuda.py).
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,16 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from gpu_twins import SAMPLERS
-from launches import recorded
-from test_capture import BUFFERS, add, filled
+from interpreted import run_apart
 from torch import Tensor
 
-from gpu_replay import Batch, Proportional, Uniform
+from gpu_replay import Batch
 from gpu_replay.base.buffer import Buffer
-from gpu_replay.engines.device_sampler import DeviceSampler
 from gpu_replay.graphs.learning_step import LearningStep
 from gpu_replay.graphs.stream_order import StreamOrder
-from gpu_replay.ops.counters import Counter
 
 CUDA = torch.device("cuda")
+ROOT, TESTS = Path(__file__).parents[2], "tests/kernels/test_gpu.py"
 
 
 class Engine:
@@ -133,21 +128,6 @@ def test_a_replay_has_its_turn_among_the_calls_of_other_streams(cuda: FakeCuda) 
         assert f"acting {turn}" not in came_after
 
 
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_the_host_counts_what_replays_add(batch_size: int | None, cuda: FakeCuda) -> None:
-    """A step that draws nothing asks for no rows."""
-    buffer = Pretended(cuda)
-    buffer.empty = batch_size is None
-    step = buffer.capture(batch_size, lambda *batch: buffer.add(), warm_ups=1)
-    step()
-    assert buffer._engine.rows == 0
-    for _ in range(3):
-        step()
-    parts = ["add"] if batch_size is None else ["sample", "add"]
-    assert [name for name, _ in cuda.done] == [*parts, *(f"{part} replayed" for part in parts * 3)]
-    assert (buffer._engine.rows, buffer._stream_order.recorded) == (15, None)
-
-
 def test_a_call_that_raised_was_no_warm_up(cuda: FakeCuda) -> None:
     buffer = Pretended(cuda)
     step = buffer.capture(4, lambda batch: None, warm_ups=1)
@@ -241,84 +221,6 @@ def test_generators_that_learn_draws_from_are_captured_and_come_back(cuda: FakeC
     assert cuda.is_clean()
 
 
-# what the host knows of a buffer whose graphs are replayed
-
-
-@pytest.mark.parametrize("kind", BUFFERS)
-def test_replays_that_are_told_leave_nothing_to_ask_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded():
-        buffer = filled(kind, Uniform())
-        engine = buffer._engine
-        # launches that are not made count nothing
-        buffer._counters[Counter.ELIGIBLE] = 60
-        with buffer._recording(3) as found, monkeypatch.context() as patch:
-            patch.setattr(DeviceSampler, "capturing", lambda self: True)
-            add(buffer, 0)
-            add(buffer, 0)
-        assert found.rows == 6
-        monkeypatch.setattr(DeviceSampler, "span", None)
-        for steps in range(12, 30, 2):
-            if kind == "transitions":
-                assert engine.count_at_least(1000, 0) == min(50, 3 * steps)
-            else:
-                # 20 steps fit
-                assert engine.span_of_steps() == (max(0, steps - 20), steps)
-                assert engine._overwritten == max(0, steps - 20)
-            with buffer._replaying(3, found):
-                pass
-
-
-@pytest.mark.parametrize("kind", BUFFERS)
-def test_after_adds_that_others_replay_the_device_is_asked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded():
-        buffer = filled(kind, Uniform())
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceSampler, "capturing", lambda self: True)
-            add(buffer, 0)
-            if kind == "steps":
-                # while a graph is captured there is nobody to ask
-                assert buffer._engine.count_at_least(1000, 0) == 1000
-                assert buffer._engine.span_of_steps() == (0, 20)
-        asked: list[int] = []
-        monkeypatch.setattr(DeviceSampler, "span", lambda self: (asked.append(1), (0, 45))[1])
-        if kind == "transitions":
-            # what is known to be there stays there
-            assert buffer._engine.count_at_least(36, 0) == 36
-            assert asked == []
-            assert buffer._engine.count_at_least(40, 0) == 45
-        else:
-            assert buffer._engine.span_of_steps() == (0, 15)
-        assert asked == [1]
-
-
-@pytest.mark.parametrize("kind", BUFFERS)
-@pytest.mark.parametrize(
-    "sampler", [Uniform(), Proportional(initial="stored", normalize="buffer")], ids=["alike", "mass"]
-)
-def test_a_step_launches_what_its_calls_launch(sampler: Any, kind: str) -> None:
-    with recorded() as launches:
-        buffer = filled(kind, sampler)
-        buffer._counters[Counter.ELIGIBLE] = 60
-        step = buffer.capture(4, lambda batch: batch.weight)
-        launches.clear()
-        step()
-        names = [launch.name for launch in launches]
-        launches.clear()
-        buffer.update_priorities(buffer.sample(4).key, torch.ones(4))
-        assert names == [launch.name for launch in launches]
-        # three of the draw and two of the update, or as many fewer
-        assert 2 <= len(names) <= 5
-
-
-def test_what_lies_on_the_host_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with recorded():
-        draws: Any = filled("transitions", Uniform())._draws
-        value = torch.ones(3, device="meta")
-        monkeypatch.setattr(DeviceSampler, "capturing", lambda self: True)
-        with pytest.raises(ValueError, match="needs its tensors on cpu; found one on meta, .* Keep one on the device"):
-            draws.moved(value)
-
-
 def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) -> None:
     """torch has 32, so that with a new one each time another thread's capture would soon be on one of them."""
 
@@ -341,13 +243,24 @@ def test_captures_and_copies_have_one_stream_each_in_a_thread(cuda: FakeCuda) ->
     assert len(cuda.streams) == 2 * 2
 
 
+# tests of a GPU, and which of their cases are rehearsed by default
+REHEARSED = {
+    "notices": "wait",
+    "cannot_be_captured": "item or host",
+    "no_call_waits": "transitions-everything or next_step-uniform",
+    "captured_steps": "transitions-uniform or next_step-uniform",
+    "replayed_cycle": "goals-combined-rank",
+}
+
+
 def test_no_call_waits_and_no_kernel_is_first_launched_while_a_graph_is_captured(full: bool) -> None:
-    """The driver loads no code then. Some samplers or all, steps with and without a draw, graphs made by hand; one
-    warm-up. What would wait for the device is refused outside of graphs too."""
-    tests = Path(__file__).parents[1]
-    places = [*map(str, (tests.parent, tests / "helpers", tests / "contract")), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "rehearsal", "rehearsed_captures", *["--full"] * full]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run(command, cwd=tests.parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == (len(SAMPLERS) + 6 if full else 5)
+    """Tests of `test_gpu.py` in a rehearsal, in small: there a capture refuses what the driver refuses, a kernel that
+    is launched for the first time, and outside of graphs too what would wait for the device is refused."""
+    places = [
+        *(str(ROOT / place) for place in ("", "tests/helpers", "tests/contract")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    more = "wait or item or host or everything or uniform or combined-rank" if full else ""
+    chosen = " or ".join(f"({name} and ({more or case}))" for name, case in REHEARSED.items())
+    passed = run_apart(TESTS, "-k", chosen, before=["rehearsal"], PYTHONPATH=os.pathsep.join(places))
+    assert passed >= (50 if full else 8)

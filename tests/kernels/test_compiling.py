@@ -62,29 +62,24 @@ def change(package: Path) -> None:
 
 @needs_numba
 def test_machine_code_of_other_sources_is_never_run(package: Path) -> None:
-    """Neither where a copy keeps times, nor where a process that loaded the old sources compiles after a pull."""
+    """Neither where a copy keeps times, nor where a process that loaded the old sources compiles after a pull. Damaged
+    code is made anew."""
     waiting = started(package, "print('loaded', flush=True)\nsys.stdin.readline()\n" + PRINT)
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "loaded\n"
-    assert printed(package, PRINT) == [str(2**63 - 1)]
     change(package)
     out, _ = waiting.communicate("\n", timeout=120)
     assert out.split() == [str(2**63 - 1)]
     assert printed(package, PRINT + HITS) == [str(2**62 - 1), "0"]
     assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
-
-
-@needs_numba
-def test_a_damaged_cache_is_made_anew(package: Path) -> None:
-    printed(package, PRINT)
     kept = list(package.rglob("*.nbi"))
     assert kept
     for index in kept:
         # as a power cut leaves it
         index.write_bytes(b"")
-    assert printed(package, PRINT) == [str(2**63 - 1)]
+    assert printed(package, PRINT) == [str(2**62 - 1)]
     printed(package, PRINT)
-    assert printed(package, PRINT + HITS) == [str(2**63 - 1), "1"]
+    assert printed(package, PRINT + HITS) == [str(2**62 - 1), "1"]
 
 
 @needs_numba
@@ -110,7 +105,6 @@ for delay in (0.02, 0.2, 1.0):
     try:
         signal.setitimer(signal.ITIMER_REAL, delay)
         tree.update.ready()
-        tree.draw.ready()
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         raised += 1

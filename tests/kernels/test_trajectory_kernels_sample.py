@@ -1,11 +1,13 @@
 """Kernels that put batches of a trajectory buffer together, against the host code: the same bits, none outside.
 
 The newest of all starts that can be drawn are all of them, so that a batch has every window. On CPU tensors the kernels
-are interpreted; on a GPU the same tests run as they are.
+are interpreted; on a GPU the same tests run as they are. At the end: what the host knows of such a buffer without
+asking the device, enough to rarely ask and never too much.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +20,14 @@ from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
 from twins import FIELDS, Twins, check_batches, values_of
 
-from gpu_replay import Batch, Field, Latest, Proportional, TrajectoryReplayBuffer
+from gpu_replay import Batch, Field, Latest, Proportional, TrajectoryReplayBuffer, Uniform
+from gpu_replay.engines.device_trajectory import TrajectoryDeviceEngine
 from gpu_replay.ops import frame_tiles
 from gpu_replay.ops.eligibility import Flag
 from gpu_replay.ops.ring import Tile
 
 ACTION = {"action": Field((), torch.int64)}
+UNIFORM, NUMBERS = Uniform(), {"obs": Field((), torch.int64), **ACTION}
 SMALL = {"obs": Field((2,), torch.int16), **ACTION}
 # environments, steps of each in the ring, and steps that are added
 Sizes = tuple[int, int, int]
@@ -73,50 +77,46 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@thinned("mode, n_step", MODES, range(1, 9))
-def test_windows_and_stacks(mode: str, n_step: int, device: str, guards: Guards) -> None:
-    # every length with two of the stacks, every stack with half of the lengths
-    for stack in (1, 4) if n_step % 2 else (2, 8):
-        streams = Streams(device, SMALL, (3, 20, 55), 0.25, stack=stack, n_step=n_step, **MODES[mode])
-        expected = streams.compare()
+# sizes of the ring, the share of steps that end, stack, steps of a window
+SHAPES: dict[str, tuple[Sizes, float, int, int]] = {
+    # every length of a window, each with some stack
+    **{f"{n_step} steps": ((3, 20, 55), 0.25, (1, 2, 4, 8)[n_step % 4], n_step) for n_step in range(1, 9)},
+    # more steps than are loaded at once
+    "9 steps": ((3, 60, 130), 0.12, 1, 9),
+    "20 steps": ((3, 60, 130), 0.12, 1, 20),
+    # as long as the ring, or nearly
+    "two in all": ((1, 2, 9), 0.6, 2, 2),
+    "three of four": ((5, 4, 4), 0.6, 3, 2),
+    "seven in all": ((2, 7, 5), 0.6, 5, 7),
+    "wide": ((129, 4, 11), 0.6, 2, 3),
+}
+
+
+@thinned("mode, shape", MODES, SHAPES)
+def test_windows_and_stacks(mode: str, shape: str, device: str, guards: Guards) -> None:
+    sizes, end, stack, n_step = SHAPES[shape]
+    streams = Streams(device, SMALL, sizes, end, stack=stack, n_step=n_step, **MODES[mode])
+    if not streams.host.stats().eligible:
+        assert sizes[0] * sizes[1] < 20
+        return
+    expected = streams.compare()
+    if end < 0.6:
         assert bool((expected["discount"] > 0).any())
         assert bool(expected["terminated"].any())
-    if n_step > 1 and "finals" not in mode and mode != "disabled":
-        assert bool(expected["truncated"].any())
+        if n_step > 1 and "finals" not in mode and mode != "disabled":
+            # windows that are full, and such that end early
+            assert bool(expected["truncated"].any())
+            assert len(expected["discount"].unique()) > 2
 
 
-@pytest.mark.parametrize("n_step", [9, 20])
-def test_windows_of_more_steps_than_are_loaded_at_once(n_step: int, device: str, guards: Guards) -> None:
-    for mode in ("next_step", "same_step"):
-        expected = Streams(device, SMALL, (3, 60, 130), 0.12, n_step=n_step, **MODES[mode]).compare()
-        # windows that are full, and such that end early
-        assert len(expected["discount"].unique()) > 2
-
-
-@thinned("mode, sizes", MODES, [(1, 1, 1), (1, 2, 9), (5, 3, 4), (2, 7, 5), (129, 4, 11)])
-def test_small_rings(mode: str, sizes: Sizes, device: str, guards: Guards) -> None:
-    """Windows and stacks as long as the ring, which end early."""
-    for stack, n_step in ((1, 1), (3, 2), (5, 8), (2, 20)):
-        stack, n_step = min(stack, sizes[1]), min(n_step, sizes[1])
-        streams = Streams(device, SMALL, sizes, 0.6, stack=stack, n_step=n_step, **MODES[mode])
-        if streams.host.stats().eligible:
-            streams.compare()
-
-
-# large frames, and many programs of few bytes, take the interpreter seconds
-SLOW = [(name, True) for name in FIELDS if name != "to float"]
-SLOW += [(name, False) for name in ("84 x 84", "42 x 42", "to half", "to bfloat16")]
+# in the interpreter seconds each
+LARGE = ("84 x 84", "42 x 42", "to half", "to bfloat16")
 
 
 @pytest.mark.parametrize(
-    "name, on_gpu",
-    [
-        pytest.param(
-            *each, id=f"{each[0]}{', sizes of a gpu' * each[1]}", marks=pytest.mark.slow if each in SLOW else ()
-        )
-        for each in ((name, on_gpu) for name in FIELDS for on_gpu in (False, True))
-    ],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in FIELDS]
 )
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         use_sizes_of_a_gpu(monkeypatch)
@@ -128,15 +128,11 @@ def test_observations(name: str, on_gpu: bool, device: str, monkeypatch: pytest.
             streams.compare(3)
 
 
-@pytest.mark.parametrize("together", [2, 3])
-def test_pieces_that_a_program_moves_one_after_the_other(
-    together: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four or five pieces of a frame, so that the last program has fewer."""
-    field = Field((10 + 3 * together,), torch.uint8, torch.float32, 0.25)
-    tile = Tile(2, 4, -(-field.elements // 4))
-    monkeypatch.setattr(frame_tiles, "frame_tile", lambda *arguments: tile)
-    monkeypatch.setattr(frame_tiles, "pieces_together", lambda *arguments: together)
+def test_pieces_that_a_program_moves_one_after_the_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five pieces of a frame, so that the last program has fewer."""
+    field = Field((19,), torch.uint8, torch.float32, 0.25)
+    monkeypatch.setattr(frame_tiles, "frame_tile", lambda *arguments: Tile(2, 4, 5))
+    monkeypatch.setattr(frame_tiles, "pieces_together", lambda *arguments: 3)
     with guarded():
         Streams(device, {"obs": field, **ACTION}, (2, 6, 14), 0.5, stack=3, **MODES["same_step, zeros"]).compare()
 
@@ -168,13 +164,14 @@ def test_random_shifts(field: Field, most: int, device: str, guards: Guards) -> 
         streams.compare(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sequences(mode: str, device: str, guards: Guards) -> None:
-    for stack, length in ((1, 1), (1, 20), (4, 7), (2, 19)):
-        streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, **MODES[mode])
-        streams.call("begin_episodes")
-        expected = streams.compare(length)
-        assert length == 1 or not bool(expected["mask"].all())
+@thinned("mode, stack, length", MODES, [1, 4], [1, 7, 20])
+def test_sequences(mode: str, stack: int, length: int, device: str, guards: Guards) -> None:
+    # as long as the ring allows
+    length = min(length, 21 - stack)
+    streams = Streams(device, SMALL, (3, 20, 55), 0.1, stack=stack, **MODES[mode])
+    streams.call("begin_episodes")
+    expected = streams.compare(length)
+    assert length == 1 or not bool(expected["mask"].all())
 
 
 def test_the_launch_that_weighs_shifts_pictures_as_one_that_does_not(
@@ -200,3 +197,87 @@ def test_what_means_nothing_is_still_read_inside(device: str, guards: Guards) ->
         found = buffer._engine.sample(6, None)
         assert all(int(found[name].max()) < SENTINEL for name in ("obs", "next_obs"))
         assert bool(found["reward"].isfinite().all())
+
+
+# what the host knows
+
+
+@pytest.fixture(name="reads")
+def reads_fixture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The counts that the host asked the device for."""
+    found: list[int] = []
+    count = TrajectoryDeviceEngine._count_newest
+
+    def counted(self: TrajectoryDeviceEngine, added: int, slots: int) -> int:
+        found.append(added)
+        return count(self, added, slots)
+
+    monkeypatch.setenv("GPU_REPLAY_BACKEND", "triton")
+    monkeypatch.setattr(TrajectoryDeviceEngine, "_count_newest", counted)
+    return found
+
+
+def made(device: str, steps: int, sampler: Any = UNIFORM, **settings: Any) -> Any:
+    """A buffer of three environments that has seen so many steps, of one episode."""
+    buffer = TrajectoryReplayBuffer(30, 3, NUMBERS, sampler=sampler, device=device, **settings)
+    for _ in range(steps):
+        add(buffer)
+    return buffer
+
+
+def add(buffer: Any, end: bool = False) -> None:
+    """A step of all environments, which ends or goes on for all."""
+    zeros = torch.zeros(3, dtype=torch.int64, device=buffer.device)
+    flags = torch.full((3,), end, device=buffer.device)
+    buffer.add(obs=zeros, action=zeros, reward=zeros, terminated=flags, truncated=flags & False)
+
+
+def test_a_ring_that_is_filling_up_is_asked_once_for_each_size(reads: list[int], device: str) -> None:
+    buffer = made(device, 5, Proportional())
+    for _ in range(4):
+        add(buffer)
+        buffer.sample(9)
+    buffer.sample_sequences(5, 3)
+    # by mass one start is enough for any batch
+    assert len(reads) == 1
+    buffer = made(device, 8)
+    for batch in (5, 21, 20):
+        buffer.sample(batch)
+    assert len(reads) == 2
+
+
+@thinned("seed, stack", range(2), [1, 4])
+def test_the_lower_bound_is_never_above_the_number(seed: int, stack: int, device: str, reads: list[int]) -> None:
+    draw = random.Random(seed)
+    buffer = made(device, 0, Latest(), stack=stack, n_step=2)
+    engine, seen = buffer._engine, 0
+    for step in range(30):
+        # long episodes, many that end at once, and what is overwritten later
+        add(buffer, end=draw.random() < (0.0 if step % 15 < 8 else 0.6))
+        if draw.random() < 0.03:
+            buffer.clear()
+        eligible = buffer.stats().eligible
+        assert engine._at_least() <= eligible
+        seen += engine._at_least() > 0
+        first, added = engine.draws.span()
+        assert engine.span_of_steps() == (first // 3, added // 3)
+        if draw.random() < 0.3:
+            assert engine.count_at_least(10**9, 0) == eligible
+            skipped = 3 * draw.randint(0, 9)
+            masses = buffer._state.eligible_tree.masses.tolist()
+            within = [key for key in range(first, added - skipped) if masses[key % 30]]
+            assert engine.count_at_least(10**9, skipped) == len(within)
+    assert seen > 3
+
+
+def test_too_few_are_refused_with_their_number(device: str, reads: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="no eligible start"):
+        made(device, 0).sample(1)
+    buffer = made(device, 4)
+    with pytest.raises(ValueError, match="needs 10 eligible starts; the buffer holds 9"):
+        buffer.sample(10)
+    with pytest.raises(ValueError, match="needs 7 eligible starts; the buffer holds 6"):
+        buffer.sample_sequences(7, 3)
+    with pytest.raises(RuntimeError, match="needs 5 consecutive steps of an environment; the buffer holds 4"):
+        buffer.sample_sequences(1, 3, 2)
+    assert buffer.sample(9).key.shape == (9,)
