@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import edit
+from checkpoints import edit, spoiled
 from places import STEPS
 from programs import KINDS, any_program, run
 from programs import SAMPLERS as BY_NAME
@@ -53,14 +53,9 @@ def hurt(draw: random.Random, path: Path) -> str:
     if way == "edited":
 
         def change(body: Any) -> None:
-            """Walk to a random leaf and write something else there."""
-            while True:
-                place = draw.choice(list(body) if isinstance(body, dict) else range(len(body)))
-                if not isinstance(body[place], (dict, list)) or not body[place] or draw.random() < 0.1:
-                    break
-                body = body[place]
-            strange = [None, -1, 0, 1, 7, 2**31, 2**63, 1e308, "", "x", "../x", [], {}, [0], True, draw.getrandbits(70)]
-            body[place] = draw.choice(strange)
+            _, changed = draw.choice([each for each in spoiled(body) if isinstance(each[1], dict)])
+            body.clear()
+            body.update(changed)
 
         edit(path, change)
         return way
