@@ -47,10 +47,10 @@ CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads] * 2 
 
 def kills(count: int) -> Tally:
     """So many SIGKILLs while a process saves: the old checkpoint or the new one, and nothing left behind."""
-    for _ in range(-(-count // 15)):
+    for _ in range(-(-count // 10)):
         with tempfile.TemporaryDirectory() as folder:
             test_killed_at_random_moments_leaves_the_old_or_the_new_one(Path(folder), False)
-    return Tally(kills=15 * -(-count // 15), cases=2 * 15 * -(-count // 15))
+    return Tally(kills=10 * -(-count // 10), cases=2 * 10 * -(-count // 10))
 
 
 def trainer(count: int) -> Tally:

@@ -535,26 +535,23 @@ def counted(group: Any, mode: str) -> list[list[tuple[str, int]]]:
     buffer = made(group, capacity=240, mode=mode)
     add_rows(buffer, 40)
     found: list[list[tuple[str, int]]] = []
-    # which argument is what a rank gives
-    operations = {"all_gather": 1, "all_reduce": 0, "all_to_all_single": 1}
 
-    def counting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*given: Any, **named: Any) -> Any:
-            found[-1].append((name, given[operations[name]].nbytes))
-            return operation(*given, **named)
+    def counting(name: str, given_at: int, operation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (found[-1].append((name, given[given_at].nbytes)), operation(*given, **named))[1]
 
-        return count
-
-    def called(call: Callable[[], Any]) -> Any:
-        found.append([])
-        return call()
-
+    batch = buffer.sample(6)
+    calls = (
+        lambda: buffer.sample(6),
+        lambda: buffer.update_priorities(batch.key, batch.weight),
+        lambda: add_rows(buffer, 3, 40),
+    )
     with pytest.MonkeyPatch.context() as patch:
-        for name in operations:
-            patch.setattr(dist, name, counting(name, getattr(dist, name)))
-        batch = called(lambda: buffer.sample(6))
-        called(lambda: buffer.update_priorities(batch.key, batch.weight))
-        called(lambda: add_rows(buffer, 3, 40))
+        # which argument is what a rank gives
+        for name, given_at in {"all_gather": 1, "all_reduce": 0, "all_to_all_single": 1}.items():
+            patch.setattr(dist, name, counting(name, given_at, getattr(dist, name)))
+        for call in calls:
+            found.append([])
+            call()
     buffer.close()
     with pytest.raises(RuntimeError, match=r"sample: the buffer was closed, and only .* own shard still work\.$"):
         buffer.sample(6)
