@@ -266,16 +266,6 @@ def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_what_a_crashed_first_save_left_is_no_checkpoint_and_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    saved(tmp_path / "c")
-    left = [piece.name for piece in pieces_of(tmp_path / "c")]
-    (tmp_path / "c" / "manifest.json").rename(tmp_path / "c" / ".manifest.json.saving")
-    with pytest.raises(CheckpointError, match="manifest.json is missing"):
-        read_checkpoint(tmp_path / "c")
-    saved(tmp_path / "c", seed=9)
-    assert not {*left, ".manifest.json.saving"} & set(os.listdir(tmp_path / "c"))
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="makes links")
 def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
