@@ -14,11 +14,13 @@ import copy
 import gc
 import itertools
 import linecache
+import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,12 +39,12 @@ from twins import check_batches
 import gpu_replay
 from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer
 from gpu_replay.engines import device_trajectory
-from gpu_replay.loops.compiling import compiler
 
+COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 on_the_host = [
     pytest.mark.contract,
     host_only,
-    pytest.mark.skipif(compiler() is None, reason="a loop that runs as Python can be interrupted half-way"),
+    pytest.mark.skipif(not COMPILED, reason="a loop that runs as Python can be interrupted half-way"),
 ]
 PACKAGE = str(Path(gpu_replay.__file__).parent)
 NOWHERE = sys.maxsize

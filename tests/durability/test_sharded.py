@@ -286,7 +286,7 @@ def test_ranks_together_are_what_one_buffer_is(ranks: Ranks, tmp_path: Path, cas
     for seed in range(4 if full else 1):
         # shards of 300 slots have several levels above the masses; 3 slots more than the ranks share
         slots = 300 if seed % 2 else 8
-        rounds = any_rounds(size, 12 if full else 5, seed + size)
+        rounds = any_rounds(size, 12 if full else 4, seed + size)
         check_lives(ranks, case, size, slots * size + size - 1, rounds, tmp_path / str(seed))
 
 

@@ -105,13 +105,6 @@ def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path
     assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
 
 
-def test_another_capacity_or_sampler_is_not_an_argument_of_load(tmp_path: Path) -> None:
-    make("exact").save(tmp_path / "c")
-    for setting in ({"capacity": 9}, {"sampler": EXACT}):
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            ReplayBuffer.load(tmp_path / "c", **setting)
-
-
 # states of other buffers
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -305,7 +298,7 @@ def test_an_edited_manifest_is_refused_or_that_of_a_buffer(kind: str, tmp_path: 
     whole = (path / "manifest.json").read_bytes()
     ways = list(spoiled(json.loads(whole)["body"]))
     loaded = []
-    for way, changed in ways if full else random.Random(0).sample(ways, 250):
+    for way, changed in ways if full else random.Random(0).sample(ways, 120):
         if not isinstance(changed, dict) or "relabel" in way:
             continue
         (path / "manifest.json").write_bytes(whole)

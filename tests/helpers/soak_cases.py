@@ -94,14 +94,11 @@ def damage(seed: int) -> Tally:
                         batch = found.sample(1)
                         assert batch.n.tolist() == batch.key.tolist() or way == "edited"
                         found.update_priorities(batch.key, [2.0])
-            if draw.random() < 0.5:
-                shutil.rmtree(path)
-            else:
-                # what was damaged can be saved over, or is refused because it is not known to be a checkpoint
-                with suppress(CheckpointError):
-                    buffer.save(path)
-                    assert whole_state(ReplayBuffer.load(path, device="cpu")) == whole_state(buffer)
-                shutil.rmtree(path)
+            # what was damaged can be saved over, or is refused because it is not known to be a checkpoint
+            with suppress(CheckpointError):
+                buffer.save(path)
+                assert whole_state(ReplayBuffer.load(path, device="cpu")) == whole_state(buffer)
+            shutil.rmtree(path)
             tally += Tally(cases=2, faults=1, bytes=buffer.nbytes)
     return tally
 
