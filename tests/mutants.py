@@ -11,19 +11,15 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
-import os
 import random
 import re
 import shlex
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import planted_faults
-from planted_faults import DEFAULT, ROOT
+from planted_faults import DEFAULT, NOTHING, ROOT, Fault, load_libraries, plant
 
 CORE = ("base", "ops", "loops", "engines", "graphs", "checkpoint", "sharded")
 HEAD = "| mutant | was | became | caught by | s |\n|---|---|---|---|---:|\n"
@@ -32,20 +28,6 @@ BECOMES = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+", "**": "*
 BECOMES |= {"&": "|", "|": "&", "^": "|", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 BECOMES |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in", "and": "or", "or": "and"}
 OPERATOR = re.compile("|".join(map(re.escape, sorted(BECOMES, key=len, reverse=True))).encode())
-
-
-class Mutant(NamedTuple):
-    """The bytes from `start` on that are `old` become `new`."""
-
-    file: str
-    line: int
-    start: int
-    old: bytes
-    new: bytes
-
-    @property
-    def name(self) -> str:
-        return f"`{self.file}:{self.line}` at {self.start}"
 
 
 def executed(node: ast.AST) -> Iterator[ast.AST]:
@@ -58,14 +40,20 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
                 yield from executed(child)
 
 
-def mutants(file: str) -> Iterator[Mutant]:
+def mutants(file: str) -> Iterator[Fault]:
     """All of one file."""
     source = (ROOT / file).read_bytes()
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
 
-    def between(left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
+    def altered(node: ast.expr, start: int, old: bytes, new: str) -> Fault:
+        # the whole file, as an operator stands in it many times
+        text = source[:start] + new.encode() + source[start + len(old) :]
+        what = " | ".join(f"`{each}`".replace("|", "\\|") for each in (old.decode(), new))
+        return Fault(f"`{file}:{node.lineno}` at {start}", "mutant", what, file, source.decode(), text.decode(), ())
+
+    def between(left: ast.expr, right: ast.expr) -> Iterator[Fault]:
         if found := OPERATOR.search(source, last(left), first(right)):
-            yield Mutant(file, left.lineno, found.start(), found[0], BECOMES[found[0].decode()].encode())
+            yield altered(left, found.start(), found[0], BECOMES[found[0].decode()])
 
     def first(node: ast.expr) -> int:
         return starts[node.lineno - 1] + node.col_offset
@@ -82,20 +70,10 @@ def mutants(file: str) -> Iterator[Mutant]:
             parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.values
             yield from between(*parts[:2])
         elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Invert):
-            yield Mutant(file, node.lineno, first(node), b"not" if isinstance(node.op, ast.Not) else b"-", b" ")
+            yield altered(node, first(node), b"not" if isinstance(node.op, ast.Not) else b"-", " ")
         elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
             new = not node.value if isinstance(node.value, bool) else node.value + 1
-            yield Mutant(file, node.lineno, first(node), source[first(node) : last(node)], str(new).encode())
-
-
-def caught_by(mutant: Mutant, arguments: list[str]) -> str:
-    """The first test that fails, `a timeout`, `a crash`, or that nothing does."""
-    with tempfile.TemporaryDirectory() as name:
-        planted_faults.copy_to(Path(name))
-        path = Path(name) / mutant.file
-        source, end = path.read_bytes(), mutant.start + len(mutant.old)
-        path.write_bytes(source[: mutant.start] + mutant.new + source[end:])
-        return planted_faults.first_failure(Path(name), arguments) or planted_faults.NOTHING
+            yield altered(node, first(node), source[first(node) : last(node)], str(new))
 
 
 def main() -> int:
@@ -107,19 +85,17 @@ def main() -> int:
     parser.add_argument("--pytest", default=shlex.join(DEFAULT), metavar="ARGUMENTS", help="which tests, and how")
     options = parser.parse_args()
     planted_faults.MOST_SECONDS = options.seconds
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    load_libraries()
     folders = [ROOT / "kernels", *(ROOT / "gpu_replay" / name for name in CORE)]
     files = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.py"))
     chosen = random.Random(options.seed).sample([each for file in files for each in mutants(file)], options.count)
     table = options.output.read_text() if options.output.exists() else HEAD
     for mutant in chosen:
         if mutant.name not in table:
-            began = time.monotonic()
-            found = caught_by(mutant, shlex.split(options.pytest))
-            old, new = (f"`{text.decode()}`".replace("|", "\\|") for text in (mutant.old, mutant.new))
-            table += f"| {mutant.name} | {old} | {new} | {found} | {time.monotonic() - began:.0f} |\n"
+            _, caught_by, seconds = plant(mutant, shlex.split(options.pytest))
+            table += f"| {mutant.name} | {mutant.what} | {caught_by or NOTHING} | {seconds:.0f} |\n"
             options.output.write_text(table)
-    survived = table.count(planted_faults.NOTHING)
+    survived = table.count(NOTHING)
     print(f"{options.count - survived} of {options.count} mutants are caught")
     return 0
 

@@ -98,10 +98,17 @@ def run_tests(folder: Path, arguments: Sequence[str], output: Path) -> None:
     os._exit(int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments])))
 
 
+def load_libraries() -> None:
+    """Import what every test imports, so that this is not done for every fault."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    for library in LIBRARIES:
+        if importlib.util.find_spec(library.split(".")[0]) is not None:
+            importlib.import_module(library)
+
+
 def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     """The first test that fails in a copy; "a timeout" where they do not end, "a crash" where that is how they end."""
     output = folder / "output.txt"
-    # forked, so that the libraries are not imported for every fault
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, arguments, output))
     process.start()
     process.join(MOST_SECONDS)
@@ -120,8 +127,8 @@ def first_failure(folder: Path, arguments: Sequence[str]) -> str | None:
     return found[1]
 
 
-def plant(fault: Fault, full: bool) -> Outcome:
-    """Plant one fault and look for a test that fails."""
+def plant(fault: Fault, *suites: Sequence[str]) -> Outcome:
+    """Plant one fault and look for a test that fails: among its likely ones, then in each of these runs of pytest."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -132,10 +139,8 @@ def plant(fault: Fault, full: bool) -> Outcome:
             raise ValueError(f"{fault.name}: the old text stands {text.count(fault.old)} times in {fault.file}.")
         path.write_text(text.replace(fault.old, fault.new))
         likely = [place(test) for test in fault.tests]
-        for arguments in (likely, DEFAULT, *([SLOW] if full else [])):
-            caught_by = first_failure(folder, arguments)
-            if caught_by is not None:
-                break
+        tried = (first_failure(folder, arguments) for arguments in (likely, *suites) if arguments)
+        caught_by = next(filter(None, tried), None)
     return Outcome(fault, caught_by, time.monotonic() - started)
 
 
@@ -177,15 +182,12 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="try the slow tests on what the default ones let pass")
     parser.add_argument("--output", type=Path, default=TABLE.with_suffix(".md"))
     options = parser.parse_args()
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    for library in LIBRARIES:
-        if importlib.util.find_spec(library.split(".")[0]) is not None:
-            importlib.import_module(library)
+    load_libraries()
     outcomes = []
     for fault in faults():
         if options.only and not {fault.name, fault.area} & set(options.only):
             continue
-        outcomes.append(plant(fault, options.full))
+        outcomes.append(plant(fault, DEFAULT, *([SLOW] if options.full else [])))
         print(f"{fault.name}: {outcomes[-1].caught_by}, {outcomes[-1].seconds:.0f} s", flush=True)
     check_without_faults(outcomes)
     commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout

@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import ended, forked
 from soak_cases import Tally, damage, interrupts, programs, racing, sharded, threads
 from test_kills import test_killed_at_random_moments_leaves_the_old_or_the_new_one
 from training_runs import without_times
@@ -36,8 +36,8 @@ from gpu_replay.console.arguments import Parser, natural, positive_float
 from gpu_replay.console.atomic_files import write_text
 from gpu_replay.console.markdown import table
 
-# what a run of so many minutes does, beside as many cases as the time allows; shorter ones do their share of it
-WHOLE_MINUTES, SAVE_KILLS, TRAINER_KILLS, ADDS, PAIRS = 25.0, 180, 20, 10**8, 10**6
+# the minutes of a whole run; shorter ones do their share of what is done once
+WHOLE_MINUTES, ADDS, PAIRS = 25.0, 10**8, 10**6
 ROUND_SECONDS = 60.0
 # how the case that failed is run again, from the root of the checkout
 REPEAT = "cd tests; PYTHONPATH=helpers:durability python -c"
@@ -47,38 +47,35 @@ CYCLE = ([programs] * 40 + [damage] * 4 + [interrupts] * 3) * 4 + [threads] * 2 
 
 def kills(count: int) -> Tally:
     """So many SIGKILLs while a process saves: the old checkpoint or the new one, and nothing left behind."""
-    for _ in range(-(-count // 15)):
+    for _ in range(-(-count // 10)):
         with tempfile.TemporaryDirectory() as folder:
             test_killed_at_random_moments_leaves_the_old_or_the_new_one(Path(folder), False)
-    return Tally(kills=15 * -(-count // 15), cases=2 * 15 * -(-count // 15))
+    return Tally(kills=10 * -(-count // 10), cases=2 * 10 * -(-count // 10))
 
 
 def trainer(count: int) -> Tally:
     """A trainer of Catch that is killed so many times and resumed: the curve of one that was not."""
     flags = ["catch", "--device", "cpu", "--log-every", "2000", "--eval-every", "8000", "--eval-episodes", "16"]
-    flags += ["--steps", "24000", "--checkpoint-every", "0.2"]
-    draw, killed = random.Random(count), 0
+    flags += ["--steps", "24000", "--checkpoint-every", "0.2", "--overwrite"]
+    draw, killed, status = random.Random(count), 0, -1
+
+    def train(run: Path, *arguments: str) -> None:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            assert command(["train", *arguments, "--output", str(run)]) == 0
+
     with tempfile.TemporaryDirectory() as folder:
         run, whole = Path(folder) / "killed", Path(folder) / "whole"
-        for attempt in itertools.count():
-            child = os.fork()
-            if child == 0:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                os.dup2(1, 2)
-                begun = any(run.glob("checkpoint/*/state/manifest.json"))
-                os._exit(
-                    command(["train", *(["--resume"] if begun else [*flags, "--overwrite"]), "--output", str(run)])
-                )
+        while status != 0:
+            begun = any(run.glob("checkpoint/*/state/manifest.json"))
+            child = forked(lambda arguments=["--resume"] if begun else flags: train(run, *arguments))
             if killed < count:
                 time.sleep(draw.uniform(1.0, 3.0))
                 os.kill(child, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            killed += status == -signal.SIGKILL
-            if status == 0:
-                break
-            assert (status, attempt < 3 * count + 3) == (-signal.SIGKILL, True), f"the trainer ended with {status}"
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            assert command(["train", *flags, "--output", str(whole)]) == 0
+            status = ended(child)
+            expected = -signal.SIGKILL if killed < count else 0
+            assert status in (0, expected), f"the trainer ended with {status}"
+            killed += status != 0
+        train(whole, *flags)
         assert without_times(run) == without_times(whole), "the curves differ"
     return Tally(kills=killed, cases=1)
 
@@ -161,28 +158,25 @@ def day_of_steps(thousandths: int) -> Tally:
     return in_tenths(buffer, thousandths * ADDS // 10_000, thousandths * PAIRS // 10_000, 10_000, add, check)
 
 
-ONCE = (kills, trainer, day, day_of_steps)
-PARTS: dict[str, Callable[[int], Tally]] = {part.__name__: part for part in (*CYCLE, *ONCE)}
+# what is done once, and how much of it in a whole run
+ONCE = {"kills": 180, "trainer": 20, "day": 1000, "day_of_steps": 1000}
+PARTS: dict[str, Callable[[int], Tally]] = {part.__name__: part for part in (*CYCLE, kills, trainer, day, day_of_steps)}
 Job = tuple[str, int]
 
 
 def in_child(jobs: Iterator[Job], seconds: float, done: Callable[[str, Tally], object]) -> Job | None:
     """Run jobs in a child process until the time is over; returns the one that failed, or that it died of."""
     reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        deadline, status = time.monotonic() + seconds, 0
-        try:
-            for name, argument in jobs:
-                os.write(writing, f"{json.dumps([name, argument])}\n".encode())
-                os.write(writing, f"{json.dumps(PARTS[name](argument))}\n".encode())
-                if time.monotonic() > deadline:
-                    break
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        os._exit(status)
+
+    def work() -> None:
+        deadline = time.monotonic() + seconds
+        for name, argument in jobs:
+            os.write(writing, f"{json.dumps([name, argument])}\n".encode())
+            os.write(writing, f"{json.dumps(PARTS[name](argument))}\n".encode())
+            if time.monotonic() > deadline:
+                break
+
+    child = forked(work)
     os.close(writing)
     begun: Job | None = None
     with os.fdopen(reading) as lines:
@@ -192,7 +186,7 @@ def in_child(jobs: Iterator[Job], seconds: float, done: Callable[[str, Tally], o
                 begun = found[0], found[1]
             elif begun is not None:
                 done(begun[0], Tally(found))
-    return begun if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) else None
+    return begun if ended(child) else None
 
 
 def shuffled(seed: int) -> list[Callable[[int], Tally]]:
@@ -205,9 +199,7 @@ def soak(minutes: float, seed: int) -> tuple[dict[str, Tally], list[Job]]:
     tallies: dict[str, Tally] = defaultdict(Tally)
     failures: list[Job] = []
     share = min(1.0, minutes / WHOLE_MINUTES)
-    asked = {"kills": round(SAVE_KILLS * share), "trainer": round(TRAINER_KILLS * share)}
-    once = [(name, count) for name, count in asked.items() if count]
-    once += [(name, max(1, round(1000 * share))) for name in ("day", "day_of_steps")]
+    once = [(name, count) for name, most in ONCE.items() if (count := round(most * share))]
     deadline = time.monotonic() + 60 * minutes
     rounds = (
         ((part.__name__, seed * 10**9 + at) for at, part in enumerate(itertools.cycle(shuffled(start)), start * 10**5))

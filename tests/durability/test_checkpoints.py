@@ -20,7 +20,7 @@ from checkpoints import MANIFEST, example, numbers, pieces_of, read_everything, 
 from children import in_a_child, needs_fork
 from torch import Tensor
 
-from gpu_replay import CheckpointError, Field, ReplayBuffer
+from gpu_replay import CheckpointError
 from gpu_replay.checkpoint.format import read_checkpoint, write_checkpoint
 from gpu_replay.checkpoint.fsync import save_lock
 
@@ -52,7 +52,7 @@ def test_everything_comes_back_and_is_what_the_library_reads(tmp_path: Path, dev
 
 def test_pieces_keep_to_their_size_and_hold_each_row_once(tmp_path: Path) -> None:
     draw = random.Random(0)
-    for number in range(25):
+    for number in range(12):
         shard_bytes = draw.choice((1, 300, 1000, 9000))
         shapes = [tuple(draw.choices((0, 1, 2, 5, 40), k=draw.randrange(3))) for _ in range(draw.randrange(7))]
         dtypes = draw.choices((torch.uint8, torch.bfloat16, torch.float32, torch.int64), k=7)
@@ -160,24 +160,6 @@ def test_a_piece_that_somebody_touched_is_written_again(tmp_path: Path) -> None:
     assert PIECE < save(tmp_path / "c", tensors) <= 2 * PIECE
 
 
-@pytest.mark.slow
-def test_a_buffer_writes_the_rows_that_were_added(tmp_path: Path) -> None:
-    buffer = ReplayBuffer(200_000, {"obs": Field((512,), torch.uint8)}, device="cpu")
-    buffer.add(obs=torch.zeros(200_000, 512, dtype=torch.uint8))
-    sizes = []
-    for _ in range(2):
-        buffer.save(tmp_path / "c")
-        sizes.append({file.name: file.stat().st_size for file in pieces_of(tmp_path / "c")})
-        buffer.add(obs=torch.ones(10, 512, dtype=torch.uint8))
-    new = set(sizes[1]) - set(sizes[0])
-    written, whole = sum(sizes[1][name] for name in new), sum(sizes[1].values())
-    # one of the pieces of frames, and the counts of draws of all slots
-    assert whole > buffer.nbytes > 3 * 10**7
-    assert written <= 2 * (64 << 20)
-    assert written < 0.8 * whole
-    assert ReplayBuffer.load(tmp_path / "c")[[200_009]].obs.sum() == 512
-
-
 # saves that are refused or fail
 
 
@@ -282,16 +264,6 @@ def test_two_savers_of_one_path_are_kept_apart(tmp_path: Path) -> None:
             saved(path)
     (tmp_path / "new").rmdir()
     assert snapshot(tmp_path) == before
-
-
-def test_what_a_crashed_first_save_left_is_no_checkpoint_and_is_removed_by_a_later_one(tmp_path: Path) -> None:
-    saved(tmp_path / "c")
-    left = [piece.name for piece in pieces_of(tmp_path / "c")]
-    (tmp_path / "c" / "manifest.json").rename(tmp_path / "c" / ".manifest.json.saving")
-    with pytest.raises(CheckpointError, match="manifest.json is missing"):
-        read_checkpoint(tmp_path / "c")
-    saved(tmp_path / "c", seed=9)
-    assert not {*left, ".manifest.json.saving"} & set(os.listdir(tmp_path / "c"))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="makes links")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MANIFEST, edit, example, pieces_of, read_everything, saved
+from checkpoints import edit, example, pieces_of, read_everything, saved
 from test_threads import Adder
 
 from gpu_replay import CheckpointError
@@ -59,25 +58,11 @@ def test_a_damaged_piece_is_refused_by_name(tmp_path: Path, damage: str, place: 
     read_everything(tmp_path / "c")
 
 
-def test_a_piece_of_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    saved(tmp_path / "a")
-    other = {name: tensor.roll(1) if tensor.dim() else tensor + 1 for name, tensor in example().items()}
-    write_checkpoint(tmp_path / "b", MANIFEST, other, shard_bytes=5000)
-    for own, foreign in zip(pieces_of(tmp_path / "a"), pieces_of(tmp_path / "b"), strict=True):
-        kept = own.read_bytes()
-        assert len(kept) == foreign.stat().st_size
-        shutil.copy(foreign, own)
-        with pytest.raises(CheckpointError, match=own.name):
-            read_everything(tmp_path / "a")
-        own.write_bytes(kept)
-    read_everything(tmp_path / "a")
-
-
-def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path) -> None:
+def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path, full: bool) -> None:
     write_checkpoint(tmp_path / "c", {"added": 12345, "alpha": 0.6, "name": "obs"}, {"t": torch.arange(4)})
     file = tmp_path / "c" / "manifest.json"
     whole = file.read_bytes()
-    for offset in range(len(whole)):
+    for offset in range(0, len(whole), 1 if full else 3):
         changed = bytearray(whole)
         changed[offset] ^= 1 << offset % 8
         file.write_bytes(changed)

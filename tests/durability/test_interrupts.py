@@ -14,11 +14,13 @@ import copy
 import gc
 import itertools
 import linecache
+import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,12 +39,12 @@ from twins import check_batches
 import gpu_replay
 from gpu_replay import Combined, Field, Hindsight, Proportional, RankBased, ReplayBuffer
 from gpu_replay.engines import device_trajectory
-from gpu_replay.loops.compiling import compiler
 
+COMPILED = find_spec("numba") is not None and os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"
 on_the_host = [
     pytest.mark.contract,
     host_only,
-    pytest.mark.skipif(compiler() is None, reason="a loop that runs as Python can be interrupted half-way"),
+    pytest.mark.skipif(not COMPILED, reason="a loop that runs as Python can be interrupted half-way"),
 ]
 PACKAGE = str(Path(gpu_replay.__file__).parent)
 NOWHERE = sys.maxsize
@@ -258,15 +260,6 @@ class TestHost:
             with pytest.raises(KeyboardInterrupt):
                 places_of(lambda buffer=buffer: change(buffer), at, KeyboardInterrupt)
             check_loaded_or_empty(buffer, before, changed, or_empty=call == "load")
-
-    @pytest.mark.parametrize("name", ["replacement", "proportional", "rank"])
-    def test_a_sample_too_large_for_memory_moves_nothing(self, name: str) -> None:
-        buffer, untouched = used("transitions", name), used("transitions", name)
-        with pytest.raises(MemoryError):
-            buffer.sample(2**48)
-        assert not unlike(buffer, memory(untouched))
-        for _ in range(3):
-            same(buffer.sample(2), untouched.sample(2))
 
     @pytest.mark.parametrize("added", [0, 2, 10])
     def test_a_reward_function_that_fails_moves_nothing(self, added: int) -> None:
@@ -536,7 +529,7 @@ class TestDevice:
         for number, (each, call) in enumerate(calls.items()):
             if not full and each not in ("add over the seam", "add an ending"):
                 continue
-            every = 23 if each == "extend" else 1 if full and "add" in each else 6 + number
+            every = 23 if each == "extend" else 1 if full and "add" in each else 9 + number
             check_launches(lambda: new(kind, name), first, each, call, every)
 
     @pytest.mark.slow
@@ -558,7 +551,7 @@ class TestDevice:
         loaded, total = memory(done), Places().made(lambda: done.load_state_dict(saved))
         assert total.launches > 0
         # the memory is there again, or is not
-        for lasting, at in list(itertools.product((False, True), range(total.count)))[:: 1 if full else 5]:
+        for lasting, at in list(itertools.product((False, True), range(total.count)))[:: 1 if full else 13]:
             buffer, places = holding(1000), Places(at, MemoryError)
             with monkeypatch.context() as patched:
                 if lasting:

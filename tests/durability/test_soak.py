@@ -39,9 +39,7 @@ def test_what_fails_is_named(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(soak, "CYCLE", [part])
-    monkeypatch.setattr(soak, "PARTS", {part.__name__: part, "day": part, "day_of_steps": part})
-    monkeypatch.setattr(soak, "SAVE_KILLS", 0)
-    monkeypatch.setattr(soak, "TRAINER_KILLS", 0)
+    monkeypatch.setattr(soak, "PARTS", {part.__name__: part})
     assert soak.main(["--minutes", "0.01", "--record", str(tmp_path / "page.md")]) == 1
     again = f"{soak.REPEAT} 'import soak; soak.PARTS[\"{part.__name__}\"](0)'"
     assert again in capfd.readouterr().out
@@ -52,7 +50,6 @@ def test_what_fails_is_named(
 
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "SAVE_KILLS", 0)
     monkeypatch.setattr(soak, "ADDS", 10**7)
     assert main(["soak", "--minutes", "0.02", "--seed", "5"]) == 0
     assert "- failures: 0" in capsys.readouterr().out

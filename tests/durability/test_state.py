@@ -105,13 +105,6 @@ def test_a_buffer_from_disk_keeps_every_setting(kind: str, device: str, tmp_path
     assert type(buffer).load(tmp_path / "checkpoint").device == ReplayBuffer(1, NUMBER).device
 
 
-def test_another_capacity_or_sampler_is_not_an_argument_of_load(tmp_path: Path) -> None:
-    make("exact").save(tmp_path / "c")
-    for setting in ({"capacity": 9}, {"sampler": EXACT}):
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            ReplayBuffer.load(tmp_path / "c", **setting)
-
-
 # states of other buffers
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -148,6 +141,8 @@ def test_the_two_buffers_are_not_mistaken_for_each_other(device: str, tmp_path: 
     for one, other in (both, both[::-1]):
         with pytest.raises((ValueError, KeyError), match=r"kind|ReplayBuffer"):
             one.load_state_dict(other.state_dict())
+        with pytest.raises(REFUSED):
+            one.load_state_dict(7)
         name = type(one).__name__
         one.save(tmp_path / name)
         with pytest.raises(CheckpointError, match=rf"(?s){name}.*{name}\.load"):
@@ -269,31 +264,29 @@ def test_a_state_that_nobody_edited_is_loaded(kind: str, tmp_path: Path) -> None
     assert type(buffer).load(save(buffer.state_dict(), tmp_path / "c"), device="cpu").added == buffer.added
 
 
-@pytest.mark.parametrize("name", EDITS)
+# and what loading them raises
+REFUSALS: dict[str, tuple[str, Edit, Any, str]] = {
+    **{name: (kind, edit, ValueError, r"state|counter|tensor") for name, (kind, edit) in EDITS.items()},
+    **{
+        f"{name} of {kind}": (kind, edit, REFUSED, message)
+        for name, (edit, message) in PARTS.items()
+        for kind in ("mass", "steps")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
 def test_an_edited_state_is_refused(name: str, tmp_path: Path) -> None:
-    kind, edit = EDITS[name]
+    kind, edit, error, message = REFUSALS[name]
     buffer = made(kind)
     state, before = buffer.state_dict(), whole_state(buffer)
     edit(state)
-    with pytest.raises(ValueError, match=r"state|counter|tensor"):
+    with pytest.raises(error, match=message):
         buffer.load_state_dict(state)
     assert whole_state(buffer) == before
-    with pytest.raises(CheckpointError):
-        type(buffer).load(save(state, tmp_path / "wrong"), device="cpu")
-
-
-@pytest.mark.parametrize("kind", ["mass", "steps"])
-@pytest.mark.parametrize("name", PARTS)
-def test_a_state_without_its_parts_is_refused(name: str, kind: str) -> None:
-    buffer = made(kind)
-    edit, message = PARTS[name]
-    state, before = buffer.state_dict(), whole_state(buffer)
-    edit(state)
-    with pytest.raises(REFUSED, match=message):
-        buffer.load_state_dict(state)
-    with pytest.raises(REFUSED):
-        buffer.load_state_dict(7)
-    assert whole_state(buffer) == before
+    if name in EDITS:
+        with pytest.raises(CheckpointError):
+            type(buffer).load(save(state, tmp_path / "wrong"), device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["mass", "steps"])
@@ -305,7 +298,7 @@ def test_an_edited_manifest_is_refused_or_that_of_a_buffer(kind: str, tmp_path: 
     whole = (path / "manifest.json").read_bytes()
     ways = list(spoiled(json.loads(whole)["body"]))
     loaded = []
-    for way, changed in ways if full else random.Random(0).sample(ways, 250):
+    for way, changed in ways if full else random.Random(0).sample(ways, 120):
         if not isinstance(changed, dict) or "relabel" in way:
             continue
         (path / "manifest.json").write_bytes(whole)

@@ -1,19 +1,28 @@
-"""Threads: one adds while another samples and updates, and no transition, stack or window is ever torn."""
+"""Threads: one adds while others sample, update, read and save, and no transition, stack or window is ever torn; large
+gathers are made by several threads, of one buffer or of many at once.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import in_a_child, needs_fork
 from devices import device_fixture as device_fixture
-from devices import scale
+from devices import host_only, scale
+from programs import KINDS, any_program, run
 
 from gpu_replay import Combined, Field, Latest, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
+from gpu_replay.ops import frames, ring, threads
 
 pytestmark = pytest.mark.contract
 
@@ -93,35 +102,58 @@ def adding(buffer: ReplayBuffer, device: str) -> Adder:
     return Adder(add)
 
 
-def made(device: str, sampler: Any = None, capacity: int = START) -> ReplayBuffer:
+def made(device: str, sampler: Any = None, capacity: int = START, stored: int = START) -> ReplayBuffer:
     settings = Proportional(alpha=1.0, eps=0.0, initial=1.0) if sampler is None else sampler
     buffer = ReplayBuffer(capacity, WIDE, sampler=settings, device=device)
-    buffer.add(**rows(0, START, device))
+    buffer.add(**rows(0, stored, device))
     return buffer
+
+
+def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, Callable[[], Any]]:
+    """What each of several threads does again and again with one buffer that another fills."""
+    newest = size = 0
+
+    def learn() -> int:
+        nonlocal newest
+        batch = buffer.sample(batch_size)
+        check_whole(batch)
+        assert batch.key.max() - batch.key.min() < buffer.capacity
+        # what was drawn can only become newer, up to the width of the ring
+        assert batch.key.max() >= newest - buffer.capacity
+        newest = max(newest, batch.key.max().item())
+        buffer.update_priorities(batch.key, batch.key.double() % 5 + 0.5)
+        return sum(values.nbytes for values in batch.to_dict().values())
+
+    def read() -> None:
+        nonlocal size
+        stats, last = buffer.stats(), buffer.added - 1
+        assert buffer.capacity >= stats.size >= size
+        size = stats.size
+        assert stats.max_age == size - 1
+        try:
+            check_whole(buffer[[last]])
+        except KeyError:
+            assert buffer.added - last > buffer.capacity
+
+    def keep() -> None:
+        buffer.save(path)
+        found = ReplayBuffer.load(path, device="cpu")
+        check_whole(found[found.keys()])
+
+    return {"learn": learn, "read": read, "keep": keep}
 
 
 # the larger ones have sums above the masses
 @pytest.mark.parametrize("capacity, sampler", [*((START, each) for each in SAMPLERS), (5003, Proportional())], ids=repr)
-def test_no_transition_is_torn_while_another_thread_adds(capacity: int, sampler: Any, device: str) -> None:
-    buffer, newest, size = made(device, sampler, capacity), 0, 0
+def test_no_transition_is_torn_while_another_thread_adds(
+    capacity: int, sampler: Any, device: str, tmp_path: Path
+) -> None:
+    buffer = made(device, sampler, capacity)
+    use = users(buffer, tmp_path)
     with adding(buffer, device):
-        for _ in range(scale(200, 4)):
-            batch = buffer.sample(24)
-            check_whole(batch)
-            keys = batch.key
-            assert keys.max().item() - keys.min().item() < capacity
-            # what was drawn can only become newer, up to the width of the ring
-            assert keys.max().item() >= newest - capacity
-            newest = max(newest, keys.max().item())
-            buffer.update_priorities(keys, keys.double() % 5 + 0.5)
-            stats, last = buffer.stats(), buffer.added - 1
-            assert capacity >= stats.size >= size
-            size = stats.size
-            assert stats.max_age == size - 1
-            try:
-                check_whole(buffer[[last]])
-            except KeyError:
-                assert buffer.added - last > capacity
+        for _ in range(scale(150, 4)):
+            use["learn"]()
+            use["read"]()
     assert buffer.added > START
     check_whole(buffer[buffer.keys()])
     if isinstance(sampler, Proportional):
@@ -179,3 +211,72 @@ def test_no_stack_or_window_is_torn_while_another_thread_adds(sampler: Any, devi
     assert buffer.added > 10 * ENVS
     if isinstance(sampler, Proportional):
         assert buffer.total_mass() == int(buffer.masses().sum())
+
+
+# gathers on several threads
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every gather is a large one, for three threads."""
+    before = torch.get_num_threads()
+    for module, name in ((threads, "LARGE"), (ring, "LARGE"), (frames, "LARGE_GATHER")):
+        monkeypatch.setattr(module, name, 1)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@host_only
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_several_threads_gather_on_several_threads_as_on_one(kind: str) -> None:
+    def play(seed: int) -> None:
+        program = any_program(random.Random(seed), kind, "replacement", calls=40)
+        # what is refused silences warnings, in all threads
+        run(program._replace(calls=[call for call in program.calls if call[0] != "refused"]))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(play, range(6)))
+    assert any(thread.name.startswith("gpu_replay gather") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["this thread", "another"])
+def test_what_a_thread_raises_is_raised_when_all_are_done(here: bool) -> None:
+    """Or the others would write rows of a batch that somebody reads."""
+    together = threading.Barrier(2, timeout=20)
+    begun: list[bool] = []
+    done: list[bool] = []
+
+    def work(begin: int, end: int) -> None:
+        mine = threading.current_thread() is threading.main_thread()
+        if mine not in begun:
+            begun.append(mine)
+            together.wait()
+        if mine == here:
+            raise ValueError("of a row")
+        begun.append(mine)
+        time.sleep(0.05)
+        done.append(mine)
+
+    with pytest.raises(ValueError, match="of a row"):
+        threads.in_parts(work, 60, 2)
+    # each of the two has begun once more than it made pieces
+    assert len(begun) == len(done) + 2 > 2
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 16])
+@pytest.mark.parametrize("count", [2, 3, 67, 256, 65_536])
+def test_pieces_are_all_rows_once(count: int, wanted: int) -> None:
+    pieces: list[tuple[int, int]] = []
+    threads.in_parts(lambda begin, end: pieces.append((begin, end)), count, wanted)
+    pieces.sort()
+    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == count
+    assert min(count, wanted) <= len(pieces) <= 4 * wanted
+
+
+@needs_fork
+def test_a_forked_process_makes_its_own() -> None:
+    test_pieces_are_all_rows_once(6, 3)
+    in_a_child(lambda: test_pieces_are_all_rows_once(6, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
     return torch.randint(0, 127, shape, generator=generator).to(dtype)
 
 
+@functools.cache
 def example(seed: int = 0) -> dict[str, Tensor]:
     """Large and small, of every dtype, empty and without dimensions; with shard_bytes=5000, many pieces.
 

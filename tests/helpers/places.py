@@ -12,12 +12,10 @@ from torch import Tensor
 from twins import check_batches
 
 from gpu_replay import (
-    Combined,
     Field,
     Hindsight,
     LinearSchedule,
     Proportional,
-    RankBased,
     ReplayBuffer,
     TrajectoryReplayBuffer,
     Uniform,
@@ -59,8 +57,6 @@ STEPS: dict[str, dict[str, Any]] = {
 KINDS: dict[str, Any] = {
     "exact": EXACT,
     "uniform": Uniform(),
-    "rank": RankBased(),
-    "combined": Combined(Uniform(replacement=True)),
     "same_step": EXACT,
     "next_step": Uniform(replacement=True),
     "goals": EXACT,
@@ -119,12 +115,6 @@ def check_equal(found: Any, expected: Any) -> None:
         assert torch.equal(found.cpu(), expected.cpu())
     else:
         check_batches(found, expected.to("cpu"))
-
-
-def same_life(one: Any, other: Any, rounds: int) -> None:
-    """Fail unless both give the same in the same calls."""
-    for found, expected in zip(live(one, rounds), live(other, rounds), strict=True):
-        check_equal(found, expected)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ file that is wrong, with the state before it.
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import edit
+from checkpoints import edit, spoiled
 from places import STEPS
 from programs import KINDS, any_program, run
 from programs import SAMPLERS as BY_NAME
@@ -28,7 +27,7 @@ from test_damage import DAMAGE, put_in_place_of
 from test_interrupts import MORE, under_signals
 from test_places import race
 from test_sharded import check_one_sided, one_sided
-from test_threads import WIDE, Adder, check_whole, rows
+from test_threads import Adder, adding, made, users
 
 from gpu_replay import CheckpointError, Combined, Field, Proportional, RankBased, ReplayBuffer, Uniform
 
@@ -54,14 +53,9 @@ def hurt(draw: random.Random, path: Path) -> str:
     if way == "edited":
 
         def change(body: Any) -> None:
-            """Walk to a random leaf and write something else there."""
-            while True:
-                place = draw.choice(list(body) if isinstance(body, dict) else range(len(body)))
-                if not isinstance(body[place], (dict, list)) or not body[place] or draw.random() < 0.1:
-                    break
-                body = body[place]
-            strange = [None, -1, 0, 1, 7, 2**31, 2**63, 1e308, "", "x", "../x", [], {}, [0], True, draw.getrandbits(70)]
-            body[place] = draw.choice(strange)
+            _, changed = draw.choice([each for each in spoiled(body) if isinstance(each[1], dict)])
+            body.clear()
+            body.update(changed)
 
         edit(path, change)
         return way
@@ -100,14 +94,11 @@ def damage(seed: int) -> Tally:
                         batch = found.sample(1)
                         assert batch.n.tolist() == batch.key.tolist() or way == "edited"
                         found.update_priorities(batch.key, [2.0])
-            if draw.random() < 0.5:
-                shutil.rmtree(path)
-            else:
-                # what was damaged can be saved over, or is refused because it is not known to be a checkpoint
-                with suppress(CheckpointError):
-                    buffer.save(path)
-                    assert whole_state(ReplayBuffer.load(path, device="cpu")) == whole_state(buffer)
-                shutil.rmtree(path)
+            # what was damaged can be saved over, or is refused because it is not known to be a checkpoint
+            with suppress(CheckpointError):
+                buffer.save(path)
+                assert whole_state(ReplayBuffer.load(path, device="cpu")) == whole_state(buffer)
+            shutil.rmtree(path)
             tally += Tally(cases=2, faults=1, bytes=buffer.nbytes)
     return tally
 
@@ -120,47 +111,21 @@ def interrupts(seed: int) -> Tally:
 
 
 def threads(seed: int) -> Tally:
-    """Adders, learners, readers and savers of two buffers at once, whose batches are gathered on four threads.
+    """Adders, learners, readers and savers of two buffers at once, whose batches are gathered on four threads."""
+    tally, before, capacity = Tally(), torch.get_num_threads(), 1500 + seed % 200
 
-    Every number of a row is the key of that row.
-    """
-    tally, before = Tally(), torch.get_num_threads()
-
-    def users(number: int, path: Path) -> list[Callable[[], None]]:
-        capacity, sizes = 1500 + seed % 200, itertools.cycle(range(1, 24))
-        settings = {"sampler": SAMPLERS[(seed + number) % len(SAMPLERS)], "device": "cpu", "seed": seed}
-        buffer = ReplayBuffer(capacity, WIDE, **settings)
-        buffer.add(**rows(0, capacity, "cpu"))
-
-        def add() -> None:
-            buffer.add(**rows(buffer.added, next(sizes), "cpu"))
-
-        def learn() -> None:
-            # enough for a gather on several threads
-            batch = buffer.sample(1200)
-            check_whole(batch)
-            buffer.update_priorities(batch.key, torch.rand(1200))
-            tally.update(cases=1, bytes=sum(batch[name].nbytes for name in WIDE))
-
-        def read() -> None:
-            with suppress(KeyError):
-                check_whole(buffer[[buffer.added - 1]])
-            assert buffer.stats().size <= capacity
-
-        def keep() -> None:
-            buffer.save(path)
-            found = ReplayBuffer.load(path, device="cpu")
-            check_whole(found[found.keys()])
-            tally["cases"] += 1
-
-        return [add, learn, learn, read, keep]
+    def counted(use: Callable[[], Any]) -> Adder:
+        return Adder(lambda: tally.update(cases=1, bytes=use() or 0))
 
     torch.set_num_threads(4)
     try:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
             for number in range(2):
-                for use in users(number, Path(folder) / str(number)):
-                    running.enter_context(Adder(use))
+                buffer = made("cpu", SAMPLERS[(seed + number) % len(SAMPLERS)], capacity, capacity)
+                running.enter_context(adding(buffer, "cpu"))
+                for name in ("learn", "learn", "read", "keep"):
+                    # enough for a gather on several threads
+                    running.enter_context(counted(users(buffer, Path(folder) / str(number), 1200)[name]))
             time.sleep(1.5)
     finally:
         torch.set_num_threads(before)

@@ -20,7 +20,6 @@ KNOWN = {
     "checkpoint": "files are edited, cut off, written in small pieces and on disks that fail",
     "engines": "places of fields that a machine lacks, and mapped files that count what is read",
     "graphs": "graphs and streams without a GPU",
-    "loops": "loops that are interrupted while they are compiled, and numbers that host and kernels share",
     "ops._backend": "which code a call is made of",
     "ops": "counters past 2^31 and their names, sizes above which work is divided, threads that are held up",
 }
