@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ LEFT_OUT = {
     "slow": "{} slow tests were deselected: --full runs them.",
 }
 deselected = pytest.StashKey[dict[str, int]]()
-
-
-@pytest.fixture(scope="module")
-def no_pictures() -> Iterator[None]:
-    """Runs in this process draw nothing, for tests of a module that looks at everything else: half a second each."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw", "draw_buffer"):
-            patch.setattr(f"gpu_replay.training.records.Recorder.{name}", lambda *_: None)
-        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

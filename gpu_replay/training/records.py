@@ -217,7 +217,7 @@ def _summary_writer(folder: Path, purge_step: int) -> Any:
     seconds = [int(file.name.split(".")[3]) for file in events.glob("events.out.tfevents.*")]
     while int(time.time()) in seconds:
         time.sleep(0.05)
-    return SummaryWriter(str(events), purge_step=purge_step or None)
+    return SummaryWriter(str(events), purge_step=purge_step)
 
 
 def closing_lines(summary: dict[str, Any], folder: Path) -> str:

@@ -120,7 +120,7 @@ def users(buffer: ReplayBuffer, path: Path, batch_size: int = 24) -> dict[str, C
         assert batch.key.max() - batch.key.min() < buffer.capacity
         # what was drawn can only become newer, up to the width of the ring
         assert batch.key.max() >= newest - buffer.capacity
-        newest = max(newest, batch.key.max().item())
+        newest = max(newest, int(batch.key.max()))
         buffer.update_priorities(batch.key, batch.key.double() % 5 + 0.5)
         return sum(values.nbytes for values in batch.to_dict().values())
 

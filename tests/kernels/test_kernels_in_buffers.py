@@ -103,7 +103,7 @@ def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
     for time in range(8):
         ends = [letters(draw, envs, (0.02, 0.1)[envs > 2])]
         calls.append(("steps", ends, time % 5 > 0, [[draw.choice((0.5, 2.0)) for _ in range(envs)]]))
-        calls += [("sample", 9, None), ("begin", [draw.random() < 0.1 for _ in range(envs)])][: time % 3]
+        calls += [("sample", 9, None), ("begin_episodes", [draw.random() < 0.1 for _ in range(envs)])][: time % 3]
     settings = {"capacity": turn * envs, "num_envs": envs, "stack": stack, "n_step": n_step, "autoreset": autoreset}
     settings |= {"sampler": "combined-proportional", "fields": 0, "seed": 7}
     settings |= {"final_capacity": 40} if autoreset == "same_step" else {}
