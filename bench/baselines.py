@@ -9,7 +9,8 @@ the best baseline.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from .kernel_checks import Implementation
 from .kernel_inputs import Inputs
 from .subjects import ALPHA, EPS
 
+Maker = Callable[[Inputs], Implementation]
+Work = Callable[..., Implementation]
 # slots up to which float32 sums tell neighbours apart, and categories that torch.multinomial takes
 FLOAT32_SLOTS = 2**24
 ALONE = " alone"
@@ -72,44 +75,37 @@ class CumulativeSums:
         return self._sums[-1] if self._build == "update" else self._powers.sum()
 
 
+def running_sums(work: Work, build: str, *names: str) -> dict[str, Maker]:
+    """Implementations of an operation on running sums, by name.
+
+    work:  makes one from an index: `draws`, `updates` or `draw_updates` of kernel_checks.
+    build: in which call all is summed up anew, for the names with a "cumsum"; those with "float32" sum in that.
+    """
+
+    def made(name: str) -> Maker:
+        dtype = torch.float32 if "float32" in name else torch.float64
+        return partial(work, make=partial(CumulativeSums, dtype=dtype, build=build if "cumsum" in name else ""))
+
+    return {name: made(name) for name in names}
+
+
 def cumsum_of_integers(inputs: Inputs) -> Implementation:
     """Running sums of int64."""
     out = torch.empty_like(inputs.masses)
-    return Implementation(
-        lambda: torch.cumsum(inputs.masses, 0, out=out),
-        lambda: checks.wrong_scan(inputs.masses, torch.cumsum(inputs.masses, 0, out=out)),
-    )
+    return Implementation(partial(torch.cumsum, inputs.masses, 0, out=out), partial(checks.wrong_scan, inputs.masses))
 
 
 def cumsum(inputs: Inputs) -> Implementation:
     """Compute from the powers the running sums that `searchsorted` needs."""
     sums = CumulativeSums(inputs)
-    return Implementation(sums.build, lambda: checks.wrong_totals(sums.weights(), sums.total(), sums.slack))
-
-
-def searchsorted(inputs: Inputs, **how: Any) -> Implementation:
-    """Draws; `how` as of `CumulativeSums`: without `build`, from sums that are current."""
-    return checks.draws(CumulativeSums(inputs, **how))
-
-
-def scatter(inputs: Inputs, **how: Any) -> Implementation:
-    """New powers; without `build` in an update not their sums, so nothing can be sampled yet."""
-    return checks.updates(CumulativeSums(inputs, **how), inputs)
-
-
-def draw_update(inputs: Inputs, **how: Any) -> Implementation:
-    """Sample, and give the sampled slots new powers: `cumsum`, `searchsorted`, `index_copy_`."""
-    return checks.draw_updates(CumulativeSums(inputs, build="draw", **how), inputs)
+    return Implementation(sums.build, lambda _: checks.wrong_totals(sums.weights(), sums.total(), sums.slack))
 
 
 def multinomial(inputs: Inputs) -> Implementation:
     """A draw by torch.multinomial, not stratified."""
     powers = inputs.priorities.add(EPS).pow_(ALPHA)
-
-    def draw() -> Tensor:
-        return torch.multinomial(powers, inputs.batch, replacement=True)
-
-    return Implementation(draw, lambda: checks.wrong_shares(powers, draw()))
+    draw = partial(torch.multinomial, powers, inputs.batch, replacement=True)
+    return Implementation(draw, partial(checks.wrong_shares, powers))
 
 
 def sort_searchsorted(inputs: Inputs) -> Implementation:
@@ -122,12 +118,12 @@ def sort_searchsorted(inputs: Inputs) -> Implementation:
     width = masses[-1:].double() / batch
 
     def draw() -> Tensor:
-        torch.sort(inputs.priorities, descending=True, out=(sorted_out, order))
+        torch.sort(inputs.priorities, descending=True, stable=True, out=(sorted_out, order))
         targets = uniform.uniform_().add_(stratum).mul_(width).long()
         ranks = torch.searchsorted(masses, targets, right=True).clamp_(max=inputs.capacity - 1)
         return order[ranks]
 
-    return Implementation(draw, lambda: checks.wrong_ranks(inputs.priorities, masses, draw(), SLACK[torch.float64]))
+    return Implementation(draw, partial(checks.wrong_ranks, inputs.priorities, masses, slack=SLACK[torch.float64]))
 
 
 def index_select_fields(inputs: Inputs) -> Implementation:
@@ -175,9 +171,18 @@ def index_select_frames(inputs: Inputs, dtype: torch.dtype = torch.uint8) -> Imp
 def smallest(inputs: Inputs) -> Implementation:
     """The smallest operation of torch: one number becomes zero."""
     number = torch.ones(1, device=inputs.device)
+    return Implementation(number.zero_, lambda zero: [] if zero.item() == 0 else ["the number is not zero"])
 
-    def wrong() -> list[str]:
-        number.zero_()
-        return [] if number.item() == 0 else ["the number is not zero"]
 
-    return Implementation(number.zero_, wrong)
+# what stands beside this package's operations, by the name in records
+EMPTY: dict[str, Maker] = {"zero_ of one number": smallest}
+SCANS: dict[str, Maker] = {"cumsum": cumsum_of_integers}
+TREES: dict[str, Maker] = {"cumsum": cumsum}
+_SEARCHED, _SCATTERED = "cumsum + searchsorted", "scatter + cumsum"
+DRAWS = running_sums(checks.draws, "draw", "searchsorted alone", _SEARCHED, f"{_SEARCHED}, float32")
+DRAWS |= {"multinomial": multinomial}
+UPDATES = running_sums(checks.updates, "update", "scatter alone", _SCATTERED, f"{_SCATTERED}, float32")
+DRAW_UPDATES = running_sums(checks.draw_updates, "draw", f"{_SEARCHED} + scatter", f"{_SEARCHED} + scatter, float32")
+RANKS: dict[str, Maker] = {"sort + searchsorted": sort_searchsorted}
+ROWS: dict[str, Maker] = {"index_select per field": index_select_fields}
+ROWS |= {"index_select of packed rows alone": index_select_packed}

@@ -7,9 +7,8 @@ torch and run on the device of the answer, so that a million sampled slots need 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,45 +20,50 @@ from .subjects import ALPHA, EPS, STACK, Call
 _COMPARED = 64
 
 
-@dataclass(frozen=True)
-class Implementation:
+class Implementation(NamedTuple):
     """One implementation of one case.
 
     call:    what is measured; it does the whole work each time.
-    wrong:   does the work once and says what is wrong with the answer.
+    wrong:   says what is wrong with an answer of `call`; where that returns none, it does the work once more.
     prepare: runs before each call, outside the measured time.
     """
 
-    call: Call
-    wrong: Callable[[], list[str]]
+    call: Callable[[], Any]
+    wrong: Callable[[Any], list[str]]
     prepare: Call = lambda: None
 
+    def faults(self) -> list[str]:
+        """What is wrong with the answer of one call."""
+        self.prepare()
+        return self.wrong(self.call())
 
-def draws(index: Any) -> Implementation:
+
+def draws(inputs: Inputs, make: Callable[[Inputs], Any]) -> Implementation:
     """Stratified draws from an index.
 
-    index: priorities of N slots, with the methods `draw`, `update(slots, errors)`, `weights` (N,) in units of
-           1 / `unit`, and `total`; sums may be off by a share `slack`.
+    make: makes the priorities of N slots, with the methods `draw`, `update(slots, errors)`, `weights` (N,) in units of
+          1 / `unit`, and `total`; sums may be off by a share `slack`.
     """
-    return Implementation(index.draw, lambda: wrong_draws(index.weights(), index.draw(), index.slack))
+    index = make(inputs)
+    return Implementation(index.draw, lambda slots: wrong_draws(index.weights(), slots, index.slack))
 
 
-def updates(index: Any, inputs: Inputs) -> Implementation:
+def updates(inputs: Inputs, make: Callable[[Inputs], Any]) -> Implementation:
     """New weights of an index at given slots."""
-    pool = cycle(zip(inputs.keys, inputs.errors, strict=True))
-    return Implementation(lambda: index.update(*next(pool)), lambda: wrong_update(index, inputs))
+    index, pool = make(inputs), cycle(zip(inputs.keys, inputs.errors, strict=True))
+    return Implementation(lambda: index.update(*next(pool)), lambda _: wrong_update(index, inputs))
 
 
-def draw_updates(index: Any, inputs: Inputs) -> Implementation:
+def draw_updates(inputs: Inputs, make: Callable[[Inputs], Any]) -> Implementation:
     """Draws from an index, and new weights for what was drawn."""
-    pool = cycle(inputs.errors)
+    index, pool = make(inputs), cycle(inputs.errors)
 
     def step() -> Tensor:
         slots: Tensor = index.draw()
         index.update(slots, next(pool))
         return slots
 
-    def wrong() -> list[str]:
+    def wrong(_: object) -> list[str]:
         before = index.weights().clone()
         return wrong_draws(before, step(), index.slack) + wrong_totals(index.weights(), index.total(), index.slack)
 
@@ -71,7 +75,7 @@ def gathers(
 ) -> Implementation:
     """What is stored at given slots, each time others; `wrong` checks what is found at the first."""
     pool = cycle(slots)
-    return Implementation(lambda: gather(next(pool)), lambda: wrong(gather(slots[0])))
+    return Implementation(lambda: gather(next(pool)), lambda _: wrong(gather(slots[0])))
 
 
 def wrong_scan(values: Tensor, sums: Tensor) -> list[str]:
@@ -95,8 +99,7 @@ def wrong_draws(weights: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]
 
     Each slot's interval of the prefix sums must overlap its stratum, up to a share `slack` of the total.
     """
-    wrong = _outside(weights, slots)
-    if wrong:
+    if wrong := _outside(weights, slots):
         return wrong
     sums = torch.cumsum(weights if weights.dtype == torch.int64 else weights.double(), 0)
     batch, total = slots.numel(), sums[-1].item()
@@ -105,10 +108,8 @@ def wrong_draws(weights: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]
         bounds = stratum * (total // batch) + stratum * (total % batch) // batch
     else:
         bounds = stratum * (total / batch)
-    margin = type(total)(slack * total)
-    end = sums[slots]
-    start = end - weights[slots]
-    missed = (end <= bounds[:-1] - margin) | (start >= bounds[1:] + margin) | (weights[slots] <= 0)
+    margin, end, width = type(total)(slack * total), sums[slots], weights[slots]
+    missed = (end <= bounds[:-1] - margin) | (end - width >= bounds[1:] + margin) | (width <= 0)
     count = int(missed.sum())
     return [f"{count} of {batch} draws are on slots whose prefix interval does not hold their target"] if count else []
 
@@ -118,8 +119,7 @@ def wrong_shares(weights: Tensor, slots: Tensor) -> list[str]:
 
     A right answer is refused once in 500 million checks.
     """
-    wrong = _outside(weights, slots)
-    if wrong:
+    if wrong := _outside(weights, slots):
         return wrong
     sums = torch.cumsum(weights.double(), 0)
     place = (sums[slots] - weights[slots].double() / 2) / sums[-1]
@@ -130,20 +130,15 @@ def wrong_shares(weights: Tensor, slots: Tensor) -> list[str]:
 
 
 def wrong_ranks(priorities: Tensor, masses: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]:
-    """(B,) slots drawn by rank, one in each of B equal parts of the total of the (N,) running `masses` of ranks."""
-    wrong = _outside(priorities, slots)
-    if wrong:
+    """(B,) slots drawn by rank, one in each of B equal parts of the total of the (N,) running `masses` of ranks.
+
+    Of equal priorities the smaller slot has the smaller rank.
+    """
+    if wrong := _outside(priorities, slots):
         return wrong
-    batch, total = slots.numel(), int(masses[-1])
-    stratum = torch.arange(batch + 1, device=slots.device)
-    bounds = stratum * (total // batch) + stratum * (total % batch) // batch
-    margin = int(slack * total)
-    first = torch.searchsorted(masses, (bounds[:-1] - margin).clamp(min=0), right=True)
-    last = torch.searchsorted(masses, (bounds[1:] - 1 + margin).clamp(max=total - 1), right=True)
-    ordered = torch.sort(priorities, descending=True).values
-    found = priorities[slots]
-    count = int(((found > ordered[first]) | (found < ordered[last])).sum())
-    return [f"{count} of {batch} draws are not of a rank in their part of the total"] if count else []
+    ranks = torch.empty_like(masses)
+    ranks[torch.sort(priorities, descending=True, stable=True).indices] = torch.arange(len(masses), device=slots.device)
+    return wrong_draws(torch.diff(masses, prepend=masses.new_zeros(1)), ranks[slots], slack)
 
 
 def wrong_update(index: Any, inputs: Inputs) -> list[str]:
@@ -187,7 +182,5 @@ def wrong_frames(before: Tensor, after: Tensor, inputs: Inputs) -> list[str]:
 
 
 def _outside(weights: Tensor, slots: Tensor) -> list[str]:
-    if slots.numel() == 0:
-        return ["nothing was drawn"]
-    right = int(slots.min()) >= 0 and int(slots.max()) < weights.numel()
-    return [] if right else [f"slots from {int(slots.min())} to {int(slots.max())} of {weights.numel()} were drawn"]
+    first, last = (int(each) for each in slots.aminmax())
+    return [] if 0 <= first <= last < len(weights) else [f"slots from {first} to {last} of {len(weights)} were drawn"]

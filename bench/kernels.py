@@ -13,10 +13,10 @@ import torch
 from gpu_replay.console.progress import Progress
 from gpu_replay.engines.storage import free_bytes
 
-from .baselines import FLOAT32_SLOTS
+from .baselines import FLOAT32_SLOTS, Maker
 from .kernel_inputs import Inputs
 from .measure import Run, flush_bytes
-from .operations import KERNEL_FRAMES, KERNEL_ROWS, KERNELS, OURS, Case, Maker
+from .operations import KERNEL_FRAMES, KERNEL_ROWS, KERNELS, OURS, Case
 from .records import CannotMeasure, Record
 from .subjects import FRAME_BYTES, Bound
 
@@ -97,7 +97,7 @@ def _bound(run: Run, case: Case, progress: Progress) -> dict[str, Bound]:
     given, bound, able = inputs(case, run.device), {}, makers(case)
     for name, make in able.items():
         work = make(given)
-        if wrong := work.wrong():
+        if wrong := work.faults():
             reason = f"{name} is not measured in {case.name}: {'; '.join(wrong)}."
             if name == OURS:
                 raise CannotMeasure(reason)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import cycle, groupby, islice, repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,9 +28,10 @@ import torch
 from gpu_replay.console.progress import Progress
 from gpu_replay.graphs.cuda_graph import CaptureError, CudaGraphCall
 
+from . import subjects
 from .operations import Case
 from .records import CannotMeasure, DeviceLost, Environment, Record
-from .subjects import Bound, Call, Subject, bind, check, fill
+from .subjects import POOL, Bound, Call, Subject, make_priorities
 
 Maker = Callable[[int], Subject]
 # how a call is timed: by the host's clock, between CUDA events, or between events around a replayed graph of calls
@@ -194,6 +195,54 @@ def copy_bandwidth(device: torch.device, *, nbytes: int = 2**28, repetitions: in
     return 2 * nbytes / (float(np.median(elapsed)) / 1e9)
 
 
+def bind(operation: str, subject: Subject, batch: int, added: int, device: torch.device) -> Bound:
+    """A call of a full subject to measure ("add", "sample", "update", "cycle", "read"), and what to do before each."""
+    random, sample, update = np.random.default_rng(1), subject.sample, subject.update
+    rows = subject.stream(added, POOL) if added else repeat(None)
+    priorities = cycle([make_priorities(batch, random).to(device) for _ in range(POOL)])
+    # inputs of the next call: rows, priorities, what was sampled
+    given: list[Any] = [None, None, None]
+
+    def prepare() -> None:
+        # a copy is as fresh as the tensor that a learner has just computed
+        given[:2] = next(rows), next(priorities).clone()
+        if operation == "update":
+            given[2] = sample(batch)[0]
+
+    def whole_cycle() -> None:
+        subject.add(given[0])
+        update(sample(batch)[0], given[1])
+
+    def add_and_sample() -> None:
+        subject.add(given[0])
+        sample(batch)
+
+    calls: dict[str, Call] = {
+        "add": lambda: subject.add(given[0]),
+        "sample": lambda: sample(batch),
+        "update": lambda: update(given[2], given[1]),
+        "cycle": whole_cycle,
+        "read": add_and_sample,
+    }
+    return calls[operation], (lambda: None) if operation == "sample" else prepare
+
+
+def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
+    """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
+    size = subject.add_size or min(subject.chunk, capacity)
+    for rows in islice(subject.stream(size, 16), -(-capacity // size) + 8):
+        subject.add(rows)
+    random, batch = np.random.default_rng(0), min(subject.chunk, capacity)
+    for _ in range(min(rounds, -(-2 * capacity // batch))):
+        subject.update(subject.sample(batch)[0], make_priorities(batch, random).to(device))
+
+
+def check(subject: Subject, implementation: str) -> None:
+    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
+    if wrong := subject.wrong(subject.sample(subjects.CHECKED)[1]):
+        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")
+
+
 @dataclass(frozen=True)
 class Run:
     """What all measurements of one run share.
@@ -256,20 +305,20 @@ class Run:
                 the only ones.
         """
         for _, group in groupby(cases, lambda case: case.capacity):
-            subjects: dict[str, Subject] = {}
+            full: dict[str, Subject] = {}
 
-            def measured(case: Case, subjects: dict[str, Subject] = subjects) -> Iterator[Record]:
-                if not subjects:
-                    subjects.update(self.subjects(case.capacity, makers, progress))
+            def measured(case: Case, full: dict[str, Subject] = full) -> Iterator[Record]:
+                if not full:
+                    full.update(self.subjects(case.capacity, makers, progress))
                 given = (case.batch, case.added, self.device)
-                bound = {name: bind(case.kind.call, subject, *given) for name, subject in subjects.items()}
+                bound = {name: bind(case.kind.call, subject, *given) for name, subject in full.items()}
                 return self.timed(case, bound, progress)
 
             yield from self.each(group, progress, measured)
 
     def subjects(self, capacity: int, makers: Mapping[str, Maker], progress: Progress) -> dict[str, Subject]:
         """Full subjects whose answers are right, by name; see `records`."""
-        subjects: dict[str, Subject] = {}
+        found: dict[str, Subject] = {}
         for name, make in makers.items():
             progress.show(f"filling {name}, {capacity:,} rows")
             try:
@@ -278,13 +327,12 @@ class Run:
                     fill(subject, capacity, self.device, rounds=4 if self.quick else 256)
                     check(subject, name)
                     subject.filled = True
+                found[name] = subject
             except CannotMeasure as reason:
                 if len(makers) == 1:
                     raise
                 progress.say(str(reason))
-            else:
-                subjects[name] = subject
-        return subjects
+        return found
 
     def timed(
         self, case: Case, bound: Mapping[str, Bound], progress: Progress, flush: int = 0, calls: int = 1

@@ -71,7 +71,7 @@ def _used(make: Maker, capacity: int, width: int) -> Subject:
     for _ in range(-(-capacity // ADDED)):
         subject.add(rows)
     for _ in range(64):
-        subject.update(subject.sample(256), torch.ones(256))
+        subject.update(subject.sample(256)[0], torch.ones(256))
     gc.collect()
     return subject
 

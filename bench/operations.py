@@ -6,7 +6,7 @@ An operation is a call of a buffer (`call`), or one below the buffers with the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -17,8 +17,8 @@ import torch
 from gpu_replay.console.errors import UserError
 
 from . import baselines, ours
-from .kernel_checks import Implementation
-from .kernel_inputs import Inputs
+from .baselines import Maker
+from .kernel_checks import draw_updates, draws, updates
 from .subjects import FIELDS, FRAME_BYTES, ROW_BYTES, STACK, described
 
 OURS = "gpu_replay"
@@ -38,8 +38,6 @@ SAMPLE = 2 * ROW_BYTES + DRAWN + 8
 CYCLE: dict[str, Any] = {"call": "cycle", "added": ADD, "drawn": SAMPLE + UPDATE}
 # two stacks, read and written; one frame, read and written
 STACKS, FRAME = 2 * 2 * STACK * FRAME_BYTES, 2 * FRAME_BYTES
-
-Maker = Callable[[Inputs], Implementation]
 
 
 @dataclass(frozen=True)
@@ -113,29 +111,75 @@ def short(count: int) -> str:
     return str(count)
 
 
+def _below(tests: str, about: str, mine: Maker, others: Mapping[str, Maker], **of: Any) -> Operation:
+    # without rows, if `of` gives no fields
+    return Operation(tests, about, ours=mine, baselines=others, **{"fields": {}, **of})
+
+
 def _frame_gather(dtype: torch.dtype) -> Operation:
     # stacks are read as bytes and written as this type
-    moved = STACKS // 2 * (1 + dtype.itemsize)
     cast, select = " + cast" if dtype.itemsize > 1 else "", baselines.index_select_frames
-    return _frames(
-        f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}",
-        ours=ours.frame_gather,
-        baselines={f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)},
-        drawn=8 + moved,
-        cold=True,
-        dtype=dtype,
-    )
+    others = {f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)}
+    about = f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}"
+    moved: dict[str, Any] = {"drawn": 8 + STACKS // 2 * (1 + dtype.itemsize), "dtype": dtype}
+    return _below("trajectory_oracle", about, ours.frame_gather, others, fields=FIELDS, cold=True, **moved)
 
 
 RING, DRAW, UPDATED = "programs inputs", "distributions", "priorities"
 ANSWERS = "bench_kernels::test_every_implementation_gives_right_answers"
-_ALL = f"{RING} {DRAW} {UPDATED}"
+_ALL, _NBYTES = f"{RING} {DRAW} {UPDATED}", "memory::test_nbytes_holds_the_payload_and_little_more"
 _STEP = "one environment: add"
 _frames = partial(Operation, "trajectory_oracle", fields=FIELDS)
 _saved = partial(Operation, "checkpoints", fields=FIELDS)
 _stored = partial(Operation, "bench_suites")
-# below the buffers, without rows
-_sums = partial(Operation, fields={})
+_draws, _updates, _both = (partial(each, make=ours.Index) for each in (draws, updates, draw_updates))
+
+# the operations below the buffers, in the order of their table
+KERNELS: dict[str, Operation] = {
+    "empty": _below(
+        ANSWERS, "nothing: an empty kernel, on a CPU one NumPy call on one number", ours.empty, baselines.EMPTY
+    ),
+    "prefix-sum": _below(
+        "prefix_sum", "inclusive prefix sums of N int64", ours.prefix_sum, baselines.SCANS, slot=16, cold=True
+    ),
+    # the masses once; what is written is internal to a structure
+    "tree-build": _below(
+        f"prefix_sum {DRAW}",
+        "the sums that draws need, from N masses",
+        ours.tree_build,
+        baselines.TREES,
+        slot=8,
+        cold=True,
+    ),
+    "draw": _below(DRAW, "B slots by mass, stratified, after any change", _draws, baselines.DRAWS, drawn=DRAWN),
+    "update": Operation(UPDATED, "update", "update", drawn=UPDATE, ours=_updates, baselines=baselines.UPDATES),
+    "draw-update": _below(
+        f"{DRAW} {UPDATED}",
+        "B slots by mass, then new masses for them",
+        _both,
+        baselines.DRAW_UPDATES,
+        drawn=DRAWN + UPDATE,
+    ),
+    "rank-draw": _below(
+        DRAW,
+        "B slots by rank, stratified, after B priorities have changed",
+        ours.rank_draw,
+        baselines.RANKS,
+        memory=200,
+        drawn=DRAWN,
+    ),
+    "row-gather": Operation(
+        RING,
+        f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
+        ours=ours.row_gather,
+        baselines=baselines.ROWS,
+        drawn=8 + 2 * ROW_BYTES,
+        cold=True,
+    ),
+    "frame-gather": _frame_gather(torch.uint8),
+    "frame-gather-bf16": _frame_gather(torch.bfloat16),
+    "frame-gather-f16": _frame_gather(torch.float16),
+}
 
 OPERATIONS: dict[str, Operation] = {
     # add 8 rows, or a step of 8 environments, sample B, update B
@@ -143,18 +187,7 @@ OPERATIONS: dict[str, Operation] = {
     "frame-cycle": _frames("cycle, Atari", "cycle", added=FRAME, drawn=STACKS),
     "add": Operation(RING, "add", "add", added=ADD),
     "frame-add": _frames("add, Atari", "add", added=FRAME),
-    "update": Operation(
-        UPDATED,
-        "update",
-        "update",
-        drawn=UPDATE,
-        ours=ours.update,
-        baselines={
-            "scatter alone": baselines.scatter,
-            "scatter + cumsum": partial(baselines.scatter, build="update"),
-            "scatter + cumsum, float32": partial(baselines.scatter, build="update", dtype=torch.float32),
-        },
-    ),
+    "update": KERNELS["update"],
     # store one step of one environment; "exact" in the dtypes of the fields, "uniform" without priorities
     "step-add": Operation(RING, _STEP, "add", added=ADD),
     "step-exact": Operation(RING, f"{_STEP}, exact dtypes", "add", added=ADD),
@@ -173,85 +206,16 @@ OPERATIONS: dict[str, Operation] = {
     "storage-one": _stored("one at a time", "add", added=2 * ROW_BYTES + 8),
     "storage-blocks": _stored("in blocks of", "add", added=2 * ROW_BYTES + 8),
     "storage-batches": _stored("batches of", "sample", drawn=2 * ROW_BYTES),
-    "memory": Operation("memory::test_nbytes_holds_the_payload_and_little_more"),
+    "memory": Operation(_NBYTES),
     # over the bytes of a row's fields
-    "bytes": Operation("memory::test_nbytes_holds_the_payload_and_little_more"),
+    "bytes": Operation(_NBYTES),
     "checkpoint-save": _saved(slot=FRAME_BYTES),
     "checkpoint-load": _saved(slot=FRAME_BYTES),
     # 1% of the frames are new
     "checkpoint-again": _saved(),
     "checkpoint-memory": _saved(slot=FRAME_BYTES),
-    "empty": _sums(
-        ANSWERS,
-        "nothing: an empty kernel, on a CPU one NumPy call on one number",
-        ours=ours.empty,
-        baselines={"zero_ of one number": baselines.smallest},
-    ),
-    "prefix-sum": _sums(
-        "prefix_sum",
-        "inclusive prefix sums of N int64",
-        ours=ours.prefix_sum,
-        baselines={"cumsum": baselines.cumsum_of_integers},
-        slot=16,
-        cold=True,
-    ),
-    # the masses once; what is written is internal to a structure
-    "tree-build": _sums(
-        f"prefix_sum {DRAW}",
-        "the sums that draws need, from N masses",
-        ours=ours.tree_build,
-        baselines={"cumsum": baselines.cumsum},
-        slot=8,
-        cold=True,
-    ),
-    "draw": _sums(
-        DRAW,
-        "B slots by mass, stratified, after any change",
-        ours=ours.draw,
-        baselines={
-            "searchsorted alone": baselines.searchsorted,
-            "cumsum + searchsorted": partial(baselines.searchsorted, build="draw"),
-            "cumsum + searchsorted, float32": partial(baselines.searchsorted, build="draw", dtype=torch.float32),
-            "multinomial": baselines.multinomial,
-        },
-        drawn=DRAWN,
-    ),
-    "draw-update": _sums(
-        f"{DRAW} {UPDATED}",
-        "B slots by mass, then new masses for them",
-        ours=ours.draw_update,
-        baselines={
-            "cumsum + searchsorted + scatter": baselines.draw_update,
-            "cumsum + searchsorted + scatter, float32": partial(baselines.draw_update, dtype=torch.float32),
-        },
-        drawn=DRAWN + UPDATE,
-    ),
-    "rank-draw": _sums(
-        DRAW,
-        "B slots by rank, stratified, after B priorities have changed",
-        ours=ours.rank_draw,
-        baselines={"sort + searchsorted": baselines.sort_searchsorted},
-        memory=200,
-        drawn=DRAWN,
-    ),
-    "row-gather": Operation(
-        RING,
-        f"rows of five small fields, {ROW_BYTES} bytes, at given slots",
-        ours=ours.row_gather,
-        baselines={
-            "index_select per field": baselines.index_select_fields,
-            "index_select of packed rows alone": baselines.index_select_packed,
-        },
-        drawn=8 + 2 * ROW_BYTES,
-        cold=True,
-    ),
-    "frame-gather": _frame_gather(torch.uint8),
-    "frame-gather-bf16": _frame_gather(torch.bfloat16),
-    "frame-gather-f16": _frame_gather(torch.float16),
+    **KERNELS,
 }
-# the operations below the buffers, in the order of their table
-KERNELS = {name: OPERATIONS[name] for name in ("empty", "prefix-sum", "tree-build", "draw", "update", "draw-update")}
-KERNELS |= {name: each for name, each in OPERATIONS.items() if each.ours and name not in KERNELS}
 
 
 def step_cases(capacities: Sequence[int] = CAPACITIES, batches: Sequence[int] = BATCHES) -> list[Case]:

@@ -6,6 +6,7 @@ weights and gathers rows. Sums and gathers from given slots are called below the
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import cycle
 from typing import cast
 
@@ -50,37 +51,14 @@ class Index:
 
 def prefix_sum(inputs: Inputs) -> Implementation:
     """Inclusive prefix sums of all masses."""
-    values = inputs.masses
-    return Implementation(
-        lambda: inclusive_prefix_sum(values), lambda: checks.wrong_scan(values, inclusive_prefix_sum(values))
-    )
+    return Implementation(partial(inclusive_prefix_sum, inputs.masses), partial(checks.wrong_scan, inputs.masses))
 
 
 def tree_build(inputs: Inputs) -> Implementation:
     """All sums of a tree, from its leaves."""
     tree = MassTree(inputs.capacity, inputs.device, choose(inputs.device))
     tree.masses.copy_(inputs.masses)
-
-    def wrong() -> list[str]:
-        tree.build()
-        return checks.wrong_totals(tree.masses, tree.total())
-
-    return Implementation(tree.build, wrong)
-
-
-def draw(inputs: Inputs) -> Implementation:
-    """Slots by mass, one for each stratum."""
-    return checks.draws(Index(inputs))
-
-
-def update(inputs: Inputs) -> Implementation:
-    """New masses for given slots, and the sums above them."""
-    return checks.updates(Index(inputs), inputs)
-
-
-def draw_update(inputs: Inputs) -> Implementation:
-    """Sample slots, and give them new masses."""
-    return checks.draw_updates(Index(inputs), inputs)
+    return Implementation(tree.build, lambda _: checks.wrong_totals(tree.masses, tree.total()))
 
 
 def rank_draw(inputs: Inputs) -> Implementation:
@@ -101,9 +79,7 @@ def rank_draw(inputs: Inputs) -> Implementation:
         change()
         return index.draw()
 
-    def wrong() -> list[str]:
-        return checks.wrong_ranks(current, inputs.rank_masses, changed())
-
+    wrong = partial(checks.wrong_ranks, current, inputs.rank_masses)
     if inputs.device.type == "cuda":
         return Implementation(changed, wrong)
     return Implementation(index.draw, wrong, prepare=change)
@@ -112,13 +88,13 @@ def rank_draw(inputs: Inputs) -> Implementation:
 def row_gather(inputs: Inputs) -> Implementation:
     """Rows of five small fields at given slots."""
     buffer = inputs.row_buffer
-    storage, engine = buffer._storage, buffer._engine
+    storage = buffer._storage
     rows = plans(lambda batch: plan_gather(storage.tensors, storage.fields, batch, inputs.device, weighed=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
             # in a ring in its first lap, slots are keys
-            return engine.read(slots)
+            return buffer._engine.read(slots)
         return rows(slots.numel())(slots, None)
 
     return checks.gathers(gather, inputs.slots, lambda found: checks.wrong_rows(found, inputs))
@@ -127,13 +103,13 @@ def row_gather(inputs: Inputs) -> Implementation:
 def frame_gather(inputs: Inputs) -> Implementation:
     """Stacks of four frames before and after, at given slots."""
     buffer = inputs.frame_buffer
-    storage, engine, counters = cast(TrajectoryStorage, buffer._storage), buffer._engine, buffer._counters
+    storage, counters = cast(TrajectoryStorage, buffer._storage), buffer._counters
     powers = torch.from_numpy(powers_of(GAMMA, N_STEP)).to(inputs.device)
     windows = plans(lambda batch: plan_gather_windows(storage, batch, powers, counters, shifted=False, weighed=False))
 
     def gather(slots: Tensor) -> dict[str, Tensor]:
         if buffer._backend == "host":
-            return engine.read(slots)
+            return buffer._engine.read(slots)
         return windows(slots.numel())(slots, None, None)
 
     def wrong(found: dict[str, Tensor]) -> list[str]:
@@ -146,12 +122,11 @@ def empty(inputs: Inputs) -> Implementation:
     """Nothing: an empty kernel on a GPU, the negative of one number in NumPy on a CPU."""
     number = torch.ones(1, device=inputs.device)
     if choose(inputs.device) == "host":
-        array = number.numpy()
-        return Implementation(lambda: np.negative(array, array), list)
+        return Implementation(partial(np.negative, number.numpy(), number.numpy()), lambda _: [])
     import triton
 
     @triton.jit
     def empty_kernel(pointer):  # type: ignore[no-untyped-def]
         return
 
-    return Implementation(lambda: empty_kernel[(1,)](number), list)
+    return Implementation(lambda: empty_kernel[(1,)](number), lambda _: [])

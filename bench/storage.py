@@ -22,10 +22,10 @@ from gpu_replay import Uniform
 from gpu_replay.console.markdown import table
 from gpu_replay.console.progress import Progress
 
-from .measure import Plan, Run
+from .measure import Plan, Run, bind
 from .operations import Case, short
 from .records import Record
-from .subjects import DTYPES, POOL, Rows, Subject, bind, make_rows, replay_buffer, tensors, wrong_vectors
+from .subjects import DTYPES, POOL, Rows, Sampled, Subject, make_rows, replay_buffer, tensors, wrong_vectors
 
 BLOCK, BATCH = 64, 50
 # rows that are added, and batches that are read, between two readings of the clock
@@ -65,10 +65,10 @@ def layout(
         for each in chunk:
             store(each)
 
-    def sample(size: int) -> Any:
+    def sample(size: int) -> Sampled:
         for _ in range(BATCHES):
             found = batch(size)
-        return found
+        return None, found
 
     return Subject(add, sample, lambda *_: None, stream, wrong_vectors, add_size=CHUNK)
 

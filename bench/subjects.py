@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle, islice, repeat
+from functools import partial
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,6 @@ import torch
 from torch import Tensor
 
 from gpu_replay import Field, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
-
-from .records import CannotMeasure
 
 Rows = dict[str, np.ndarray]
 
@@ -77,6 +76,8 @@ CHECKED = 256
 N_STEP = 3
 
 Stream = Callable[[int, int], Iterator[Any]]
+# what `update` needs of a batch, and its fields and weights
+Sampled = tuple[Any, Mapping[str, Any]]
 # a call, and what to do before each
 Call = Callable[[], object]
 Bound = tuple[Call, Call]
@@ -87,11 +88,11 @@ class Subject:
     """A buffer under measurement.
 
     add:      stores rows in the form that `stream` gives.
-    sample:   draws a batch: something that `update` and `wrong` understand.
-    update:   gives the sampled transitions (B,) new priorities.
+    sample:   draws a batch.
+    update:   gives the sampled transitions new priorities (B,): what `sample` gave for it, and these.
     stream:   endless inputs of `add`, so many rows each, made outside of the measured time; where rows are independent
               of each other, a pool of so many that repeats.
-    wrong:    what is wrong with a sampled batch of `CHECKED` transitions, in words.
+    wrong:    what is wrong with the fields and weights of a batch of `CHECKED` transitions, in words.
     add_size: rows that every `add` must bring; None for any number.
     chunk:    rows of an add and transitions of an update while it is being filled.
     filled:   whether it was, and its answers are right.
@@ -99,10 +100,10 @@ class Subject:
     """
 
     add: Callable[[Any], object]
-    sample: Callable[[int], Any]
-    update: Callable[[Any, Tensor], object]
+    sample: Callable[[int], Sampled]
+    update: Callable[[Any, Any], object]
     stream: Stream
-    wrong: Callable[[Any], list[str]]
+    wrong: Callable[[Mapping[str, Any]], list[str]]
     add_size: int | None = None
     chunk: int = 4096
     filled: bool = False
@@ -119,8 +120,15 @@ def pool_of(inputs: Callable[[Rows], Any], width: int = 4) -> Stream:
     return stream
 
 
-# what `update` needs of a batch, and its fields and weights
-Sampled = tuple[Any, Mapping[str, Tensor]]
+def steps_of(inputs: Callable[[dict[str, Tensor]], Any], steps: StackStream, alone: bool = False) -> Stream:
+    """Steps in order, which go on where the stream before them ended; `alone`: of one environment, several together."""
+
+    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
+        while True:
+            found = [steps.step() for _ in range(count if alone else 1)]
+            yield inputs({name: torch.cat([step[name] for step in found]) for name in found[0]})
+
+    return stream
 
 
 @dataclass(frozen=True)
@@ -168,91 +176,27 @@ class Task:
         def given(rows: Rows) -> Any:
             return inputs({**rows, "reward": rows["reward"].astype(np.float64)} if self.stepped else rows)
 
-        def wrong(sampled: Sampled) -> list[str]:
-            found = sampled[1]
-            return faults(found, seam=SEAM) if self.stacks else wrong_vectors(found, has_next_obs=has_next_obs)
-
-        return Subject(
-            add,
-            sample,
-            lambda sampled, priorities: update(sampled[0], priorities),
-            self._steps(given, consecutive) if self.stacks else pool_of(given, self.width),
-            wrong,
-            self.added if fixed_add or self.stacks else None,
-            chunk=CHECKED if self.stacks else 4096,
-        )
-
-    def _steps(self, inputs: Callable[[Rows], Any], consecutive: bool) -> Stream:
-        """A stream of steps, which goes on where the one before it ended."""
+        if not self.stacks:
+            wrong, size = partial(wrong_vectors, has_next_obs=has_next_obs), self.added if fixed_add else None
+            return Subject(add, sample, update, pool_of(given, self.width), wrong, size)
         steps = StackStream(1 if consecutive else self.added)
-
-        def stream(count: int, pool: int = POOL) -> Iterator[Any]:
-            while True:
-                found = [steps.step() for _ in range(count if consecutive else 1)]
-                yield inputs({name: torch.cat([step[name] for step in found]).numpy() for name in FRAME_DTYPES})
-
-        return stream
-
-
-def bind(operation: str, subject: Subject, batch: int, added: int, device: torch.device) -> Bound:
-    """A call of a full subject to measure ("add", "sample", "update", "cycle", "read"), and what to do before each."""
-    random = np.random.default_rng(1)
-    rows = subject.stream(added, POOL) if added else repeat(None)
-    priorities = cycle([make_priorities(batch, random).to(device) for _ in range(POOL)])
-    # inputs of the next call: rows, priorities, what was sampled
-    given: list[Any] = [None, None, None]
-
-    def prepare() -> None:
-        # a copy is as fresh as the tensor that a learner has just computed
-        given[:2] = next(rows), next(priorities).clone()
-        if operation == "update":
-            given[2] = subject.sample(batch)
-
-    def whole_cycle() -> None:
-        subject.add(given[0])
-        subject.update(subject.sample(batch), given[1])
-
-    def add_and_sample() -> None:
-        subject.add(given[0])
-        subject.sample(batch)
-
-    calls: dict[str, Call] = {
-        "add": lambda: subject.add(given[0]),
-        "sample": lambda: subject.sample(batch),
-        "update": lambda: subject.update(given[2], given[1]),
-        "cycle": whole_cycle,
-        "read": add_and_sample,
-    }
-    return calls[operation], (lambda: None) if operation == "sample" else prepare
-
-
-def fill(subject: Subject, capacity: int, device: torch.device, *, rounds: int) -> None:
-    """Fill the ring past its end, then spread the priorities with up to so many rounds of updates."""
-    size = subject.add_size or min(subject.chunk, capacity)
-    for rows in islice(subject.stream(size, 16), -(-capacity // size) + 8):
-        subject.add(rows)
-    random, batch = np.random.default_rng(0), min(subject.chunk, capacity)
-    for _ in range(min(rounds, -(-2 * capacity // batch))):
-        subject.update(subject.sample(batch), make_priorities(batch, random).to(device))
-
-
-def check(subject: Subject, implementation: str) -> None:
-    """Check that sampled rows belong together and weights are positive; raises CannotMeasure, naming what is wrong."""
-    if wrong := subject.wrong(subject.sample(CHECKED)):
-        raise CannotMeasure(f"{implementation} is not measured: {'; '.join(wrong)}.")
+        stream = steps_of(
+            lambda step: given({name: values.numpy() for name, values in step.items()}), steps, consecutive
+        )
+        return Subject(add, sample, update, stream, partial(faults, seam=SEAM), self.added, CHECKED)
 
 
 def of_buffer(buffer: Any, stream: Stream, wrong: Callable[[Any], list[str]], **more: Any) -> Subject:
     """One of this package's buffers."""
-    return Subject(
-        add=lambda rows: buffer.add(**rows),
-        sample=buffer.sample,
-        update=lambda sampled, priorities: buffer.update_priorities(sampled.key, priorities),
-        stream=stream,
-        wrong=wrong,
-        nbytes=buffer.nbytes,
-        **more,
-    )
+
+    def sample(batch: int) -> Sampled:
+        drawn = buffer.sample(batch)
+        return drawn.key, drawn
+
+    def add(rows: Any) -> object:
+        return buffer.add(**rows)
+
+    return Subject(add, sample, buffer.update_priorities, stream, wrong, nbytes=buffer.nbytes, **more)
 
 
 def replay_buffer(capacity: int, device: torch.device = CPU, sampler: Any = None, width: int = 4) -> ReplayBuffer:
@@ -297,15 +241,11 @@ def frames(capacity: int, device: torch.device = CPU, n_step: int = N_STEP, envs
     envs:   environments that step together.
     """
     buffer = frame_buffer(capacity, envs, device, n_step, sampler=Proportional(alpha=ALPHA, beta=BETA))
-    # the buffer makes the stacks
-    steps = StackStream(envs, stack=1, device=device)
 
-    def stream(count: int, pool: int = POOL) -> Iterator[Any]:
-        truncated = torch.zeros(envs, dtype=torch.bool, device=device)
-        while True:
-            step = {**steps.step(), "truncated": truncated}
-            step["obs"] = step["obs"][:, -1]
-            yield step if device.type == "cuda" else {name: value.numpy() for name, value in step.items()}
+    def inputs(step: dict[str, Tensor]) -> Any:
+        # the buffer makes the stacks
+        given = {**step, "obs": step["obs"][:, -1], "truncated": torch.zeros_like(step["terminated"])}
+        return given if device.type == "cuda" else {name: value.numpy() for name, value in given.items()}
 
     def wrong(batch: Any) -> list[str]:
         names = ("obs", "action", "reward", "next_obs", "discount", "weight")
@@ -314,7 +254,8 @@ def frames(capacity: int, device: torch.device = CPU, n_step: int = N_STEP, envs
         right = np.array_equal(number, batch.key.cpu().numpy() // envs % FRAMES)
         return found if right else [*found, "the newest frame of obs is not that of its key"]
 
-    return of_buffer(buffer, stream, wrong, add_size=envs, chunk=CHECKED)
+    steps = steps_of(inputs, StackStream(envs, stack=1, device=device))
+    return of_buffer(buffer, steps, wrong, add_size=envs, chunk=CHECKED)
 
 
 def take(capacity: int, device: torch.device = CPU) -> Subject:
@@ -324,12 +265,13 @@ def take(capacity: int, device: torch.device = CPU) -> Subject:
     random = np.random.default_rng(0)
     places: dict[int, Any] = {}
 
-    def sample(batch: int) -> Any:
+    def sample(batch: int) -> Sampled:
         if batch not in places:
             drawn = [random.integers(capacity, size=batch * 2 * STACK) for _ in range(16)]
             places[batch] = cycle(drawn if device.type == "cpu" else [torch.from_numpy(p).to(device) for p in drawn])
         here = next(places[batch])
-        return stored.index_select(0, here) if isinstance(here, Tensor) else stored.numpy().take(here, axis=0)
+        found = stored.index_select(0, here) if isinstance(here, Tensor) else stored.numpy().take(here, axis=0)
+        return None, {"obs": found}
 
     # full from the start, without priorities; a copy cannot be wrong
     return Subject(lambda rows: None, sample, lambda *_: None, lambda *_: repeat(None), lambda _: [], chunk=CHECKED)
@@ -338,7 +280,7 @@ def take(capacity: int, device: torch.device = CPU) -> Subject:
 def on_threads(subject: Subject, threads: int) -> Subject:
     """The same subject, which samples while torch uses so many threads."""
 
-    def sample(batch: int) -> Any:
+    def sample(batch: int) -> Sampled:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -516,10 +458,8 @@ def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99,
     """
     obs, after = (fields[name].cpu().numpy() for name in ("obs", "next_obs"))
     action, reward = (fields[name].cpu().numpy().reshape(-1) for name in ("action", "reward"))
-    if "terminated" in fields:
-        going = fields["terminated"].cpu().numpy().reshape(-1) == 0
-    else:
-        going = fields["discount"].cpu().numpy().reshape(-1) > 0
+    ended = fields["terminated"] if "terminated" in fields else fields["discount"] == 0
+    going = ended.cpu().numpy().reshape(-1) == 0
     newest, following = obs[:, -1, 0].astype(np.int64), after[:, -1, 0].astype(np.int64)
     number, pictures = newest[:, NUMBER], images()
     rewards = sum(gamma**k * ((number + k) % FRAMES % 7) for k in range(ahead))
@@ -532,9 +472,9 @@ def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99,
         other.format("action"): np.array_equal(action, number % ACTIONS),
         other.format("reward"): alike.all(),
         other.format("terminated"): ahead > 1 or np.array_equal(going, newest[:, ENDED] == 0),
-        "obs has frames that are not those before its newest": _share(~_whole(obs, pictures)) <= seam,
-        "the newest frame of next_obs is not that of the step after": _share(~steps[going]) <= seam,
-        "next_obs has frames that are not those before its newest": _share(~_whole(after, pictures)[going]) <= seam,
+        "obs has frames that are not those before its newest": (~_whole(obs, pictures)).mean() <= seam,
+        "the newest frame of next_obs is not that of the step after": (~steps & going).mean() <= seam,
+        "next_obs has frames that are not those before its newest": (~_whole(after, pictures) & going).mean() <= seam,
     }
     return [message for message, each in right.items() if not each] + weights_fault(fields["weight"], number.size)
 
@@ -549,7 +489,3 @@ def _whole(stacks: np.ndarray, pictures: np.ndarray) -> np.ndarray:
     right &= (stacks[:, :, 1:] == pictures[number, 1:]).all(axis=(2, 3))
     whole: np.ndarray = (right | ~inside).all(axis=1)
     return whole
-
-
-def _share(wrong: np.ndarray) -> float:
-    return float(wrong.mean()) if wrong.size else 0.0

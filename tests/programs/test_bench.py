@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from bench_records import ENVIRONMENT, GPU, Capture, Patch, cells, quicker, reco
 from gpu_replay.bench import main as commands
 from gpu_replay.bench import peers_suite, report
 from gpu_replay.bench.main import Suite, Work
-from gpu_replay.bench.measure import Plan, Run, measure, quantiles
+from gpu_replay.bench.measure import Plan, Run, check, fill, measure, quantiles
 from gpu_replay.bench.operations import Case, chosen, cycle_cases
 from gpu_replay.bench.records import SCHEMA, CannotMeasure, Record, read, write
-from gpu_replay.bench.subjects import ROW_BYTES, check, fill, replay
+from gpu_replay.bench.subjects import ROW_BYTES, Sampled, replay
 from gpu_replay.console.errors import UserError
 from gpu_replay.console.progress import Progress
 
@@ -139,9 +138,10 @@ def test_a_subject_that_gives_wrong_answers_is_not_measured() -> None:
     fill(right, 300, CPU, rounds=2)
     check(right, "right")
 
-    def mixed(batch: int) -> dict[str, Any]:
-        found = right.sample(batch)
-        return {**found, "reward": found["reward"].roll(1), "next_obs": found["obs"], "weight": found["weight"] * 0}
+    def mixed(batch: int) -> Sampled:
+        keys, found = right.sample(batch)
+        wrong = {"reward": found["reward"].roll(1), "next_obs": found["obs"], "weight": found["weight"] * 0}
+        return keys, {**found, **wrong}
 
     with pytest.raises(CannotMeasure, match=r"sampled 'reward' .*; sampled 'next_obs' .*; the weights"):
         check(replace(right, sample=mixed), "wrong")

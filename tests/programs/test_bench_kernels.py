@@ -46,12 +46,12 @@ def right_answers(operation: str, device: torch.device, slots: int, batch: int) 
     given, wrong = inputs(case, device), {}
     for name, make in makers(case).items():
         work = make(given)
-        wrong[name] = work.wrong()
+        wrong[name] = work.faults()
         # as often as there are inputs, and once more
         for _ in range(9):
             work.prepare()
             work.call()
-        wrong[name] += work.wrong()
+        wrong[name] += work.faults()
     assert wrong == {name: [] for name in wrong}
     assert len(wrong) > 1
 
@@ -136,7 +136,7 @@ def replaced(monkeypatch: Patch, **changes: Any) -> None:
 
 
 def wrong_work(inputs: Inputs) -> Implementation:
-    return Implementation(lambda: None, lambda: ["it is all wrong"])
+    return Implementation(lambda: None, lambda _: ["it is all wrong"])
 
 
 def measured(*cases: Case) -> list[Record]:

@@ -18,9 +18,10 @@ from bench_records import Capture, Patch
 from torch import Tensor
 
 from gpu_replay.bench import peers, peers_suite, report
+from gpu_replay.bench.measure import check, fill
 from gpu_replay.bench.peers import PEERS, make_peer
 from gpu_replay.bench.records import CannotMeasure, read
-from gpu_replay.bench.subjects import EPISODE, FRAMES, Sampled, StackStream, Subject, Task, check, faults, fill, frames
+from gpu_replay.bench.subjects import EPISODE, FRAMES, Sampled, StackStream, Subject, Task, faults, frames
 
 CPU = torch.device("cpu")
 # what must be importable for an adapter to work at all
@@ -168,9 +169,9 @@ def test_an_installed_library_draws_by_priority(name: str) -> None:
     # about half of what is drawn gets a priority of almost nothing, and is hardly drawn again
     border = float(obs.median())
     for _ in range(60):
-        sampled = subject.sample(256)
-        low = sampled[1]["obs"].reshape(256, 4)[:, 0] < border
-        subject.update(sampled, torch.where(low, 1e-6, 1.0))
+        keys, fields = subject.sample(256)
+        low = fields["obs"].reshape(256, 4)[:, 0] < border
+        subject.update(keys, torch.where(low, 1e-6, 1.0))
     drawn = subject.sample(256)[1]["obs"].reshape(256, 4)[:, 0]
     assert float((drawn < border).float().mean()) < 0.25
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,10 @@ from bench_records import Capture, Patch, cells, quicker, record
 
 from gpu_replay.bench import checkpoint, lower_bound, memory, plots, report, scale, storage
 from gpu_replay.bench import main as commands
+from gpu_replay.bench.measure import check
 from gpu_replay.bench.records import CannotMeasure, Record, read
 from gpu_replay.bench.storage import CHUNK, LAYOUTS
-from gpu_replay.bench.subjects import FRAME_BYTES, check
+from gpu_replay.bench.subjects import FRAME_BYTES
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -36,17 +36,17 @@ def test_every_layout_keeps_the_last_rows_whole(name: str) -> None:
     # blocks that wrap land at both ends; both streams give the same rows
     layout.add(blocks)
     layout.add(singles[:70])
-    found = layout.sample(100)
+    found = layout.sample(100)[1]
     assert layout.wrong(found) == []
     assert layout.wrong({**found, "reward": found["reward"].roll(1)})
     everything = LAYOUTS[name](CHUNK)
     everything.add(singles)
-    rows = everything.sample(CHUNK)["obs"][:, 0]
+    rows = everything.sample(CHUNK)[1]["obs"][:, 0]
     # the first 70 of the stream, and the 30 that were the last before
     stored = {float(value) for value in found["obs"][:, 0]}
     assert len(stored & {float(value) for value in rows}) == 100
     layout.add(blocks[:2])
-    again = layout.sample(100)["obs"][:, 0]
+    again = layout.sample(100)[1]["obs"][:, 0]
     assert {float(value) for value in again} != stored
 
 
@@ -90,7 +90,7 @@ def test_the_c_program_draws_by_priority_and_weighs() -> None:
     random = np.random.default_rng(1)
     priority = torch.from_numpy(random.uniform(0.5, 2.0, slots).astype(np.float32))
     places = np.arange(slots)
-    bound.update((([places.ctypes.data], slots),), priority)
+    bound.update(([places.ctypes.data], slots), priority)
     counts = np.zeros(slots)
     for _ in range(200):
         (found, _), fields = bound.sample(batch)
@@ -131,10 +131,8 @@ def test_bytes_are_of_every_library_and_slots_are_what_memory_allows(monkeypatch
     for make in (memory.ours, partial(memory.of_peer, "python_sum_tree")):
         subject = make(200, 7)
         subject.add(next(subject.stream(memory.ADDED, 1)))
-        sampled = subject.sample(8)
-        fields = sampled[1] if isinstance(sampled, tuple) else sampled
-        assert fields["next_obs"].shape == (8, 7)
-        assert subject.wrong(replace(subject, sample=subject.sample).sample(256)) == []
+        assert subject.sample(8)[1]["next_obs"].shape == (8, 7)
+        assert subject.wrong(subject.sample(256)[1]) == []
     monkeypatch.setattr(scale, "free_bytes", lambda device: 10**10)
     assert scale.fitting() == [1_000, 10_000, 100_000, 1_000_000, 10_000_000]
     assert "N = 50,000,000 is skipped" in capsys.readouterr().err
