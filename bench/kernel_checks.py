@@ -182,5 +182,7 @@ def wrong_frames(before: Tensor, after: Tensor, inputs: Inputs) -> list[str]:
 
 
 def _outside(weights: Tensor, slots: Tensor) -> list[str]:
+    if slots.numel() == 0:
+        return ["nothing was drawn"]
     first, last = (int(each) for each in slots.aminmax())
     return [] if 0 <= first <= last < len(weights) else [f"slots from {first} to {last} of {len(weights)} were drawn"]

@@ -24,6 +24,7 @@ from .operations import OURS, Case, chosen
 from .peers import PEERS, available, peer_versions
 from .records import CannotMeasure, DeviceLost, Record, default_file, read, recorded_files, write
 from .report import targets_first
+from .sharded import parts as sharded_parts
 from .subjects import CPU
 from .test_gate import failed_tests
 
@@ -201,6 +202,10 @@ SUITES = {
         "saving and loading a buffer as large as fits, beside a plain write and read",
     ),
     "scale": Suite(_scale, "each call over slots and over batches, and bytes over fields, beside peers and plain C"),
+    "sharded": Suite(
+        lambda options: Work(sharded_parts(options.quick)),
+        "rows and bytes that the ranks of a sharded buffer send each other, on gloo over the loopback device",
+    ),
     "storage": Suite(
         lambda options: Work([(storage.cases(options.quick), storage.records)]),
         "storing transitions and reading batches, for deque, list, NumPy rings and this buffer",

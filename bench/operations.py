@@ -46,7 +46,7 @@ class Operation:
 
     tests:              files of tests: "ring" for the file test_ring.py, "ring::test_wrap" for one of its tests.
     about:              a description, or the name of its rows in the table of peers.
-    call:               name of the call in `subjects.bind`, if it is one of those.
+    call:               name of the call in `measure.bind`, if it is one of those.
     slot, added, drawn: bytes read and written together, for each slot of the ring, each row added and each transition
                         of the batch.
     fields:             of one stored row: name to [dtype, shape].
@@ -119,7 +119,10 @@ def _below(tests: str, about: str, mine: Maker, others: Mapping[str, Maker], **o
 def _frame_gather(dtype: torch.dtype) -> Operation:
     # stacks are read as bytes and written as this type
     cast, select = " + cast" if dtype.itemsize > 1 else "", baselines.index_select_frames
-    others = {f"index_select{cast}": select, f"index_select of words{cast}": partial(select, dtype=torch.int64)}
+    others: dict[str, Maker] = {
+        f"index_select{cast}": select,
+        f"index_select of words{cast}": partial(select, dtype=torch.int64),
+    }
     about = f"stacks of {STACK} frames of 84x84 before and after, at given slots, as {dtype}"
     moved: dict[str, Any] = {"drawn": 8 + STACKS // 2 * (1 + dtype.itemsize), "dtype": dtype}
     return _below("trajectory_oracle", about, ours.frame_gather, others, fields=FIELDS, cold=True, **moved)
@@ -209,6 +212,7 @@ OPERATIONS: dict[str, Operation] = {
     "memory": Operation(_NBYTES),
     # over the bytes of a row's fields
     "bytes": Operation(_NBYTES),
+    "sharded": Operation("sharded::test_messages_and_bytes_are_those_on_paper"),
     "checkpoint-save": _saved(slot=FRAME_BYTES),
     "checkpoint-load": _saved(slot=FRAME_BYTES),
     # 1% of the frames are new

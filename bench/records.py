@@ -27,7 +27,7 @@ from gpu_replay.console.versions import cpu_cores, device_name, versions
 SCHEMA = 1
 _VERSIONS = ("python", "numpy", "torch", "triton", "numba", "gpu_replay", "cuda", "rocm")
 # the folder of one GPU holds kernels.jsonl; elsewhere the kernels have a file for each device
-NAMES = ("cpu", "gpu", "peers", "frames", "scale", "storage", "checkpoint", "bench", "kernels", "kernels-*")
+NAMES = ("cpu", "gpu", "peers", "frames", "scale", "sharded", "storage", "checkpoint", "bench", "kernels", "kernels-*")
 QUICK = "-quick"
 # the file beside records for the cases that failed
 ERRORS = ".errors.jsonl"
@@ -72,7 +72,7 @@ class Record:
     implementation: "gpu_replay", or the peer that was measured.
     added:          rows added by one call, 0 where nothing is added.
     fields:         what one stored row holds: name to [dtype, shape].
-    unit:           of the quantiles: microseconds a call, or bytes.
+    unit:           of the quantiles: microseconds a call, bytes, or rows of other ranks.
     bytes:          bytes that a call must move, read and written together; for memory, bytes of one row's fields.
     copy_bandwidth: bytes a second of a plain copy, read and written together, measured in the same run.
     copy_share:     bytes / median time / copy_bandwidth; None where the unit is not a time.
@@ -95,7 +95,7 @@ class Record:
     batch: int
     added: int
     fields: dict[str, list[Any]]
-    unit: Literal["us", "bytes"]
+    unit: Literal["us", "bytes", "rows"]
     quantiles: dict[str, float]
     repetitions: int
     warmup: int

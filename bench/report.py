@@ -22,6 +22,7 @@ from .lower_bound import NAME as LOWER_BOUND
 from .operations import KERNELS, OPERATIONS, OURS, Case, short
 from .peers import PEERS
 from .records import Record, recorded_folder
+from .sharded import sharded_table
 from .storage import storage_table
 
 Records = Sequence[Record]
@@ -353,6 +354,7 @@ SECTIONS: dict[str, Section] = {
     "checkpoint": Section("checkpoint", checkpoint_table),
     "scale": Section("scale", scale_table, lambda record: record.unit == "us"),
     "bytes": Section("scale", bytes_table, lambda record: record.unit == "bytes"),
+    "sharded": Section("sharded", sharded_table),
     "storage": Section("storage", storage_table),
     "memory": Section("cpu", memory_table, lambda record: record.operation == "memory"),
 }
