@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 from devices import scale
+from pairs import columns, lettered
 from programs import any_program, run
 from refusals import whole_state
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from trajectory_pair import columns, lettered
 from transitions import FIELDS as NUMBERED
 from transitions import fill, transitions
 

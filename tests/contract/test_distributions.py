@@ -19,10 +19,9 @@ from devices import device_fixture as device_fixture
 from devices import scale, statistical, thinned
 from distribution import check_counts
 from model import UNIT, by_rank
+from pairs import RowPair, StepPair, live_through, numbered
 from programs import SAMPLERS
 from tolerances import close
-from trajectory_pair import Pair as StepPair
-from trajectory_pair import RowPair, live_through, numbered
 from transitions import NUMBER, fill, make, with_masses
 
 from gpu_replay import Field, LinearSchedule, RankBased

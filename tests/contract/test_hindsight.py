@@ -31,9 +31,9 @@ from hindsight_oracle import (
     rewritten,
 )
 from model import Step
+from pairs import StepPair, columns
 from programs import any_program, run
 from refusals import whole_state
-from trajectory_pair import Pair, columns
 from transitions import same
 
 from gpu_replay import Proportional, TrajectoryReplayBuffer, Uniform
@@ -65,16 +65,16 @@ def test_every_goal_of_the_strategy_is_reached_and_no_other(strategy: str, devic
             assert found == known_goals or (EACH < 100 and found.keys() <= known_goals.keys())
 
 
-def stream(letters: str, device: str = "cpu", *, envs: int = 1, capacity: int = 12, **settings: Any) -> Pair:
+def stream(letters: str, device: str = "cpu", *, envs: int = 1, capacity: int = 12, **settings: Any) -> StepPair:
     """Environments that all took these steps: T terminated, U truncated."""
     given = {"sampler": Uniform(replacement=True), "relabel": hindsight(), "fields": GOALS, **settings}
-    pair = Pair(capacity * envs, envs, device=device, **given)
+    pair = StepPair(capacity * envs, envs, device=device, **given)
     for letter in letters:
         pair.add(steps_of(pair, letter.replace(".", "")))
     return pair
 
 
-def steps_of(pair: Pair, end: str = "") -> list[Step]:
+def steps_of(pair: StepPair, end: str = "") -> list[Step]:
     """The next step of all environments."""
     return [goal_step(pair.model.count, env, end=end, final=True) for env in range(pair.model.num_envs)]
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from devices import INTERPRETED, scale
 from devices import device_fixture as device_fixture
+from pairs import RowPair, StepPair, play
 from programs import SAMPLERS
 from refusals import LOSSY
 from tolerances import close
 from torch import Tensor
-from trajectory_pair import Pair, RowPair, play
 from transitions import EXACT, check_rows, fill, make, same, transitions
 
 from gpu_replay import Combined, Field, Proportional, RankBased, ReplayBuffer, TrajectoryReplayBuffer, Uniform
@@ -203,7 +203,7 @@ def test_values_at_the_edges_of_a_type(kind: str, stored: torch.dtype, values: T
 def test_every_dtype_and_shape_comes_back_unchanged(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """Rows from 1 to 384 bytes, aligned to nothing: stacks, their filling, and what comes after them."""
     fields = {"obs": Field(shape, dtype), **ACTION}
-    pair = Pair(16, 2, fields=fields, stack=3, padding="zero", device=device)
+    pair = StepPair(16, 2, fields=fields, stack=3, padding="zero", device=device)
     play(pair, "..U...", "......", fields=fields)
     pair.check_contents()
     values = pair.buffer[[0, 4, 8]].obs[:, -1]

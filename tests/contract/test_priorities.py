@@ -16,9 +16,8 @@ import torch
 from devices import device_fixture as device_fixture
 from devices import scale
 from model import UNIT, mass_of
+from pairs import RowPair, StepPair, numbered, play
 from tolerances import close
-from trajectory_pair import Pair as StepPair
-from trajectory_pair import RowPair, numbered, play
 from transitions import EXACT, fill, make
 
 from gpu_replay import Field, Proportional

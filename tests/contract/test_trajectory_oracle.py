@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from devices import device_fixture as device_fixture
-from trajectory_pair import Pair, play
+from pairs import StepPair, play
 
 from gpu_replay import Field, Latest
 
@@ -107,7 +107,7 @@ CASES = {
 def test_buffer_and_oracle_agree_with_what_was_worked_out_by_hand(found: tuple[Any, ...], device: str) -> None:
     settings, streams, eligible, rows = found
     made = {name: value for name, value in settings.items() if name != "final"}
-    pair = Pair(num_envs=len(streams), fields=FIELDS, device=device, **made)
+    pair = StepPair(num_envs=len(streams), fields=FIELDS, device=device, **made)
     play(pair, *streams, fields=FIELDS, final="final" in settings)
     # the buffer holds what the oracle says, and the oracle says this
     pair.check_contents()
@@ -139,7 +139,7 @@ SEQUENCES: dict[str, tuple[str, int, dict[str, Any], dict[int, str]]] = {
 def test_masks_of_sequences_worked_out_by_hand(
     stream: str, length: int, settings: dict[str, Any], masks: dict[int, str], device: str
 ) -> None:
-    pair = Pair(100, 1, fields=FIELDS, device=device, **settings)
+    pair = StepPair(100, 1, fields=FIELDS, device=device, **settings)
     play(pair, stream, fields=FIELDS)
     view = pair.check()
     expected = {key: [sign == "1" for sign in mask] for key, mask in masks.items()}
@@ -151,7 +151,7 @@ def test_masks_of_sequences_worked_out_by_hand(
 
 
 def test_the_last_observation_stands_for_one_that_is_not_stored(device: str) -> None:
-    pair = Pair(12, 1, sampler=Latest(), device=device, fields=FIELDS, gamma=0.5, stack=2, n_step=2)
+    pair = StepPair(12, 1, sampler=Latest(), device=device, fields=FIELDS, gamma=0.5, stack=2, n_step=2)
     play(pair, "...U.....", fields=FIELDS)
     (window,) = pair.buffer.sample_sequences(1, 3)[:1].next_obs.tolist()
     # of steps 6 to 8, where 9 is to come; the frame of step t is t + 1

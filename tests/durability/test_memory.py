@@ -11,7 +11,7 @@ import torch
 from children import in_a_child, memory_of
 from devices import device_fixture as device_fixture
 from devices import host_only, scale
-from trajectory_pair import FIELDS, Pair, live_through
+from pairs import FIELDS, StepPair, live_through
 from transitions import SAMPLERS, STORED, fill, make
 
 from gpu_replay import Combined, Field, Latest, Proportional, ReplayBuffer, TrajectoryReplayBuffer, Uniform
@@ -149,7 +149,7 @@ def test_an_atari_transition_takes_a_frame_and_80_bytes(
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 @pytest.mark.parametrize("sampler", scale([Uniform(), Proportional(), Latest()], [Proportional()]), ids=repr)
 def test_nothing_grows_with_use(sampler: Any, autoreset: str, device: str) -> None:
-    pair = Pair(61, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset)
+    pair = StepPair(61, 3, sampler=sampler, device=device, stack=3, n_step=2, autoreset=autoreset)
     before = pair.buffer.nbytes
     assert before >= 61 // 3 * 3 * sum(kind.row_bytes for kind in FIELDS.values())
     live_through(pair, 50, end=0.3, final=1.0)

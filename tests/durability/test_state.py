@@ -20,10 +20,10 @@ import torch
 from checkpoints import edit, pieces_of, spoiled
 from devices import device_fixture as device_fixture
 from golden import MADE
+from pairs import FIELDS as SCRIPTED
+from pairs import StepPair, live_through
 from places import FIELDS, STEP_FIELDS, STEPS, check_equal, given, live, make
 from refusals import whole_state
-from trajectory_pair import FIELDS as SCRIPTED
-from trajectory_pair import Script
 from transitions import ANNEALED, EXACT, NUMBER, fill, leaves
 from transitions import make as make_numbered
 
@@ -165,9 +165,10 @@ def ring(sampler: Any) -> ReplayBuffer:
 def steps(sampler: Any) -> TrajectoryReplayBuffer:
     """A ring of 11 steps of 3 environments with final observations."""
     settings: dict[str, Any] = {"stack": 3, "n_step": 2, "autoreset": "same_step", "sampler": sampler, "device": "cpu"}
-    buffer = TrajectoryReplayBuffer(33, 3, SCRIPTED, **settings)
-    Script(seed=1, calls=70, num_envs=3).play(buffer, 0, 70)
-    return buffer
+    pair = live_through(StepPair(33, 3, fields=SCRIPTED, **settings), 50, seed=1)
+    for _ in range(2):
+        pair.update(pair.sample(3), [0.5, 1.5, 3.0])
+    return pair.buffer
 
 
 BUFFERS: dict[str, Callable[[], Any]] = {

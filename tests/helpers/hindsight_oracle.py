@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from model import Step, View
+from pairs import final_of, numbered
 from torch import Tensor
-from trajectory_pair import final_of, numbered
 
 from gpu_replay import Batch, Field, Hindsight
 

@@ -15,9 +15,8 @@ import torch
 from devices import INTERPRETED
 from hindsight_oracle import GOALS, check_batch, goal_step, hindsight
 from model import UNIT, Step
+from pairs import RENEWED, RowPair, StepPair, lettered, letters
 from refusals import REFUSALS, whole_state
-from trajectory_pair import RENEWED, RowPair, lettered, letters
-from trajectory_pair import Pair as StepPair
 
 from gpu_replay import Combined, Field, Latest, LinearSchedule, Proportional, RankBased, Uniform
 

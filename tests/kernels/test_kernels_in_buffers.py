@@ -18,8 +18,8 @@ from guards import Guards, guarded
 from hindsight_oracle import ACHIEVED, DESIRED, GOALS, goal_step, hindsight, reward_of
 from interpreted import kernel_device as kernel_device
 from launches import use_sizes_of_a_gpu
+from pairs import taken_by
 from programs import SAMPLERS, Player, Program, any_program, letters
-from trajectory_pair import taken_by
 from trees import check_sums
 from twins import FIELDS, Twins, check_same, values_of
 

@@ -104,7 +104,7 @@ def lettered(
 
 
 def play(target: Any, *streams: str, fields: Mapping[str, Field] = FIELDS, final: bool = False) -> None:
-    """Add steps to a `Pair`, one text for each environment.
+    """Add steps to a `StepPair`, one text for each environment.
 
     In all texts at once "c" is a `clear` and "|" a `begin_episodes` of everything.
     """
@@ -294,7 +294,7 @@ class RowPair(Both):
         self.check_refused((live.start - 1, live.stop))
 
 
-class Pair(Both):
+class StepPair(Both):
     """A buffer of steps and its model; every call goes to both and is compared."""
 
     model: StepModel
@@ -435,38 +435,10 @@ def letters(draw: random.Random, envs: int, end: float) -> str:
     return "".join(draw.choice("TUB") if draw.random() < end else "." for _ in range(envs))
 
 
-def live_through(pair: Pair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> Pair:
+def live_through(pair: StepPair, steps: int, seed: int = 0, *, end: float = 0.15, final: float = 0.7) -> StepPair:
     """Play random steps to a pair: a share `end` of them ends an episode, a share `final` brings final observations."""
     draw = random.Random(seed)
     for _ in range(steps):
         ends = letters(draw, pair.model.num_envs, end)
         play(pair, *ends, fields=pair.fields, final=draw.random() < final)
     return pair
-
-
-class Script:
-    """A fixed sequence of calls, so that several buffers can be played the same from any call on."""
-
-    def __init__(self, seed: int, calls: int, num_envs: int, end: float = 0.2) -> None:
-        draw = random.Random(seed)
-        self.calls: list[tuple[str, Any]] = []
-        for number in range(calls):
-            own = {"priority": draw.uniform(0.1, 9)} if draw.random() < 0.5 else {}
-            steps = lettered(number, letters(draw, num_envs, end), final=draw.random() < 0.7, **own)
-            mask = [draw.random() < 0.5 for _ in range(num_envs)]
-            call = draw.choices(("add", "sample", "update", "begin_episodes", "clear"), (70, 12, 12, 4, 2))[0]
-            self.calls.append((call, {"add": steps, "begin_episodes": mask}.get(call, draw.randint(1, 6))))
-
-    def play(self, buffer: TrajectoryReplayBuffer, first: int, last: int) -> None:
-        for call, argument in self.calls[first:last]:
-            if call == "add":
-                buffer.add(**taken_by(buffer, argument, FIELDS))
-            elif call == "update":
-                keys = list(range(max(0, buffer.added - 25), buffer.added, 2))
-                buffer.update_priorities(keys, [argument + key % 7 / 2 for key in keys])
-            elif call == "sample":
-                count = min(argument, buffer.stats().eligible)
-                if count >= getattr(buffer.sampler, "newest", 1):
-                    buffer.sample(count)
-            else:
-                getattr(buffer, call)(*([np.array(argument)] if call == "begin_episodes" else []))
