@@ -196,12 +196,13 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, catch_run: 
     assert train(folder, CATCH, looks[0]) == 130
     for look in looks[1:]:
         assert train(folder, RESUME, look) == 130
-    stopped_at = summary(folder)["steps"]
-    assert 0 < stopped_at < 3_008
+    stopped = summary(folder)
+    assert 0 < stopped["steps"] < 3_008
     # a row of its own, which the run that goes on does not have
-    assert str(stopped_at) in [row["step"] for row in without_times(folder)]
+    assert str(stopped["steps"]) in [row["step"] for row in without_times(folder)]
     assert train(folder, RESUME) == 0
     check_same_run(folder, catch_run)
+    assert summary(folder)["wall_seconds"] > stopped["wall_seconds"]
     told = tensorboard_of(folder).Scalars("epsilon")
     assert [str(event.step) for event in told] == [row["step"] for row in without_times(folder)]
 
