@@ -198,7 +198,10 @@ def test_a_run_is_written_over_another_when_asked(catch_run: Path, tmp_path: Pat
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
 def test_ctrl_c_while_torch_loads_is_one_line() -> None:
     command = [sys.executable, "-m", "gpu_replay", "train", "catch"]
+    # a shell lets what it runs in the background ignore Ctrl-C, and children inherit that
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.01)
