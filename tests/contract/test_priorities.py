@@ -51,6 +51,16 @@ def units(pair: Any) -> list[float]:
     return [mass / UNIT for mass in pair.buffer.masses().tolist()]
 
 
+def test_the_smallest_mass_of_the_buffer_is_looked_up_again_after_an_update(device: str) -> None:
+    sampler = Proportional(alpha=1.0, eps=0.0, beta=0.5, normalize="buffer")
+    pair = RowPair(300, sampler, device=device, fields={"action": FIELDS["action"]})
+    pair.add(300, [4.0] * 300)
+    # of a block, down and up again, also where another key of the block has the smallest one by then
+    for key, priority in ((130, 0.5), (130, 8.0), (7, 2.0), (5, 1.0), (5, 3.0), (299, 0.25), (298, 0.5), (299, 9.0)):
+        pair.update([key], [priority])
+        pair.sample(4)
+
+
 @pytest.mark.parametrize("count", [2, 33, 257, 1025, 5000])
 @pytest.mark.parametrize("different", [1, 61])
 def test_the_last_of_a_repeated_key_counts_in_a_long_update(different: int, count: int, device: str) -> None:

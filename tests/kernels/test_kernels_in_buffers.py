@@ -112,6 +112,15 @@ def test_programs_with_more_steps_or_environments_than_a_program_sees_at_once(
         assert host.stats().eligible > 0
 
 
+@pytest.mark.parametrize("turn", [3, 4])
+def test_programs_in_rings_as_short_as_a_stack(turn: int, device: str, tmp_path: Path) -> None:
+    draw = random.Random(turn)
+    calls = [("steps", [letters(draw, 2, 0.2)], False, None) for _ in range(16)]
+    settings = {"capacity": 2 * turn, "num_envs": 2, "stack": 3, "n_step": 1, "autoreset": "same_step"}
+    with guarded():
+        play(Program("steps", {**settings, "sampler": "proportional", "fields": 0, "seed": 7}, calls), device, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["uniform", "annealed", pytest.param("rank-annealed", marks=pytest.mark.slow)])
 def test_programs_as_small_as_on_a_gpu_leave_the_same_integers(
     name: str, full: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
