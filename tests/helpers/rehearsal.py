@@ -111,9 +111,8 @@ class _Recorder(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None and not self._graph.has(generator):
             raise RuntimeError(UNREGISTERED)
-        if func._schema.is_mutable:
-            self._graph.save((args, kwargs))
-        found = func(*args, **kwargs)
+        with self._graph.undoing((args, kwargs)) if func._schema.is_mutable else nullcontext():
+            found = func(*args, **kwargs)
         self._graph.calls.append(functools.partial(_again, func, args, kwargs, found))
         return found
 
@@ -166,8 +165,8 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[Callable[[], object]] = []
-        # memory that was written, as it was before
-        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        # bytes of memory that each call changed, where, and what they were before
+        self._changed: list[tuple[Tensor, Tensor, Tensor]] = []
         # with their states, as they were before
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
@@ -180,23 +179,31 @@ class Graph:
         # the same one may come as another object
         return any(_identity(each) == _identity(generator) for each, _ in self._generators)
 
-    def save(self, given: object) -> None:
-        """Remember what is in these tensors."""
-        with _plain():
-            for tensor in tree_leaves(given):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() not in self._saved:
-                        self._saved[storage.data_ptr()] = (storage, storage.clone())
+    @contextmanager
+    def undoing(self, given: object) -> Iterator[None]:
+        """Remember what a call changes in these tensors; no kernel of another thread runs meanwhile."""
+        with _interpreting:
+            with _plain():
+                tensors = [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
+                storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+                memory = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values()]
+                before = [each.clone() for each in memory]
+            try:
+                yield
+            finally:
+                with _plain():
+                    for now, old in zip(memory, before, strict=True):
+                        places = (now != old).nonzero()[:, 0]
+                        self._changed.append((now, places, old[places]))
 
     def undo(self) -> None:
         """At the end of the capture: nothing of it was done on the device."""
-        with _plain():
-            for storage, before in self._saved.values():
-                storage.copy_(before)
+        with _interpreting, _plain():
+            for memory, places, old in reversed(self._changed):
+                memory[places] = old
             for generator, state in self._generators:
                 generator.set_state(state)
-        self._saved.clear()
+        self._changed.clear()
 
     def replay(self) -> None:
         """Do it again."""
@@ -302,6 +309,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
+# the interpreter keeps the number of the running program in one place for all threads
+_interpreting = threading.RLock()
 
 
 @contextmanager
@@ -394,13 +403,15 @@ def pretend() -> None:
         _loaded.add(variant)
 
         def call() -> None:
-            with _plain():
+            with _interpreting, _plain():
                 interpret(kernel, *given, **named)
 
-        if _here.graph is not None:
-            _here.graph.save((given, named))
-            _here.graph.calls.append(call)
-        call()
+        if _here.graph is None:
+            call()
+            return
+        _here.graph.calls.append(call)
+        with _here.graph.undoing((given, named)):
+            call()
 
     def run_with_a_gpu(thread: threading.Thread) -> None:
         with Rehearsal():
