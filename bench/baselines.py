@@ -118,7 +118,7 @@ def sort_searchsorted(inputs: Inputs) -> Implementation:
     width = masses[-1:].double() / batch
 
     def draw() -> Tensor:
-        torch.sort(inputs.priorities, descending=True, stable=True, out=(sorted_out, order))
+        torch.sort(inputs.priorities, descending=True, out=(sorted_out, order))
         targets = uniform.uniform_().add_(stratum).mul_(width).long()
         ranks = torch.searchsorted(masses, targets, right=True).clamp_(max=inputs.capacity - 1)
         return order[ranks]

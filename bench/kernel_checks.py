@@ -132,13 +132,19 @@ def wrong_shares(weights: Tensor, slots: Tensor) -> list[str]:
 def wrong_ranks(priorities: Tensor, masses: Tensor, slots: Tensor, slack: float = 0.0) -> list[str]:
     """(B,) slots drawn by rank, one in each of B equal parts of the total of the (N,) running `masses` of ranks.
 
-    Of equal priorities the smaller slot has the smaller rank.
+    Equal priorities may be in any order.
     """
     if wrong := _outside(priorities, slots):
         return wrong
-    ranks = torch.empty_like(masses)
-    ranks[torch.sort(priorities, descending=True, stable=True).indices] = torch.arange(len(masses), device=slots.device)
-    return wrong_draws(torch.diff(masses, prepend=masses.new_zeros(1)), ranks[slots], slack)
+    batch, total = slots.numel(), int(masses[-1])
+    stratum = torch.arange(batch + 1, device=slots.device)
+    bounds = stratum * (total // batch) + stratum * (total % batch) // batch
+    margin = int(slack * total)
+    first = torch.searchsorted(masses, (bounds[:-1] - margin).clamp(min=0), right=True)
+    last = torch.searchsorted(masses, (bounds[1:] - 1 + margin).clamp(max=total - 1), right=True)
+    ordered, found = torch.sort(priorities, descending=True).values, priorities[slots]
+    count = int(((found > ordered[first]) | (found < ordered[last])).sum())
+    return [f"{count} of {batch} draws are not of a rank in their part of the total"] if count else []
 
 
 def wrong_update(index: Any, inputs: Inputs) -> list[str]:

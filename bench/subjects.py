@@ -472,9 +472,9 @@ def faults(fields: Mapping[str, Tensor], *, ahead: int = 1, gamma: float = 0.99,
         other.format("action"): np.array_equal(action, number % ACTIONS),
         other.format("reward"): alike.all(),
         other.format("terminated"): ahead > 1 or np.array_equal(going, newest[:, ENDED] == 0),
-        "obs has frames that are not those before its newest": (~_whole(obs, pictures)).mean() <= seam,
-        "the newest frame of next_obs is not that of the step after": (~steps & going).mean() <= seam,
-        "next_obs has frames that are not those before its newest": (~_whole(after, pictures) & going).mean() <= seam,
+        "obs has frames that are not those before its newest": _share(~_whole(obs, pictures)) <= seam,
+        "the newest frame of next_obs is not that of the step after": _share(~steps[going]) <= seam,
+        "next_obs has frames that are not those before its newest": _share(~_whole(after, pictures)[going]) <= seam,
     }
     return [message for message, each in right.items() if not each] + weights_fault(fields["weight"], number.size)
 
@@ -489,3 +489,7 @@ def _whole(stacks: np.ndarray, pictures: np.ndarray) -> np.ndarray:
     right &= (stacks[:, :, 1:] == pictures[number, 1:]).all(axis=(2, 3))
     whole: np.ndarray = (right | ~inside).all(axis=1)
     return whole
+
+
+def _share(wrong: np.ndarray) -> float:
+    return float(wrong.mean()) if wrong.size else 0.0
