@@ -129,6 +129,26 @@ def test_bfloat16_is_for_convolutions_and_hidden_layers_alone() -> None:
     assert dtypes["last"] == (torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_nothing_is_transposed_on_the_way_through_convolutions_and_back(device: str) -> None:
+    # cuDNN computes channels last where images or kernels are, and so does oneDNN
+    network, seen = make_network(bfloat16=device == "cuda", **NATURE).to(device), []
+
+    def look(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        seen.extend((args[0], out))
+        # of the last layer the gradient comes as numbers did to the first hidden layer
+        if layer is not network.convolutions[-1]:
+            out.register_hook(seen.append)
+
+    for layer in network.convolutions:
+        layer.register_forward_hook(look)
+    network.values(network.prepare(pictures(5).to(device))).square().sum().backward()
+    kernels = [weight for weight in network.convolutions.parameters() if weight.dim() == 4]
+    assert (len(kernels), len(seen)) == (3, 6 * 2 + 5)
+    for each in (*seen, *kernels, *(weight.grad for weight in kernels)):
+        assert each.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("as_sampled", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", ["fine", "cosine"])
 def test_whitened_images_have_no_mean_and_a_deviation_of_one(name: str, as_sampled: torch.dtype) -> None:
